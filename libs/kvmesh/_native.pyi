@@ -1,4 +1,4 @@
-"""Native core of kvmesh: hashing of blocks, the prefix index, a view of a fleet, a watchdog."""
+"""Native core of kvmesh: block hashes, the prefix index, gathering of candidates, a watchdog."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Translates the cores to C with mypyc, and tells CMake what to build of it (docs/adr/0010)."""
+"""Translates the cores to C with mypyc and lists the sources for CMake (docs/adr/0010)."""
 
 import sys
 from pathlib import Path
@@ -54,10 +54,10 @@ def main(folder: str) -> None:
     options = ["--config-file", "pyproject.toml", "--follow-imports", "silent"]
     lines = []
     for extension in mypycify([*options, *files()], target_dir=folder, group_name="kvmesh"):
-        place = Path(*extension.name.split("."))
+        path = Path(*extension.name.split("."))
         sources = " ".join(f'"{source}"' for source in extension.sources)
         includes = " ".join(f'"{include}"' for include in extension.include_dirs)
-        lines.append(f"add_core({place.parent} {place.name} SOURCES {sources} INCLUDES {includes})")
+        lines.append(f"add_core({path.parent} {path.name} SOURCES {sources} INCLUDES {includes})")
     Path(folder, "cores.cmake").write_text("\n".join(lines))
 
 

@@ -1,4 +1,4 @@
-// Dump: what a rank holds, as chains that `store` and `attach` take back.
+// Dump: the blocks of a rank, as chains that `store` and `attach` restore.
 #include <algorithm>
 
 #include "index.hpp"
@@ -8,13 +8,13 @@ namespace kvmesh {
 std::vector<Chain> Index::chains(const Rank& rank, uint32_t tier) const {
   std::vector<std::pair<uint64_t, NodeId>> entries;
   rank.names[tier].for_each([&](uint64_t engine, NodeId id) { entries.emplace_back(engine, id); });
-  std::ranges::sort(entries);  // for the order in the map is another in each process
-  FlatMap places;              // node -> place in entries + 1
+  std::ranges::sort(entries);  // since the order in the map differs between processes
+  FlatMap places;              // node -> index in entries + 1
   for (size_t i = 0; i < entries.size(); ++i) {
     const NodeId id = entries[i].second;
     if (places.find(id) == 0) places.insert(id, static_cast<uint32_t>(i + 1));
   }
-  std::vector<uint32_t> next(entries.size());  // place + 1 of the block that continues the chain
+  std::vector<uint32_t> next(entries.size());  // index + 1 of the block that continues the chain
   std::vector<bool> first(entries.size(), true);
   for (size_t i = 0; i < entries.size(); ++i) {
     const uint32_t parent = places.find(node(entries[i].second).parent);

@@ -5,10 +5,10 @@
 //   E2  The epoch moves from e to e + 1 only while every pin shows e, so while a pin shows e the
 //       current epoch is e or e + 1.
 //   E3  A writer unlinks and retires inside its own pin, say at p. Its unpinning precedes the move
-//       to p + 2, so whoever pins at p + 2 or later sees the unlinking; pins at p + 1 or earlier
+//       to p + 2, so a pin at p + 2 or later sees the unlinking; pins at p + 1 or earlier
 //       are gone when the epoch is p + 3. Hence memory retired at p is reusable from p + 3 on.
-// Pinning is one uncontended compare-and-swap on a line of the thread's own; nobody waits for a
-// writer. (Fraser, "Practical lock-freedom", 2004, section 5.2.3.)
+// Pinning is one uncontended compare-and-swap on a line of the thread's own; no reader waits for
+// a writer. (Fraser, "Practical lock-freedom", 2004, section 5.2.3.)
 #pragma once
 
 #include <atomic>

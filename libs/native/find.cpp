@@ -1,4 +1,4 @@
-// The read side: longest prefixes by jumping (index.hpp, I1-I3 and I7), 64 ranks at a time.
+// Queries: longest prefixes by jumping (index.hpp, I1-I3 and I7), 64 ranks at a time.
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -105,7 +105,7 @@ class Index::Search {
     }
   }
 
-  // A change meanwhile may leave a lower tier's depth short; it counts from the one above then.
+  // A concurrent change may leave a tier's depth below that of the tier before: it then adds 0.
   static void report(uint32_t used, std::vector<Match>& out) {
     for (const Column& column : scratch.first) {
       column.for_each([&](uint32_t rank) {

@@ -1,7 +1,7 @@
 // Map from a 64-bit key to a non-zero 32-bit value, for one thread at a time.
 //
-// Buckets of five entries, one cache line each. A key lies in the first bucket from its home on
-// that had room for it, and each full bucket before counts that it `passed`: a search ends at a
+// Buckets of five entries, one cache line each. A key is stored in the first bucket from its home
+// on that had a free entry, and each full bucket before counts that it `passed`: a search ends at a
 // bucket that nothing passed, nearly always the first, or else after one round, and a removal moves
 // nothing but the last entry of its bucket. All but small maps grow by a quarter, to save memory.
 #pragma once
@@ -66,7 +66,7 @@ class FlatMap {
     return 0;
   }
 
-  // Adds to the value of `key`, which counts as 0 where absent and is removed when it gets there.
+  // Adds to the value of `key`. An absent key counts as 0; a key whose value becomes 0 is removed.
   void count(uint64_t key, int delta) {
     const uint32_t sum = erase(key) + delta;
     if (sum != 0) insert(key, sum);
@@ -93,7 +93,7 @@ class FlatMap {
     uint64_t keys[WIDTH];
     uint32_t values[WIDTH];
     uint32_t used : 8;
-    uint32_t passed : 24;  // keys that lie in later buckets because this one was full
+    uint32_t passed : 24;  // keys stored in later buckets because this one was full
 
     // Position of the key; `used` or more if absent. Branch-free: branches would be mispredicted.
     uint32_t entry_of(uint64_t key) const {

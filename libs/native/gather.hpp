@@ -25,14 +25,14 @@ struct Numbers {
   }
 };
 
-// A router's ranks by slot. `columns` has LOADS rows with room for all slots: prefill tokens and
-// active blocks as counted, what to add to either, and requests.
+// A router's ranks by slot. `columns` has LOADS rows with space for all slots: prefill tokens and
+// active blocks as counted, the corrections of both, and requests.
 struct Fleet {
   static constexpr size_t LOADS = 5;
 
   Numbers<double> columns;
   size_t slots, nodes;
-  Numbers<int64_t> node_of_slot;  // 1 to nodes, or 0; not looked at if there are no nodes
+  Numbers<int64_t> node_of_slot;  // 1 to nodes, or 0; not read if there are no nodes
 
   double at(size_t row, size_t slot) const { return columns[columns.count / LOADS * row + slot]; }
   double prefill_tokens(size_t slot) const { return std::max(at(0, slot) + at(2, slot), 0.0); }
@@ -63,9 +63,9 @@ class Gathering {
     share_between_nodes();
   }
 
-  // To `overlap`, TIERS for each candidate: the leading blocks that a tier adds to those before it.
-  // To `loads`, a row each: blocks in prefill, blocks to decode with if the prompt came too, and
-  // requests. Returns the most blocks to decode with of any candidate.
+  // Writes `overlap`, TIERS for each candidate: the leading blocks that a tier adds to those before
+  // it. Writes `loads`, a row each: blocks in prefill, blocks to decode with if the prompt is
+  // added, and requests. Returns the maximum over the candidates of blocks to decode with.
   double gather(Numbers<int64_t> candidates, double* overlap, double* loads) const {
     const size_t count = candidates.count;
     double most = 0;
@@ -109,7 +109,8 @@ class Gathering {
 
   const Fleet& fleet_;
   const Prompt& prompt_;
-  static thread_local inline std::vector<Reach> reach_;  // by slot, then by node; kept for its memory
+  // By slot, then by node; kept to reuse its memory.
+  static thread_local inline std::vector<Reach> reach_;
 };
 
 }  // namespace kvmesh

@@ -89,7 +89,7 @@ size_t Index::remove_some(Rank& rank, uint32_t tier, Hashes engine, uint64_t epo
   return removed;
 }
 
-// Forgets one engine hash for each of the nodes.
+// Drops one engine hash's hold on each of the nodes.
 void Index::drop_some(Rank& rank, uint32_t tier, const NodeId* held, size_t count, uint64_t epoch) {
   ShardLocks locks(locks_);
   for (size_t i = 0; i < count; ++i) {
@@ -173,7 +173,7 @@ void Index::append_some(Rank& rank, uint32_t tier, Origin& origin, Hashes engine
     locks.need(Shard::of(previous));
   }
   for (size_t i = 0; i < engine.count; ++i) {
-    if (!table_of(sequence[i]).prefetch_node(nodes(), sequence[i])) break;  // nor has what follows
+    if (!table_of(sequence[i]).prefetch_node(nodes(), sequence[i])) break;  // nor have later blocks
   }
   locks.lock();
   bool chained = false;    // the parent was joined just now

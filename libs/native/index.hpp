@@ -1,4 +1,4 @@
-// The prefix index: which rank holds which block, and how long a prefix of a prompt it holds.
+// The prefix index: the blocks that each rank holds, and the longest prefix of a prompt in them.
 //
 // Blocks form a tree: a node for each sequence hash, keyed by it in one of the shards, with a link
 // to its parent (or to its namespace's root) and to its only child (or to a fork record).
@@ -21,12 +21,12 @@
 //       order of the shards. A rank's maps and counts change under the rank's mutex, which
 //       comes before any shard's lock.
 //   I5  A fork record counts, for each rank and tier, the children that the rank holds with that
-//       lowest tier; with one child, the child's own set tells the same. So the number of links
+//       lowest tier; with one child, the child's own set gives the same. So the number of links
 //       that a removal breaks is known without visiting children.
 //   I6  A node lives while a rank holds it or it has children. Nodes without holders (a removed
 //       middle block, or the unseen block before an attached segment) count for nothing in `find`.
 //   I7  Readers take no lock and write nothing shared but their epoch pin. For a rank that does not
-//       change during the call the answer is exact; for one that does, each position is read
+//       change during the call the result is exact; for one that does, each position is read
 //       either before or after the change.
 #pragma once
 
@@ -48,7 +48,7 @@ namespace kvmesh {
 
 inline constexpr uint32_t MAX_RANKS = 1 << 20;
 
-// One rank's answer: how many leading blocks each tier adds beyond the tiers before it.
+// One rank's match: the number of leading blocks that each tier adds to the tiers before it.
 struct Match {
   uint32_t rank;
   std::array<uint32_t, TIERS> added;

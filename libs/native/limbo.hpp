@@ -21,7 +21,7 @@ class Limbo {
     for (const Retired& retired : retired_) std::free(retired.memory);
   }
 
-  // To be freed by `free`.
+  // The caller passes the memory to `retire`, or frees it with `free`.
   void* allocate(size_t bytes, size_t alignment = alignof(std::max_align_t)) {
     void* memory;
     if (posix_memalign(&memory, alignment, bytes) != 0) throw std::bad_alloc();

@@ -1,4 +1,4 @@
-// The Python face of the native core: argument checks, buffers in, bytes out.
+// Python bindings of the native core: argument checks, buffers in, bytes out.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -52,7 +52,7 @@ Hashes hashes(const View& view) {
   return {view.data(), view.size() / 8};
 }
 
-// Handing the interpreter over costs more than hashing less than this.
+// Releasing the GIL costs more than hashing less than this.
 constexpr size_t LONG = 16 << 10;
 
 uint64_t xxh3(nb::handle data, uint64_t seed) {
@@ -233,7 +233,7 @@ Numbers<T> numbers(const View& view) {
   return {view.data(), view.size() / sizeof(T)};
 }
 
-// Too short to be worth handing the interpreter over.
+// Too short to be worth releasing the GIL.
 double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle columns,
               nb::handle node_of_slot, size_t nodes, nb::handle rows, nb::handle places,
               nb::handle predicted, nb::handle shared, double blocks, double block_size) {

@@ -22,7 +22,7 @@ NodeSpace::NodeSpace(const Epochs& epochs) : epochs_(epochs) {
   if (memory == MAP_FAILED) throw std::bad_alloc();
   base_ = static_cast<Node*>(memory);
 #ifdef MADV_HUGEPAGE
-  madvise(memory, SPACE, MADV_HUGEPAGE);  // refused where there are none, which is as well
+  madvise(memory, SPACE, MADV_HUGEPAGE);  // refused where there are none: then normal pages
 #endif
 }
 

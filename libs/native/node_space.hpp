@@ -1,7 +1,7 @@
 // Memory of nodes: one range of address space, given to ranks in runs.
 //
-// A node's number is its place, so finding it takes no look-up; a rank's consecutive blocks lie
-// side by side, so that storing and removing them streams through memory; huge pages keep address
+// A node's number is its index, so access takes no lookup; a rank's consecutive blocks are
+// adjacent, so that storing and removing them streams through memory; huge pages keep address
 // translation out of the way where the system has them.
 #pragma once
 
@@ -62,7 +62,7 @@ class NodeSpace {
       if (next_ == end_) return space_.refill(*this);
       return next_++;
     }
-    // Takes back a node that has left its table during the pin at `epoch`.
+    // Queues a node that left its table during the pin at `epoch` for reuse.
     void retire(NodeId id, uint64_t epoch);
     // Leaves retired nodes to other ranks.
     void yield() { space_.pool(queue_); }

@@ -1,18 +1,18 @@
 // Blocks by sequence hash: one of the index's shards, an open-addressing table of node numbers.
 //
 // Groups of twelve slots, one cache line each. A slot has a tag, some bits of the scattered sequence
-// hash, beside the node's number, so that a look-up compares twelve tags at once and touches no node
-// but, nearly always, the right one. A node lies in the first group from its home on that had room, and
-// each full group before counts that the node `passed`: a look-up ends where nothing passed, or
-// else after one round.
+// hash, beside the node's number, so that a lookup compares twelve tags at once and touches no node
+// but, nearly always, the right one. A node is in the first group from its home on that had a free
+// slot, and each full group before counts that the node `passed`: a lookup ends at a group that
+// nothing passed, or else after one round.
 //
 // Invariants
 //   T1  A node's `sequence` does not change while a pinned reader may reach it; `ranks` is one
-//       atomic word; readers look at nothing else of a node.
+//       atomic word; readers read nothing else of a node.
 //   T2  A slot's number is written before its tag, and a tag goes before its number is written
-//       again. A reader that meets the number of another block sees so from the node.
+//       again. A reader that finds another block's number detects it by the node's `sequence`.
 //   T3  A node never moves within a table, and its passing is counted before it is added and until
-//       after it is removed: a reader meets each node that is present throughout.
+//       after it is removed: a reader finds each node that is present throughout.
 //   T4  A full table is replaced as a whole; the old one and unlinked nodes wait in limbo.
 //   T5  Everything else is read and written under the shard's lock.
 #pragma once
@@ -45,7 +45,7 @@ struct Fork {
   FlatMap held;    // rank * 4 + lowest tier -> children that the rank holds at that tier
 };
 
-// A set of a group's slots, for iteration: a bit for each, in a peculiar order.
+// A set of a group's slots, for iteration: a bit for each, not in the order of the slots.
 class Slots {
  public:
   // From the highest bits of the bytes that are the tags of slots 0..7 and 8..11.
@@ -105,7 +105,7 @@ class Table {
       : groups_(reinterpret_cast<Group*>(word & ~CODE)),
         count_((4 | (word & 3)) << ((word & CODE) >> 2)) {}
 
-  // Of a number of groups that is 4 to 7 times a power of 2, at an address that ALIGNMENT divides.
+  // Packs a table. `count` is 4 to 7 times a power of 2; `groups` is aligned to ALIGNMENT.
   static uint64_t word(Group* groups, uint64_t count) {
     const uint64_t power = std::bit_width(count) - 3;
     return reinterpret_cast<uint64_t>(groups) | power << 2 | (count >> power & 3);
@@ -155,7 +155,7 @@ class Table {
 
   // --- for the holder of the lock ---
 
-  // There must be room.
+  // The table must have a free slot.
   void add(uint64_t sequence, NodeId id) const {
     const uint64_t bits = scattered(sequence);
     Group* group = home(bits);
@@ -216,7 +216,7 @@ class alignas(64) Shard {
   static constexpr NodeId FORK = 1u << 31;
   using Tables = std::array<std::atomic<uint64_t>, COUNT>;
 
-  // `table` is where everyone finds the shard's table.
+  // Readers load the shard's table from `table`.
   Shard(std::atomic<uint64_t>& table, const Epochs& epochs, const NodeSpace& nodes);
   Shard(const Shard&) = delete;
   Shard& operator=(const Shard&) = delete;
@@ -242,7 +242,7 @@ class alignas(64) Shard {
     return id;
   }
 
-  // Takes the node out of the table.
+  // Removes the node from the table.
   void unlink(NodeId id) {
     table().remove(nodes_[id].sequence, id);
     --live_;
@@ -259,7 +259,7 @@ class alignas(64) Shard {
   std::atomic<uint64_t>& table_;
   Node* const nodes_;
   uint64_t live_ = 0;   // nodes in the table
-  uint64_t limit_ = 0;  // how many may be
+  uint64_t limit_ = 0;  // nodes at which the table grows
 
  public:
   size_t blocks = 0;  // nodes with at least one holder

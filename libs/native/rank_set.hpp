@@ -5,9 +5,10 @@
 //   array   a heap array of such entries, unordered, 0 where free
 //   bits    a heap bitset for each tier that occurs
 // Invariants
-//   S1  A word is replaced as a whole; a heap form is retired only after the word has left it.
+//   S1  A word is replaced as a whole; a heap form is retired only after the word has ceased to
+//       refer to it.
 //   S2  Inside a heap form each entry is one atomic word, and an entry that is present throughout a
-//       reader's scan never moves: the reader meets it exactly once.
+//       reader's scan never moves: the reader finds it exactly once.
 //   S3  One writer at a time (the shard's lock).
 #pragma once
 
@@ -79,7 +80,8 @@ class RankSet {
   // The word of a single holder.
   static Word single(uint32_t rank, uint32_t tier) { return rank << 4 | 1u << tier; }
 
-  // Lets `rank` hold the block in `tier`, or no longer. `universe` bounds the ranks in use.
+  // Adds (`on`) or removes `rank` as a holder of the block in `tier`. `universe` bounds the ranks
+  // in use.
   static void set(std::atomic<Word>& word, uint32_t rank, uint32_t tier, bool on, uint32_t universe,
                   Limbo& limbo, uint64_t epoch) {
     const Word now = word.load(std::memory_order_relaxed);
@@ -112,8 +114,8 @@ class RankSet {
   struct alignas(16) Heap {
     uint32_t planes;  // 0: array; else which tiers have a plane of bits
     uint32_t size;    // entries of the array, or 64-bit words of a plane
-    uint32_t live;    // entries in use, or bits set; the writer's own
-    uint32_t floor;   // with so few, the next removal looks for a smaller form
+    uint32_t live;    // entries in use, or bits set; read by the writer only
+    uint32_t floor;   // at this many, the next removal rebuilds, to find a smaller form
 
     std::atomic<uint32_t>* entries() { return reinterpret_cast<std::atomic<uint32_t>*>(this + 1); }
     std::atomic<uint64_t>* bits() { return reinterpret_cast<std::atomic<uint64_t>*>(this + 1); }
@@ -187,7 +189,7 @@ class RankSet {
       }
     }
 
-    // False where this form cannot or should no longer hold the outcome.
+    // False if this form cannot, or should no longer, represent the result.
     bool set(uint32_t rank, uint32_t tier, bool on) {
       return planes == 0 ? set_entry(rank, tier) : set_bit(rank, tier, on);
     }
@@ -276,7 +278,7 @@ class RankSet {
                           Limbo& limbo) {
     const uint32_t total = words * std::popcount(planes);
     Heap* heap = new (limbo.allocate(Heap::bytes(planes, words))) Heap{planes, words, 0, 0};
-    heap->floor = std::clamp(total / 2, 1u, MAX_ARRAY);  // there an array takes less
+    heap->floor = std::clamp(total / 2, 1u, MAX_ARRAY);  // below that an array is smaller
     for (uint32_t i = 0; i < total; ++i) new (&heap->bits()[i]) std::atomic<uint64_t>(0);
     for (const uint32_t entry : entries) {
       for (uint32_t left = entry & 0xF; left != 0; left &= left - 1) {

@@ -21,7 +21,7 @@ struct Secret {
 inline const Secret SECRET = Secret::draw();
 
 // All bits of the result depend on all of the key. A single product would leave evenly spaced keys
-// evenly spaced, and with some secrets in few places.
+// evenly spaced, and with some secrets in few slots.
 inline uint64_t scattered(uint64_t key) {
   const uint64_t product = (key ^ SECRET.add) * SECRET.multiply;
   return (product ^ product >> 32) * 0x9E3779B97F4A7C15;

@@ -10,7 +10,7 @@
 
 namespace kvmesh {
 
-// Taken together, in the order of the shards, before the batch's first write: writers cannot
+// Acquired together, in the order of the shards, before the batch's first write: writers cannot
 // deadlock. A lock is a bit, so that the dozens of a batch cost one atomic change for each word.
 class ShardLocks {
  public:
@@ -32,7 +32,7 @@ class ShardLocks {
     locked_ = true;
   }
 
-  // Forgets what was needed, too.
+  // Also clears the set of needed locks.
   void unlock() {
     for (uint32_t i = 0; locked_ && i < needed_.size(); ++i) {
       if (needed_[i] != 0) words_[i].fetch_and(~needed_[i], std::memory_order_release);

@@ -1,4 +1,4 @@
-// Changes of one block: who holds it, its links, and the counts of broken links (index.hpp, I3-I6).
+// Changes of one block: its holders, its links, and the counts of broken links (index.hpp, I3-I6).
 #include <algorithm>
 
 #include "index.hpp"
@@ -52,8 +52,8 @@ NodeId Index::find_below(NodeId parent, uint64_t sequence) const {
   return table_of(sequence).find(nodes(), sequence);
 }
 
-// Makes `rank` no holder of the block in this tier. The caller holds both locks. Returns the
-// parent if nothing but this block kept it, else 0.
+// Removes `rank` as a holder of the block in this tier. The caller holds both locks. Returns the
+// parent if only this block kept it alive, else 0.
 NodeId Index::leave(Rank& rank, uint32_t tier, NodeId id, uint64_t epoch) {
   Node& block = node(id);
   const NodeId parent = block.parent;
@@ -77,7 +77,8 @@ NodeId Index::leave(Rank& rank, uint32_t tier, NodeId id, uint64_t epoch) {
   return block.children == 0 ? retire(rank, id, epoch) : 0;
 }
 
-// The block comes to be held in tiers move.to.. where its parent is held from `parent_at` on only.
+// Counts the links broken when the block becomes held from tier `move.to` on, while its parent is
+// held only from `parent_at` on.
 void Index::break_links(Rank& rank, Move move, uint32_t parent_at) {
   auto breaks = rank.breaks;
   for (uint32_t t = move.to; t < std::min(move.from, parent_at); ++t) ++breaks[t];
@@ -89,7 +90,7 @@ void Index::mend_own_link(Rank& rank, Move move, uint32_t parent_at) {
   set_breaks(rank, breaks);
 }
 
-// The block's children in the tiers of the move find or lose their parent.
+// The block's children in the tiers of the move gain their parent, or lose it (below).
 void Index::mend_links(Rank& rank, Move move, NodeId id) {
   const auto below = children_of(id, rank.number);
   auto breaks = rank.breaks;
@@ -109,7 +110,7 @@ void Index::break_links_below(Rank& rank, Move move, NodeId id) {
   set_breaks(rank, breaks);
 }
 
-// Takes a node that nothing needs out of the tree. Returns its parent if that is now as needless.
+// Removes an idle node from the tree. Returns its parent if that is now idle too.
 NodeId Index::retire(Rank& rank, NodeId id, uint64_t epoch) {
   const NodeId parent = node(id).parent;
   if (parent != 0) {
@@ -129,7 +130,7 @@ bool Index::is_idle(const Node& node) {
 }
 
 // Frees a node that seemed idle when its lock was last held, and then its ancestors likewise. Our
-// pin keeps the node from being reused meanwhile, not from being retired by another writer.
+// pin prevents its reuse meanwhile, but not its retirement by another writer.
 void Index::release(Rank& rank, NodeId id, uint64_t epoch) {
   while (id != 0) {
     ShardLocks locks(locks_);
@@ -146,7 +147,7 @@ void Index::release(Rank& rank, NodeId id, uint64_t epoch) {
   }
 }
 
-// A child without holders takes its place below `parent`.
+// Links a child without holders below `parent`.
 void Index::link(NodeId parent, NodeId child) {
   Node& above = node(parent);
   const bool root = above.ranks.load(std::memory_order_relaxed) == RankSet::ROOT;

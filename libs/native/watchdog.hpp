@@ -1,4 +1,4 @@
-// Ends a process whose event loop has stopped turning, even if it holds the interpreter meanwhile.
+// Aborts a process whose event loop hangs, even while it holds the GIL.
 #pragma once
 
 #include <sys/resource.h>
@@ -13,8 +13,8 @@
 
 namespace kvmesh {
 
-// Looks every `step` seconds; after `looks` of them in a row without a tick between, aborts.
-// Looks are counted instead of time: a process that was stopped for a while has looked only once.
+// Checks every `step` seconds; aborts after `looks` checks in a row without a tick between them.
+// It counts checks instead of time: a process that was stopped for a while has made only one.
 class Watchdog {
  public:
   Watchdog(double step, unsigned looks)

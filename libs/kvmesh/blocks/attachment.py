@@ -1,4 +1,4 @@
-"""A worker's attachment to the kvbm of its node: found in the directory, lost, and made again.
+"""A worker's attachment to the kvbm of its node: discovery, loss and replacement.
 
 An attachment is replaced as a whole: when the states of the two sides may differ (after a request
 without a reply, or a restart), the worker lets its copies end, frees its lock and attaches again.
@@ -75,7 +75,7 @@ _done: Replies[Done] = Replies(msgspec.msgpack.Decoder(Done | Declined))
 
 
 class Attachment:
-    """One attachment; it ends when no copy uses it any more."""
+    """One attachment; once lost, it ends when no copy uses it."""
 
     def __init__(self, kvbm: str, attached: Attached, arena: ArenaView, lock: LivenessLock) -> None:
         self.kvbm = kvbm
@@ -149,7 +149,7 @@ class Attacher:
         """Abandon a faulty attachment and make another."""
         if self.current is not attachment:
             return
-        log.warning("lost the block manager %s: %s", attachment.kvbm, cause)
+        log.warning("lost the kvbm %s: %s", attachment.kvbm, cause)
         self.current = None
         self._lost.append(attachment)
         self._changed.set()
@@ -163,17 +163,17 @@ class Attacher:
     ) -> T | None:
         """Send a request; return the reply, or None after any failure, which is logged."""
         try:
-            answer = await self._send(attachment.kvbm, message, replies, timeout)
+            reply = await self._send(attachment.kvbm, message, replies, timeout)
         except MessageTooLarge as error:
             log.warning("%s", error)
             return None
         except BusError as error:
             self.lose(attachment, error)
             return None
-        if isinstance(answer, Declined):
-            self._on_declined(attachment, answer)
+        if isinstance(reply, Declined):
+            self._on_declined(attachment, reply)
             return None
-        return answer
+        return reply
 
     async def _send(
         self,
@@ -190,7 +190,7 @@ class Attacher:
         if declined.code in {"unknown", "closing"}:
             self.lose(attachment, declined.reason)
         else:
-            log.warning("the block manager declined (%s): %s", declined.code, declined.reason)
+            log.warning("the kvbm declined (%s): %s", declined.code, declined.reason)
 
     def _on_card(self, card: Instance) -> None:
         if card.role is Role.KVBM and card.node == self._worker.node:
@@ -265,13 +265,13 @@ class Attacher:
         lock = LivenessLock(directory / name)
         undo.callback(lock.close)
         message = Attach(worker.instance, worker.model, worker.layout, lock.path.name)
-        answer = await self._send(card.instance, message, _attached, REQUEST_S)
-        if isinstance(answer, Declined):
-            self._on_refused(card, answer)
+        reply = await self._send(card.instance, message, _attached, REQUEST_S)
+        if isinstance(reply, Declined):
+            self._on_refused(card, reply)
             return None
-        arena = ArenaView(directory / Path(answer.arena).name, answer.arena_bytes)
+        arena = ArenaView(directory / Path(reply.arena).name, reply.arena_bytes)
         undo.callback(arena.close)
-        return Attachment(card.instance, answer, arena, lock)
+        return Attachment(card.instance, reply, arena, lock)
 
     def _on_refused(self, card: Instance, declined: Declined) -> None:
         self._warn_once(f"{card.name} refused this worker: {declined.reason}")

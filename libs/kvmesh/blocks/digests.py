@@ -67,5 +67,5 @@ class DigestChain:
 
 
 def split_digests(packed: bytes) -> list[bytes]:
-    """Split packed digests."""
+    """Unpack digests into a list, one `bytes` each."""
     return [packed[i : i + DIGEST_BYTES] for i in range(0, len(packed), DIGEST_BYTES)]

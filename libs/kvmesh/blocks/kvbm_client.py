@@ -173,7 +173,7 @@ class KvbmClient:
         attachment = self._attacher.current
         if attachment is None:
             return
-        ends = asyncio.get_running_loop().time() + deadline_s
+        deadline = asyncio.get_running_loop().time() + deadline_s
         with attachment.in_use():
             fetch = _fetch(attachment, prompt, held, speeds, wait_s, computes)
             fetched = await self._request_ticket(attachment, fetch, _fetched, REQUEST_S)
@@ -183,7 +183,7 @@ class KvbmClient:
                     if fetched.offsets:
                         yield _part(attachment, ticket, first, fetched)
                     first += len(fetched.offsets) // 8
-                    if not fetched.pending or asyncio.get_running_loop().time() > ends:
+                    if not fetched.pending or asyncio.get_running_loop().time() > deadline:
                         break
                     further = Await(attachment.id, ticket, AWAIT_S)
                     fetched = await self._request(attachment, further, _fetched.full, REQUEST_S)
@@ -236,14 +236,14 @@ class KvbmClient:
         """Send a prompt as a delta; send it whole if the kvbm has evicted the base."""
         prompts = attachment.prompts
         short = prompts.shorten(message)
-        answer = await self._request(attachment, short, replies.short, timeout)
-        if isinstance(answer, Incomplete):
+        reply = await self._request(attachment, short, replies.short, timeout)
+        if isinstance(reply, Incomplete):
             prompts.forget(short.base)
             short = message
-            answer = await self._request(attachment, message, replies.full, timeout)
-        if answer is not None:
+            reply = await self._request(attachment, message, replies.full, timeout)
+        if reply is not None:
             prompts.store(message.digests, short.base)
-        return answer
+        return reply
 
     async def _request_ticket(
         self, attachment: Attachment, message: Offer | Fetch, replies: _Replies[T], timeout: float
@@ -258,11 +258,11 @@ class KvbmClient:
             raise
 
     def _return_ticket(self, attachment: Attachment, sending: "asyncio.Task[object]") -> None:
-        answer = None if sending.cancelled() else sending.result()
-        if isinstance(answer, Fetched) and answer.ticket:
-            self._post(attachment, Finish(attachment.id, answer.ticket))
-        elif isinstance(answer, Wanted) and answer.ticket:
-            self._post(attachment, Commit(attachment.id, answer.ticket, b""))
+        reply = None if sending.cancelled() else sending.result()
+        if isinstance(reply, Fetched) and reply.ticket:
+            self._post(attachment, Finish(attachment.id, reply.ticket))
+        elif isinstance(reply, Wanted) and reply.ticket:
+            self._post(attachment, Commit(attachment.id, reply.ticket, b""))
 
     def _post(self, attachment: Attachment, message: object) -> None:
         work = self._request(attachment, message, _done, REQUEST_S)

@@ -1,4 +1,4 @@
-"""Key-value buckets: reading a whole one, and creating those of the frontends."""
+"""Key-value buckets: reading a whole bucket, and creating the buckets of the frontends."""
 
 import asyncio
 from collections.abc import Callable
@@ -63,10 +63,10 @@ async def _read(
     prefix = f"$KV.{bucket}."
     start = Start(last_per_subject=True, headers_only=headers_only)
 
-    def found(message: StreamMessage) -> None:
+    def receive(message: StreamMessage) -> None:
         handler(message.subject.removeprefix(prefix), message)
 
-    reader = StreamReader(bus, f"KV_{bucket}", f"{prefix}{keys}", found, start)
+    reader = StreamReader(bus, f"KV_{bucket}", f"{prefix}{keys}", receive, start)
     await reader.open()
     try:
         with bus_errors():

@@ -1,7 +1,8 @@
 """The connection of one process to NATS and its verbs: post, store, request, subscribe, serve.
 
-Handlers are callbacks: async iterators cost four times the CPU in nats-py. The reader itself calls
-a plain function; a coroutine function runs in a task of its subscription, one call after another.
+Handlers are callbacks: async iterators cost four times the CPU in nats-py. The
+connection's read loop calls a plain function; a coroutine function runs in a task of its
+subscription, one call after another.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ Reply = Callable[[object], None]
 
 
 class _Ack(msgspec.Struct):
-    """The part of JetStream's acknowledgement that matters."""
+    """JetStream's acknowledgement, reduced to its error."""
 
     error: dict[str, Any] | None = None
 
@@ -67,7 +68,7 @@ class RawMessage(Protocol):
 
 
 class Subscription:
-    """A subscription, until `unsubscribe` or `drain`."""
+    """An active subscription; `unsubscribe` or `drain` ends it."""
 
     __slots__ = ("_subscription",)
 
@@ -115,7 +116,7 @@ class Bus:
     """An open connection that reconnects until closed; it raises only BusError.
 
     A server that rejects the credentials, or a message as too large, ends the connection for good:
-    `on_lost` runs. A broken connection loses the replies under way: callers that wait for one send
+    `on_lost` runs. A broken connection loses pending replies: callers that wait for one send
     their requests again when `on_reconnect` runs. JetStream holds whatever needs replay.
 
     `client` is nats-py's client: other packages use the methods of this class.
@@ -209,9 +210,9 @@ class Bus:
         """Publish encoded `data` into a stream; return once the server has stored it."""
         extra = dict(headers) if headers is not None else None
         with bus_errors(subject, len(data)):
-            answer = await self.client.request(subject, data, timeout=timeout, headers=extra)
+            ack = await self.client.request(subject, data, timeout=timeout, headers=extra)
         try:
-            error = _ack_decoder.decode(answer.data).error
+            error = _ack_decoder.decode(ack.data).error
         except msgspec.MsgspecError as malformed:
             raise MalformedReply(subject, malformed) from malformed
         if error is not None:
@@ -232,13 +233,13 @@ class Bus:
         """
         data = encode(message)
         try:
-            answer = await self.client.request(subject, data, timeout=timeout)
+            reply = await self.client.request(subject, data, timeout=timeout)
         except NatsTimeoutError:
             raise RequestTimeout(subject, timeout) from None
         except (NatsError, OSError) as error:
             raise to_bus_error(error, subject, len(data)) from None
         try:
-            return decoder.decode(answer.data)
+            return decoder.decode(reply.data)
         except msgspec.MsgspecError as error:
             raise MalformedReply(subject, error) from error
 
@@ -274,7 +275,7 @@ class Bus:
     async def subscribe_raw(
         self, subject: str, handler: Callable[[RawMessage], None]
     ) -> Subscription:
-        """Have the reader call `handler` with each message as it is."""
+        """Have the read loop call `handler` with each message, not decoded."""
         return await self._subscribe_directly(subject, handler)
 
     async def serve(
@@ -288,8 +289,8 @@ class Bus:
         """Call `handler` with each request and a function that replies, now or later, once.
 
         `on_malformed` gets the reason why a request cannot be decoded and returns the reply.
-        Among the processes that share a `queue`, one handles each request. The reader waits for a
-        plain handler; for a coroutine function the next request of this subscription does.
+        Among the processes that share a `queue`, one handles each request. A plain handler
+        blocks the read loop; a coroutine function delays only this subscription's next request.
         """
 
         def decode(msg: Msg) -> tuple[T, Reply] | None:
@@ -301,9 +302,9 @@ class Bus:
                     self.post(msg.reply, on_malformed(str(error)))
                 return None
 
-            def reply(answer: object) -> None:
+            def reply(content: object) -> None:
                 if msg.reply:
-                    self.post(msg.reply, answer)
+                    self.post(msg.reply, content)
 
             return message, reply
 
@@ -353,11 +354,11 @@ class Bus:
         await self.client.close()
 
 
-def returning(answer: Callable[[T], object]) -> Callable[[T, Reply], None]:
-    """A handler for `Bus.serve` that replies with what `answer` returns."""
+def returning(function: Callable[[T], object]) -> Callable[[T, Reply], None]:
+    """A handler for `Bus.serve` that replies with the result of `function`."""
 
     def handler(message: T, reply: Reply) -> None:
-        reply(answer(message))
+        reply(function(message))
 
     return handler
 
@@ -440,7 +441,7 @@ async def _connect(
     async def on_disconnect() -> None:
         client.on_disconnected()
         if not client.is_closed:
-            log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no answer")
+            log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no reply")
 
     async def on_closed() -> None:
         if not bus.closing:

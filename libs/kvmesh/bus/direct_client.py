@@ -70,7 +70,7 @@ class DirectClient(Client):
                 bare.transport.abort()
 
     def on_connected(self) -> None:
-        """The connection is up and the server knows its subscriptions."""
+        """Start the direct path: the connection is up and the server knows its subscriptions."""
         stream = getattr(self._transport, "_io_writer", None)
         self._writer = getattr(stream, "transport", None)
         reader = getattr(self._transport, "_io_reader", None)
@@ -91,7 +91,7 @@ class DirectClient(Client):
         reader.feed_data = feed_data
 
     def on_disconnected(self) -> None:
-        """The connection is gone."""
+        """Stop the direct path: the connection is gone."""
         self._writer = None
 
     def try_publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
@@ -146,7 +146,7 @@ class DirectClient(Client):
     async def subscribe_direct(
         self, subject: str, handler: Handler, queue: str = ""
     ) -> Subscription:
-        """Have the reader call `handler`; its exceptions go to the error callback."""
+        """Have the read loop call `handler`; its exceptions go to the error callback."""
 
         async def receive(msg: Msg) -> None:
             handler(msg)
@@ -169,30 +169,33 @@ class DirectClient(Client):
     ) -> Msg:
         if not self._inbox:
             self._inbox = self.new_inbox()
-            await self.subscribe_direct(f"{self._inbox}.*", self._land)
+            await self.subscribe_direct(f"{self._inbox}.*", self._on_reply)
         loop = asyncio.get_running_loop()
-        token = f"{self._inbox}.{_unguessable()}"
+        reply_to = f"{self._inbox}.{_unguessable()}"
         future: asyncio.Future[Msg] = loop.create_future()
-        self._waiting[token] = future
-        self._requested[token] = subject
+        self._waiting[reply_to] = future
+        self._requested[reply_to] = subject
         timer = loop.call_later(timeout, _expire, future, loop.time() + timeout)
         try:
-            await self.publish(subject, payload, token, headers)
+            await self.publish(subject, payload, reply_to, headers)
             return await future
         finally:
             timer.cancel()
-            del self._waiting[token], self._requested[token]
+            del self._waiting[reply_to], self._requested[reply_to]
 
     def fail_denied(self, text: str) -> bool:
         """Fail the requests that a server's error names as denied; False if there are none."""
         found = DENIED.search(text)  # nats-py has lowercased it
         subject = found[1].casefold() if found else None
         refused = [
-            token for token, requested in self._requested.items() if requested.casefold() == subject
+            reply_to
+            for reply_to, requested in self._requested.items()
+            if requested.casefold() == subject
         ]
-        for token in refused:
-            if not self._waiting[token].done():
-                self._waiting[token].set_exception(PermissionDenied(self._requested[token]))
+        for reply_to in refused:
+            if not self._waiting[reply_to].done():
+                error = PermissionDenied(self._requested[reply_to])
+                self._waiting[reply_to].set_exception(error)
         return bool(refused)
 
     @property
@@ -209,7 +212,7 @@ class DirectClient(Client):
             raise NatsError("the server does not offer TLS, which nats.url or nats.tls_ca demands")
         await super()._process_info(info, initial_connection)
 
-    def _land(self, msg: Msg) -> None:
+    def _on_reply(self, msg: Msg) -> None:
         future = self._waiting.get(msg.subject)
         if future is None or future.done():
             return

@@ -13,7 +13,7 @@ class BusError(Exception):
 
 
 class BusUnavailable(BusError):
-    """No NATS server with JetStream answered at `url`."""
+    """No NATS server with JetStream replied at `url`."""
 
     def __init__(self, url: str, reason: BaseException) -> None:
         self.url = redacted(url)

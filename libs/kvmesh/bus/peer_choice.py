@@ -51,8 +51,8 @@ class Peers:
     def choose(self, excluded: Collection[str] = ()) -> str | None:
         """The next process; a suspected one only if no other is left; None if all are excluded."""
         self._order.rotate(-1)
-        left = [instance for instance in self._order if instance not in excluded]
-        return next(filter(self.trusts, left), left[0] if left else None)
+        eligible = [instance for instance in self._order if instance not in excluded]
+        return next(filter(self.trusts, eligible), eligible[0] if eligible else None)
 
     def trusts(self, instance: str) -> bool:
         peer = self._known.get(instance)

@@ -1,7 +1,7 @@
 """The permissions of each role on the bus: exactly the subjects that its processes use.
 
 `kvmesh secure` writes them into a NATS server's configuration. Under such a server no process can
-use a subject, stream or bucket that has no owner here; a test finds those.
+use a subject, stream or bucket without an owner here; a test finds those.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,10 +43,10 @@ def inbox_prefix(user: str) -> str:
 def permissions(subjects: Subjects, role: User, user: str, name: str = ANY) -> Permissions:
     """The permissions of a user in a role; its processes are called `name` unless that is ANY."""
     publish, subscribe = _TABLE[role](subjects, name)
-    looks = (f"{API}.STREAM.INFO.{stream}" for stream in _startup_streams(subjects))
-    answers = () if role in _NO_SERVERS else _INBOXES
+    stream_infos = (f"{API}.STREAM.INFO.{stream}" for stream in _startup_streams(subjects))
+    replies = () if role in _NO_SERVERS else _INBOXES
     return Permissions(
-        tuple(sorted({_pattern(s) for s in (*publish, *looks, *answers, *_LIBRARY)})),
+        tuple(sorted({_pattern(s) for s in (*publish, *stream_infos, *replies, *_LIBRARY)})),
         tuple(sorted({*map(_pattern, subscribe), f"{inbox_prefix(user)}.>"})),
     )
 
@@ -175,7 +175,7 @@ _TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
 
 
 def _events(s: Subjects) -> list[str]:
-    """The subjects of all events and loads, which contain no tokens and prompts."""
+    """The subjects of all events and loads, which contain neither tokens nor prompts."""
     return [s.kv_all, s.route_all, s.seq_all, s.load_all]
 
 

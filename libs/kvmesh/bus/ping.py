@@ -1,4 +1,4 @@
-"""Liveness probe of a process: its event loop replies on a subject of its own.
+"""Liveness probe of a process: its event loop replies on its own subject.
 
 A ping is not a control command, so roles without permission for commands may send it.
 """
@@ -18,7 +18,7 @@ async def ping(bus: Bus, instance: str, timeout: float) -> None:
 
 
 async def answer_pings(bus: Bus, instance: str) -> Subscription:
-    """Reply to pings from this process's event loop, whatever else runs."""
+    """Reply to pings from this process's event loop."""
     subject = bus.subjects.ping(instance)
     return await bus.serve(subject, _pings, returning(_alive), on_malformed=_malformed)
 

@@ -208,7 +208,7 @@ class Backlog:
 
 
 def _parts(event: KvEvent, blocks: int) -> Iterator[KvEvent]:
-    """The same in events of at most so many blocks, so that a message holds any."""
+    """Split an event into parts of at most `blocks` blocks, each of which fits into a message."""
     if isinstance(event, Cleared) or len(event.engine) <= HASH_BYTES * blocks:
         yield event
         return
@@ -219,7 +219,7 @@ def _parts(event: KvEvent, blocks: int) -> Iterator[KvEvent]:
         elif not start:
             yield replace(event, engine=event.engine[part], local=event.local[part])
         else:
-            parent = int.from_bytes(event.engine[start - 8 : start], "little")
+            parent = int.from_bytes(event.engine[start - HASH_BYTES : start], "little")
             yield Stored(event.tier, parent, event.engine[part], event.local[part])
 
 

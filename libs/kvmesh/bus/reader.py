@@ -27,7 +27,7 @@ from kvmesh.bus.stream_identity import is_rewound
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SILENCE_S = 3 * HEARTBEAT_S
-ATTEMPTS = 3  # at attaching to a stream that is recreated meanwhile
+ATTEMPTS = 3  # to attach to a stream that is recreated meanwhile
 SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 DELETE_S = 1.0
@@ -90,7 +90,7 @@ class StreamReader:
     """Passes every message of `stream` that matches `subject` to `handler`, in order, once.
 
     `handler` is synchronous and must not raise. `on_recreated` runs when the stream was recreated,
-    or rewound behind the last message read: what was read is void.
+    or rewound behind the last message read: all messages read before are void.
     """
 
     def __init__(
@@ -285,9 +285,8 @@ class StreamReader:
         if self._stale.is_set():
             return
         fields = msg.reply.split(".")
-        at = (
-            5 if len(fields) == 9 else 7
-        )  # ADR-15: a domain and an account hash may precede the stream
+        # ADR-15: a domain and an account hash may precede the stream
+        at = 5 if len(fields) == 9 else 7
         seq, consumer_seq, pending = int(fields[at]), int(fields[at + 1]), int(fields[at + 3])
         if consumer_seq != self._consumer_seq + 1:
             self._stale.set()
@@ -347,7 +346,7 @@ class StreamReader:
         return True
 
     async def _lost(self) -> bool:
-        """Wait up to HEARTBEAT_S; whether the consumer is gone or useless. False while offline."""
+        """Wait up to HEARTBEAT_S; return whether the consumer is lost. False while offline."""
         try:
             async with asyncio.timeout(HEARTBEAT_S):
                 await self._stale.wait()

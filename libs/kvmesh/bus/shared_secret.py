@@ -11,7 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusTimeout, Conflict, JetStreamUnavailable, NotFound, cause
 
 log = logging.getLogger(__name__)
-PATIENCE_S = 30.0  # a cluster elects a leader in a few seconds; a request waits 10 s for an answer
+PATIENCE_S = 30.0  # a cluster elects a leader in a few seconds; a request waits 10 s for a reply
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 2.0
 # A cluster raises these while it elects leaders. NotFound: it refuses to create a key whose first
@@ -74,7 +74,7 @@ async def shared_secret(
                     reason = cause(error)
                 await asyncio.sleep(backoff.delay())
     except TimeoutError as error:
-        why = f"not within {patience_s:g} s: {reason or 'JetStream does not answer'}"
+        why = f"not within {patience_s:g} s: {reason or 'JetStream does not reply'}"
         raise _unusable(bucket, name, f"cannot be read {why}") from error
     except BusError as error:
         raise _unusable(bucket, name, f"cannot be read: {cause(error)}") from error

@@ -14,8 +14,8 @@ SAME_S = 1e-4  # the two sources of a storage time differ in their last digits
 async def is_rewound(bus: Bus, stream: str, seq: int, stored: float) -> bool:
     """True if the message of sequence `seq` was stored at another time than `stored`.
 
-    False if there is no such message. The request goes to the stream's leader: a replica that
-    replies in its place may lag.
+    False if there is no such message. The request goes to the stream's leader: a replica could
+    lag.
     """
     try:
         found = await bus.js.get_msg(stream, seq=seq)

@@ -25,8 +25,8 @@ from kvmesh.bus.errors import BusError, Conflict, NotFound, NotPermitted
 from kvmesh.bus.server_check import explained_refusal
 
 MEMORY = StorageType.MEMORY
-# Records have ids of their own, by which readers detect repeats, and no `Nats-Msg-Id`: JetStream
-# remembers nothing in this window, which cannot be zero.
+# Records have their own ids, by which readers detect repeats, and no `Nats-Msg-Id`. JetStream's
+# duplicate window, which cannot be zero, is therefore unused.
 UNUSED_WINDOW_S = 1.0
 
 

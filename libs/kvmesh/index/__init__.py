@@ -1,3 +1,5 @@
+"""The prefix index: interface, plain Python reference, and constructor of the native one."""
+
 from kvmesh.index.factory import create_index
 from kvmesh.index.interface import (
     MAX_RANKS,

@@ -50,20 +50,21 @@ class ReferencePrefixIndex:
     def _add(
         self, rank: int, tier: int, root: bool, previous: int | None, engine: Buffer, local: Buffer
     ) -> None:
-        names, locals_ = _hashes(engine), _hashes(local)
-        if len(names) != len(locals_):
+        engine_hashes, local_hashes = _hashes(engine), _hashes(local)
+        if len(engine_hashes) != len(local_hashes):
             raise ValueError("engine and local hashes differ in number")
         if previous is None:
             return
         sequences = _hashes(sequence_hashes(local, previous))
-        for name, part, sequence in zip(names, locals_, sequences, strict=True):
-            self._held[rank, tier].setdefault(name, _Block(root, previous, part, sequence))
+        held = self._held[rank, tier]
+        for key, local_hash, sequence in zip(engine_hashes, local_hashes, sequences, strict=True):
+            held.setdefault(key, _Block(root, previous, local_hash, sequence))
             root, previous = False, sequence
 
     def remove(self, rank: int, tier: int, engine: Buffer) -> int:
         _check(rank, tier)
         held = self._held[rank, tier]
-        return sum(held.pop(name, None) is not None for name in _hashes(engine))
+        return sum(held.pop(key, None) is not None for key in _hashes(engine))
 
     def clear(self, rank: int, tier: int | None = None) -> int:
         _check(rank, tier or 0)
@@ -93,11 +94,11 @@ class ReferencePrefixIndex:
 
     def _segments(self, rank: int, tier: int) -> Iterator[OverlapSegment]:
         run: list[tuple[int, _Block]] = []
-        for name, block in self._held[rank, tier].items():
+        for key, block in self._held[rank, tier].items():
             if run and (block.root or block.previous != run[-1][1].sequence):
                 yield _segment(tier, run)
                 run = []
-            run.append((name, block))
+            run.append((key, block))
         if run:
             yield _segment(tier, run)
 
@@ -120,7 +121,7 @@ def _segment(tier: int, run: list[tuple[int, _Block]]) -> OverlapSegment:
         tier,
         first.root,
         first.previous,
-        _packed(name for name, _ in run),
+        _packed(key for key, _ in run),
         _packed(block.local for _, block in run),
     )
 

@@ -1,7 +1,7 @@
 """Prompt deltas in blocks: `Offer` and `Fetch` from a worker to its kvbm.
 
 A block's digest covers all blocks before it, so the last digest of a prompt identifies the prompt,
-and comparing one digest tells whether two prompts share a prefix.
+and comparing one digest shows whether two prompts share a prefix.
 """
 
 from bisect import bisect_left
@@ -90,7 +90,7 @@ class BlockPromptCache:
         return stored.followed_by(shared, rest)
 
     def store(self, whole: BlockHashes, base: bytes = b"") -> StoredPrompt | None:
-        """Store a prompt, in place of its `base` if it extends that; None if it is not stored."""
+        """Store a prompt, replacing its `base` if it extends that; None if it is not stored."""
         if not MIN_BLOCKS <= whole.blocks <= self._prompts.max_size:
             return None
         stored = self._prompts.get(base)

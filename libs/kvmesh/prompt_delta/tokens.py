@@ -9,7 +9,7 @@ from kvmesh.runtime.lru import LruCache
 MIN_BYTES = 4096 * TOKEN_BYTES  # shorter prompts are cheaper to send again than to store
 SENT_BYTES = 32 << 20
 RECEIVED_BYTES = 64 << 20
-# The end of a prompt invites an answer; the next prompt of the conversation may not repeat it.
+# A prompt ends with a generation prompt, which the conversation's next prompt may not repeat.
 VOLATILE_BYTES = 64 * TOKEN_BYTES
 
 SentKey = tuple[str, int, str]
@@ -71,7 +71,7 @@ class PromptCache:
         return replace(work, tokens=base[:size] + work.tokens, base="", shared=0)
 
     def store(self, work: Work, base: str = "") -> bool:
-        """Store the whole prompt of `work` in place of its base; False if it is not stored."""
+        """Store the whole prompt of `work`, replacing its base; False if it is not stored."""
         self._prompts.pop(base)
         if not MIN_BYTES <= len(work.tokens) <= self._prompts.max_size:
             return False

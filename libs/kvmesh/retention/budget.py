@@ -124,7 +124,7 @@ class RetentionBudget:
         self.on_dropped(retention, size)
 
     def on_dropped(self, retention: BlockRetention, size: int) -> None:
-        """Account for `size` of the blocks, dropped because no session needs them any more."""
+        """Account for `size` of the blocks, dropped because no session needs them."""
         if retention.charged:
             self._charge(retention.tenant, -size)
 

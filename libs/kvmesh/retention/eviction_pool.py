@@ -24,7 +24,7 @@ SLACK = 64
 class EvictionPool(Generic[K]):
     """Keys by (level, remaining time, recency), lowest first.
 
-    `has_dependents(key)` tells whether blocks depend on a key; the owner calls `unblock` once none
+    `has_dependents(key)` is true if blocks depend on a key; the owner calls `unblock` once none
     do. `rerank(key, now)` returns the new rank of a key whose rank has expired.
     """
 
@@ -100,7 +100,7 @@ class EvictionPool(Generic[K]):
             self._blocked.add(key)
 
     def unblock(self, key: K) -> None:
-        """Make a key evictable: it has no dependents any more. The key may be absent."""
+        """Make a key evictable: it no longer has dependents. The key may be absent."""
         if key in self._blocked:
             self._blocked.remove(key)
             heapq.heappush(self._heap, self._entries[key])

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Holds tasks so that they are not garbage-collected; logs failures of tasks.
+    """Holds tasks so that they are not garbage-collected; logs their failures.
 
     `len()` counts the tasks that have not ended.
     """

@@ -75,7 +75,7 @@ class Service:
         self.stopping.set()
 
     def start_watchdog(self) -> None:
-        """From now on abort the process if its event loop hangs; a start may take longer."""
+        """From now on, abort the process if its event loop hangs; a start may block it longer."""
         self.spawn(watch_loop(self.settings.process.hang_timeout_s), "watchdog")
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""HTTP endpoint of services without an API of their own: /metrics, /health, /live."""
+"""HTTP endpoint of services that serve no API: /metrics, /health, /live."""
 
 import os
 from collections.abc import Callable

@@ -26,7 +26,7 @@ from kvmesh.settings.schema import Section, Settings
 log = logging.getLogger(__name__)
 PREFIX = "KVMESH_"
 CONFIG = "KVMESH_CONFIG"
-WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 OptionKey: TypeAlias = tuple[str, str]
 
 
@@ -231,7 +231,7 @@ def _parse(option: Option, text: str, where: str) -> object:
     if get_origin(option.type) is list:
         raw = [part.strip() for part in text.split(",") if part.strip()]
     elif option.type is bool:
-        raw = WORDS.get(text.lower(), text)
+        raw = BOOLEANS.get(text.lower(), text)
     return _convert(option, raw, text, where, strict=False)
 
 

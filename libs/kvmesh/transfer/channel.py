@@ -1,7 +1,7 @@
 """One connection between a reader and an owner: small messages, and bytes without copies.
 
 A read is: `Want`, `TransferReply`; the bytes, unless they are read directly; `Got`,
-`TransferReply`. The second reply tells whether the grant was valid for the whole read, which a
+`TransferReply`. The second reply shows whether the grant was valid for the whole read, which a
 direct reader cannot know otherwise.
 """
 
@@ -44,7 +44,7 @@ class Want(Struct, frozen=True, array_like=True):
 
 
 class Got(Struct, frozen=True, array_like=True):
-    """The bytes have arrived; asks for the final reply. `final` returns the grant."""
+    """The bytes have arrived; requests the final reply. `final` returns the grant."""
 
     final: bool
 

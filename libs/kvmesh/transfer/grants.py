@@ -23,7 +23,7 @@ Ending: TypeAlias = Literal["read", "revoked", "expired"]
 class Grant:
     """Permission to read some ranges; `descriptor` holds the address and the token for the reader.
 
-    `on_end` is called once, when no other process reads the memory any more.
+    `on_end` is called once, as soon as no other process reads the memory.
     """
 
     def __init__(

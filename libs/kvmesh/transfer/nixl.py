@@ -42,7 +42,7 @@ class NixlAgent:
         self.name = secrets.token_hex(8)
         try:
             self._agent = _make(self.name)
-        except Exception as error:  # NIXL's errors have no base of their own
+        except Exception as error:  # NIXL's errors have no common base class
             raise TransferError("unavailable", "", f"NIXL does not start: {error}") from error
         self._registered: dict[Region, Any] = {}
         # by agent, least recently read first

@@ -43,8 +43,8 @@ class TransferServer:
         self._listener = socket.create_server(address[:2], family=family, backlog=self._max_readers)
         self._listener.setblocking(False)
         self._tasks.start(self._accept(self._listener), "block server")
-        own: int = self._listener.getsockname()[1]
-        return own
+        bound: int = self._listener.getsockname()[1]
+        return bound
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -85,8 +85,8 @@ class TransferServer:
     async def _serve_reader(self, channel: Channel) -> None:
         async with asyncio.timeout(MESSAGE_S):
             want = await channel.receive(Want, lambda token: self._grants.find(token) is not None)
-            grant, ranges, answer = self._check(want)
-            await channel.send(answer)
+            grant, ranges, reply = self._check(want)
+            await channel.send(reply)
         if grant is None:
             return
         if not want.direct:

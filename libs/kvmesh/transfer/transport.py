@@ -84,7 +84,7 @@ class Transport:
         """Copy (remote offset, local offset, length) pieces of a grant into a region.
 
         `final` returns the grant. Returns the transport used. Raises TransferError, also if the
-        owner stops replying while this read waits for its turn, and ValueError for a range outside
+        owner stops replying while this read waits for a slot, and ValueError for a range outside
         `into`.
         """
         wanted = merged(Piece(*piece) for piece in pieces)
@@ -94,10 +94,10 @@ class Transport:
         owner = self._owners.setdefault(job.peer, _Owner())
         silences = owner.silences
         try:
-            async with asyncio.timeout(timeout), owner.turns:
+            async with asyncio.timeout(timeout), owner.slots:
                 if owner.silences != silences:
                     raise TransferError("unreachable", job.peer, "it has just stopped replying")
-                return await self._read_noting_silence(owner, job)
+                return await self._read_counting_silences(owner, job)
         except Closed as error:
             raise TransferError("lost", job.peer, str(error)) from error
         except TimeoutError as error:
@@ -114,7 +114,7 @@ class Transport:
         for region in list(self._regions):
             region.close()
 
-    async def _read_noting_silence(self, owner: "_Owner", job: "_ReadJob") -> Via:
+    async def _read_counting_silences(self, owner: "_Owner", job: "_ReadJob") -> Via:
         """Read; if the owner does not reply, let the waiting reads fail."""
         try:
             return await self._read(job)
@@ -149,7 +149,7 @@ class _Owner:
     """Concurrency limit of reads from one process, and the number of missing replies."""
 
     def __init__(self) -> None:
-        self.turns = asyncio.Semaphore(MAX_READS)
+        self.slots = asyncio.Semaphore(MAX_READS)
         self.silences = 0
 
 

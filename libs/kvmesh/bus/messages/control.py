@@ -94,7 +94,7 @@ class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
 
 
 class Ping(Struct, frozen=True, tag="ping"):
-    """Liveness probe: the server's "no responders" tells that the instance is gone."""
+    """Liveness probe: the server replies "no responders" if the instance is gone."""
 
 
 Control: TypeAlias = Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch

@@ -5,9 +5,9 @@ are arrays, which grow at the end only. Digests are packed, 16 bytes each; hashe
 checksums are packed little-endian uint64, one per block. A request goes to
 `Subjects.kvbm(instance)`; the reply is the one named in its docstring, or `Declined`.
 
-A *ticket* stands for blocks that a worker uses: until the worker returns it, they are neither
+A *ticket* represents blocks that a worker uses: until the worker returns it, they are neither
 evicted nor overwritten. An attached worker holds an exclusive `flock` on its own file in the node's
-directory; when that lock is free, the kvbm takes back the worker's tickets.
+directory; when that lock is free, the kvbm reclaims the worker's tickets.
 
 `Offer` and `Fetch` describe a whole prompt, as a delta where possible (`kvmesh.prompt_delta`): with
 `base`, the last digest of an earlier prompt of the same attachment, the blocks are the first
@@ -25,7 +25,7 @@ from kvmesh.bus.messages.work import Retain
 
 
 class Attach(Struct, frozen=True, array_like=True, tag="attach"):
-    """Attach a worker that holds the lock file `lock` in the directory. Reply: `Attached`.
+    """Attach a worker that holds the lock file `lock` in the node's directory. Reply: `Attached`.
 
     Sent again after a restart of either side: a kvbm declines an unknown attachment with the code
     "unknown", and the worker attaches again.
@@ -184,13 +184,13 @@ class Corrupt(Struct, frozen=True, array_like=True, tag="corrupt"):
 
 
 class Detach(Struct, frozen=True, array_like=True, tag="detach"):
-    """The worker leaves and uses no blocks any more. Reply: `Done`."""
+    """The worker leaves and no longer uses any blocks. Reply: `Done`."""
 
     attachment: int
 
 
 class Lend(Struct, frozen=True, array_like=True, tag="lend"):
-    """Request of another node's kvbm to read blocks of `block_bytes` each. Reply: `Lent`."""
+    """Request from another node's kvbm to read blocks of `block_bytes` each. Reply: `Lent`."""
 
     digests: bytes
     block_bytes: int
@@ -208,7 +208,7 @@ class Lent(Struct, frozen=True, array_like=True, tag="lent"):
 
 
 class Prepare(Struct, frozen=True, array_like=True, tag="prepare"):
-    """Request of another node's kvbm for blocks of a prompt that are not in the arena yet.
+    """Request from another node's kvbm for blocks of a prompt that are not in the arena yet.
 
     Blocks on disk are loaded if that beats computing, at the speeds of a `Fetch`; blocks that a
     worker is computing are awaited. The reply, `Prepared`, comes with the first blocks that are

@@ -8,7 +8,7 @@ from msgspec import Struct
 class OverlapQuery(Struct, frozen=True, array_like=True):
     """Prompts, each as packed sequence hashes.
 
-    `salt` is the prompts' common salt, if known: an index sharded by namespace then asks one shard.
+    `salt` is the prompts' common salt, if known: an index sharded by namespace then queries one.
     """
 
     prompts: list[bytes]

@@ -13,7 +13,7 @@ class MockSettings(Section, frozen=True, kw_only=True):
     max_sequences: Annotated[Count, Meta(description="sequences per step")] = 256
     max_batched_tokens: Annotated[Count, Meta(description="tokens per step")] = 8192
     watermark: Annotated[
-        float, Meta(ge=0, lt=1, description="share of blocks kept free when admitting")
+        float, Meta(ge=0, lt=1, description="share of blocks that admission leaves free")
     ] = 0.01
     dp_ranks: Annotated[int, Meta(ge=1, le=64, description="data-parallel ranks")] = 1
     speedup: Annotated[
@@ -88,7 +88,7 @@ class TorchSettings(Section, frozen=True, kw_only=True):
     max_sequences: Annotated[Count, Meta(description="sequences per step")] = 64
     max_batched_tokens: Annotated[Count, Meta(description="tokens per step")] = 512
     watermark: Annotated[
-        float, Meta(ge=0, lt=1, description="share of blocks kept free when admitting")
+        float, Meta(ge=0, lt=1, description="share of blocks that admission leaves free")
     ] = 0.01
     pass_tokens: Annotated[
         int,
@@ -145,9 +145,7 @@ class VllmSettings(Section, frozen=True, kw_only=True):
         Path | None, Meta(description="TOML file of engine arguments, before those of args")
     ] = None
     adapters: Annotated[list[str], Meta(description="LoRA adapters, as NAME=FOLDER")] = []
-    kvbm: Annotated[
-        bool, Meta(description="share KV blocks through the block manager of the node")
-    ] = False
+    kvbm: Annotated[bool, Meta(description="share KV blocks through the kvbm of the node")] = False
 
 
 class SglangSettings(Section, frozen=True, kw_only=True):

@@ -74,7 +74,7 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
     ] = 3600.0
     node: Annotated[
         str,
-        Meta(description="machine whose block manager it uses; empty: the host's name"),
+        Meta(description="machine whose kvbm it uses; empty: the host's name"),
     ] = ""
     shared_wait_s: Annotated[
         float,

@@ -10,11 +10,11 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from msgspec import Struct
 
 from kvmesh.bus.messages import Clear, ControlReply, Pin, Prefetch, Release, Unpin, Work
+from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import TIERS
 from kvmesh.worker.engine import Engine, Unsupported
 from kvmesh.worker.enginecore.counters import RetentionState
 
-HASH_BYTES = 8
 EngineCommand: TypeAlias = Clear | Release | Pin | Unpin | Prefetch
 
 
@@ -39,7 +39,7 @@ class Retaining(Protocol):
         ...
 
     def pin(self, pin: Pin) -> int:
-        """Prefer to retain a prefix; a pin with the same id is replaced."""
+        """Retain a prefix as a preference; a pin with the same id is replaced."""
         ...
 
     def unpin(self, pin: str) -> int:
@@ -127,7 +127,7 @@ def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> int:
 def default_outcomes(
     engine: Engine, work: Work, outcome: str
 ) -> tuple[list[str] | None, str | None]:
-    """Return `outcome` for each explicit directive of the prompt, and for that of the answer.
+    """Return `outcome` for each explicit directive of the prompt, and for that of the output.
 
     Both are None for an engine that reports outcomes itself.
     """

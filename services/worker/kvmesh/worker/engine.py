@@ -50,7 +50,7 @@ class OutputDelta(Struct):
     the engine-specific address of its KV for another engine of this kind.
 
     `retention` comes with `cached`: the outcome of each explicit directive for the prompt. `decode`
-    comes with `finish`: the outcome of the directive for the answer. Both are None if the engine
+    comes with `finish`: the outcome of the directive for the output. Both are None if the engine
     does not report outcomes. `invalid` marks an "error" as the fault of the request, refused before
     it began.
     """
@@ -93,8 +93,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees. `retention`
     is the outcome of explicit directives if the engine does not report outcomes: "honoured" if it
     receives them. `supports_handoff`: it offers the KV of prompts to other engines and fetches
-    theirs. `tiered`: it loads blocks from the block manager of its node. `kv_layout` describes the
-    layout of KV in words, if it is known.
+    theirs. `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the
+    KV layout as text, empty if unknown.
     """
 
     name: str
@@ -153,7 +153,7 @@ StoreFactory: TypeAlias = Callable[[KvLayout, ArenaUser], KvbmClient]
 class EngineContext:
     """Inputs of an engine factory; `folder` is a Hugging Face model folder.
 
-    `store` creates a client of the node's block manager; None outside a mesh.
+    `store` creates a client of the node's kvbm; None outside a mesh.
     """
 
     settings: Settings

@@ -11,7 +11,7 @@ WITH_OUTPUT_AFTER = 0.75  # of the interval
 
 
 class LoadPublisher:
-    """Publishes what `load` returns every `interval_s` seconds.
+    """Publishes the result of `load` every `interval_s` seconds.
 
     An unchanged load is repeated once per HEARTBEAT_S. Sending it along with output saves a wakeup
     of the process.

@@ -91,7 +91,7 @@ def instance_card(
 
 
 def node_name(worker: WorkerSettings) -> str:
-    """The machine whose block manager a worker uses."""
+    """The machine whose kvbm a worker uses."""
     return worker.node or os.uname().nodename
 
 

@@ -79,17 +79,17 @@ async def _serve_model(service: Service, folder: Path) -> None:
 
 
 def _store_factory(service: Service, folder: Path) -> StoreFactory:
-    """Return a factory of clients of the block manager on this worker's node."""
+    """Return a factory of clients of the kvbm on this worker's node."""
     worker = service.settings.worker
 
     def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
-        tenant = WorkerIdentity(
+        identity = WorkerIdentity(
             node=node_name(worker),
             instance=service.instance,
             model=worker.served_name or folder.name,
             layout=layout,
         )
-        return KvbmClient(service.bus, service.limits, tenant, user)
+        return KvbmClient(service.bus, service.limits, identity, user)
 
     return connect
 

@@ -1,6 +1,6 @@
 """Ledger of an engine's cache: converts the engine's KV events into those of the mesh.
 
-Engines identify blocks by hashes of their own and publish their tokens; the mesh hashes the tokens
+Engines identify blocks by their own hashes and publish their tokens; the mesh hashes the tokens
 itself, under its own salt. The ledger stores each held block with its position in a prompt, so that
 it can dump all blocks and does not take the removal of a second copy for a loss.
 """
@@ -114,9 +114,9 @@ class PromptSalts:
     def cache_salt(self, work: Work) -> str | None:
         """The salt for the engine's own hashes; None for a prompt without a tenant.
 
-        The tenant keeps its blocks apart from those of others. The mesh's salt after it, which is
-        short, comes back in the engine's events. vLLM's server accepts no "/", which occurs in the
-        tag of a part of a tenant.
+        The tenant's tag isolates its blocks. The mesh's salt follows as 16 hexadecimal digits,
+        which the engine's events return. vLLM's server accepts no "/", which occurs in the tag of a
+        part of a tenant.
         """
         if work.tenant:
             return f"{work.tenant.replace('/', '.')}-{work.salt:016x}"
@@ -134,7 +134,7 @@ class PromptSalts:
             self._waiting.put(key, salts)
 
     def root_salt(self, event: BlocksStored, held: Callable[[int], bool]) -> int:
-        """The salt of a root block; `held` tells whether the block is held under a salt already."""
+        """The salt of a root block; `held(salt)`: the block is held under that salt already."""
         if event.salt is not None:
             return event.salt
         local, _ = block_hashes(event.tokens[: 4 * event.block_size], event.block_size)
@@ -226,11 +226,11 @@ class CacheLedger:
     def _move(self, event: BlocksMoved) -> list[KvEvent]:
         source, target = self._tiers[event.tier], self._tiers[event.to]
         events: list[KvEvent] = []
-        for name in event.hashes:
-            block = source.get(name)
-            if block is not None and name not in target:
+        for engine_hash in event.hashes:
+            block = source.get(engine_hash)
+            if block is not None and engine_hash not in target:
                 parent_held = any(block.parent in held for held in self._tiers)
-                target[name] = _Block(
+                target[engine_hash] = _Block(
                     block.is_root,
                     block.parent,
                     block.previous_hash,
@@ -239,7 +239,7 @@ class CacheLedger:
                 )
                 if event.to == 0:
                     self._sequence_hashes.add(block.sequence_hash)
-                events.append(self._stored_event(event.to, target, [name], not parent_held))
+                events.append(self._stored_event(event.to, target, [engine_hash], not parent_held))
         return events + self._remove(BlocksRemoved(event.hashes, event.tier))
 
     def _store(self, event: BlocksStored) -> list[KvEvent]:
@@ -253,17 +253,17 @@ class CacheLedger:
         held = self._tiers[event.tier]
         runs: list[list[int]] = [[]]
         parent, root = event.parent, event.parent is None
-        for name, block_local, block_sequence in rows:
-            known = held.get(name)
+        for engine_hash, block_local, block_sequence in rows:
+            known = held.get(engine_hash)
             if known is None:
-                held[name] = _Block(root, parent, previous, block_local, block_sequence)
-                runs[-1].append(name)
+                held[engine_hash] = _Block(root, parent, previous, block_local, block_sequence)
+                runs[-1].append(engine_hash)
                 if event.tier == 0:
                     self._sequence_hashes.add(block_sequence)
             else:
                 known.copies += self._counted
                 runs.append([])
-            parent, previous, root = name, block_sequence, False
+            parent, previous, root = engine_hash, block_sequence, False
         return [self._stored_event(event.tier, held, run) for run in runs if run]
 
     def _previous_hash(self, event: BlocksStored) -> int | None:
@@ -294,7 +294,7 @@ class CacheLedger:
             tier,
             None if first.is_root or detached else first.parent,
             array("Q", run).tobytes(),
-            array("Q", [held[name].local_hash for name in run]).tobytes(),
+            array("Q", [held[engine_hash].local_hash for engine_hash in run]).tobytes(),
             first.previous_hash if first.is_root else 0,
             first.previous_hash if detached and not first.is_root else None,
         )
@@ -303,18 +303,20 @@ class CacheLedger:
         tiers = range(TIERS) if event.tier is None else (event.tier,)
         events: list[KvEvent] = []
         for tier in tiers:
-            gone = [name for name in event.hashes if self._remove_copy(tier, name)]
+            gone = [
+                engine_hash for engine_hash in event.hashes if self._remove_copy(tier, engine_hash)
+            ]
             if gone:
                 events.append(Removed(tier, array("Q", gone).tobytes()))
         return events
 
-    def _remove_copy(self, tier: int, name: int) -> bool:
-        block = self._tiers[tier].get(name)
+    def _remove_copy(self, tier: int, engine_hash: int) -> bool:
+        block = self._tiers[tier].get(engine_hash)
         if block is None:
             return False
         block.copies -= 1
         if not block.copies:
-            del self._tiers[tier][name]
+            del self._tiers[tier][engine_hash]
             if tier == 0:
                 self._sequence_hashes.discard(block.sequence_hash)
         return not block.copies
@@ -330,13 +332,13 @@ class CacheLedger:
     def _chains(self, tier: int, held: dict[int, _Block], published: set[int]) -> Iterator[Stored]:
         run: list[int] = []
         detached = False
-        for name, block in held.items():
+        for engine_hash, block in held.items():
             if run and block.parent != run[-1]:
                 yield self._stored_event(tier, held, run, detached)
                 run = []
             if not run:
                 detached = block.parent not in published
-            run.append(name)
-            published.add(name)
+            run.append(engine_hash)
+            published.add(engine_hash)
         if run:
             yield self._stored_event(tier, held, run, detached)

@@ -37,9 +37,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    words = {"True": True, "False": False, "None": None}
-    if text in words:
-        return words[text]
+    constants = {"True": True, "False": False, "None": None}
+    if text in constants:
+        return constants[text]
     try:
         return json.loads(text)
     except ValueError:

@@ -38,7 +38,7 @@ class PrefetchLoader(Protocol):
         ...
 
     def cancel(self, work: Work) -> None:
-        """Drop such work, which may be over."""
+        """Drop work queued by `compute`; it may have ended."""
         ...
 
 
@@ -46,7 +46,7 @@ class PrefetchQueue:
     """Prefetches in progress, by id.
 
     Each first loads blocks from lower tiers, then computes as many more as requested behind all
-    requests, as work whose answer is discarded.
+    requests, as work whose output is discarded.
     """
 
     def __init__(self, loader: PrefetchLoader, block_size: int) -> None:

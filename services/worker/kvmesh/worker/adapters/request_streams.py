@@ -261,12 +261,12 @@ class StepClock:
 
 
 def remaining(work: Work) -> Sampling:
-    """Sampling parameters for the rest of an answer that another worker has begun."""
+    """Sampling parameters for the rest of an output that another worker has begun."""
     sampling, guided = work.sampling, work.sampling.guided
     if work.generated and guided is not None:
         if guided.kind != "structural_tag":
             raise Rejected("this engine cannot continue a constrained answer after a migration")
-        # tags may begin anywhere: the rest of the answer is generated without the constraint
+        # tags may begin anywhere: the rest of the output is generated without the constraint
         guided = None
     return replace(
         sampling,

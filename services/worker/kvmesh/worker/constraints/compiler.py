@@ -35,7 +35,7 @@ class Compiling(Protocol):
 class ConstraintCompiler:
     """Compiles the constraints of accepted work, then submits it by `submit`.
 
-    Owners take turns: the slow constraints of one delay each other owner by one of them. `begin`
+    Owners are served round-robin: slow constraints of one delay each other by one of them. `submit`
     returns the reason if the engine refuses the work. `emit` receives the outcome for the frontend.
     """
 

@@ -24,13 +24,13 @@ _verdict = msgspec.msgpack.Decoder(Verdict)
 
 
 class _Lost(Exception):
-    """The process has ended, or it does not answer and was killed."""
+    """The process has ended, or it did not respond and was killed."""
 
 
 class TrialClient:
     """A child process that runs a `TrialServer` by `command`, started on first use.
 
-    `timeout_s` bounds the time of a trial from its begin.
+    `timeout_s` bounds the time of a trial from its start.
     """
 
     def __init__(self, timeout_s: float, *command: str) -> None:
@@ -112,7 +112,7 @@ class _Process(asyncio.Protocol):
         """Start a process and wait until it is ready for trials."""
         loop = asyncio.get_running_loop()
         # Popen in a thread: some event loops fork this process, which is slow if it is large. The
-        # child has a process group of its own, so that Ctrl-C does not reach it.
+        # child has its own process group, so that Ctrl-C does not reach it.
         process = cls(await asyncio.to_thread(_start, command))
         ready = process._verdicts[0] = loop.create_future()
         process._input, _ = await loop.connect_write_pipe(

@@ -101,7 +101,7 @@ class TrialServer:
         self._compile = compile_constraint
         self._seconds = seconds
         self._output = os.dup(1)
-        os.dup2(2, 1)  # keeps other output out of the verdicts
+        os.dup2(2, 1)  # other output must not mix with the verdicts
         self._input = bytearray()
         self._forks: dict[int, _Fork] = {}
         self._selector = selectors.DefaultSelector()

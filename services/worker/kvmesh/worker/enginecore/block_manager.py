@@ -51,7 +51,7 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated, by eviction if need be."""
+        """Blocks that can be allocated, by eviction if necessary."""
         return self.capacity - self.active
 
     @property
@@ -71,7 +71,7 @@ class BlockManager:
     def match_prefix(self, hashes: "array[int]") -> PrefixMatch:
         """Find the leading blocks of a prefix that are held; changes nothing.
 
-        A match is valid until the next change: `lock` it at once or never.
+        A match is valid until the next change: `lock` it before.
         """
         return self._tree.match(hashes)
 
@@ -95,7 +95,7 @@ class BlockManager:
         return match.matched
 
     def allocate(self, count: int) -> bool:
-        """Allocate `count` private blocks, evicting if need be.
+        """Allocate `count` private blocks, evicting if necessary.
 
         False, without any change, if they do not fit.
         """

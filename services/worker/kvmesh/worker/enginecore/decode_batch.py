@@ -1,7 +1,7 @@
 """The decode batch: sequences that get one token per step, at no cost per sequence and step.
 
 The progress of a sequence is a function of the batch's step count. It is written to the sequence
-only at events: a block is full, the answer is complete, or the sequence leaves.
+only at events: a block is full, the output is complete, or the sequence leaves.
 """
 
 import heapq
@@ -32,15 +32,15 @@ class DecodeBatch:
         self._enqueue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a member after writing down its progress."""
+        """Remove a member after recording its progress."""
         sequence.advance(self.clock)
         sequence.due_step = -1
         del self.members[sequence]
 
     def take_out_of_slots(self) -> list[Sequence]:
         """Return members without a free slot; the caller grants slots to each, or removes it."""
-        needy, self.out_of_slots = self.out_of_slots, []
-        return [sequence for sequence in needy if sequence in self.members]
+        waiting, self.out_of_slots = self.out_of_slots, []
+        return [sequence for sequence in waiting if sequence in self.members]
 
     def grant_slots(self, sequence: Sequence, slots: int) -> None:
         """Give a member `slots` slots for tokens."""
@@ -48,13 +48,13 @@ class DecodeBatch:
         self._enqueue(sequence)
 
     def steps_to_event(self) -> int:
-        """Steps until a block or an answer is full; needs a member, and none out of slots."""
+        """Steps until a block is full or an output complete; needs members, none out of slots."""
         while self._due[0][2].due_step != self._due[0][0]:
             heapq.heappop(self._due)
         return self._due[0][0] - self.clock
 
     def steps_to_end(self) -> int:
-        """Steps until the first answer is complete; needs a member."""
+        """Steps until the first output is complete; needs a member."""
         return min([s.end_step for s in self.members]) - self.clock
 
     def filling(self, steps: int) -> list[Filling]:
@@ -67,9 +67,9 @@ class DecodeBatch:
         ]
 
     def advance(self, steps: int) -> list[Sequence]:
-        """Take `steps` steps, at most `steps_to_end`; return members with a full block or answer.
+        """Take `steps` steps, at most `steps_to_end`; return members with a full block or output.
 
-        They remain members, with their progress written down. A member that passed the end of its
+        They remain members, with their progress recorded. A member that passed the end of its
         block has a negative number of free slots.
         """
         clock = self.clock = self.clock + steps
@@ -85,7 +85,7 @@ class DecodeBatch:
         return full
 
     def resume(self, sequence: Sequence) -> None:
-        """Continue a member whose full block is dealt with and whose answer is incomplete."""
+        """Continue a member whose full block is promoted and whose output is incomplete."""
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:

@@ -137,7 +137,7 @@ class RadixTree:
         self._by_end[hashes[-1]] = run
 
     def split(self, run: BlockRun, at: int) -> BlockRun:
-        """Split off the first `at` blocks of `run` as a run of their own and return it."""
+        """Split off the first `at` blocks of `run` as a separate run and return it."""
         upper = self.add_run(
             run.parent, run.hashes[:at], run.local_hashes[:at], run.salt, run.tenant
         )

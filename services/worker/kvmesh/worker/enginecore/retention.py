@@ -170,9 +170,9 @@ class RetentionManager:
     def finish_request(
         self, held: "array[int]", request: RetentionRequest, now: float, first: int
     ) -> str | None:
-        """Claim the blocks of a complete answer: those of `held` from index `first` on.
+        """Claim the blocks of a complete output: those of `held` from index `first` on.
 
-        Return the outcome of the directive for the answer, if there is one.
+        Return the outcome of the directive for the output, if there is one.
         """
         self._claim_from(held, request, now, first)
         granted = self.budget.outcomes.record_grant
@@ -223,11 +223,11 @@ class RetentionManager:
 
     def clear(self, salt: int | None, tenant: str = "") -> int:
         """Drop unused blocks, pinned or not, of all or one namespace; return their number."""
-        meant = salt, tenant
+        namespace = salt, tenant
         roots = [
             root
             for root in self._tree.roots.values()
-            if salt is None or (root.salt, root.tenant) == meant
+            if salt is None or (root.salt, root.tenant) == namespace
         ]
         return sum(self._prune(root, pinned=True) for root in roots)
 
@@ -242,8 +242,8 @@ class RetentionManager:
         self.evictable.expire(now)
         directive = Directive(pin.tenant, pin.priority, pin.ttl_s)
         pinned = Pinned(pin.id, prompt, pin.priority, now + pin.ttl_s, directive)
-        for over in self._pins.put(pinned):
-            self._unpin(over, now)
+        for replaced in self._pins.put(pinned):
+            self._unpin(replaced, now)
         self._pin(pinned, prompt, now)
         self.budget.outcomes.record_grant(directive)
         return directive.granted_blocks
@@ -272,7 +272,7 @@ class RetentionManager:
             at = end
 
     def _split(self, run: BlockRun, size: int) -> BlockRun:
-        """Split off the first `size` blocks of a run as a run of their own and return it."""
+        """Split off the first `size` blocks of a run as a separate run and return it."""
         upper = self._tree.split(run, size)
         if not upper.refs:
             self.evictable.add(upper, self.evictable.eviction_rank(run))
@@ -374,7 +374,10 @@ class RetentionManager:
         return 0
 
     def _prune(self, top: BlockRun, pinned: bool = False) -> int:
-        """Drop unused blocks of a run and all runs below it; return their number."""
+        """Drop unused blocks of a run and all runs below it; return their number.
+
+        Pinned blocks are dropped only with `pinned`.
+        """
         runs, blocks = [top], 0
         for run in runs:
             runs.extend(run.children.values())

@@ -34,7 +34,7 @@ class RetentionRequest:
 
     @property
     def for_other_tier(self) -> "RetentionRequest":
-        """A copy with directives of its own, since each tier counts its own grants."""
+        """A copy with its own directives, since each tier counts its own grants."""
         return replace(
             self, directives=[Directive(d.tenant, d.priority, d.ttl_s) for d in self.directives]
         )
@@ -71,10 +71,10 @@ def parse_retention(
     prompt = len(work.tokens) // TOKEN_BYTES - work.generated
     payer = owner(work.tenant)
     explicit = directives(work.retention, payer)
-    answer = directives([work.decode] if work.decode is not None else [], payer)
+    for_output = directives([work.decode] if work.decode is not None else [], payer)
     return RetentionRequest(
         segments=with_prefix(segments(work.retention, work.decode, prompt, block_size, defaults)),
-        directives=explicit + answer,
+        directives=explicit + for_output,
         prompt_directives=len(explicit),
         tenant=payer,
         session=work.session,

@@ -59,7 +59,7 @@ class Scheduler:
     When blocks run out, the sequence that is last in this order is preempted: it unlocks its
     blocks, waits again, and later computes again what was evicted meanwhile.
 
-    Without a `guard`, equal hashes are taken for equal blocks.
+    Without a `guard`, equal hashes count as equal blocks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """True if the batch stays as it is until a sequence ends or needs a block."""
+        """True if the batch does not change until a sequence ends or needs a block."""
         if self.loading:
             return False
         return self._rejected_at is not None or not self.waiting_count
@@ -148,7 +148,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, state: SequenceState) -> str | None:
         """Take a sequence out of the batch and unlock its blocks; with state WAITING it stays live.
 
-        Return the outcome of the directive for its answer if the sequence ended and had one.
+        Return the outcome of the directive for its output if the sequence ended and had one.
         """
         if sequence.state is SequenceState.PREFILLING:
             self.prefilling.remove(sequence)
@@ -162,7 +162,7 @@ class Scheduler:
         if self.tiers.lower:
             self.tiers.store(sequence, priority, self.blocks.now)
         ends = state is SequenceState.ENDED and sequence.cached_reported
-        outcome = self._claim_answer(sequence) if ends else None
+        outcome = self._claim_output(sequence) if ends else None
         self.blocks.free_private(sequence.private_blocks)
         self.blocks.unlock(sequence.sequence_hashes[: sequence.full_blocks], priority)
         sequence.private_blocks = sequence.full_blocks = sequence.free_slots = sequence.computed = 0
@@ -269,7 +269,7 @@ class Scheduler:
             log.warning("request %s has block hashes of another tenant", sequence.request.id)
             sequence.rehash(0, secrets.randbits(64))
 
-    def _claim_answer(self, sequence: Sequence) -> str | None:
+    def _claim_output(self, sequence: Sequence) -> str | None:
         claims = sequence.request.retention
         if claims is None or not claims.segments:
             return None

@@ -10,10 +10,10 @@ from kvmesh.worker.enginecore.retention_request import RetentionRequest
 
 
 class TokenSource(Protocol):
-    """An answer that is known in advance: a pure function of the token's offset."""
+    """An output that is known in advance: a pure function of the token's offset."""
 
     def slice(self, start: int, stop: int) -> list[int]:
-        """Tokens `start` … `stop - 1` of the answer."""
+        """Tokens `start` … `stop - 1` of the output."""
         ...
 
 
@@ -21,7 +21,7 @@ class TokenSource(Protocol):
 class Request:
     """A prompt as hashed blocks, and the tokens of its partial last block (packed uint32).
 
-    The KV of the first `remote_tokens` tokens comes from another worker. The answer is `source` up
+    The KV of the first `remote_tokens` tokens comes from another worker. The output is `source` up
     to token `target` and ends with `finish`; its first `generated` tokens are the last ones of the
     prompt. Higher priority goes first. `retention` claims blocks; blocks are shared only within
     `tenant`.
@@ -51,7 +51,7 @@ def hash_prompt(tokens: bytes, block_size: int, salt: int) -> tuple[bytes, bytes
 
 class SequenceState(Enum):
     WAITING = "waiting"
-    LOADING = "arriving"
+    LOADING = "loading"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"
@@ -62,8 +62,8 @@ class Sequence:
 
     The least `sort_key` is scheduled first, the greatest preempted first. `cached` is the cached
     prompt tokens by tier. The claims on the first `claimed_blocks` blocks are applied. While the
-    sequence decodes, its state is that at step `synced_step` of the batch; at `end_step` the answer
-    is complete, and at `due_step` a block or the answer is full.
+    sequence decodes, its state is that at step `synced_step` of the batch; at `end_step` the output
+    is complete, and at `due_step` a block is full or the output complete.
     """
 
     __slots__ = (
@@ -117,11 +117,11 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens of the answer that are not generated yet."""
+        """Tokens of the output that are not generated yet."""
         return self.request.target - self.generated
 
     def advance(self, clock: int) -> None:
-        """Write down the decode steps from `synced_step` up to the batch's step count `clock`."""
+        """Apply the decode steps from `synced_step` up to the batch's step count `clock`."""
         steps = clock - self.synced_step
         self.generated += steps
         self.computed += steps

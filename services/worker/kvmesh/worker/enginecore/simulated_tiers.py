@@ -82,7 +82,7 @@ def tier_options(mock: MockSettings) -> TierOptions:
 class TierMatch:
     """Blocks of a prefix that need not be computed, by tier.
 
-    `kvbm_queried`: a kvbm was asked for more, and the sequence is notified once those have come.
+    `kvbm_queried`: a kvbm was queried for more; the sequence is notified once they have arrived.
     """
 
     __slots__ = ("disk", "engine", "host", "kvbm_queried", "remote")
@@ -117,7 +117,7 @@ class SimulatedTiers:
     """Finds blocks that the engine does not hold, and schedules their transfers.
 
     `blocks` are the engine's. `lower` are the tiers of this rank, nearest first; `loaded` counts
-    blocks requested from each. `has_kvbm` tells whether there is a kvbm.
+    blocks requested from each. `has_kvbm()` returns whether there is a kvbm.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from kvmesh.runtime.warnings import Warnings
 from kvmesh.worker.engine import EngineConfigError, EngineError
 
 log = logging.getLogger(__name__)
-LOOK_S = 30.0
+CHECK_S = 30.0
 PING_S = 1.0
 _cards = msgspec.msgpack.Decoder(Instance)
 
@@ -32,24 +32,24 @@ class Membership:
     def __init__(self, bus: Bus, warnings: Warnings, lease_s: float) -> None:
         self._bus = bus
         self._warnings = warnings
-        self._interval_s = min(LOOK_S, 3 * lease_s)
+        self._interval_s = min(CHECK_S, 3 * lease_s)
         self._namesakes: set[str] = set()
         self._logged = LogOnce()
         self.incompatible = ""
 
     async def admit(self, card: Instance) -> None:
-        """Before the lease: raise EngineConfigError unless the worker fits the present ones."""
-        reason = _newcomer(card, await self._others(card))
+        """Before the lease: raise EngineConfigError unless the worker fits those present."""
+        reason = _misfit_reason(card, await self._others(card))
         if reason:  # they may be dead, with leases that have not lapsed yet
-            reason = _newcomer(card, await self._alive(await self._others(card)))
+            reason = _misfit_reason(card, await self._alive(await self._others(card)))
         if reason:
             raise EngineConfigError(f"{reason}; {ADVICE}")
 
     async def recheck(self, card: Instance) -> None:
         """After the lease: of two incompatible workers that joined at once, the younger leaves."""
         others = await self._others(card)
-        if _left_out(card, others):
-            reason = _left_out(card, await self._alive(others))
+        if _exclusion_reason(card, others):
+            reason = _exclusion_reason(card, await self._alive(others))
             if reason:
                 raise EngineConfigError(f"{reason}; {ADVICE}")
 
@@ -69,7 +69,7 @@ class Membership:
 
         By then the lease of a dead instance has lapsed.
         """
-        self.incompatible = _left_out(card, _of_model(card, cards))
+        self.incompatible = _exclusion_reason(card, _of_model(card, cards))
         same_name = set(namesakes(card, cards))
         both = ", ".join(sorted(same_name & self._namesakes))
         self._namesakes = same_name
@@ -104,10 +104,10 @@ class Membership:
             return None
 
     async def _alive(self, cards: list[Instance]) -> list[Instance]:
-        answers = await asyncio.gather(*(self._answers_ping(card) for card in cards))
-        return [card for card, alive in zip(cards, answers, strict=True) if alive]
+        found = await asyncio.gather(*(self._is_alive(card) for card in cards))
+        return [card for card, alive in zip(cards, found, strict=True) if alive]
 
-    async def _answers_ping(self, card: Instance) -> bool:
+    async def _is_alive(self, card: Instance) -> bool:
         try:
             await ping(self._bus, card.instance, PING_S)
         except NoResponder:
@@ -127,17 +127,17 @@ def _of_model(card: Instance, cards: Iterable[Instance]) -> list[Instance]:
     return [c for c in cards if c.model and card.model and c.model.name == card.model.name]
 
 
-def _newcomer(card: Instance, others: list[Instance]) -> str:
-    """The reason why a worker does not fit the present ones, whatever their ages; else empty."""
-    there = Compatibility()
+def _misfit_reason(card: Instance, others: list[Instance]) -> str:
+    """The reason why a worker does not fit those present, regardless of age; else empty."""
+    present = Compatibility()
     for other in others:
-        there.join(other)
-    return CardProfile(c for c in there.fitting if not c.draining).differs(card)
+        present.join(other)
+    return CardProfile(c for c in present.fitting if not c.draining).differs(card)
 
 
-def _left_out(card: Instance, others: list[Instance]) -> str:
+def _exclusion_reason(card: Instance, others: list[Instance]) -> str:
     """The reason why routers ignore a worker; empty if they do not."""
-    all_of_them = Compatibility()
+    workers = Compatibility()
     for other in (*others, card):
-        all_of_them.join(other)
-    return all_of_them.misfits.get(card.instance, "")
+        workers.join(other)
+    return workers.misfits.get(card.instance, "")

@@ -19,10 +19,10 @@ class StallWatch:
     def observe(self, loads: Iterable[Load]) -> None:
         """Record the step count of each rank."""
         for load in loads:
-            steps, looks = self._seen.get(load.rank, (-1, 0))
+            steps, observations = self._seen.get(load.rank, (-1, 0))
             if not (load.running or load.waiting):
                 self._seen.pop(load.rank, None)
                 continue
-            looks = looks + 1 if load.steps == steps else 0
-            self._seen[load.rank] = (load.steps, looks)
-            self.stalled |= looks >= self._patience
+            observations = observations + 1 if load.steps == steps else 0
+            self._seen[load.rank] = (load.steps, observations)
+            self.stalled |= observations >= self._patience

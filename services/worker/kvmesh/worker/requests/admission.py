@@ -19,7 +19,7 @@ def rejection_reason(work: Work, info: EngineInfo, constraint_bytes: int) -> str
     if not length:
         return "the prompt is empty"
     if length >= info.context:
-        return f"the prompt has {length} tokens; with the answer, at most {info.context} fit"
+        return f"the prompt has {length} tokens; with the output, at most {info.context} fit"
     if not 0 <= work.generated < length:
         return f"{work.generated} generated tokens in a prompt of {length}"
     if work.sampling.max_tokens <= work.generated:

@@ -1,4 +1,4 @@
-"""Requests of one worker, from the offer of work to the last chunk of output."""
+"""Requests of one worker, from the receipt of work to the last chunk of output."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class RequestHandler:
     """Admits work, submits it to the engine, and numbers and sends its output.
 
     `load` returns the load of each rank; `send` delivers chunks to a frontend. `on_output` receives
-    output that the constraint compiler produces in place of the engine.
+    output that the constraint compiler produces instead of the engine.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class RequestHandler:
         """The frontends of live and recently ended requests."""
         return self._outputs.frontends
 
-    def accept(self, offered: Work, info: EngineInfo) -> WorkReply:
+    def accept(self, received: Work, info: EngineInfo) -> WorkReply:
         """Submit work to the engine, now or once its constraint is compiled; or refuse it."""
-        if offered.request in self._outputs:
+        if received.request in self._outputs:
             return admission.ACCEPTED
-        work = self._prompts.complete(offered)
+        work = self._prompts.complete(received)
         if work is None:
             return admission.INCOMPLETE
         if reason := admission.rejection_reason(work, info, self._worker.constraint_bytes):
@@ -67,7 +67,7 @@ class RequestHandler:
         if reason := self._submit(work):
             self._outputs.drop(work.request)
             return admission.invalid(reason)
-        return admission.STORED if self._prompts.store(work, offered.base) else admission.ACCEPTED
+        return admission.STORED if self._prompts.store(work, received.base) else admission.ACCEPTED
 
     def output(self, deltas: list[OutputDelta], now: float) -> None:
         """Number the tokens of `deltas` and send them to their frontends."""

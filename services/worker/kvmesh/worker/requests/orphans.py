@@ -14,10 +14,10 @@ from kvmesh.bus.streams import StreamLimits
 
 log = logging.getLogger(__name__)
 _replies = msgspec.msgpack.Decoder(ControlReply)
-LOOK_S = 1.0
+CHECK_S = 1.0
 PROBE_S = 1.0
 SETTLED_S = 5.0
-LOOKS = 2
+MISSED_PROBES = 2
 
 
 class OrphanedRequests:
@@ -25,7 +25,7 @@ class OrphanedRequests:
 
     A frontend is dead when its lease has ended and, in two probes in a row, nothing subscribes to
     its tokens. One that is stopping withdraws its lease and stays subscribed; one that has just
-    lost the connection, perhaps together with this worker, comes back.
+    lost the connection, perhaps together with this worker, reconnects.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OrphanedRequests:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             active = self._active_frontends()
             for frontend in list(self._missed):
                 if frontend in active:
@@ -75,7 +75,7 @@ class OrphanedRequests:
         if frontend not in self._missed:
             return
         self._missed[frontend] = self._missed[frontend] + 1 if missed else 0
-        if self._missed[frontend] >= LOOKS:
+        if self._missed[frontend] >= MISSED_PROBES:
             del self._missed[frontend]
             log.warning("frontend %s is gone: aborting its requests", frontend)
             self._abandon(frontend)

@@ -9,7 +9,7 @@ from kvmesh.worker.engine import OutputDelta
 
 
 class RequestOutput:
-    """The output of one request from token `first` of its answer on."""
+    """The output of one request from its token `first` on."""
 
     __slots__ = (
         "cached",
@@ -67,7 +67,7 @@ class RequestOutput:
         )
 
     def chunk_from(self, request: str, offset: int) -> Chunk:
-        """All output from the `offset`-th token of the answer on, as one chunk."""
+        """All output from the `offset`-th token on, as one chunk."""
         at = max(0, offset - self.first)
         logprobs = self.logprobs[at:] or None
         tokens = self.tokens[at:]
@@ -101,7 +101,7 @@ class OutputBuffer:
     @property
     def live(self) -> list[str]:
         """The ids of requests that have not ended."""
-        return [request for request, t in self._by_request.items() if t.finish is None]
+        return [request for request, o in self._by_request.items() if o.finish is None]
 
     @property
     def frontends(self) -> set[str]:
@@ -114,7 +114,7 @@ class OutputBuffer:
 
     def drop_frontend(self, frontend: str) -> None:
         """Drop all requests of a frontend."""
-        for request in [r for r, t in self._by_request.items() if t.frontend == frontend]:
+        for request in [r for r, o in self._by_request.items() if o.frontend == frontend]:
             if self._by_request.pop(request).finish is None:
                 self.live_count -= 1
 

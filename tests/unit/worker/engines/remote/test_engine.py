@@ -233,7 +233,7 @@ async def test_a_dead_server_fails_the_engine(start: Start) -> None:
     await eventually(lambda: sidecar.sink.tokens("a"))
     await sidecar.server.close()
     await eventually(lambda: sidecar.sink.errors)
-    assert "/health does not answer" in str(sidecar.sink.errors[0])
+    assert "/health does not reply" in str(sidecar.sink.errors[0])
 
 
 @pytest.mark.parametrize(("status", "finish"), [(503, "abort"), (429, "abort"), (400, "error")])

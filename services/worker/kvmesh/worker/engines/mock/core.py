@@ -19,11 +19,11 @@ from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel, S
 
 @dataclass(slots=True)
 class MockOutput:
-    """New tokens of one request, from the `offset`-th token of its answer on.
+    """New tokens of one request, from the `offset`-th token of its output on.
 
     The first output of a request has `cached`, the prompt tokens not computed, by tier, and
     `retention`, the outcome of each explicit directive for the prompt. The last one has `decode`,
-    the outcome of the directive for the answer.
+    the outcome of the directive for the output.
     """
 
     request: str
@@ -98,7 +98,7 @@ class MockCore:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sequence that fits, prompt and answer together."""
+        """Tokens of the longest sequence that fits, prompt and output together."""
         return self.options.blocks * self.options.limits.block_size
 
     @property
@@ -200,11 +200,14 @@ class MockCore:
         """Return the KV events since the last call, of all tiers."""
         if not self.tiers.lower:
             return self.blocks.take_events()
-        return [event for memory in self.block_managers for event in memory.take_events()]
+        return [event for manager in self.block_managers for event in manager.take_events()]
 
     def dump(self) -> list[KvEvent]:
         """Return a `Cleared` and all full blocks, of all tiers."""
-        return [Cleared(), *(event for memory in self.block_managers for event in memory.stored())]
+        return [
+            Cleared(),
+            *(event for manager in self.block_managers for event in manager.stored()),
+        ]
 
     def _seconds_until_loaded(self, now: float) -> float:
         arrivals = [s.ready_at for s in self.scheduler.loading]
@@ -274,7 +277,7 @@ class MockCore:
 
 
 def _output(sequence: Sequence, since: int, steps: int) -> MockOutput:
-    """The output of `steps` steps, `since` steps after the sequence's progress was written down."""
+    """The output of `steps` steps, `since` steps after the sequence's progress was recorded."""
     request = sequence.request
     start = sequence.generated + since
     end = start + steps

@@ -1,4 +1,4 @@
-"""Decode steps that are planned together and count later."""
+"""Decode steps that are planned together and executed later."""
 
 
 class DecodePlan:
@@ -9,8 +9,8 @@ class DecodePlan:
 
     __slots__ = ("duration", "spans", "steps")
 
-    def __init__(self, stretches: list[tuple[int, float]], steps: int, duration: float) -> None:
-        self.spans = stretches
+    def __init__(self, spans: list[tuple[int, float]], steps: int, duration: float) -> None:
+        self.spans = spans
         self.steps = steps
         self.duration = duration
 

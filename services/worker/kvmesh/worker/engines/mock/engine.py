@@ -54,7 +54,7 @@ def create(context: EngineContext) -> "MockEngine":
 
 
 class MockEngine:
-    """A `MockRank` per data-parallel rank; the answer answer to a request is known at its start."""
+    """A `MockRank` per data-parallel rank; the answer to a request is known at its start."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class MockEngine:
 
     async def start(self, sink: Sink) -> EngineInfo:
         options = self._options
-        self._writer = await asyncio.to_thread(self._make_author)
+        self._writer = await asyncio.to_thread(self._make_writer)
         self._sink = sink
         core_options = self._core_options()
         await asyncio.sleep(options.startup_s)
@@ -241,7 +241,7 @@ class MockEngine:
         rest = {(token + i) % size: -4.0 - i for i in range(1, alternatives)}
         return {token: -0.05, **rest}
 
-    def _make_author(self) -> AnswerWriter:
+    def _make_writer(self) -> AnswerWriter:
         options = self._options
         try:
             text = TextSource.of_model(self._folder)

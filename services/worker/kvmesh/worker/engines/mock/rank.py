@@ -70,7 +70,7 @@ class MockRank:
     def change_retention(self, change: Change) -> int:
         """Apply `change` to each tier; return the greatest number of blocks affected in one."""
         now = asyncio.get_running_loop().time()
-        return max(change(memory.retention, now) for memory in self.core.block_managers)
+        return max(change(manager.retention, now) for manager in self.core.block_managers)
 
     def drop_blocks(self, change: Change, tiers: Container[int] = TIERS) -> int:
         """Drop blocks by `change` from `tiers` and publish that.
@@ -79,9 +79,9 @@ class MockRank:
         """
         self.publish_events()
         now = asyncio.get_running_loop().time()
-        for memory in self.core.block_managers:
-            if memory.tier in tiers:
-                change(memory.retention, now)
+        for manager in self.core.block_managers:
+            if manager.tier in tiers:
+                change(manager.retention, now)
         events = self.core.take_events()
         self._send(events)
         removed = [array("Q", event.engine) for event in events if isinstance(event, Removed)]

@@ -224,7 +224,7 @@ class RemoteEngine(StreamingAdapter):
                 self._gauges = await server.gauges()
                 self._step()
         if self._streams is not None:
-            self._streams.fail(EngineError(f"{self._redacted_url}/health does not answer"))
+            self._streams.fail(EngineError(f"{self._redacted_url}/health does not reply"))
 
     def _step(self) -> None:
         steps = self._clock.update(self._gauges.steps)
@@ -238,10 +238,10 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         return
     text = (await response.text())[:2000]
     if response.status in (400, 404, 413, 422):
-        raise Rejected(_message(text) or f"the server answers {response.status}")
+        raise Rejected(_message(text) or f"the server replied {response.status}")
     if response.status in (401, 403):
         raise Rejected(f"the server rejects this worker's API key ({response.status})")
-    raise EngineUnavailable(f"the server answers {response.status}: {_message(text)}")
+    raise EngineUnavailable(f"the server replied {response.status}: {_message(text)}")
 
 
 def _message(text: str) -> str:

@@ -98,7 +98,7 @@ class InferenceServer:
             )
 
     async def healthy(self) -> bool:
-        """True if /health answers 200 within PROBE_TIMEOUT_S."""
+        """True if /health replies 200 within PROBE_TIMEOUT_S."""
         try:
             timeout = aiohttp.ClientTimeout(PROBE_TIMEOUT_S)
             async with self._http.get(f"{self._url}/health", timeout=timeout) as response:

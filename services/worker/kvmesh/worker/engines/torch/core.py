@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class EngineRequest:
-    """Tokens (prompt and answer) and sampler of one request.
+    """Tokens (prompt and output) and sampler of one request.
 
-    `work` is the request without its tokens; `max_output` bounds the tokens of the answer. For the
+    `work` is the request without its tokens; `max_output` bounds the tokens of the output. For the
     lower tiers: whether the prompt has been looked up there, the number of leading blocks offered
     for write-through, and the chain of block digests.
     """
@@ -66,7 +66,7 @@ class EngineRequest:
         self.offered_blocks = 0
 
     def slice(self, start: int, stop: int) -> list[int]:
-        """Tokens of the answer."""
+        """Tokens `start` … `stop - 1` of the output."""
         return self.tokens[self.prompt_length + start : self.prompt_length + stop].tolist()
 
 
@@ -270,7 +270,7 @@ class TorchCore:
         return fingerprints
 
     def max_output(self, work: Work) -> int:
-        """Longest possible answer in tokens; raises ValueError if the request can never fit."""
+        """Longest possible output in tokens; raises ValueError if the request can never fit."""
         prompt = len(work.tokens) // TOKEN_BYTES - work.generated
         limit = min(work.sampling.max_tokens, self.context - prompt)
         if (

@@ -148,8 +148,8 @@ class Handoffs:
     ) -> dict[str, Any]:
         offsets = self._offsets(staging_slots)
         try:
-            memory = self._core.model.pool
-            await run_to_end(self._threads, memory.copy_out, block_ids, self._host, offsets)
+            pool = self._core.model.pool
+            await run_to_end(self._threads, pool.copy_out, block_ids, self._host, offsets)
             ranges = zip(offsets, repeat(self._block), strict=False)
             on_ended = partial(self._on_grant_ended, request, staging_slots)
             grant = self._region.grant(ranges, self._options.lend_s, on_ended)
@@ -229,8 +229,8 @@ class Handoffs:
     async def _store(self, prefix: HeldPrefix, offsets: list[int]) -> None:
         block_ids, valid = prefix.reserve(len(offsets)), 0
         try:
-            memory, used_offsets = self._core.model.pool, offsets[: len(block_ids)]
-            await run_to_end(self._threads, memory.copy_in, block_ids, self._host, used_offsets)
+            pool, used_offsets = self._core.model.pool, offsets[: len(block_ids)]
+            await run_to_end(self._threads, pool.copy_in, block_ids, self._host, used_offsets)
             valid = len(block_ids)
         finally:
             prefix.commit(block_ids, valid)

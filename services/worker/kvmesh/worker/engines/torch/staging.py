@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Staging:
-    """Slots 0 … `count` - 1, allocated in the order of requests, whatever their size."""
+    """Slots 0 … `count` - 1, allocated in the order of the calls, regardless of their size."""
 
     def __init__(self, count: int) -> None:
         self._count = count

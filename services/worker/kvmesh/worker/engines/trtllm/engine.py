@@ -251,14 +251,14 @@ def _retention(work: Work, defaults: Mapping[str, RetentionWish]) -> Any:
     if not wishes and rest.is_default:
         return None
     spans = []
-    at, answer = 0, rest
+    at, output = 0, rest
     for first, end, wish in wishes:
         spans += _span(at, min(first, prompt), rest) + _span(
             first, min(end or prompt, prompt), wish
         )
-        at, answer = end or prompt, wish if end is None else rest
+        at, output = end or prompt, wish if end is None else rest
     spans += _span(at, prompt, rest)
-    return KvCacheRetentionConfig(spans, _level(answer.level), _duration(answer))
+    return KvCacheRetentionConfig(spans, _level(output.level), _duration(output))
 
 
 def _span(start: int, end: int, wish: RetentionWish) -> list[Any]:

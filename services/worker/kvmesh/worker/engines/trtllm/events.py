@@ -65,7 +65,7 @@ class EventReader:
             tokens = array("I", [token["token_id"] for token in block["tokens"]])
             if len(tokens) < self._block_size:
                 return
-            name = fold_hash(block["block_hash"])
+            engine_hash = fold_hash(block["block_hash"])
             level = block.get("cache_level") or 0
-            yield BlocksStored([name], parent, tokens.tobytes(), self._block_size, level)
-            parent = name
+            yield BlocksStored([engine_hash], parent, tokens.tobytes(), self._block_size, level)
+            parent = engine_hash

@@ -113,10 +113,10 @@ class KvbmBridge:
         options = self._options
         bus = await Bus.connect(inherited_bus_options(), instance, START_S)
         limits = StreamLimits(lease_s=options.lease_s)
-        tenant = WorkerIdentity(
+        identity = WorkerIdentity(
             node=options.node, instance=instance, model=options.model, layout=self._layout
         )
-        client = KvbmClient(bus, limits, tenant, self._arenas)
+        client = KvbmClient(bus, limits, identity, self._arenas)
         await client.open()
         return bus, client
 
@@ -303,8 +303,8 @@ class SchedulerBridge(KvbmBridge):
     ) -> None:
         """Wait until the blocks are copied, or not polled by vLLM for UNCLAIMED_S.
 
-        Blocks being copied are held without a time limit: no timer tells when a slow copy has
-        ended (docs/adr/0007).
+        Blocks being copied are held without a time limit: no timer can detect the end of a
+        slow copy (docs/adr/0007).
         """
         while not released.is_set():
             try:
@@ -316,7 +316,7 @@ class SchedulerBridge(KvbmBridge):
                     return
 
     def _drop_if_unclaimed(self, request: str, found: LookupResult) -> bool:
-        """Drop an expired result; False if it is still in use. A later `lookup` starts anew."""
+        """Drop an expired result; False if it is still in use. A later `lookup` starts again."""
         with self._lock:
             if found.copying or time.monotonic() - found.polled_at < UNCLAIMED_S:
                 return False

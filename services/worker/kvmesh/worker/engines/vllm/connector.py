@@ -156,13 +156,13 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         self._meter.begin()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for step in self._metadata.loads:
-            host = self._worker_bridge.arena(step.arena)
+        for load in self._metadata.loads:
+            host = self._worker_bridge.arena(load.arena)
             if host is None:
-                self._failed.update(step.blocks)
+                self._failed.update(load.blocks)
             else:
-                self._load(step.blocks, host, step.offsets)
-            self._received.add(step.request)
+                self._load(load.blocks, host, load.offsets)
+            self._received.add(load.request)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -172,14 +172,14 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def wait_for_save(self) -> None:
         saved = False
-        for step in self._metadata.saves:
-            if not self._worker_bridge.has_capacity(len(step.blocks)):
-                self._worker_bridge.count_skipped(len(step.blocks))
+        for save in self._metadata.saves:
+            if not self._worker_bridge.has_capacity(len(save.blocks)):
+                self._worker_bridge.count_skipped(len(save.blocks))
                 continue
-            rows = self._save(step.blocks)
+            rows = self._save(save.blocks)
             saved = True
             self._worker_bridge.write_through(
-                step.request, step.origin, step.tokens, step.first, rows
+                save.request, save.origin, save.tokens, save.first, rows
             )
         if saved:  # the copies have synchronized with the device, so the step has ended
             self._meter.computed(self._metadata.prefill_tokens)

@@ -78,7 +78,7 @@ def create(context: EngineContext) -> "VllmEngine":
         arguments.setdefault("max_model_len", worker.context)
     served = worker.served_name or context.folder.name
     if worker.serves != "aggregated":
-        arguments.setdefault("kv_transfer_config", _nixl())
+        arguments.setdefault("kv_transfer_config", _nixl_config())
     if vllm.kvbm:
         arguments.setdefault(
             "kv_transfer_config", kvbm_transfer_config(context.settings, context.folder, served)
@@ -321,7 +321,7 @@ class VllmEngine(StreamingAdapter):
             self._streams.fail(EngineError(f"vLLM {reason}"))
 
 
-def _nixl() -> dict[str, str]:
+def _nixl_config() -> dict[str, str]:
     device = {"kv_buffer_device": "cpu"} if current_platform.is_cpu() else {}
     return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **device}
 

@@ -125,7 +125,7 @@ class LowerTiers:
         self._copier.close()
 
     def on_step(self, step: TorchStep, deltas: list[OutputDelta], seconds: float) -> None:
-        """Measure the prefill speed; end write-through state of computed prompts."""
+        """Measure the prefill speed; report computed prompts to the writer."""
         tokens = sum(len(entry.row.tokens) for entry in step.entries if not entry.is_decode)
         if tokens >= MIN_MEASURED_TOKENS:
             self._compute_speed.record(tokens, seconds)
@@ -185,7 +185,7 @@ class LowerTiers:
             self._on_change()
 
     async def prefetch(self, work: Work, prefix: HeldPrefix) -> None:
-        """Onboard the available prefix of a prompt ahead of its request."""
+        """Onboard the available prefix of a prompt before its request."""
         key, chain = self._client.key, self._chain(work)
         if key is not None:
             tokens, blocks = array("I", work.tokens), len(prefix.hashes)
@@ -311,8 +311,8 @@ class LowerTiers:
         return _make_prompt(work, digests, item.hashes, item.local_hashes, retention)
 
     def _chain(self, work: Work) -> DigestChain:
-        tenant = self._client.worker
-        return DigestChain(tenant.model, work.adapter or "", work.tenant, tenant.layout)
+        worker = self._client.worker
+        return DigestChain(worker.model, work.adapter or "", work.tenant, worker.layout)
 
     async def _copy(self, function: Callable[..., T], *arguments: object) -> T:
         return await run_to_end(self._threads, function, *arguments)

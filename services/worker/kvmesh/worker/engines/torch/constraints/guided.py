@@ -1,4 +1,4 @@
-"""Guided decoding: cache of compiled constraints, and token masks of one answer."""
+"""Guided decoding: cache of compiled constraints, and token masks of one output."""
 
 import asyncio
 import sys
@@ -115,7 +115,7 @@ class GrammarCache:
 
 
 class GrammarConstraint:
-    """State of one answer in a grammar; implements `Constraint`."""
+    """State of one output in a grammar; implements `Constraint`."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 
-# Unlimited whitespace would let a weak model fill its answer with blanks.
+# Unlimited whitespace would let a weak model fill its output with blanks.
 _JSON_OPTIONS = {"whitespace_pattern": r"\n? {0,16}"}
 _ANY = "/(.|\\n)*/"
 

@@ -1,6 +1,6 @@
 """Process that tries constraints for the torch engine.
 
-python -m kvmesh.worker.engines.torch.constraints.trial FOLDER VOCABULARY SECONDS [END…]
+python -m kvmesh.worker.engines.torch.constraints.trial FOLDER VOCABULARY SECONDS [EOS_TOKEN…]
 """
 
 import sys

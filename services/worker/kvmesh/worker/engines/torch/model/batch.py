@@ -131,8 +131,8 @@ def _logit_indices(rows: Items[BatchRow]) -> list[int]:
 
 def _output_order(tiles: Items[_Tile]) -> list[int]:
     """Index of each flat token among the tokens of all tiles."""
-    block_ids = [0] * sum(tile.size for tile in tiles)
+    order = [0] * sum(tile.size for tile in tiles)
     for index, tile in enumerate(tiles):
         for offset, flat in enumerate(tile.queries[: tile.size]):
-            block_ids[flat] = index * QUERY_TILE + offset
-    return block_ids
+            order[flat] = index * QUERY_TILE + offset
+    return order

@@ -27,7 +27,7 @@ _VARYING_ROPE = {"dynamic", "longrope"}
 class PagedModel:
     """A model and, after `allocate`, its KV pool.
 
-    `stop_tokens` end an answer; every forward pass has exactly `pass_tokens` tokens.
+    `stop_tokens` end an output; every forward pass has exactly `pass_tokens` tokens.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Sampling: penalties, biases and masks on the logits, then argmax or a random draw.
 
-The draw for the i-th token of an answer is a function of the seed and i alone: a seeded answer is
+The draw for the i-th token of an output is a function of the seed and i alone: a seeded output is
 the same on every worker, in every batch, and after a migration.
 """
 
@@ -17,7 +17,7 @@ GREEDY_BELOW = 1e-5
 
 
 class Constraint(Protocol):
-    """State of guided decoding for one answer."""
+    """State of guided decoding for one output."""
 
     @property
     def ended(self) -> bool:
@@ -41,7 +41,7 @@ class Constraint(Protocol):
 class SampledToken(NamedTuple):
     """A token with its log probabilities and those of the top tokens.
 
-    `stop`: the token ends the answer. A non-empty `error` ends it as failed.
+    `stop`: the token ends the output. A non-empty `error` ends it as failed.
     """
 
     token: int
@@ -53,7 +53,7 @@ class SampledToken(NamedTuple):
 class Sampler:
     """Samples the tokens of one request.
 
-    `output` are the tokens of the answer that are known already (after a migration), `eos_tokens`
+    `output` are the output tokens that are known already (after a migration), `eos_tokens`
     the model's own stop tokens; `seed` is used if the request has none.
     """
 
@@ -78,7 +78,7 @@ class Sampler:
             self._record(token)
 
     def sample(self, logits: Tensor, index: int) -> SampledToken:
-        """Sample the token at `index` of the answer from float32 logits [vocabulary]."""
+        """Sample the token at `index` of the output from float32 logits [vocabulary]."""
         scores = self._adjusted(logits, index)
         if self.sampling.temperature < GREEDY_BELOW:
             token = int(scores.argmax())
