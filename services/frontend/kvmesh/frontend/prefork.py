@@ -53,10 +53,10 @@ async def _supervise_one(service: Service, number: int) -> None:
 
 
 async def _stop(
-    process: asyncio.subprocess.Process, ended: "asyncio.Task[int]", patience_s: float
+    process: asyncio.subprocess.Process, ended: "asyncio.Task[int]", timeout_s: float
 ) -> None:
     process.terminate()
-    await asyncio.wait([ended], timeout=patience_s)
+    await asyncio.wait([ended], timeout=timeout_s)
     if not ended.done():
         process.kill()
         await ended

@@ -28,10 +28,10 @@ class RequestStamp(NamedTuple):
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of the engine. Of `prompt`, `cached` tokens were read from a cache.
+    """Token counts reported by the engine.
 
-    The next `stored` tokens are cached from now on, `stored_1h` of them for an hour or longer as
-    the caller requested. `reasoning` is part of `output`.
+    `cached` of the `prompt` tokens were read from a cache. `stored` others are cached from now on,
+    `stored_1h` of them for at least an hour, as requested. `reasoning` is part of `output`.
     """
 
     prompt: int

@@ -106,7 +106,7 @@ def _retain(entry: TokenRange, index: int) -> Retain:
 
 
 def cache_ttl_s(retention: str | None, options: CacheOptions | None) -> float | None:
-    """Seconds of retention that an OpenAI request asks for its whole prompt; None: the default.
+    """Seconds for which an OpenAI request retains its whole prompt; None: the default.
 
     "in_memory" is the default.
     """

@@ -129,7 +129,7 @@ class ActiveRequest:
                 task.consumer()
 
     def summary(self) -> AnswerSummary:
-        """Usage at the end, and the `nvext` fields that the request wants."""
+        """Usage and the requested `nvext` fields; final once the request has finished."""
         facts = None
         if self.prepared.request.extra_fields:
             found = (p.stopped_by for p in self._pipelines if p.stopped_by is not None)

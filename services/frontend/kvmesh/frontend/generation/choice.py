@@ -26,7 +26,7 @@ class FrameSink(Protocol):
 
 
 class DiscardSink:
-    """The sink of an answer that is sent as a whole: the renderer gathers it."""
+    """The sink of an answer that is sent as a whole; the renderer collects its events."""
 
     @property
     def writable(self) -> bool:

@@ -18,7 +18,7 @@ class FrontendReadiness(Protocol):
     """Readiness of the frontend."""
 
     def missing(self) -> list[str]:
-        """Names of what the frontend lacks to serve requests; empty if it is ready."""
+        """Reasons why the frontend cannot serve requests; empty if it is ready."""
         ...
 
 

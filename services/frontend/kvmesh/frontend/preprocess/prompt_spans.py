@@ -49,7 +49,7 @@ class PromptSpans(Struct):
 
     `head`: end of the system prompt and tools; `spans`: parts of other kinds, in order; `marks`:
     (end, TTL in seconds) of each cache mark. The head and tool results are whole segments. Other
-    ends move to a segment's edge if only text of the template lies between.
+    ends move to a segment's edge if only text of the template is between.
     """
 
     head: int = 0
@@ -234,7 +234,7 @@ class _Search:
         return start
 
     def _end(self, anchor: _Anchor, end: int, following: int) -> int:
-        """The edge after a text that closes its message if only template text lies between."""
+        """The edge after a text that closes its message if only template text is between."""
         after = self._after(end)
         near = after - end <= SLACK and after <= following
         return after if anchor.closes and near else end
@@ -244,7 +244,7 @@ class _Search:
             self.found.spans.append(PromptSpan(start, end, kind))
 
     def _segments(self, start: int, end: int) -> tuple[int, int]:
-        """The edges around a text; inner ones where more than template text lies between."""
+        """The edges around a text; inner ones where more than template text is between."""
         before, after = self._before(start), self._after(end)
         return (
             before if start - before <= SLACK else self._after(start),

@@ -113,7 +113,7 @@ class SpeculativePrefills:
         return None
 
     def expire(self, now: float) -> Iterator[Speculation]:
-        """Remove and yield those whose prompt has not come in time, oldest first."""
+        """Remove and yield those whose prompt has not arrived in time, oldest first."""
         while self._open and next(iter(self._open.values())).expires <= now:
             yield self._remove(next(iter(self._open)))
 

@@ -22,7 +22,7 @@ HEAD = "Kvmesh-Pin"
 
 
 class PinHead(Struct, frozen=True):
-    """A pin as lists show it; stored in a message header, so that lists do not read hashes."""
+    """A pin without its hashes; stored in a message header, so that lists read only that."""
 
     id: str
     model: str
