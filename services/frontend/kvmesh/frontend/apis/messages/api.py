@@ -102,9 +102,10 @@ def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def _message(error: ApiError) -> str:
-    """The message; Claude Code parses the two texts of ContextExceeded.
+    """The message of an error.
 
-    It lowers `max_tokens` or compacts the conversation.
+    Claude Code parses both texts of ContextExceeded, to compact the conversation or lower
+    `max_tokens`.
     """
     if not isinstance(error, ContextExceeded):
         return error.message
