@@ -77,7 +77,7 @@ class TokenRange(Struct):
 
 
 class RetentionPlan(Struct):
-    """Retention of ranges of the prompt, of which later ones win, and of the output."""
+    """Retention of the output and of ranges of the prompt; later ranges override earlier ones."""
 
     ranges: Annotated[list[TokenRange], Meta(max_length=MAX_RANGES)] = []
     decode: DecodeRange | None = None

@@ -15,7 +15,7 @@ from kvmesh.runtime.warnings import Warnings
 
 
 class FrontendReadiness(Protocol):
-    """Readiness of the frontend."""
+    """The frontend as /health sees it."""
 
     def missing(self) -> list[str]:
         """Reasons why the frontend cannot serve requests; empty if it is ready."""

@@ -70,8 +70,6 @@ SHAPE = AnthropicErrorShape()
 
 
 class Messages:
-    """The Messages API."""
-
     name = "messages"
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
     in_order = True

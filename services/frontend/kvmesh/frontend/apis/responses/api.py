@@ -63,8 +63,6 @@ def parse_body(
 
 
 class Responses:
-    """The Responses API."""
-
     name = "responses"
     keepalive = openai.KEEPALIVE
     in_order = True
