@@ -16,7 +16,7 @@ from kvmesh.settings import Settings, to_env, variables
 log = logging.getLogger(__name__)
 PARENT = "KVMESH_PARENT_PID"
 RESTART_S = 1.0
-STOP_S = 15.0  # beyond the time in which a child may drain
+STOP_S = 15.0  # for a child to end, after its time to drain
 WATCH_S = 1.0
 
 

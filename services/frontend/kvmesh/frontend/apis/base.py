@@ -69,8 +69,8 @@ class Renderer(Protocol):
     """The answer to one request in an API's form. Every method returns bytes ready to send.
 
     A stream is `begin`, `started` at the first token, `events` of a choice as they arrive, `end` of
-    each choice, `done`; `failed` replaces the rest. A whole answer is `events` and `end`, whose
-    results are dropped, and then `whole`.
+    each choice, `done`; `failed` replaces the rest. For a whole answer, the results of `events` and
+    `end` are dropped and `whole` returns the body.
     """
 
     def begin(self) -> bytes: ...

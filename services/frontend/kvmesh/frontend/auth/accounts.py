@@ -252,7 +252,7 @@ class Accounts:
         return iter(dict.fromkeys(self._accounts.values()))
 
     def replace(self, keys: list[Key], now: float) -> None:
-        """Set the list of keys; keys that are still in it keep their use."""
+        """Replace the list of keys; a key that was in the old list retains its use."""
         old = self._accounts
         self._accounts = {}
         for key in keys:

@@ -41,8 +41,8 @@ class AnswerContext:
     """Shared by the choices of an answer.
 
     `on_prefilled` is called at the first tokens of each attempt; `opening` returns the frame before
-    the first events of the answer, and b"" after that. `texts` is given if log-probabilities are
-    wanted; `transcript` gathers all events if given.
+    the first events of the answer, and b"" after that. `texts` is set if log-probabilities are
+    requested; `transcript`, if set, collects all events.
     """
 
     renderer: Renderer

@@ -72,7 +72,7 @@ class PreparedRequest(Struct):
 
 
 class Preprocessor:
-    """Renders, tokenizes and hashes prompts; long ones run in threads and do not block the loop.
+    """Renders, tokenizes and hashes prompts; long ones in threads, so as not to block the loop.
 
     Tokenizing stops at most one slice beyond the model's context.
     """

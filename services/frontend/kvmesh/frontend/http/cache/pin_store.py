@@ -58,7 +58,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class PinStore:
-    """Reads and writes pins; the bucket is made on first use. Raises Unavailable."""
+    """Reads and writes pins; creates the bucket on first use. Raises Unavailable."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
