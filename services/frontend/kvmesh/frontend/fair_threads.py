@@ -36,9 +36,9 @@ class FairThreads:
                 next(steps)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-        while not (left := await self.call(owner, lambda: _step(steps))):
+        while not (result := await self.call(owner, lambda: _step(steps))):
             pass
-        return left[0]
+        return result[0]
 
     def _done(self, work: "asyncio.Future[T]") -> None:
         if not work.cancelled():

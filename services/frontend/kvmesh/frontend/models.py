@@ -214,5 +214,5 @@ class ModelRegistry:
 
 
 def _key(card: ModelCard) -> bytes:
-    """Equal cards share one dialect."""
+    """Key of a card's dialect, which equal cards share."""
     return encode(card)

@@ -1,7 +1,8 @@
 """Tenant namespaces: tags and salts that separate tenants' caches, sessions and stored responses.
 
 People choose tenants' names, and callers choose parts of them. Messages carry a tag instead: a
-128-bit keyed hash of the name, which nobody without the mesh's secret can predict or collide with.
+128-bit keyed hash of the name. Without the mesh's secret, a tag can be neither predicted nor
+collided with.
 """
 
 import re
@@ -27,7 +28,7 @@ def scoped(tenant: str, name: str) -> str:
 
 
 def inferred(tenant: str, name: str) -> str:
-    """A name within a tenant that no caller can form, not even one of the tenant."""
+    """A name within a tenant that no caller can form, not even a caller of that tenant."""
     return f"{tenant}{SEPARATOR}{SEPARATOR}{name}"
 
 

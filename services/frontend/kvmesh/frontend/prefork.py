@@ -16,7 +16,7 @@ from kvmesh.settings import Settings, to_env, variables
 log = logging.getLogger(__name__)
 PARENT = "KVMESH_PARENT_PID"
 RESTART_S = 1.0
-STOP_S = 15.0  # beyond the time in which a child may drain
+STOP_S = 15.0  # for a child to end, after its time to drain
 WATCH_S = 1.0
 
 
@@ -53,10 +53,10 @@ async def _supervise_one(service: Service, number: int) -> None:
 
 
 async def _stop(
-    process: asyncio.subprocess.Process, ended: "asyncio.Task[int]", patience_s: float
+    process: asyncio.subprocess.Process, ended: "asyncio.Task[int]", timeout_s: float
 ) -> None:
     process.terminate()
-    await asyncio.wait([ended], timeout=patience_s)
+    await asyncio.wait([ended], timeout=timeout_s)
     if not ended.done():
         process.kill()
         await ended

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 CHECK_S = 1.0
 GRACE_S = 3.0  # for final error frames, after `drain_timeout_s`
 LOADING_S = 10.0  # a model that takes longer loads while requests for others are served
-SWITCH_S = 0.001  # the longest time that a tokenizing thread delays the event loop
+SWITCH_S = 0.001  # after which a tokenizing thread yields the GIL to the event loop
 MAX_HEADER = 64 << 10  # harnesses put JSON into headers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -205,7 +205,7 @@ async def main(service: Service) -> None:
     prefork.check_settings(service.settings)
     frontend = FrontendService(service)
     settings = service.settings.frontend
-    _check_openness(settings, frontend.authenticator.requires_keys)
+    _check_exposure(settings, frontend.authenticator.requires_keys)
     await frontend.open()
     await frontend.registry.wait_loaded(LOADING_S)
     REGISTRY.register(frontend.loads)
@@ -263,7 +263,7 @@ async def _listen(runner: Runner, service: Service) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _check_openness(settings: FrontendSettings, keys: bool) -> None:
+def _check_exposure(settings: FrontendSettings, keys: bool) -> None:
     """Refuse to serve other machines without keys unless `allow_anonymous` is set."""
     if keys:
         return

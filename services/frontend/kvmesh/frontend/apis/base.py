@@ -28,10 +28,10 @@ class RequestStamp(NamedTuple):
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of the engine. Of `prompt`, `cached` tokens were read from a cache.
+    """Token counts reported by the engine.
 
-    The next `stored` tokens are cached from now on, `stored_1h` of them for an hour or longer as
-    the caller requested. `reasoning` is part of `output`.
+    `cached` of the `prompt` tokens were read from a cache. `stored` others are cached from now on,
+    `stored_1h` of them for at least an hour, as requested. `reasoning` is part of `output`.
     """
 
     prompt: int
@@ -69,8 +69,8 @@ class Renderer(Protocol):
     """The answer to one request in an API's form. Every method returns bytes ready to send.
 
     A stream is `begin`, `started` at the first token, `events` of a choice as they arrive, `end` of
-    each choice, `done`; `failed` replaces the rest. A whole answer is `events` and `end`, whose
-    results are dropped, and then `whole`.
+    each choice, `done`; `failed` replaces the rest. For a whole answer, the results of `events` and
+    `end` are dropped and `whole` returns the body.
     """
 
     def begin(self) -> bytes: ...

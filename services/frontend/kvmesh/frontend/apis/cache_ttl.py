@@ -77,7 +77,7 @@ class TokenRange(Struct):
 
 
 class RetentionPlan(Struct):
-    """Retention of ranges of the prompt, of which later ones win, and of the output."""
+    """Retention of the output and of ranges of the prompt; later ranges override earlier ones."""
 
     ranges: Annotated[list[TokenRange], Meta(max_length=MAX_RANGES)] = []
     decode: DecodeRange | None = None
@@ -106,7 +106,7 @@ def _retain(entry: TokenRange, index: int) -> Retain:
 
 
 def cache_ttl_s(retention: str | None, options: CacheOptions | None) -> float | None:
-    """Seconds of retention that an OpenAI request asks for its whole prompt; None: the default.
+    """Seconds for which an OpenAI request retains its whole prompt; None: the default.
 
     "in_memory" is the default.
     """

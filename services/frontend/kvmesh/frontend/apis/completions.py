@@ -50,8 +50,6 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 
 class Completions:
-    """The Completions API."""
-
     name = "completions"
     keepalive = openai.KEEPALIVE
     in_order = False
@@ -129,7 +127,7 @@ class CompletionAnswer:
             "model": request.model,
         }
         self._choices = [
-            CompletionChoice(index, _echo(request, index // request.n))
+            CompletionChoice(index, _echoed_prompt(request, index // request.n))
             for index in range(len(request.prompts) * request.n)
         ]
 
@@ -195,7 +193,7 @@ class CompletionAnswer:
         return json_encode({**self._common, "choices": choices, "usage": usage, **extra})
 
 
-def _echo(request: GenerateRequest, prompt: int) -> str:
+def _echoed_prompt(request: GenerateRequest, prompt: int) -> str:
     text = request.prompts[prompt]
     return text if request.echo and isinstance(text, str) else ""
 

@@ -52,8 +52,8 @@ def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
         strict_priority=max(_int(headers, "strict-priority", agent.strict_priority or 0), 0),
         latency_sensitivity=agent.latency_sensitivity or 0.0,
         osl=_int(headers, "osl", agent.osl or 0) or None,
-        session=_bounded(session.id or named),
-        parent_session=_bounded(session.parent),
+        session=_checked_id(session.id or named),
+        parent_session=_checked_id(session.parent),
         session_final=_is_final(headers) or bool(control and control.action == "close"),
         fair_class=fair_class,
     )
@@ -118,7 +118,7 @@ def _is_final(headers: Headers) -> bool:
     return (_header(headers, "session-final") or "").lower() in ("1", "true", "yes")
 
 
-def _bounded(name: str | None) -> str | None:
+def _checked_id(name: str | None) -> str | None:
     if name is not None and len(name) > MAX_ID:
         raise InvalidRequest(f"Session ids must be at most {MAX_ID} characters long.")
     return name or None

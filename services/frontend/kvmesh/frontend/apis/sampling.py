@@ -32,7 +32,7 @@ class SamplingBody(Struct, kw_only=True):
 
 
 def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
-    """`max_tokens` of None: as many as fit. Raises InvalidRequest with the invalid field."""
+    """The internal form; `max_tokens` None: as many as fit. Raises InvalidRequest."""
     _check(body)
     check_range(max_tokens, 1, MAX_TOKENS, "max_tokens")
     return Sampling(

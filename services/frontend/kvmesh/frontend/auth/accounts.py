@@ -171,11 +171,11 @@ class Account:
         return not (use.running or use.owed_requests or use.owed_tokens)
 
     def merge(self, frontend: str, use: KeyUse, now: float, newer: bool) -> None:
-        """Count another frontend's use; `newer`: it started after this one, or about then.
+        """Count another frontend's use; `newer`: it started after this one or at about that time.
 
-        The first report of a newer frontend counts its own use, as far as that has not leaked; the
-        first report of an older one counts the whole level, which includes reports of third
-        frontends that this one has missed.
+        The first report of a newer frontend adds that frontend's own use, minus what has leaked.
+        The first report of an older one raises the levels to that frontend's: these include
+        reports of third frontends that this one has missed.
         """
         before = self._peers.get(frontend)
         self.use(now)  # leak at the rates until now before adding
@@ -252,7 +252,7 @@ class Accounts:
         return iter(dict.fromkeys(self._accounts.values()))
 
     def replace(self, keys: list[Key], now: float) -> None:
-        """Set the list of keys; keys that are still in it keep their use."""
+        """Replace the list of keys; a key that was in the old list retains its use."""
         old = self._accounts
         self._accounts = {}
         for key in keys:

@@ -93,31 +93,31 @@ class Authenticator:
     def tenant(self, headers: Mapping[str, str]) -> str:
         """The tag of the caller's tenant: the namespace of its caches and stored responses."""
         account = self.account(headers)
-        own = headers.get("x-tenant-id", "")
-        if own:
-            check_name(own, "x-tenant-id")
-        return self._tag(account, own)
+        name = headers.get("x-tenant-id", "")
+        if name:
+            check_name(name, "x-tenant-id")
+        return self._tag(account, name)
 
     def bind(self, request: GenerateRequest, account: Account | None) -> None:
         """Set the request's owner and tenant and bound its hints; raises ApiError (403).
 
-        Replaces `cache_salt`, so far the name given by the caller, with the tenant's tag.
+        Replaces `cache_salt`, the name given by the caller, with the tenant's tag.
         """
-        own = request.cache_salt
+        name = request.cache_salt
         if account is not None:
             account.authorize(request)
         else:
             if request.steers_routing and not self._local:
                 raise self._missing_scope("routing")
-            fair_class = None if request.hints.fair_class else own or None
+            fair_class = None if request.hints.fair_class else name or None
             request.hints = replace(request.hints, tenant=fair_class)
-        request.cache_salt = self._tag(account, own)
+        request.cache_salt = self._tag(account, name)
 
-    def _tag(self, account: Account | None, own: str) -> str:
-        """Tag of the part `own` of the key's tenant; without keys, of the tenant `own`."""
+    def _tag(self, account: Account | None, name: str) -> str:
+        """Tag of the part `name` of the key's tenant; without keys, of the tenant `name`."""
         if account is None:
-            return self._tenants.tag(own)
-        return self._tenants.tag(account.key.tenant or "", own)
+            return self._tenants.tag(name)
+        return self._tenants.tag(account.key.tenant or "", name)
 
     def require_scope(self, headers: Mapping[str, str], scope: Scope) -> Account | None:
         """The caller's account if it has the scope; without keys only local callers have it.

@@ -51,7 +51,7 @@ class BucketQuota:
     """Purges an owner's oldest entries when new ones exceed its quota.
 
     Entries written by other frontends are counted when sizes are read again: at most once a minute,
-    and only for an owner that uses half of its quota.
+    and only for an owner that uses more than half of its quota.
     """
 
     def __init__(self, bus: Bus, bucket: str, max_bytes: int) -> None:

@@ -30,7 +30,7 @@ To call one, write this and nothing behind it, with its NAME and its ARGUMENTS a
 
 
 def plain_parser(source: str, shows_calls: bool) -> str:
-    """The tool-call parser whose form the model is told to use, given the template's text."""
+    """The tool-call parser whose form the instructions describe; `source`: the template's text."""
     found = by_template(source)
     family = found[0] if found and shows_calls else None
     return family if family in CALL_FORMS else HERMES

@@ -57,7 +57,7 @@ CALL_TAGS = {
 def call_tags(parser: str | None, tools: list[Tool]) -> dict[str, Any] | None:
     """The structural tag for calls of `tools` in the form of `parser`; None if it has none.
 
-    Strict tools are held to their schema, others to any JSON object.
+    Arguments of strict tools must match their schema; those of others, any JSON object.
     """
     form = CALL_TAGS.get(parser or "")
     if form is None:

@@ -42,11 +42,11 @@ class ControlClient:
         return [card for card in self._directory.instances if wanted & held_models(card)]
 
     async def broadcast(self, cards: Iterable[Instance], command: Control) -> list[InstanceReply]:
-        """Send a command to all; a missing reply is one with its reason."""
+        """Send a command to all; a failure to get a reply becomes a reply with the reason."""
         return list(await asyncio.gather(*(self._send(card, command) for card in cards)))
 
     async def request(self, instance: str, command: Control) -> ControlReply:
-        """Send a command and return its reply, or one with the reason why there was none."""
+        """Send a command; a failure to get its reply becomes a reply with the reason."""
         subject = self._bus.subjects.ctl(instance)
         try:
             return await self._bus.request(subject, command, _replies, TIMEOUT_S)

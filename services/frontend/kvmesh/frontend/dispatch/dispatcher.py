@@ -123,7 +123,7 @@ class Dispatcher:
     async def _route(self, task: SequenceTask) -> Routed:
         state = task.dispatch
         migrating = state.extended is not None
-        patience: float | None = state.deadline if migrating else None
+        retry_until: float | None = state.deadline if migrating else None
         task.stream.next_attempt()
         while True:
             left = state.deadline - self._loop.time()
@@ -134,9 +134,9 @@ class Dispatcher:
                 state.routed = reply
                 return reply
             now = self._loop.time()
-            if patience is None:
-                patience = now + self._restart_wait
-            _check(reply, task, now < patience)
+            if retry_until is None:
+                retry_until = now + self._restart_wait
+            _raise_refusal(reply, task, now < retry_until)
             await asyncio.sleep(RETRY_S)
 
     async def _query_router(self, task: SequenceTask, left: float) -> Routed | Refused:
@@ -176,7 +176,7 @@ class Dispatcher:
     async def _offer(self, task: SequenceTask, routed: Routed) -> bool:
         stream, instance, state = task.stream, routed.instance, task.dispatch
         suspected = stream.id in self._suspects
-        # before the offer: a crashing engine may be seen before its worker's reply is read
+        # before the offer: a crash of the engine may be noticed before the reply is read
         self._suspects.dispatched(stream.id, instance, lambda: stream.fresh_on(instance))
         work = self._work(task, routed.rank)
         offered = await self._workers.offer(stream, task.consumer, instance, work, suspected)
@@ -194,14 +194,17 @@ class Dispatcher:
             state.exclude.append(instance)
         return False
 
-    def _blame(self, stream: TokenStream, part: TokenStream, loss: Loss) -> None:
-        """Raise PoisonRequest if two engines were lost, the last one while it ran `part`."""
+    def _blame(self, stream: TokenStream, lost: TokenStream, loss: Loss) -> None:
+        """Raise PoisonRequest if two engines were lost, the last one while it ran `lost`.
+
+        `lost` is the request's own `stream` or that of its remote prefill.
+        """
         if not loss:
             return
         failed = loss == "failed"
-        if self._suspects.lost(stream.id, part.instance, part.fresh, failed):
+        if self._suspects.lost(stream.id, lost.instance, lost.fresh, failed):
             metrics.poison_requests.inc()
-            reason = part.lost or "the last one did not reply to the offer"
+            reason = lost.lost or "the last one did not reply to the offer"
             log.error("request %s is offered to no further worker: %s", stream.id, reason)
             raise PoisonRequest(reason)
 
@@ -245,7 +248,7 @@ class Dispatcher:
             raise stream.error
 
     def _end_attempt(self, task: SequenceTask) -> None:
-        """Free the lost attempt's blocks: it may still run."""
+        """Cancel the lost attempt, which may still run, and free its blocks in the routers."""
         self._workers.cancel(task.stream)
         self._events.event(task.model, SeqFree(task.stream.attempt))
 
@@ -283,8 +286,8 @@ def _route_request(task: SequenceTask, left: float, arrived: float | None) -> Ro
     )
 
 
-def _check(refused: Refused, task: SequenceTask, patient: bool) -> None:
-    """Raise the client's error for a refusal, unless a retry soon may succeed."""
+def _raise_refusal(refused: Refused, task: SequenceTask, may_retry: bool) -> None:
+    """Raise the client's error for a refusal, unless the query is to be repeated."""
     after = refused.retry_after_s
     if refused.code == "invalid":
         raise InvalidRequest(refused.reason)
@@ -294,9 +297,9 @@ def _check(refused: Refused, task: SequenceTask, patient: bool) -> None:
         raise ApiError("timeout", refused.reason, retry_after=after)
     if refused.code == "no_workers" and task.dispatch.refused:
         raise Overloaded(f"Every worker of `{task.model}` is busy.", after)
-    if not patient and refused.code != "no_workers":
+    if not may_retry and refused.code != "no_workers":
         raise Unavailable(f"`{task.model}` cannot be served now: {refused.reason}", after)
-    if not patient or (refused.unmet and not task.dispatch.avoided):
+    if not may_retry or (refused.unmet and not task.dispatch.avoided):
         raise Unavailable(f"No worker serves `{task.model}` now: {refused.reason}", after)
 
 

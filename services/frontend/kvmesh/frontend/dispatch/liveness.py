@@ -36,7 +36,7 @@ PROGRESS_S = 60.0
 class ProbeState:
     """Probes of one stream; only the monitor changes it.
 
-    `received_at` is the stream's when last looked at, `paused` the seconds since then in which
+    `received_at` is the stream's value at the last check, `paused` the seconds since then in which
     this process could not read messages.
     """
 
@@ -62,21 +62,21 @@ class ProbeState:
         self.reported_at = now
 
     def refresh(self) -> None:
-        """Start over if the stream has received something since the last look."""
+        """Reset the state if the stream has received a message since the last check."""
         if self.received_at != self.stream.received_at:
             self.received_at = self.stream.received_at
             self.paused = 0.0
             self.probes = 0
 
     def silence(self, now: float) -> float:
-        """Seconds without a message, this process's own pauses left out."""
+        """Seconds without a message, except pauses of this process."""
         return now - self.received_at - self.paused
 
 
 class LivenessMonitor:
     """Watches the streams in flight.
 
-    While `backlog()` messages of tokens are unread, silence is this process's own doing.
+    While `backlog()` messages of tokens are unread, silence does not count against a worker.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class LivenessMonitor:
     def worker_left(self, card: Instance) -> None:
         """The worker's lease has ended: end the attempts on it."""
         self._pinged.pop(card.instance, None)
-        self._lose(card.instance, "its lease ended")
+        self._lose(card.instance, "the worker's lease ended")
 
     def on_gap(self, stream: TokenStream) -> None:
         """Request the missing chunk, unless that was just done."""
@@ -129,7 +129,7 @@ class LivenessMonitor:
             self._start(self._resend(stream))
 
     def _add_pause(self, seconds: float) -> None:
-        """This process did not run for `seconds`; messages of that time are still unread."""
+        """Exclude `seconds` in which this process did not run; messages from then are unread."""
         for state in self._watched.values():
             state.refresh()
             state.paused += seconds
@@ -190,7 +190,7 @@ class LivenessMonitor:
             log.debug("cannot request missing tokens: %s", error)
             return
         if not reply.ok and stream.attempt == attempt and not self._backlog():
-            stream.lose(f"it does not know the request: {reply.reason}")
+            stream.lose(f"the worker does not know the request: {reply.reason}")
 
     def _lose(self, instance: str, reason: str) -> None:
         for stream in list(self._watched):

@@ -25,9 +25,9 @@ class RemotePrefill:
     Engines do not stop before a first token; the decode worker computes that token again.
     """
 
-    def __init__(self, model: str, whole: TokenStream, now: float) -> None:
+    def __init__(self, model: str, sequence: TokenStream, now: float) -> None:
         self._model = model
-        self.stream = TokenStream(prefill_part(whole.attempt), now, whole.tokens)
+        self.stream = TokenStream(prefill_part(sequence.attempt), now, sequence.tokens)
         self.stream.next_attempt()
 
     async def run(
@@ -40,11 +40,11 @@ class RemotePrefill:
     ) -> dict[str, Any]:
         """Return the engine's handoff: the location of the KV. Raises PrefillFailed."""
         stream = self.stream
-        part = _prompt_only(work, stream.attempt, rank.rank)
+        prompt_work = _prompt_only(work, stream.attempt, rank.rank)
         monitor.watch(self._model, stream)
         try:
             async with asyncio.timeout(timeout):
-                offered = await workers.offer(stream, _ignore, rank.instance, part)
+                offered = await workers.offer(stream, _ignore, rank.instance, prompt_work)
                 if offered.status != "accepted":
                     raise PrefillFailed(offered.status, offered.reason)
                 await stream.ended.wait()

@@ -40,15 +40,18 @@ MARGIN_S = 1.0  # beyond the deadline, for the router's own refusal
 MAX_ABANDONED = 16_384  # abandoned attempts whose late placement is still freed
 ANY_ROUTER = ""  # in place of an instance: the queue group of all routers
 NO_ROUTER = Refused(code="unavailable", reason="no router is running")
-_news: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
+_replies: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
 Compose = Callable[[bool, float | None], RouteRequest]
 
 
 @dataclass(eq=False, slots=True)
 class RouteQuery:
-    """A query in progress. `compose` makes its message, with a new attempt id if its first argument
-    is true; the second is its arrival (Unix time) if it has been in a queue before. `abandoned`
-    lists attempts to free once a later one is in a queue."""
+    """A query in progress.
+
+    `compose(new_attempt, arrived)` makes its message, under a new attempt id if `new_attempt`;
+    `arrived` is the Unix time at which the request first entered a queue. `abandoned` lists
+    attempts to free once a later one is in a queue.
+    """
 
     model: str
     compose: Compose
@@ -68,7 +71,7 @@ class RouteQuery:
 class RouteClient:
     """All route queries of one frontend.
 
-    Its clock stops while this process does not run or has no connection: replies of that time may
+    Its clock stops while this process does not run or has no connection: replies sent meanwhile may
     still be unread.
     """
 
@@ -90,9 +93,9 @@ class RouteClient:
         self._bus.on_reconnect.append(self._repeat_all)
 
     async def request(
-        self, model: str, compose: Compose, patience: float, arrived: float | None = None
+        self, model: str, compose: Compose, timeout: float, arrived: float | None = None
     ) -> Routed | Refused:
-        """The reply to the composed message, within `patience` seconds and a margin.
+        """The reply to the composed message, within `timeout` seconds and a margin.
 
         Raises MessageTooLarge, or MsgspecError for a malformed reply.
         """
@@ -100,7 +103,7 @@ class RouteClient:
             model,
             compose,
             compose(False, arrived),
-            self._clock + patience + MARGIN_S,
+            self._clock + timeout + MARGIN_S,
             self._loop.create_future(),
             time.time(),
             arrived,
@@ -124,7 +127,7 @@ class RouteClient:
                 self._requery(query)
 
     def stop(self) -> None:
-        """Refuse all queries in progress, since the server stops."""
+        """Refuse all queries in progress."""
         for query in list(self._queries.values()):
             self._expire(query, "The server is stopping.")
 
@@ -168,8 +171,11 @@ class RouteClient:
             self._abandoned.put(query.token, (query.model, query.request.request))
 
     def _free_abandoned(self, query: RouteQuery) -> None:
-        """Free abandoned attempts in all routers; only once a later attempt is queued or placed, so
-        that the request never loses its position in the queue."""
+        """Free abandoned attempts in all routers.
+
+        Call it only once a later attempt is queued or placed, or the query has ended: the request
+        must not lose its position in the queue.
+        """
         for attempt in query.abandoned:
             self._events.event(query.model, SeqFree(attempt))
         query.abandoned.clear()
@@ -216,22 +222,22 @@ class RouteClient:
             self._on_declined(query)
             return
         try:
-            news = _news.decode(msg.data)
+            reply = _replies.decode(msg.data)
         except msgspec.MsgspecError as error:
             self._fail(query, error)
             return
         self.routers.replied(query.router, self._clock, self._clock - query.sent_at)
-        if isinstance(news, Parked):
-            query.parked, query.arrived = True, news.arrived
+        if isinstance(reply, Parked):
+            query.parked, query.arrived = True, reply.arrived
             self._free_abandoned(query)
-        elif isinstance(news, Refused) and news.moved:
+        elif isinstance(reply, Refused) and reply.moved:
             query.arrived = query.arrived or query.created
             self._on_declined(query)
         else:
-            self._end(query, news)
+            self._end(query, reply)
 
     def _on_declined(self, query: RouteQuery) -> None:
-        """That router lacks the query: send the same attempt to another one."""
+        """The router has dropped the query or is gone: send the same attempt to another one."""
         query.declined.add(query.router)
         query.request = query.compose(False, query.arrived)
         self._send(query)
@@ -251,7 +257,7 @@ class RouteClient:
             return
         log.info("router %s replies again", router)
         for query in self._sent_to(router):
-            if not query.parked:  # the query was lost: the router replies to queries before pings
+            if not query.parked:  # a router replies to queries before pings, so the query was lost
                 self._send_to(query, router)
 
     # timeouts

@@ -1,9 +1,9 @@
-"""Requests that may crash engines: a ledger of the losses that count against each, without I/O.
+"""Requests that may crash engines, found by the engines lost while they ran each. Pure.
 
-A loss counts against a request if the engine made little progress on it: an engine that reports its
-failure, within the request's first tokens; one that vanishes or falls silent, before the first. The
-first such loss makes the request a suspect, the second its culprit, unless another suspect on that
-engine had made no more progress.
+A lost engine counts against a request if it made little progress on it: fewer than `PROVEN_TOKENS`
+tokens if the engine reported its failure, none if it vanished or fell silent. The first loss that
+counts makes the request a suspect. The second makes it the culprit, unless another suspect on the
+same engine had at most as many tokens: that one may be the cause, too.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ class Suspects:
         return request in self._dispatches
 
     def dispatched(self, request: str, instance: str, tokens: Callable[[], int]) -> None:
-        """If a suspect, it goes to `instance`; `tokens()` counts those generated there so far."""
+        """Record where a suspect runs; `tokens()` counts those generated on `instance` so far."""
         if request in self._dispatches:
             self._dispatches[request] = instance, tokens
 
     def lost(self, request: str, instance: str, tokens: int, reported: bool) -> bool:
-        """Record that an engine was lost after `tokens` of a request; True if it is the culprit.
+        """Record that an engine was lost after `tokens` of a request.
 
-        `reported`: the engine has reported its failure itself.
+        Returns True if the request is the culprit. `reported`: the engine reported its failure.
         """
         if tokens >= (PROVEN_TOKENS if reported else 1):
             self.forget(request)
@@ -45,7 +45,7 @@ class Suspects:
         return False
 
     def forget(self, request: str) -> None:
-        """The request has ended or is cleared."""
+        """Remove a request that has ended or is cleared of suspicion."""
         self._dispatches.pop(request, None)
 
     def _is_explained(self, instance: str, request: str, tokens: int) -> bool:

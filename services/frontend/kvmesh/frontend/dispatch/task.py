@@ -13,11 +13,11 @@ from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptToken
 class DispatchState:
     """State of one sequence's dispatch; only the dispatcher changes it.
 
-    `deadline` is on the loop's clock; `arrived` is the Unix time that orders it in the routers'
-    queue, kept over placements. `exclude` lists instances that refused the sequence or were lost
-    with it; `avoided` adds those that were silent when a router was last queried. `refused` is set
-    once a worker was busy or draining. `extended` is the prompt with the tokens generated before a
-    migration. `handoff` locates the KV that a prefill worker has computed.
+    `deadline` is on the loop's clock; `arrived` is the Unix time that orders the sequence in the
+    routers' queues, the same in all queries. `exclude` lists instances that refused the sequence or
+    were lost with it; `avoided` adds those that were silent when a router was last queried.
+    `refused` is set once a worker was busy or draining. `extended` is the prompt with the tokens
+    generated before a migration. `handoff` locates the KV that a prefill worker has computed.
     """
 
     deadline: float

@@ -2,7 +2,7 @@
 
 Streams with new tokens are flushed together after every pending message has been read, each at
 most once per `interval`, so that tokens that arrive together share a frame. The end of a stream
-triggers no flush: the follower of the stream renders its last tokens.
+triggers no flush: the task that follows the stream renders its last tokens.
 """
 
 import asyncio
@@ -38,29 +38,29 @@ class TokenInbox:
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._live: dict[str, FlushState] = {}
+        self._states: dict[str, FlushState] = {}
         self._dirty: list[FlushState] = []
-        self._soon: asyncio.Handle | None = None
-        self._later: asyncio.Handle | None = None
+        self._soon_handle: asyncio.Handle | None = None
+        self._late_handle: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._states)
 
     def add(self, stream: TokenStream, consumer: Consumer) -> None:
         """Receive the current attempt's tokens; call `consumer` when there are new ones."""
-        self._live[stream.attempt] = FlushState(stream, consumer)
+        self._states[stream.attempt] = FlushState(stream, consumer)
 
     def remove(self, stream: TokenStream) -> None:
         """Drop later messages of the current attempt; received tokens are still flushed."""
-        self._live.pop(stream.attempt, None)
+        self._states.pop(stream.attempt, None)
 
     def receive(self, output: StepOutput) -> Sequence[TokenStream]:
         """Handle one message; return the streams that lack an earlier one."""
         now = self._loop.time()
         gaps: list[TokenStream] = []
         for chunk in output.chunks:
-            state = self._live.get(chunk.request)
+            state = self._states.get(chunk.request)
             if state is None:
                 continue
             stream = state.stream
@@ -80,17 +80,17 @@ class TokenInbox:
         state.dirty = True
         self._dirty.append(state)
         if now - state.flushed_at >= self._interval:
-            if self._soon is None:
-                self._soon = self._loop.call_soon(self._flush)
-        elif self._later is None:
-            self._later = self._loop.call_later(self._interval, self._flush_late)
+            if self._soon_handle is None:
+                self._soon_handle = self._loop.call_soon(self._flush)
+        elif self._late_handle is None:
+            self._late_handle = self._loop.call_later(self._interval, self._flush_late)
 
     def _flush_late(self) -> None:
-        self._later = None
+        self._late_handle = None
         self._flush()
 
     def _flush(self) -> None:
-        self._soon = None
+        self._soon_handle = None
         dirty, self._dirty = self._dirty, []
         now = self._loop.time()
         for state in dirty:
@@ -100,11 +100,11 @@ class TokenInbox:
             state.flushed_at = now
             state.dirty = False
             if not state.stream.ended.is_set():
-                self._call(state)
-        if self._dirty and self._later is None:
-            self._later = self._loop.call_later(self._interval, self._flush_late)
+                self._run_consumer(state)
+        if self._dirty and self._late_handle is None:
+            self._late_handle = self._loop.call_later(self._interval, self._flush_late)
 
-    def _call(self, state: FlushState) -> None:
+    def _run_consumer(self, state: FlushState) -> None:
         try:
             state.consumer()
         except Exception:

@@ -100,7 +100,7 @@ class TokenStream:
 
     @property
     def fresh(self) -> int:
-        """The number of tokens of the current attempt; its prompt is computed once there is one."""
+        """Tokens of the current attempt; its prompt is computed once there is one."""
         return len(self.tokens) - self.inherited
 
     def fresh_on(self, instance: str) -> int:
@@ -134,7 +134,7 @@ class TokenStream:
         self.engine_done = True
         if chunk.finish == "abort":
             failed = chunk.error is not None
-            self.lose(chunk.error or "the engine gave the request up", "failed" if failed else "")
+            self.lose(chunk.error or "the engine aborted the request", "failed" if failed else "")
             return
         if chunk.invalid:
             self.error = InvalidRequest(f"The engine refused the request: {chunk.error}")

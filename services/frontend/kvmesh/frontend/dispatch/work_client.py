@@ -65,8 +65,8 @@ class WorkClient:
     ) -> OfferResult:
         """Offer `work`, the current attempt of `stream`, and receive its tokens if accepted.
 
-        With `probe_first` the worker must reply to a ping before, so that it had not been frozen
-        already if it falls silent now. Raises the error of an engine that refuses the work.
+        `probe_first` pings the worker before the offer, to distinguish a worker that was frozen
+        already from one that this work freezes. Raises the error of an engine that refuses it.
         """
         if probe_first and not await self._replies(instance):
             self.suspect(instance)
@@ -125,7 +125,7 @@ class WorkClient:
     def suspect(self, instance: str) -> None:
         """The worker missed a reply: probe it until it replies, and list it as silent."""
         if instance not in self._probes and self._is_listed(instance):
-            log.warning("worker %s does not reply: no work is offered to it until then", instance)
+            log.warning("worker %s does not reply: offering it no work until it does", instance)
             probe = self._loop.create_task(self._probe(instance), name="probe")
             self._probes[instance] = probe
 
@@ -150,14 +150,15 @@ class WorkClient:
         return True
 
     def cancel(self, stream: TokenStream) -> None:
-        """Ask the worker to stop the current attempt."""
+        """Post a command to stop the current attempt."""
         subject = self._bus.subjects.ctl(stream.instance)
         self._bus.post(subject, Cancel(stream.attempt))
 
     async def expire_lease(self, instance: str) -> None:
-        """Remove the lease of a process that no longer listens, so that all see it leave now.
+        """Remove the lease of a process that no longer listens, so that all processes see it go.
 
-        Does nothing right after this process has connected: the server may have been away for all.
+        Does nothing right after this process has connected: after an outage of the server, other
+        processes may still be reconnecting.
         """
         if self._bus.connected_for < REJOIN_S:
             return

@@ -129,7 +129,7 @@ class ActiveRequest:
                 task.consumer()
 
     def summary(self) -> AnswerSummary:
-        """Usage at the end, and the `nvext` fields that the request wants."""
+        """Usage and the requested `nvext` fields; final once the request has finished."""
         facts = None
         if self.prepared.request.extra_fields:
             found = (p.stopped_by for p in self._pipelines if p.stopped_by is not None)
@@ -186,7 +186,7 @@ def _parser(prepared: PreparedRequest) -> OutputParser:
     must_call = prepared.required_tool_call
     calls = bool(request.tools) and request.tool_choice.mode == "auto"
     grammar = prepared.model.dialect.grammar
-    # a whole answer does not report a call before its end, which may never come
+    # without streaming, a call that breaks off is text: emit no call before its end
     parser = grammar.parser(request.tools, prepared.tail, calls=calls, eager=request.stream)
     return must_call.parser(parser) if must_call is not None else parser
 

@@ -26,7 +26,7 @@ class FrameSink(Protocol):
 
 
 class DiscardSink:
-    """The sink of an answer that is sent as a whole: the renderer gathers it."""
+    """The sink of an answer that is sent as a whole; the renderer collects its events."""
 
     @property
     def writable(self) -> bool:
@@ -41,8 +41,8 @@ class AnswerContext:
     """Shared by the choices of an answer.
 
     `on_prefilled` is called at the first tokens of each attempt; `opening` returns the frame before
-    the first events of the answer, and b"" after that. `texts` is given if log-probabilities are
-    wanted; `transcript` gathers all events if given.
+    the first events of the answer, and b"" after that. `texts` is set if log-probabilities are
+    requested; `transcript`, if set, collects all events.
     """
 
     renderer: Renderer

@@ -49,7 +49,7 @@ def all_outcomes(task: SequenceTask) -> list[str]:
 
 
 def retained_tokens(prompt: PromptTokens, stream: TokenStream, ttl_s: float) -> int:
-    """Length in tokens of the prefix that is retained for at least `ttl_s`, as engines grant."""
+    """Length in tokens of the prefix that the engine has agreed to retain for at least `ttl_s`."""
     ends = [
         prompt.count if entry.end is None else entry.end
         for entry, outcome in prompt_outcomes(prompt, stream)

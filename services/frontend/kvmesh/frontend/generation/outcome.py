@@ -51,13 +51,13 @@ class OutcomeReporter:
 
 
 def _measure(task: SequenceTask, started: float, now: float) -> None:
-    stream, meters = task.stream, task.prepared.model.metrics
+    stream, model_metrics = task.stream, task.prepared.model.metrics
     if stream.first_token_at is None:
         return
     count = len(stream.tokens)
-    meters.ttft.observe(stream.first_token_at - started)
-    meters.duration.observe(now - started)
+    model_metrics.ttft.observe(stream.first_token_at - started)
+    model_metrics.duration.observe(now - started)
     if count > 1:
-        meters.itl.observe((now - stream.first_token_at) / (count - 1))
-    meters.cached_tokens.inc(sum(stream.cached or []))
-    meters.output_tokens.inc(count)
+        model_metrics.itl.observe((now - stream.first_token_at) / (count - 1))
+    model_metrics.cached_tokens.inc(sum(stream.cached or []))
+    model_metrics.output_tokens.inc(count)

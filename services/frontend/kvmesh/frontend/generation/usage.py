@@ -31,21 +31,21 @@ class UsageCounter:
     def usage(self) -> Usage:
         prepared = self._prepared
         block_size = prepared.model.card.block_size
-        cached = stored = lasting = 0
-        firsts = self._streams[:: prepared.request.n]
-        for prompt, stream in zip(prepared.prompts, firsts, strict=True):
-            held = sum(stream.cached or [])
-            new = max(prompt.count // block_size * block_size - held, 0)
-            cached += held
+        cached = stored = stored_1h = 0
+        first_choices = self._streams[:: prepared.request.n]
+        for prompt, stream in zip(prepared.prompts, first_choices, strict=True):
+            hit = sum(stream.cached or [])
+            new = max(prompt.count // block_size * block_size - hit, 0)
+            cached += hit
             stored += new
-            lasting += min(max(retained_tokens(prompt, stream, HOUR_S) - held, 0), new)
+            stored_1h += min(max(retained_tokens(prompt, stream, HOUR_S) - hit, 0), new)
         return Usage(
             prompt=prepared.prompt_tokens,
             cached=cached,
             stored=stored,
             output=self.output_tokens,
             reasoning=sum(pipeline.reasoning_tokens for pipeline in self._pipelines),
-            stored_1h=lasting,
+            stored_1h=stored_1h,
         )
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Dependencies of the handlers."""
+    """Parts of the frontend that the HTTP handlers use."""
 
     settings: FrontendSettings
     registry: ModelRegistry

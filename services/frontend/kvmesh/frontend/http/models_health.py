@@ -15,10 +15,10 @@ from kvmesh.runtime.warnings import Warnings
 
 
 class FrontendReadiness(Protocol):
-    """Readiness of the frontend."""
+    """The frontend as /health sees it."""
 
     def missing(self) -> list[str]:
-        """Names of what the frontend lacks to serve requests; empty if it is ready."""
+        """Reasons why the frontend cannot serve requests; empty if it is ready."""
         ...
 
 

@@ -112,13 +112,13 @@ def document() -> dict[str, Any]:
 def _operation(
     endpoint: EndpointDescription, refs: dict[type[msgspec.Struct], Any]
 ) -> dict[str, Any]:
-    answers: dict[str, Any] = {JSON: {"schema": {"type": "object"}}}
+    content: dict[str, Any] = {JSON: {"schema": {"type": "object"}}}
     if endpoint.streams:
-        answers["text/event-stream"] = {}
+        content["text/event-stream"] = {}
     faults = {code: {"description": text} for code, text in FAULTS.items()}
     operation: dict[str, Any] = {
         "summary": endpoint.about,
-        "responses": {"200": {"description": "success", "content": answers}, **faults},
+        "responses": {"200": {"description": "success", "content": content}, **faults},
     }
     if "{id}" in endpoint.path:
         path_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}

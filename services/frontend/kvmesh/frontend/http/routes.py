@@ -76,5 +76,5 @@ def application(
 
 
 async def unknown_route(http: web.Request) -> web.StreamResponse:
-    """Answers paths without a route, and methods that a path does not have."""
+    """Responds 404 to paths without a route and to methods that a path lacks."""
     raise ApiError("not_found", f"{http.method} {http.path} does not exist; see /docs.")

@@ -36,7 +36,7 @@ class Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Log unless aiohttp finds an already refused body undecodable again while draining it."""
+        """Log, except the error of aiohttp while it drains a body that was already refused."""
         if not isinstance(kwargs.get("exc_info"), RequestPayloadError):
             super().log_exception(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Server-sent events, written from the event loop without a task per write.
 
-A stream with more than `HIGH_WATER_BYTES` buffered bytes is blocked: its tokens wait as ids. A
-client that stays blocked is disconnected.
+A stream with more than `HIGH_WATER_BYTES` buffered bytes is blocked: new tokens are not rendered
+until the client has caught up. A client that stays blocked is disconnected.
 """
 
 import asyncio

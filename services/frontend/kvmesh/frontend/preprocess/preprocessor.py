@@ -32,7 +32,7 @@ from kvmesh.hashing import TOKEN_BYTES, block_hashes
 T = TypeVar("T")
 LONG_TEXT = 8192
 LARGE_BODY = 128 << 10  # bytes; larger requests are preprocessed in a thread
-MANY_MESSAGES = 256  # as are requests with more messages
+MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread, too
 SLICE_TOKENS = 4096
 TAIL_CHARS = 256
 MAX_PROMPT_BYTES = 64 << 20  # packed tokens of a request, one prompt per choice
@@ -72,7 +72,7 @@ class PreparedRequest(Struct):
 
 
 class Preprocessor:
-    """Renders, tokenizes and hashes prompts; long ones run in threads and do not block the loop.
+    """Renders, tokenizes and hashes prompts; long ones in threads, so as not to block the loop.
 
     Tokenizing stops at most one slice beyond the model's context.
     """
@@ -320,7 +320,7 @@ def _pack(ids: list[int]) -> bytes:
 def hash_prompt(
     tokens: bytes, model: ServedModel, salt: int, retention: list[Retain]
 ) -> PromptTokens:
-    """Raises InvalidRequest for a prompt without tokens."""
+    """The prompt of packed `tokens` with its hashes; raises InvalidRequest if it is empty."""
     if not tokens:
         raise InvalidRequest("The prompt has no tokens.", "prompt")
     _, sequence_hashes = block_hashes(tokens, model.card.block_size, salt)

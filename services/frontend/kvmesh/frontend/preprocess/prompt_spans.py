@@ -49,7 +49,7 @@ class PromptSpans(Struct):
 
     `head`: end of the system prompt and tools; `spans`: parts of other kinds, in order; `marks`:
     (end, TTL in seconds) of each cache mark. The head and tool results are whole segments. Other
-    ends move to a segment's edge if only text of the template lies between.
+    ends move to a segment's edge if only text of the template is between.
     """
 
     head: int = 0
@@ -160,7 +160,7 @@ class _Search:
             if anchor.cache is not None:
                 marks.append((self._pos, anchor.cache.ttl_s))
         if following is not None and (start := self._first_turn(following.text, tools)) >= 0:
-            self.found.head = self._before(start)
+            self.found.head = self._edge_before(start)
         for end, ttl in marks:
             end = max(self.found.head, end) if end == self._pos else end
             self.found.marks.append((end, ttl))
@@ -193,12 +193,12 @@ class _Search:
         for anchor in reversed(anchors):
             limits.append(limit)
             if len(anchor.text) >= LONG and misses < MAX_MISSES:
-                anchor.start = self._last(anchor.text, limit)
+                anchor.start = self._find_last(anchor.text, limit)
                 limit = anchor.start if anchor.start >= 0 else limit
                 misses += anchor.start < 0
         return limits[::-1]
 
-    def _last(self, text: str, limit: int) -> int:
+    def _find_last(self, text: str, limit: int) -> int:
         """Offset of `text` where its last PROBE characters last occur before `limit`; else -1."""
         begin = max(limit - REACH, self._pos)
         end = self._text.rfind(text[-PROBE:], begin, limit) + PROBE
@@ -217,7 +217,7 @@ class _Search:
         """Offset of the first turn, preferably after the segment of system prompt or tools."""
         start, limit = -1, len(self._text)
         if self._pos or tools:
-            start = self._find(text, self._after(max(self._pos, 1)), limit)
+            start = self._find(text, self._edge_after(max(self._pos, 1)), limit)
         return start if start >= 0 else self._find(text, self._pos, limit)
 
     def _find(self, text: str, at: int, limit: int) -> int:
@@ -234,8 +234,8 @@ class _Search:
         return start
 
     def _end(self, anchor: _Anchor, end: int, following: int) -> int:
-        """The edge after a text that closes its message if only template text lies between."""
-        after = self._after(end)
+        """The edge after a text that closes its message if only template text is between."""
+        after = self._edge_after(end)
         near = after - end <= SLACK and after <= following
         return after if anchor.closes and near else end
 
@@ -244,15 +244,15 @@ class _Search:
             self.found.spans.append(PromptSpan(start, end, kind))
 
     def _segments(self, start: int, end: int) -> tuple[int, int]:
-        """The edges around a text; inner ones where more than template text lies between."""
-        before, after = self._before(start), self._after(end)
+        """The edges around a text; inner ones where more than template text is between."""
+        before, after = self._edge_before(start), self._edge_after(end)
         return (
-            before if start - before <= SLACK else self._after(start),
-            after if after - end <= SLACK else self._before(end),
+            before if start - before <= SLACK else self._edge_after(start),
+            after if after - end <= SLACK else self._edge_before(end),
         )
 
-    def _before(self, offset: int) -> int:
+    def _edge_before(self, offset: int) -> int:
         return self._edges[bisect_right(self._edges, offset) - 1]
 
-    def _after(self, offset: int) -> int:
+    def _edge_after(self, offset: int) -> int:
         return self._edges[min(bisect_left(self._edges, offset), len(self._edges) - 1)]

@@ -8,7 +8,7 @@ from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.preprocess.prompt_spans import PromptSpans
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
 
-KEEP_PRIORITY = 75  # of tokens that a caller asks to keep for a time
+RETAIN_PRIORITY = 75  # of tokens that a caller retains for a time
 MAX_KINDS = 64
 UNSUPPORTED = "unsupported"
 
@@ -49,14 +49,14 @@ class TokenOffsets:
 
 def explicit_retention(request: GenerateRequest) -> list[Retain]:
     """Directives that the caller gave for the whole prompt or for token ranges."""
-    whole = [] if request.prompt_ttl_s is None else [_keep(None, request.prompt_ttl_s)]
+    whole = [] if request.prompt_ttl_s is None else [_retain_prefix(None, request.prompt_ttl_s)]
     return [*whole, *request.retention]
 
 
 def prompt_retention(
     request: GenerateRequest, spans: PromptSpans, offsets: TokenOffsets, block_size: int
 ) -> list[Retain]:
-    """Kinds of the prompt's parts, then the caller's directives: later entries win."""
+    """Kinds of the prompt's parts, then the caller's directives, which override them."""
     entries = [*_kinds(spans, offsets, block_size), *_marks(request, spans, offsets)]
     return [*entries, *request.retention]
 
@@ -93,8 +93,8 @@ def _marks(request: GenerateRequest, spans: PromptSpans, offsets: TokenOffsets) 
     if request.prompt_ttl_s is not None:
         ends[request.prompt_ttl_s] = None
     for ttl in sorted(ends):
-        yield _keep(ends[ttl], ttl)
+        yield _retain_prefix(ends[ttl], ttl)
 
 
-def _keep(end: int | None, ttl_s: float) -> Retain:
-    return Retain(0, end, KEEP_PRIORITY, ttl_s, explicit=True)
+def _retain_prefix(end: int | None, ttl_s: float) -> Retain:
+    return Retain(0, end, RETAIN_PRIORITY, ttl_s, explicit=True)

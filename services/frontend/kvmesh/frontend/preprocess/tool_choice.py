@@ -69,7 +69,7 @@ def required_tool_call(request: GenerateRequest) -> RequiredToolCall | None:
 
 
 def strict_tool_tags(request: GenerateRequest, parser: str | None) -> Guided | None:
-    """The constraint that holds optional calls, in the syntax of `parser`, to strict schemas.
+    """The constraint of optional calls, in the syntax of `parser`, to schemas of strict tools.
 
     None if no tool is strict or the syntax has no structural tags.
     """

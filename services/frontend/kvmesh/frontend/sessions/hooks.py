@@ -1,7 +1,4 @@
-"""Session hooks of a request.
-
-They store its prompt, release a finished session, and prefill the predicted next prompt.
-"""
+"""Session hooks of a request: store its prompt, release its session, prefill its successor."""
 
 import asyncio
 import logging
@@ -46,7 +43,7 @@ class HookedRequest(Struct):
 
 
 class SessionHooks:
-    """Call `begin` and `end` around every request; a bounded number of tasks do the work after."""
+    """Call `begin` and `end` around every request; at most MAX_TASKS background tasks follow it."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class SessionHooks:
         self._tasks = BackgroundTasks()
 
     def begin(self, prepared: PreparedRequest) -> HookedRequest:
-        """Store the session's prompt and end the speculation on it."""
+        """Store the session's prompt and cancel the speculative prefill made for it."""
         prompt, session = prepared.prompts[0], prepared.request.hints.session
         if session is not None and len(prepared.prompts) == 1:
             last = SessionPrompt(prompt.tokens, prepared.adapter)
@@ -98,7 +95,7 @@ class SessionHooks:
                 self._start(self._speculate(active, following))
 
     async def run(self) -> None:
-        """Count speculations whose prompt has not come, until cancelled."""
+        """Count speculations whose prompt has not arrived as wasted, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LIFETIME_S / 60)

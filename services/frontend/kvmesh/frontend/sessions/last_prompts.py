@@ -1,4 +1,4 @@
-"""The last prompt of each session, by which a caller can name a session instead of its prompt."""
+"""The last prompt of each session, which callers may name by the session instead of sending it."""
 
 import sys
 
@@ -17,7 +17,7 @@ _prompts = msgspec.msgpack.Decoder(SessionPrompt)
 
 
 class LastPrompts:
-    """At most `limit` bytes; beyond it, the owner with the most loses its least recently stored.
+    """The prompts, at most `limit` bytes: the owner with the most loses its least recently stored.
 
     Sessions are named within tenants. Each frontend stores the prompts that it has served and
     queries the other frontends for the rest.

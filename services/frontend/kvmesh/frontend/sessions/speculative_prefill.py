@@ -1,7 +1,7 @@
 """Speculative prefill: predict the prefix of a conversation's next prompt. Pure.
 
-It predicts the next request, measures how many of its tokens the engine lacks, and counts how many
-of those the real next request finds.
+It predicts the next request, counts the tokens of its prompt that the engine lacks, and counts
+those of them that the real next request finds cached.
 """
 
 from collections import Counter, OrderedDict
@@ -72,12 +72,12 @@ class Speculation(Struct, frozen=True):
     expires: float
 
     def fits(self, sequence_hashes: bytes) -> bool:
-        """True if the whole prefix begins the prompt of these packed sequence hashes."""
+        """True if the prompt of these packed sequence hashes starts with the whole prefix."""
         end = self.blocks * HASH_BYTES
         return sequence_hashes[end - HASH_BYTES : end] == self.end_hash
 
     def useful_tokens(self, cached: int, block_size: int) -> int:
-        """The number of its tokens that the real prompt, with `cached` tokens, has found."""
+        """Number of computed tokens among the `cached` ones of the real prompt."""
         return min(max(cached - self.base_blocks * block_size, 0), self.requested_tokens)
 
 
@@ -87,7 +87,7 @@ def common_blocks(one: bytes, other: bytes) -> int:
 
 
 class SpeculativePrefills:
-    """At most `limit` open speculations, found by the prompt that each was made for."""
+    """At most `limit` open speculations, looked up by the prompt that each predicted."""
 
     def __init__(self, limit: int = MAX_OPEN) -> None:
         self._limit = limit
@@ -95,7 +95,7 @@ class SpeculativePrefills:
         self._bases: Counter[int] = Counter()
 
     def add(self, speculation: Speculation) -> Iterator[Speculation]:
-        """Add one; yield those that it replaces."""
+        """Add a speculation; yield those that it replaces."""
         key = speculation.tenant, speculation.base_hash
         if key in self._open:
             yield self._remove(key)
@@ -105,7 +105,7 @@ class SpeculativePrefills:
         self._bases[speculation.base_blocks] += 1
 
     def pop(self, tenant: str, sequence_hashes: bytes) -> Speculation | None:
-        """Remove and return the one made for the prompt of these packed sequence hashes."""
+        """Remove and return the speculation on the prompt of these packed sequence hashes."""
         for base in self._bases:
             key = tenant, sequence_hashes[(base - 1) * HASH_BYTES : base * HASH_BYTES]
             if key in self._open:
@@ -113,7 +113,7 @@ class SpeculativePrefills:
         return None
 
     def expire(self, now: float) -> Iterator[Speculation]:
-        """Remove and yield those whose prompt has not come in time, oldest first."""
+        """Remove and yield those whose prompt has not arrived in time, oldest first."""
         while self._open and next(iter(self._open.values())).expires <= now:
             yield self._remove(next(iter(self._open)))
 

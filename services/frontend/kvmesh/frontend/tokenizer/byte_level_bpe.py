@@ -27,7 +27,7 @@ class UnsupportedText(Exception):
 
 
 class WordMemo(dict[str, bytes]):
-    """Packed tokens of words, in two generations: words unused while `limit` others came go.
+    """Packed tokens of words in two generations; each new one evicts words unused in the last.
 
     Tenants share it: single words, unlike texts, reveal nothing about a tenant's prompts.
     """

@@ -20,7 +20,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """The rest of the text; U+FFFD stands for an incomplete character."""
+        """The rest of the text; U+FFFD replaces an incomplete character."""
         ...
 
 

@@ -64,7 +64,7 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         markers = [
-            t.content for t in tokenizer.get_added_tokens_decoder().values() if _is_border(t)
+            t.content for t in tokenizer.get_added_tokens_decoder().values() if _is_marker(t)
         ]
         self.longest_marker = max(map(len, markers), default=0)
         self._marker = re.compile(alternation(markers)) if markers else None
@@ -149,7 +149,8 @@ class TextEncoder:
         return b"".join(self.encode_segments(self.segments(text))) == b"".join(whole)
 
 
-def _is_border(token: AddedToken) -> bool:
+def _is_marker(token: AddedToken) -> bool:
+    """True for special tokens, at which texts split into segments whatever surrounds them."""
     return bool(token.special) and not (
         token.normalized or token.lstrip or token.rstrip or token.single_word
     )

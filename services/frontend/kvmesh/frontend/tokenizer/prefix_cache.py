@@ -59,7 +59,7 @@ class PrefixTokenCache:
         return self._entries.size
 
     def get(self, key: Key, text: str, margin: int) -> EncodedPrompt:
-        """The known prefix of `text`; no special token is longer than `margin` characters."""
+        """The known prefix of `text`; `margin`: characters of the longest special token."""
         known = self._entries.peek(key)
         if known is None:
             return EncodedPrompt()

@@ -1,8 +1,8 @@
 """Pre-tokenization of byte-level tokenizers with Python's `re`.
 
 Tokenizer files split text into words by Oniguruma regular expressions. This module translates the
-few forms that nearly all of them use. It asks the `tokenizers` library for the members of each
-character class, so that two versions of Unicode cannot disagree. Any other tokenizer raises
+few forms that nearly all of them use. It gets the members of each character class from the
+`tokenizers` library, so that two versions of Unicode cannot disagree. Any other tokenizer raises
 UnsupportedTokenizer, and the library then pre-tokenizes its texts.
 """
 

@@ -35,8 +35,6 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 
 class Chat:
-    """The Chat Completions API."""
-
     name = "chat"
     keepalive = openai.KEEPALIVE
     in_order = False

@@ -70,8 +70,6 @@ SHAPE = AnthropicErrorShape()
 
 
 class Messages:
-    """The Messages API."""
-
     name = "messages"
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
     in_order = True
@@ -102,9 +100,10 @@ def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def _message(error: ApiError) -> str:
-    """The message; Claude Code parses the two texts of ContextExceeded.
+    """The message of an error.
 
-    It lowers `max_tokens` or compacts the conversation.
+    Claude Code parses both texts of ContextExceeded, to compact the conversation or lower
+    `max_tokens`.
     """
     if not isinstance(error, ContextExceeded):
         return error.message

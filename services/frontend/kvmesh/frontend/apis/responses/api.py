@@ -63,8 +63,6 @@ def parse_body(
 
 
 class Responses:
-    """The Responses API."""
-
     name = "responses"
     keepalive = openai.KEEPALIVE
     in_order = True
@@ -139,11 +137,11 @@ class ResponsesAnswer:
         self._id = request.id
         self._token = stamp.token
         self._created = stamp.created
-        self._echo = _echo(body)
+        self._request_fields = _request_fields(body)
 
     def mark_unstored(self) -> None:
         """Set `store` to false in the response from now on."""
-        self._echo["store"] = False
+        self._request_fields["store"] = False
 
     def begin(self) -> bytes:
         response = self._object("in_progress", None)
@@ -241,8 +239,8 @@ class ResponsesAnswer:
         return json_encode(self._object(self._status(), summary))
 
     def _object(self, status: str, summary: AnswerSummary | None, **changes: Any) -> dict[str, Any]:
-        cut = status == "incomplete"
-        last = "incomplete" if cut else "completed"
+        incomplete = status == "incomplete"
+        last = "incomplete" if incomplete else "completed"
         usage = _usage_object(summary.usage) if summary is not None else None
         output = [item.object("completed") for item in self._items[:-1]]
         output += [item.object(last) for item in self._items[-1:]]
@@ -252,10 +250,10 @@ class ResponsesAnswer:
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
             "output": output,
             "usage": usage,
-            **self._echo,
+            **self._request_fields,
             **changes,
             **({"nvext": summary.nvext} if summary and summary.nvext is not None else {}),
         }
@@ -279,7 +277,7 @@ def _usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _echo(body: ResponsesBody) -> dict[str, Any]:
+def _request_fields(body: ResponsesBody) -> dict[str, Any]:
     """Fields of the request that the response object repeats."""
     text = body.text.format if body.text and body.text.format else None
     form = {"type": "text"} if text is None else text

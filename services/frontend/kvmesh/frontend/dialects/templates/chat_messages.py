@@ -130,7 +130,7 @@ class _MessageWriter:
             and isinstance(after, ToolCall)
         ):
             return True
-        return _rank(after) < _rank(before)
+        return _order_in_template(after) < _order_in_template(before)
 
     def _assistant(self, blocks: list[Block]) -> dict[str, Any]:
         if len(blocks) == 1 and type(blocks[0]) is Text:
@@ -186,7 +186,7 @@ class _MessageWriter:
         return Text(f"Tool {reference} is available:\n{definition}")
 
 
-def _rank(block: Block) -> int:
+def _order_in_template(block: Block) -> int:
     return 0 if isinstance(block, Thinking) else 2 if isinstance(block, ToolCall) else 1
 
 

@@ -16,8 +16,8 @@ from kvmesh.frontend.dialects.tools import function
 
 CONTINUE = "continue_final_message"
 _OPEN_END = "\ue000kvmesh-continue\ue000"
-# Templates with the choice keep earlier thinking: dropping it would change the prompt's prefix with
-# every user message. Callers may override it.
+# Switches of templates that can show earlier thinking: dropping it would change the prompt's prefix
+# with every user message. Callers may override them.
 _KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
 _PROBE_DAY = datetime.date(2026, 1, 1)
 

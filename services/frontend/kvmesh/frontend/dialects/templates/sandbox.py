@@ -28,7 +28,10 @@ MAX_STEPS = 1_000_000
 MAX_CHARS = 16 << 20
 MAX_EXPONENT = 64
 PROBE_STEPS = 10_000
-_COUNT_STEP, _CHECK_SIZE = "kvmesh count step", "kvmesh check size"  # no template can name them
+_COUNT_STEP, _CHECK_SIZE = (
+    "kvmesh count step",
+    "kvmesh check size",
+)  # templates cannot use these names
 _PRIVATE = frozenset(n for kind in (str, LoopContext) for n in dir(kind) if n.startswith("_"))
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
@@ -42,7 +45,7 @@ _steps_left: ContextVar[int] = ContextVar("steps_left", default=MAX_STEPS)
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """Sandbox with check_size work and the filters and globals of Transformers' templates."""
+    """Sandbox with bounded work and the filters and globals of Transformers' templates."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 

@@ -47,7 +47,7 @@ class CacheApi:
         preprocessor: Preprocessor,
         directory: Directory,
         route_client: RouteClient,
-        tracker: SequenceEventPublisher,
+        events: SequenceEventPublisher,
         authenticator: Authenticator,
         tenants: TenantNamespaces,
     ) -> None:
@@ -58,19 +58,19 @@ class CacheApi:
         self._sessions = LastPrompts(service.bus, settings.session_prompts_bytes)
         prompts = PromptResolver(registry, preprocessor, self._sessions, authenticator, tenants)
         self._endpoints = EndpointFactory(settings, preprocessor.threads)
-        self._prefetch = PrefetchEndpoint(route_client, prompts, control, tracker)
+        self._prefetch = PrefetchEndpoint(route_client, prompts, control, events)
         self._pins = PinEndpoints(prompts, control, PinStore(service.bus))
-        self._caches = ClearReleaseEndpoints(registry, control, tenants)
+        self._clear_release = ClearReleaseEndpoints(registry, control, tenants)
         self._joined_at: dict[str, float] | None = None  # by instance; None before `open`
         self.session_hooks = SessionHooks(
             self._sessions, control, preprocessor, settings.speculative_tokens
         )
 
     async def open(self, present: list[Instance]) -> None:
-        """Start; instances that are `present` received the pins when those were created."""
+        """Start; instances in `present` are not sent the existing pins, as they received them."""
         self._joined_at = {card.instance: 0.0 for card in present}
         await self._sessions.open()
-        self._service.spawn(self.session_hooks.run(), "turns")
+        self._service.spawn(self.session_hooks.run(), "session hooks")
 
     async def close(self) -> None:
         await self.session_hooks.close()
@@ -95,7 +95,7 @@ class CacheApi:
         self._service.spawn(self._pins.send_all(card), f"pins for {card.instance}")
 
     def left(self, card: Instance) -> None:
-        """Send the pins to recent instances if the oldest frontend may have left before it did."""
+        """Send the pins to recent instances if their sender, the oldest frontend, may have left."""
         if self._joined_at is None:
             return
         self._joined_at.pop(card.instance, None)
@@ -108,7 +108,7 @@ class CacheApi:
     @property
     def routes(self) -> list[web.RouteDef]:
         """Routes of the endpoints; all require the scope "cache"."""
-        pins, caches, prefetch = self._pins, self._caches, self._prefetch
+        pins, prefetch = self._pins, self._prefetch
         return [
             web.post("/v1/prefetch", self._with_body(prefetch_decoder, prefetch.start)),
             web.delete("/v1/prefetch/{id}", self._without_body(prefetch.cancel)),
@@ -116,8 +116,11 @@ class CacheApi:
             web.get("/v1/cache/pins", self._without_body(pins.list_own)),
             web.delete("/v1/cache/pins", self._with_body(unpin_decoder, pins.delete_by_body)),
             web.delete("/v1/cache/pins/{id}", self._without_body(pins.delete)),
-            web.post("/v1/cache/clear", self._with_body(clear_decoder, caches.clear)),
-            web.post("/v1/sessions/release", self._with_body(release_decoder, caches.release)),
+            web.post("/v1/cache/clear", self._with_body(clear_decoder, self._clear_release.clear)),
+            web.post(
+                "/v1/sessions/release",
+                self._with_body(release_decoder, self._clear_release.release),
+            ),
         ]
 
     def _with_body(self, decoder: msgspec.json.Decoder[T], act: Action[T]) -> Handler:

@@ -22,7 +22,7 @@ HEAD = "Kvmesh-Pin"
 
 
 class PinHead(Struct, frozen=True):
-    """A pin as lists show it; stored in a message header, so that lists do not read hashes."""
+    """A pin without its hashes; stored in a message header, so that lists read only that."""
 
     id: str
     model: str
@@ -58,7 +58,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class PinStore:
-    """Reads and writes pins; the bucket is made on first use. Raises Unavailable."""
+    """Reads and writes pins; creates the bucket on first use. Raises Unavailable."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

@@ -1,4 +1,4 @@
-"""Endpoints of pins: prefixes whose blocks every holder of the model retains for a time."""
+"""Endpoints of pins: prefixes whose blocks all workers and kvbms retain for a time."""
 
 import logging
 import time

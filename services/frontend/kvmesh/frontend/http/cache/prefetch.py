@@ -42,12 +42,12 @@ class PrefetchEndpoint:
         route_client: RouteClient,
         prompts: PromptResolver,
         control: ControlClient,
-        tracker: SequenceEventPublisher,
+        events: SequenceEventPublisher,
     ) -> None:
         self._route_client = route_client
         self._prompts = prompts
         self._control = control
-        self._tracker = tracker
+        self._events = events
 
     async def start(self, call: EndpointCall[PrefetchBody]) -> dict[str, Any]:
         parsed, account = call.parsed, call.caller.account
@@ -91,8 +91,8 @@ class PrefetchEndpoint:
         model = target.model.card.name
         attempts = [request_id]
 
-        def compose(anew: bool, arrived: float | None) -> RouteRequest:
-            if anew:
+        def compose(new_attempt: bool, arrived: float | None) -> RouteRequest:
+            if new_attempt:
                 attempts.append(f"{request_id}.{len(attempts)}")
             return route_request(
                 target.request,
@@ -106,17 +106,17 @@ class PrefetchEndpoint:
             )
 
         try:
-            answer = await self._route_client.request(model, compose, ROUTE_S)
+            reply = await self._route_client.request(model, compose, ROUTE_S)
         except MessageTooLarge as error:
             raise ApiError("too_large", "The prompt exceeds the mesh's message size.") from error
         finally:
             # no sequence runs under this id: remove its predicted load from the router
-            self._tracker.event(model, SeqFree(attempts[-1]))
-        if isinstance(answer, Refused):
-            if answer.code == "invalid":
-                raise InvalidRequest(answer.reason)
-            raise Unavailable(answer.reason, answer.retry_after_s)
-        return answer
+            self._events.event(model, SeqFree(attempts[-1]))
+        if isinstance(reply, Refused):
+            if reply.code == "invalid":
+                raise InvalidRequest(reply.reason)
+            raise Unavailable(reply.reason, reply.retry_after_s)
+        return reply
 
 
 def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: int) -> Prefetch:

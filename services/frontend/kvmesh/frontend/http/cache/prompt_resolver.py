@@ -62,7 +62,7 @@ class PromptResolver:
         self._sessions = sessions
 
     async def resolve(self, call: EndpointCall[P]) -> ResolvedPrompt:
-        """Raises ApiError like a generation request of the prompt, and for an unknown session."""
+        """Preprocess the body's prompt; raises ApiError if it is invalid or its session unknown."""
         parsed = call.parsed
         request = await self._request(call)
         request.body_bytes = len(call.body)

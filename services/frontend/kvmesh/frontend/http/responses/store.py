@@ -67,7 +67,7 @@ class ResponseStore:
         return turns[::-1]
 
     async def get(self, response_id: str, tenant: str) -> StoredTurn:
-        """Raises ResponseNotFound, or Unavailable if the bucket cannot be read."""
+        """A stored turn; raises ResponseNotFound, or Unavailable if the bucket cannot be read."""
         return (await self._get(response_id, tenant, None, MAX_HISTORY))[0]
 
     async def _get(
