@@ -40,7 +40,7 @@ class DamagedSnapshot(SnapshotError):
 
 
 class Header(Struct, frozen=True, array_like=True, tag="header"):
-    """The extent of a snapshot: stream `stream` (its creation time) up to sequence `covered`.
+    """The extent of a snapshot: the stream created at `stream`, up to sequence `covered`.
 
     `ignored` are instances whose events are skipped.
     """

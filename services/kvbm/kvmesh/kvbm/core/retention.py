@@ -89,7 +89,7 @@ class TierRetention:
             if retain is None:
                 continue
             last = ranges[-1] if ranges else None
-            if last is not None and last.end == retain.start and _alike(last, retain):
+            if last is not None and last.end == retain.start and _same_retention(last, retain):
                 ranges[-1] = Retain(last.start, retain.end, last.priority, last.ttl_s)
             else:
                 ranges.append(retain)
@@ -194,5 +194,5 @@ def _is_used(block: Block) -> bool:
     )
 
 
-def _alike(one: Retain, other: Retain) -> bool:
+def _same_retention(one: Retain, other: Retain) -> bool:
     return (one.priority, one.ttl_s) == (other.priority, other.ttl_s)
