@@ -1,4 +1,4 @@
-"""The indexer process: follows KV events, answers overlap queries, requests dumps after gaps."""
+"""The indexer process: follows KV events, serves overlap queries, requests dumps after gaps."""
 
 import asyncio
 import logging

@@ -73,10 +73,10 @@ class TierRetention:
             shared = self._sessions.shared_blocks(prompt.digests, prompt.session)
             for copy in copies:
                 wish = wishes.get(copy.block.index, NO_WISH)
-                alone = copy.block.index >= shared
-                if not wish.is_default or (alone and copy.retention is not None):
+                exclusive = copy.block.index >= shared
+                if not wish.is_default or (exclusive and copy.retention is not None):
                     directive = _directive(directives, wish, owner(prompt.tenant))
-                    self._store.claim(copy, wish, directive, alone)
+                    self._store.claim(copy, wish, directive, exclusive)
         for directive in directives.values():
             self._store.tiers[ARENA].budget.outcomes.record_grant(directive)
         self._apply_pins(prompt, copies)

@@ -2,8 +2,8 @@
 
 Every replica holds the waiting requests of all replicas, from the active-sequence stream, so all
 have the same order. A replica places only its own requests, each when it is first among those
-with free capacity. The stream defines the order: a request enters the queue when its own event
-comes back.
+with free capacity. The stream defines the order: a request enters the queue when its event
+arrives on the stream.
 """
 
 from collections.abc import Collection
@@ -26,7 +26,7 @@ from kvmesh.router.scoring.overlaps import Overlaps
 
 REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
 SKIP_REPLICA_S = 5.0  # the queue does not wait for a replica that was too slow
-ECHO_PATIENCE_S = 0.5  # for an own entry to come back from the stream
+ECHO_PATIENCE_S = 0.5  # for this replica's entry to arrive on the stream
 NEWCOMER_S = 5.0  # for the card of a new replica to arrive
 _ENCODE = msgspec.msgpack.Encoder().encode
 

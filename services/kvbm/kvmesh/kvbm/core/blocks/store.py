@@ -24,7 +24,7 @@ class Move:
     """Copy a block from `source` to `target`; both have a user until `Store.end_move`.
 
     A mover that loads a block from outside the node fills in the source's checksum, and `wishes`
-    with the retention that came with the block.
+    with the retention stored with the block.
     """
 
     source: Copy
@@ -263,12 +263,12 @@ class Store:
         copy: Copy,
         wish: RetentionWish,
         directive: Directive | None = None,
-        alone: bool = False,
+        exclusive: bool = False,
     ) -> None:
-        """Retain a copy as `wish` says, within its tenant's budget; `alone` as in the budget."""
+        """Apply a wish within the tenant's budget; `exclusive` as in RetentionBudget.claim."""
 
         def change(budget: RetentionBudget, retention: BlockRetention, size: int) -> None:
-            budget.claim(retention, size, wish, self.now, directive, alone)
+            budget.claim(retention, size, wish, self.now, directive, exclusive)
 
         self.tiers[copy.tier].update_retention(copy, change)
 

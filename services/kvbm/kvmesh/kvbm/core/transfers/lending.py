@@ -67,7 +67,7 @@ class Lending:
         self._advance()
 
     def prepare(self, message: Prepare, space: Space | None, now: float) -> Prepared | ReadTicket:
-        """The reply, or the ticket with which to call `answer` once it is due."""
+        """The reply, or a ticket for `answer` once its reply is due."""
         self._store.begin(now)
         if space is None or (message.stored and not self._shares):
             return Prepared(0, False)
