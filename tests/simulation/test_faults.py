@@ -47,13 +47,13 @@ def test_an_unread_message_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_second_reply_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = ModelRouter._answer
+    reply = ModelRouter._reply
 
     def twice(self: ModelRouter, ticket: Ticket) -> None:
-        answer(self, ticket)
-        answer(self, ticket)
+        reply(self, ticket)
+        reply(self, ticket)
 
-    monkeypatch.setattr(ModelRouter, "_answer", twice)
+    monkeypatch.setattr(ModelRouter, "_reply", twice)
     assert any("answers to one question" in text for text in broken(set()))
 
 

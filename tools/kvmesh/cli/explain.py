@@ -141,7 +141,7 @@ def _tiers(decision: Decision) -> dict[str, int]:
     """Headings and indices of the first tier and of those in which a candidate has an overlap."""
     tiers = range(len(decision.chosen.overlap))
     candidates = [decision.chosen, *decision.candidates]
-    used = [p for p in tiers if p == 0 or any(c.overlap[p] for c in candidates)]
+    used = [tier for tier in tiers if tier == 0 or any(c.overlap[tier] for c in candidates)]
     return {f"{TIERS[tier]} blocks": tier for tier in used if tier < len(TIERS)}
 
 
@@ -152,8 +152,8 @@ def _same(one: Candidate, other: Candidate) -> bool:
 def _expected(decision: Decision | None) -> str:
     if decision is None or not decision.block_size:
         return ""
-    held = sum(decision.chosen.overlap) * decision.block_size
-    return f", expected {held:,}"
+    expected = sum(decision.chosen.overlap) * decision.block_size
+    return f", expected {expected:,}"
 
 
 def _clock(seconds: float) -> str:

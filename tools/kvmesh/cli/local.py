@@ -16,7 +16,7 @@ TOKEN_BYTES = 32
 
 
 class LocalMesh(msgspec.Struct, frozen=True):
-    """The file that `kvmesh up` keeps in its state directory while it runs."""
+    """The file in the state directory of `kvmesh up`, present while it runs."""
 
     url: str
     token: str

@@ -15,9 +15,9 @@ _ROWS = Struct(f"<{1 + TIERS}I")
 class CacheAccounting:
     """Fills the columns `ideal`, `computed`, `best_rank` and `chosen_rank` of the records.
 
-    All are tokens of the prompt's prefix. An infinite cache shared by all workers holds `computed`
-    of them at the prompt's placement and `ideal` at the end of its prefill. At the placement the
-    rank with the longest overlap holds `best_rank`, the chosen rank `chosen_rank`.
+    All are numbers of cached leading tokens of the prompt: `computed` and `ideal` in an infinite
+    cache shared by all workers, at the placement and at the end of the prefill; `best_rank` and
+    `chosen_rank` on the rank with the longest overlap and on the chosen rank, at the placement.
     """
 
     def __init__(self, workload: Workload, records: Records, block_size: int) -> None:
@@ -45,7 +45,7 @@ class CacheAccounting:
                 records.chosen_rank[index] = tokens
 
     def on_prefilled(self, index: int) -> None:
-        """Add the prompt to the infinite cache; some engine has computed it."""
+        """Add the prompt, which an engine has computed, to the infinite cache."""
         round_ = self._rounds[index]
         self._records.ideal[index] = self._infinite_cache.add(round_.branch, round_.input_tokens)
 

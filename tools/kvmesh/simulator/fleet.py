@@ -64,7 +64,7 @@ class SimulatedWorker:
         return self._stepping
 
     def submit(self, request: Request) -> None:
-        """Queue a request for the next step; raises ValueError if it can never fit."""
+        """Queue a request for the next step; raises ValueError if it exceeds the capacity."""
         self._load = None
         self.core.submit(request)
         if not self._stepping:

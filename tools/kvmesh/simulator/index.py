@@ -18,9 +18,9 @@ NO_RANK = RankKey("", 0)
 
 
 class SimulatedIndex:
-    """Applies KV events a delay after their publication; lost batches make gaps, dumps heal them.
+    """Applies KV events after a delay; lost batches cause gaps, which dumps repair.
 
-    Arrived events are applied at the next query, since nothing depends on them before.
+    Events that have arrived are applied at the next query: only queries depend on them.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SimulatedIndex:
         self._ranks_size = (0, 0)
 
     def publish(self, worker: SimulatedWorker, events: list[KvEvent]) -> None:
-        """Put a worker's KV events in transit, or lose them."""
+        """Put a worker's KV events in transit, or drop them as lost."""
         first = worker.event_id
         worker.event_id += len(events)
         for event in events:

@@ -152,7 +152,7 @@ class Simulation:
         for request, generated in worker.progress():
             self._active[request].generated = generated
         self._remove(worker)
-        for active in [f for f in self._active.values() if f.instance == worker.instance]:
+        for active in [a for a in self._active.values() if a.instance == worker.instance]:
             self._migrate(active)
 
     def _migrate(self, active: ActiveRound) -> None:
@@ -242,7 +242,7 @@ class Simulation:
         del self._active[active.attempt_id]
         active.rejections += 1
         if result is None or active.rejections > RETRIES or result.code in ("invalid", "deadline"):
-            self._end(active.index, result.reason if result else "no answer")
+            self._end(active.index, result.reason if result else "no result")
             return
         active.next_attempt()
         self.clock.after(result.retry_after_s, partial(self._route, active))

@@ -17,8 +17,8 @@ class RoundHashes:
 class SimulatedPrompts:
     """Hashes of a workload's rounds at the engines' block size.
 
-    A block's position on its branch stands for its tokens. Equal content has equal local hashes,
-    and caches and index compare nothing else.
+    Local hashes are derived from branch and position, so equal content has equal local hashes;
+    caches and index compare nothing else.
     """
 
     def __init__(self, workload: Workload, model: str, block_size: int) -> None:

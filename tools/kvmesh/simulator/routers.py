@@ -28,10 +28,10 @@ class RouterReplica:
 
 
 class SimulatedRouters:
-    """All replicas; each request goes to the next of them, as in a queue group.
+    """All replicas; requests go to them in turn.
 
-    `find` queries the index; `on_result` receives each ticket that has its result. Other replicas
-    receive a replica's sequence events after `delay` seconds, the replica itself at once.
+    `find` queries the index; `on_result` receives each ticket with its result. A replica applies
+    its own sequence events at once, those of other replicas after `delay` seconds.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SimulatedRouters:
             apply = replica.queue.apply
             for event in events:
                 apply(event, now)
-        self._pump()
+        self._place_ready()
 
     def follow(self, event: RouteEvent) -> None:
         for replica in self.replicas:
@@ -104,7 +104,7 @@ class SimulatedRouters:
             else None
         )
 
-    def _pump(self) -> None:
+    def _place_ready(self) -> None:
         for replica in self.replicas:
             if replica.queue.waiting:
                 self._apply(replica, replica.queue.place_ready(self._clock.now))

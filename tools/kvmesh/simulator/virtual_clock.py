@@ -8,7 +8,7 @@ Entry = tuple[float, int, Action]
 
 
 class VirtualClock:
-    """Runs actions by time; those of one instant in the order of their scheduling."""
+    """Runs actions by time; actions of equal time run in the order of their scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0

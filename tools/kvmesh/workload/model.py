@@ -72,7 +72,7 @@ class Workload(Struct, kw_only=True):
         return len(self.rounds)
 
     def first(self, count: int | None) -> "Workload":
-        """The first `count` rounds, which by their order wait for none of the others."""
+        """The first `count` rounds; by their order, they wait for no later round."""
         if count is None or count >= len(self.rounds):
             return self
         return Workload(

@@ -14,7 +14,7 @@ _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class TokenSegment(NamedTuple):
-    """Token positions `start` to `end` (exclusive) of a prompt, which lie on `branch`."""
+    """Token positions `start` to `end` (exclusive) of a prompt, on `branch`."""
 
     branch: int
     start: int

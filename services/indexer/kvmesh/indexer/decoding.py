@@ -1,6 +1,6 @@
 """Decodes and validates messages of the KV stream.
 
-An unreadable batch is refused. A single unreadable event is replaced by `Bad`, so that its id
+An unreadable batch is rejected. A single unreadable event is replaced by `Bad`, so that its id
 still counts and the events around it are applied.
 """
 
@@ -60,7 +60,7 @@ class _Envelope(NamedTuple):
 
 
 _batch: Final = msgspec.msgpack.Decoder(KvBatch)
-_loose: Final = msgspec.msgpack.Decoder(tuple[str, str, int, int, float, list[msgspec.Raw]])
+_undecoded: Final = msgspec.msgpack.Decoder(tuple[str, str, int, int, float, list[msgspec.Raw]])
 _event: Final = msgspec.msgpack.Decoder(KvEvent)
 _tagged: Final = msgspec.msgpack.Decoder(list[object])
 _TAGS: Final = ("stored", "removed", "cleared")
@@ -81,14 +81,14 @@ def decode(source: EventSource, data: bytes) -> Events:
             events = [_checked(event) for event in batch.events]
         envelope = _Envelope(batch.worker, batch.instance, batch.rank, batch.first, batch.time)
     except msgspec.MsgspecError:
-        envelope, events = _decode_loosely(data)
+        envelope, events = _decode_each(data)
     _check_envelope(source, envelope)
     return Events(source, envelope.instance, envelope.rank, envelope.first, envelope.time, events)
 
 
-def _decode_loosely(data: bytes) -> tuple[_Envelope, list[KvEvent | Bad]]:
+def _decode_each(data: bytes) -> tuple[_Envelope, list[KvEvent | Bad]]:
     try:
-        worker, instance, rank, first, stamp, raw = _loose.decode(data)
+        worker, instance, rank, first, stamp, raw = _undecoded.decode(data)
     except msgspec.MsgspecError as error:
         raise MalformedBatch(str(error)) from None
     return _Envelope(worker, instance, rank, first, stamp), [_decode_event(event) for event in raw]

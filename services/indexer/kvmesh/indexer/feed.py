@@ -20,8 +20,8 @@ class Lag:
     """Seconds this reader is behind the stream, independent of the server's clock.
 
     The server sends at once, so waiting messages are in flight or in buffers and cannot be
-    counted; the lag is derived from message ages. The least age seen is the clock difference
-    plus the delivery time. It grows slowly, so that a clock change is forgotten.
+    counted; the lag is derived from message ages. The least age so far is the clock difference
+    plus the delivery time. The estimate grows slowly, so that it recovers from a clock change.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Lag:
         self._applied = now
 
     def seconds(self, now: float, pending: int) -> float:
-        """The lag; 0 once no message came for a moment and none is `pending` at the server."""
+        """The lag; 0 if no message arrived for IDLE_S and none is `pending` at the server."""
         silence = max(0.0, now - self._applied)
         if pending:
             return self._behind + silence
@@ -64,14 +64,14 @@ class Feed:
         self._lag = Lag()
         self._reader: StreamReader | None = None
         self.applied = 0
-        self.applied_stored = 0.0  # the server's time of storing it
+        self.applied_stored = 0.0  # the server's time of storing the message `applied`
         self.counts = FeedCounts()
         self.bytes = 0
         self.rewinds = 0  # times the stream was replaced or rewound
 
     @property
     def lag(self) -> float:
-        """Seconds the index may be behind the stream; 0 when nothing waits."""
+        """Seconds the index may be behind the stream; 0 if no message is unread."""
         silence = self._reader.silent_for if self._reader else 0.0
         return max(silence, self._lag.seconds(time.time(), self.pending))
 
@@ -81,7 +81,7 @@ class Feed:
         return self._reader.pending if self._reader else 0
 
     async def open(self, covered: int, stored: float | None = None) -> None:
-        """Read the messages after `covered`; if the next ones are gone, all ranks become unknown.
+        """Read the messages after `covered`; if the next ones are lost, all ranks become unknown.
 
         `stored` is the time at which the message `covered` was stored, if known.
         """

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 QUERY_S = Histogram(
     "kvmesh_indexer_query_seconds",
-    "Time to answer one overlap query, without the bus",
+    "Time of one overlap query, without the bus",
     buckets=(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-1, 1.0),
 )
 
@@ -24,12 +24,12 @@ COUNTERS = {
     "orphans": "Store events without a known parent block",
     "bad_events": "Unreadable events",
     "malformed": "Unreadable messages",
-    "stream_gaps": "Times messages of the KV stream were gone before they were read",
+    "stream_gaps": "Times unread messages of the KV stream were dropped",
     "dump_requests": "Dumps requested from workers",
-    "queries": "Overlap queries answered",
+    "queries": "Overlap queries served",
     "prompts": "Prompts in those queries",
-    "bad_queries": "Overlap queries that were unreadable or refused",
-    "shard_errors": "Queries another shard did not answer",
+    "bad_queries": "Overlap queries that were unreadable or invalid",
+    "shard_errors": "Queries to another shard without a reply",
     "snapshots": "Snapshots written",
     "snapshot_failures": "Failed snapshots",
     "snapshots_skipped": "Unusable stored snapshots",
@@ -41,8 +41,8 @@ GAUGES = {
     "ranks": "Ranks in the index",
     "unknown_ranks": "Ranks without overlaps until their dump arrives",
     "pending": "Unread messages of the KV stream",
-    "lag_seconds": "Age of the newest applied message while more wait",
-    "ready": "1 while this replica answers queries",
+    "lag_seconds": "Seconds by which the index may be behind the stream",
+    "ready": "1 while this replica serves queries",
     "applied_seq": "Stream sequence of the newest applied message",
     "snapshot_seq": "Stream sequence covered by the newest snapshot",
     "snapshot_bytes": "Size of the newest snapshot",

@@ -86,10 +86,11 @@ class RankStates:
     # --- leases and incarnations
 
     def joined(self, card: Instance) -> None:
-        """Add or update a lease. An instance whose lease had lapsed is unknown until its dump.
+        """Add or update a lease.
 
-        So is an instance that appears after `reconcile` without events on the stream: its lease
-        may have lapsed before this index started.
+        The ranks of an instance whose lease had lapsed are unknown until its dump, and so are those
+        of an instance that appears after `reconcile` without events on the stream: its lease may
+        have lapsed before this index started.
         """
         source = source_of_card(card)
         if source is None or not self.incarnations.add(source, card):
@@ -211,7 +212,7 @@ class RankStates:
             return
         elif self.index.store(rank.slot, event.tier, parent, event.engine, event.local, salt):
             self.counts.stored_blocks += len(event.engine) // HASH_BYTES
-        elif self.shard.whole:  # a part cannot tell orphans from blocks of another part
+        elif self.shard.whole:  # a shard cannot distinguish orphans from blocks of another shard
             self.counts.orphans += 1
 
     def _attach(self, rank: RankState, event: Stored, previous: int) -> None:
@@ -242,7 +243,7 @@ class RankStates:
             if rank.next_request > now:
                 continue
             if rank.dump_requests:
-                rank.next_event = -1  # the last dump was lost, or the ids seen were wrong
+                rank.next_event = -1  # the last dump was lost, or the known ids were wrong
             rank.dump_requests += 1
             rank.last_request = now
             backoff = MIN_INTERVAL_S * 2 ** (rank.dump_requests - 1)
@@ -253,7 +254,7 @@ class RankStates:
     def mark_excessive_unknown(self) -> list[RankKey]:
         """Mark ranks unknown whose events report far more blocks than their card; returns them.
 
-        This bounds the index, which never drops event-fed blocks otherwise.
+        This bounds the index, which otherwise drops blocks only on events and lapsed leases.
         """
         excessive = []
         for slot, *tiers in struct.iter_unpack("<5I", self.index.ranks()):
@@ -388,7 +389,7 @@ class RankStates:
 
 
 def _max_blocks(card: Instance) -> int | None:
-    """Most blocks of one rank by its card, all tiers together; None if the card lacks it."""
+    """Maximum blocks of one rank by its card, over all tiers; None if the card lacks them."""
     if card.store is not None:
         return sum(card.store.tier_blocks) if card.store.tier_blocks else None
     return card.capacity.blocks + sum(card.capacity.tier_blocks) if card.capacity else None

@@ -1,4 +1,4 @@
-"""The indexer process: follows KV events, answers overlap queries, requests dumps after gaps."""
+"""The indexer process: follows KV events, serves overlap queries, requests dumps after gaps."""
 
 import asyncio
 import logging
@@ -109,7 +109,7 @@ class IndexerService:
         covered, stored = await self.snapshotter.restore()
         await self._directory.open()
         await self.feed.open(covered, stored)
-        if self.shard == WHOLE_INDEX:  # a shard cannot know its share of a rank's blocks
+        if self.shard == WHOLE_INDEX:  # a shard does not know its share of a rank's blocks
             await follow_loads(self._bus, self._on_load)
         await self.feed.catch_up(self._service.stopping)
         self.states.reconcile()
@@ -157,7 +157,7 @@ class IndexerService:
 
     async def _repair(self) -> None:
         """Request dumps, drop dead instances and check the ranks' sizes, until cancelled."""
-        delay = random.uniform(0, 4 * TICK_S)  # not all replicas at once: one dump serves all
+        delay = random.uniform(0, 4 * TICK_S)  # differs by replica, as one dump serves all
         swept = checked = 0.0
         while True:
             await asyncio.sleep(TICK_S)

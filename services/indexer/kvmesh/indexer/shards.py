@@ -49,14 +49,14 @@ class Shard:
         return _first(sequence_hashes(local[:8], salt)) % self.count == self.number
 
     def owners(self, query: OverlapQuery) -> dict[int, list[int]]:
-        """The prompts (by index) to query each shard for; shards without any are left out."""
-        everything = list(range(len(query.prompts)))
+        """Indices of the prompts to query each shard for; shards without prompts are left out."""
+        all_prompts = list(range(len(query.prompts)))
         if self.whole:
-            return {self.number: everything}
+            return {self.number: all_prompts}
         if self.by == "namespace":
             known = query.salt is not None
             shards = [(query.salt or 0) % self.count] if known else list(range(self.count))
-            return dict.fromkeys(shards, everything)
+            return dict.fromkeys(shards, all_prompts)
         owners: dict[int, list[int]] = {}
         for index, prompt in enumerate(query.prompts):
             if prompt:

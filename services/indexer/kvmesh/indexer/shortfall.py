@@ -29,14 +29,14 @@ class Shortfall:
             self._streaks.pop(key, None)
 
     def check(self, indexed: Mapping[tuple[str, int], int]) -> dict[str, str]:
-        """Ranks short of blocks for LOOKS_TO_WARN looks in a row, each with a warning text."""
-        found = {}
+        """Ranks short of blocks for LOOKS_TO_WARN checks in a row, each with a warning text."""
+        warnings = {}
         for key, held in self._reported.items():
             short = indexed.get(key, 0) + SPARE_BLOCKS < held * SHARE
             streak = self._streaks.setdefault(key, Streak(LOOKS_TO_WARN, LOOKS_TO_CLEAR))
             if streak.observe(short):
-                found[f"{key[0]} {key[1]}"] = (
+                warnings[f"{key[0]} {key[1]}"] = (
                     f"the index has less than half of the blocks that rank {key[1]} of {key[0]}"
                     " reports as cached"
                 )
-        return found
+        return warnings

@@ -127,13 +127,13 @@ class KvbmNode:
                 subjects.ctl(instance),
                 control.decoder,
                 returning(self._control.obey),
-                on_malformed=_not_understood,
+                on_malformed=_malformed,
             ),
             await self._bus.serve(
                 subjects.dump(instance),
                 control.dumps,
                 returning(self._control.dump),
-                on_malformed=_not_understood,
+                on_malformed=_malformed,
             ),
         ]
         await self._sources.open()
@@ -149,7 +149,7 @@ class KvbmNode:
         log.info("serving blocks of node %s in %s", card.node, self._storage.directory.path)
 
     async def close(self) -> None:
-        """Refuse new work, wait a limited time for workers to finish, and leave."""
+        """Decline new requests, wait a limited time for workers to finish, and leave the mesh."""
         self.manager.closing = True
         await self._presence.leave()
         workers = self.manager.attachments.workers
@@ -238,7 +238,7 @@ class KvbmNode:
             self.compatibility.compare(self.manager.attachments.layouts_in_use, card)
 
     async def _follow_and_renew(self, models: list[str]) -> None:
-        """Follow new models before the card shows them, as peers then send their claims."""
+        """Follow new models, then publish the card, to which peers reply with their claims."""
         for model in models:
             await self._exchange.follow(model)
         if self.ready:
@@ -253,7 +253,7 @@ class KvbmNode:
         self._reader.forget(card.instance)
 
 
-def _not_understood(reason: str) -> ControlReply:
+def _malformed(reason: str) -> ControlReply:
     return ControlReply(False, reason)
 
 

@@ -20,7 +20,7 @@ EVENTS_S = 0.003
 
 
 class Presence:
-    """Keeps card and publishers in step with the attached workers and their layouts.
+    """Updates card and publishers after changes of the attached workers and their layouts.
 
     `key` is the fingerprint of the node's key, empty if the node has no peers. `dump` publishes
     a rank's contents.

@@ -61,7 +61,7 @@ class RemoteSources:
         self._store.start(store_moves)
 
     def drop(self, digests: list[bytes]) -> None:
-        """Have the store drop blocks."""
+        """Drop blocks from the store."""
         self._store.drop(digests)
 
     async def _look_up(self, lookup: Lookup) -> None:

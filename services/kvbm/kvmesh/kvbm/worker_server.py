@@ -25,7 +25,7 @@ _decoder: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmR
 
 
 class WorkerServer:
-    """Answers workers from the manager, and other kvbms from `lender`.
+    """Replies to workers from the manager, and to other kvbms from `lender`.
 
     Calls `settle` after each change of the manager's state. `clock` gives monotonic seconds.
     """
@@ -110,7 +110,7 @@ class WorkerServer:
     def _attach(self, request: Attach) -> Attached | Declined:
         if Path(request.lock).name != request.lock or not self._directory.is_held(request.lock):
             return Declined("invalid", f"{request.lock!r} is not a locked file in the directory")
-        # any worker can send to any kvbm: a random number keeps others from naming this attachment
+        # any worker can send to any kvbm: other workers cannot guess a random number
         worker = self._manager.attach(request, secrets.randbits(ATTACHMENT_BITS))
         if isinstance(worker, Declined):
             log.warning("%s cannot attach: %s", request.instance, worker.reason)

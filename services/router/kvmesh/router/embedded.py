@@ -5,8 +5,8 @@
         …
         await router.free("request-1")
 
-It follows the mesh as a replica does: its placements count for the other routers, and theirs for
-it. It serves no requests of other processes.
+It follows the mesh as a replica does: each router counts the placements of all others. It serves
+no requests of other processes.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class EmbeddedRouter:
     `overrides` may set overlap_credit, prefill_weight, request_weight, credit_decay and
     temperature for one call. Prompts of different `adapter` and `tenant` share no cache. Frontends
     salt their tenants with a secret, so their caches are separate; a program that lets callers name
-    a tenant must do likewise.
+    a tenant must salt them as well.
     """
 
     def __init__(self, service: Service, router: ModelRouter) -> None:
@@ -114,10 +114,10 @@ class EmbeddedRouter:
         tenant: str = "",
         timeout: float = 60.0,
     ) -> EmbeddedWorker:
-        """Place a prompt, after a wait in the queue if all ranks are full.
+        """Place a prompt, queued while no rank has free capacity.
 
-        With `update` and a `request_id` it counts as running there until `free`.
-        Raises RouteError if it is refused.
+        With `update` and a `request_id`, the prompt counts as running there until `free`.
+        Raises RouteError if the router refuses the prompt.
         """
         request = RouteRequest(
             request=request_id or f"unnamed-{secrets.token_hex(8)}",
@@ -230,21 +230,21 @@ class EmbeddedRouter:
     async def _place(self, request: RouteRequest) -> Routed:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
-        def reply(answer: object) -> None:
+        def reply(result: object) -> None:
             if not future.done():
-                future.set_result(answer)
+                future.set_result(result)
 
         try:
             self._router.route(RouteCall(request, monotonic(), reply=reply))
-            answer = await future
+            result = await future
         except asyncio.CancelledError:
             await self.free(request.request)
             raise
-        if isinstance(answer, Refused):
-            raise RouteError(answer)
-        if not isinstance(answer, Routed):
-            raise TypeError(f"a router answered {answer!r}")
-        return answer
+        if isinstance(result, Refused):
+            raise RouteError(result)
+        if not isinstance(result, Routed):
+            raise TypeError(f"a router replied {result!r}")
+        return result
 
     def _hashes(self, token_ids: Sequence[int], adapter: str | None, tenant: str) -> bytes:
         size = self._router.core.table.block_size

@@ -1,7 +1,7 @@
 """Client of the index: batches overlap lookups into queries, without a task per lookup.
 
 Indexers are queried by instance, in turn. One that does not reply in time is left out until it
-answers a probe, and its lookups are sent to another one once.
+replies to a probe, and its lookups are sent to another one once.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from kvmesh.router.scoring.overlaps import Overlaps
 log = logging.getLogger(__name__)
 MAX_PROMPTS = 64
 MAX_IN_FLIGHT = 4
-STEADY_S = 5.0  # without a failure until an outage is over: one of several indexers may hang
+STEADY_S = 5.0  # without a failure, then an outage is over: one of several indexers may hang
 ROW = 20  # five uint32
 
 
 class _Reply(msgspec.Struct, array_like=True):
-    """An OverlapReply with undecoded ranks: they rarely change, and are decoded only then."""
+    """An OverlapReply with undecoded ranks: decoded only when they change, which is rare."""
 
     ranks: msgspec.Raw
     rows: list[bytes]
@@ -147,7 +147,7 @@ class IndexClient:
     def probe(self, now: float) -> None:
         """Probe the indexers that are left out; call several times a second.
 
-        During an outage all are probed, so that a router without lookups sees its end.
+        During an outage all are probed, so that a router without lookups detects its end.
         """
         for token in [token for token, (_, sent) in self._probes.items() if sent < now - 60.0]:
             del self._probes[token]
@@ -186,7 +186,7 @@ class IndexClient:
         except msgspec.MsgspecError:  # logged for lookups only
             return
         if self.indexers.replied(indexer, monotonic(), monotonic() - sent):
-            log.info("indexer %s answers again", indexer)
+            log.info("indexer %s replies again", indexer)
         if self.indexers.trusts(indexer):
             self._log_outage("")
 
@@ -203,13 +203,13 @@ class IndexClient:
             return
         if query.indexer is not None:
             if self.indexers.suspect(query.indexer):
-                log.warning("indexer %s does not answer: querying others", query.indexer)
+                log.warning("indexer %s does not reply: querying others", query.indexer)
             if not query.tried and self.indexers.trusts_any():
                 del self._in_flight[token]
                 self._send_query(query.lookups, query.started, (query.indexer,))
                 return
         where = query.indexer or self._subject
-        self._complete(token, None, f"no reply of {where} within {self._timeout:g} s")
+        self._complete(token, None, f"no reply from {where} within {self._timeout:g} s")
 
     def _on_no_responder(self, token: str) -> None:
         """Query the next indexer, and the queue group when none is left."""
@@ -243,7 +243,7 @@ class IndexClient:
                 log.warning("routing %s without overlaps: %s", self._model, failure)
             self._outage, self._failed = True, now
         elif self._outage and now - self._failed > STEADY_S:
-            log.info("the index of %s answers again", self._model)
+            log.info("the index of %s replies again", self._model)
             self._outage = False
 
 

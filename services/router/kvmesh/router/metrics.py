@@ -32,7 +32,7 @@ overlap_blocks = Counter(
 )
 missed_blocks = Counter(
     f"{_PREFIX}_missed_overlap_blocks",
-    "Blocks by which another shown rank overlapped more",
+    "Blocks by which the best recorded candidate overlapped more",
     ["model"],
 )
 lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])

@@ -176,9 +176,9 @@ class ModelRouter:
     def apply(self, event: SeqEvent) -> None:
         """Apply an event of the active-sequence stream."""
         if type(event) is SeqFree:
-            unwanted = self._calls.pop(event.request, None)
-            if unwanted is not None:
-                unwanted.wanted = False
+            freed = self._calls.pop(event.request, None)
+            if freed is not None:
+                freed.wanted = False
         self.queue.apply(event, monotonic())
 
     def schedule_placement(self) -> None:
@@ -195,11 +195,11 @@ class ModelRouter:
     def _execute(self, actions: QueueActions) -> None:
         """Reply at once; publish and record after the replies are sent."""
         for ticket in actions.done:
-            self._answer(ticket)
+            self._reply(ticket)
         if actions.events or actions.done:
             self._loop.call_soon(self._publish, actions)
 
-    def _answer(self, ticket: Ticket) -> None:
+    def _reply(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
         result = ticket.result
         if isinstance(ticket, RouteCall) and ticket.reply is not None and result is not None:

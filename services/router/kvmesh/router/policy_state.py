@@ -40,7 +40,7 @@ class PolicyState:
         )
 
     async def run(self) -> None:
-        """Restore the own state, then publish changes until cancelled."""
+        """Restore this router's state, then publish changes until cancelled."""
         await self._reader.open()
         try:
             with contextlib.suppress(TimeoutError):  # stored states are then merged as they arrive

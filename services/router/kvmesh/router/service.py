@@ -45,7 +45,7 @@ _thresholds = msgspec.msgpack.Decoder(Thresholds)
 
 
 class RouterService:
-    """The models of one router process; with `serves` false it answers no requests (embedded)."""
+    """The models of one router process; with `serves` false it serves no requests (embedded)."""
 
     def __init__(self, service: Service, serves: bool = True) -> None:
         self._service = service
@@ -209,7 +209,7 @@ class RouterService:
             self._worker_joined(card, card.model)
 
     def _indexer_joined(self, card: Instance) -> None:
-        """Add an indexer if its card says it is ready; its card changes with that."""
+        """Add an indexer whose card is labelled ready; remove one whose label has changed."""
         if card.labels.get(STATE) != READY:
             self._indexer_left(card.instance)
             return

@@ -17,7 +17,9 @@ from kvmesh.settings import Settings
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh busy MODEL [options]"
-    parser.epilog = "Without thresholds, shows the present ones. They survive restarts of routers."
+    parser.epilog = (
+        "Without thresholds, shows the present ones. Thresholds survive restarts of routers."
+    )
     parser.add_argument("model", metavar="MODEL", help="the model's name")
     parser.add_argument("--blocks", type=int, metavar="N", help="active blocks of a rank")
     parser.add_argument(
@@ -49,11 +51,11 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         elif wanted != Thresholds():
             await bucket.put(key, encode(wanted))
         try:
-            held = msgspec.msgpack.decode((await bucket.get(key)).value or b"", type=Thresholds)
+            stored = msgspec.msgpack.decode((await bucket.get(key)).value or b"", type=Thresholds)
         except NotFound:
             print(f"{arguments.model}: the routers' settings apply")
             return 0
-        print(f"{arguments.model}: {_text(held)}")
+        print(f"{arguments.model}: {_text(stored)}")
         return 0
 
     return run_on_bus("busy", settings, main)
@@ -83,6 +85,8 @@ async def _warn_if_unserved(bus: Bus, settings: Settings, model: str) -> None:
         print(f"kvmesh busy: no worker serves {model} now{hint}", file=sys.stderr)
 
 
-def _text(held: Thresholds) -> str:
-    named = [(name.replace("_", "-"), getattr(held, name)) for name in held.__struct_fields__]
+def _text(thresholds: Thresholds) -> str:
+    named = [
+        (name.replace("_", "-"), getattr(thresholds, name)) for name in thresholds.__struct_fields__
+    ]
     return ", ".join(f"{name} {value:g}" for name, value in named if value is not None)

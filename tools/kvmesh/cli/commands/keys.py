@@ -100,10 +100,10 @@ async def _add(bucket: Bucket, key: Key) -> None:
 async def _rotate(bucket: Bucket, name: str, secret: str, until: float) -> Key:
     entry = await _entry(bucket, name)
     try:
-        held = msgspec.json.decode(entry.value or b"", type=Key)
+        stored = msgspec.json.decode(entry.value or b"", type=Key)
     except msgspec.MsgspecError as error:
         raise KeyActionError(f"cannot decode key {name}: {error}") from error
-    key = keyring.rotate(held, secret, until)
+    key = keyring.rotate(stored, secret, until)
     try:
         await bucket.update(token(name), msgspec.json.encode(key), last=entry.revision)
     except Conflict:

@@ -21,9 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="folder to write")
-    for flag, who in (("--workers", "workers"), ("--kvbms", "block managers")):
+    for flag, plural in (("--workers", "workers"), ("--kvbms", "block managers")):
         default = ["worker-0"] if flag == "--workers" else ["kvbm-0"]
-        text = f"names of the {who}, one user each; {EVERY}: one user for all [{default[0]}]"
+        text = f"names of the {plural}, one user each; {EVERY}: one user for all [{default[0]}]"
         add(flag, type=_names, default=default, metavar="NAME,…", help=text)
     add(
         "--hosts",

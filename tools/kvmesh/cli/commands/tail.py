@@ -15,9 +15,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh tail [SUBJECT …] [options]"
     parser.epilog = (
         "Kinds: kv (KV events), route (decisions and outcomes), seq (active sequences), instances, "
-        "load, out (tokens), computing (blocks being computed), and the requests "
-        f"{', '.join(REQUESTS)}. While requests are tailed, NATS counts this command as their "
-        "responder: senders detect a dead process by its lease or a timeout instead of at once."
+        "load, out (tokens), computing (blocks being computed), limits (use of API keys), and the "
+        f"requests {', '.join(REQUESTS)}. While requests are tailed, NATS counts this command as "
+        "their responder: senders detect a dead process by its lease or a timeout instead of at "
+        "once."
     )
     parser.add_argument(
         "subject",

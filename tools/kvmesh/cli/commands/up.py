@@ -25,8 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     try:
-        with ExitStack() as held:
-            claimed = claim(settings, held)
+        with ExitStack() as claims:
+            claimed = claim(settings, claims)
             asyncio.run(_supervise(claimed, embedded=not settings.nats.url))
     except UpError as error:
         print(f"kvmesh up: {error}", file=sys.stderr)

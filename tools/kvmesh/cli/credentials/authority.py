@@ -41,7 +41,7 @@ class Authority:
         name = _name(f"kvmesh {mesh}")
         constraint = x509.BasicConstraints(ca=True, path_length=0)
         certificate = (
-            _begin(name, name, key, now, AUTHORITY_DAYS)
+            _builder(name, name, key, now, AUTHORITY_DAYS)
             .add_extension(constraint, critical=True)
             .add_extension(_SIGNING, critical=True)
             .sign(key, hashes.SHA256())
@@ -50,7 +50,7 @@ class Authority:
 
     @classmethod
     def load(cls, pair: CertificatePair) -> "Authority":
-        """Load an authority from its certificate and key; raises BadAuthority."""
+        """Load an authority from its certificate and key; raises AuthorityError."""
         try:
             key = serialization.load_pem_private_key(pair.key, password=None)
             certificate = x509.load_pem_x509_certificate(pair.certificate)
@@ -74,7 +74,7 @@ class Authority:
         usage = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
         public = self._key.public_key()
         builder = (
-            _begin(_name(name), self._certificate.subject, key, now, days)
+            _builder(_name(name), self._certificate.subject, key, now, days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_HANDSHAKES, critical=True)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
@@ -85,11 +85,11 @@ class Authority:
         if hosts:
             names = x509.SubjectAlternativeName([_host(host) for host in hosts])
             builder = builder.add_extension(names, critical=False)
-        # self._key is the authority's, key the subject's
+        # signed with the authority's key; `key` is the subject's
         return _pair(builder.sign(self._key, hashes.SHA256()), key)
 
 
-def _begin(
+def _builder(
     name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, days: int
 ) -> x509.CertificateBuilder:
     public = key.public_key()

@@ -34,7 +34,7 @@ class CredentialsError(Exception):
 
 @dataclass(frozen=True)
 class CredentialsPlan:
-    """Contents of the folder; `installed` is the folder of each part's files once deployed."""
+    """Contents of the folder; once deployed, each part's files are in the folder `installed`."""
 
     hosts: Sequence[str]
     port: int = 4222
@@ -55,7 +55,7 @@ class Credentials:
         self._now = datetime.now(UTC)
 
     def write(self, force: bool) -> list[Principal]:
-        """Write missing files; return all users. Raises CredentialsError, BadAuthority, OSError.
+        """Write missing files; return all users. Raises CredentialsError, AuthorityError, OSError.
 
         `force` first deletes all existing credentials, which a new authority invalidates.
         """
@@ -74,10 +74,10 @@ class Credentials:
         if not self._path.exists():
             _make(self._path)
             return
-        ours = [*self._users(), AUTHORITY, NATS]
+        parts = [*self._users(), AUTHORITY, NATS]
         if not (self._path / AUTHORITY / CA).is_file() and any(self._path.iterdir()):
             raise CredentialsError(f"{self._path} is not empty and contains no credentials")
-        for part in ours if force else ():
+        for part in parts if force else ():
             shutil.rmtree(self._path / part, ignore_errors=True)
         self._path.chmod(0o700)
 

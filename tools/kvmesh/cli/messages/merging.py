@@ -15,7 +15,7 @@ class MergedReader:
     """Passes stored messages to `handler` by time, then new ones on arrival.
 
     While one stream has not caught up, the others wait for its next message: up to MAX_WAITING
-    messages of each are buffered here, then flow control holds the server.
+    messages of each are buffered here, then flow control pauses the server.
     """
 
     def __init__(self, bus: Bus, handler: Callable[[StreamMessage], None], start: Start) -> None:

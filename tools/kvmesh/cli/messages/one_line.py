@@ -59,8 +59,8 @@ def _kv_event(event: m.KvEvent) -> str:
     count = len(event.engine) // HASH_BYTES
     if isinstance(event, m.Removed):
         return f"-{count} {_tier(event.tier)}{_span(event.engine)}"
-    under = "root" if event.parent is None else _hash(event.parent)
-    return f"+{count} {_tier(event.tier)} {under} →{_span(event.engine)}"
+    parent = "root" if event.parent is None else _hash(event.parent)
+    return f"+{count} {_tier(event.tier)} {parent} →{_span(event.engine)}"
 
 
 def _decision(decision: m.Decision) -> str:
@@ -144,7 +144,7 @@ def _instance(card: m.Instance) -> str:
     return f"{card.instance} {state}  {card.role} {card.name} {card.version}{model}"
 
 
-def _damaged(message: Undecodable) -> str:
+def _undecodable(message: Undecodable) -> str:
     return f"undecodable, {message.size} bytes: {message.error}"
 
 
@@ -170,8 +170,8 @@ def _prepare(prepare: m.Prepare) -> str:
 
 
 def _computing(computing: m.ClaimAnnouncement) -> str:
-    names = len(computing.digests) // 16
-    state = f"computes a prompt of {names} digests" if names else "ended its computation"
+    count = len(computing.digests) // 16
+    state = f"computes a prompt of {count} digests" if count else "ended its computation"
     return f"{computing.instance} #{computing.number} {state}"
 
 
@@ -191,6 +191,6 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.Lend: _lend,
     m.Prepare: _prepare,
     m.ClaimAnnouncement: _computing,
-    Undecodable: _damaged,
+    Undecodable: _undecodable,
     **dict.fromkeys((m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping), _control),
 }

@@ -29,7 +29,7 @@ ONE_SUBJECT = ("sessions", "limits")  # these kinds have no further tokens
 
 @dataclass(frozen=True)
 class TailFilter:
-    """Subject patterns, start of the replay, whether to follow after it, and maximal number."""
+    """Subject patterns, start of the replay, whether to follow it, and number of messages."""
 
     patterns: Sequence[str]
     since: datetime | None = None
@@ -156,10 +156,10 @@ class BusTail:
         self._print(self._line_format.line(time.time(), card.instance, *names, encode(card)))
 
     def _on_leave(self, card: Instance) -> None:
-        gone = {"instance": card.instance, "role": card.role, "left": True}
+        departure = {"instance": card.instance, "role": card.role, "left": True}
         names = ("instances", (card.role, card.name))
         self._print(
-            self._line_format.line(time.time(), card.instance, "left", names[1], encode(gone))
+            self._line_format.line(time.time(), card.instance, "left", names[1], encode(departure))
         )
 
     def _show(self, when: float, subject: str, data: bytes) -> None:

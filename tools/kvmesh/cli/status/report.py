@@ -21,7 +21,8 @@ LOAD_S = 1.2
 class InstanceReport(Struct, kw_only=True):
     """One instance: card, age in seconds, and load per rank of a worker.
 
-    `eligible`: it may be given work; `reason` is set for a worker incompatible with its model's.
+    `eligible`: it accepts requests; `reason` is set for a worker incompatible with the others of
+    its model.
     """
 
     card: Instance
@@ -101,7 +102,9 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
         namespace=bus.options.namespace,
         time=time.time(),
         instances=[
-            _member(card, loads.get(card.instance, {}), incompatible.get(card.instance, ""))
+            _instance_report(
+                card, loads.get(card.instance, {}), incompatible.get(card.instance, "")
+            )
             for card in cards
         ],
         streams=streams,
@@ -136,7 +139,7 @@ async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Director
         await asyncio.sleep(0.02)
 
 
-def _member(card: Instance, loads: dict[int, Load], reason: str) -> InstanceReport:
+def _instance_report(card: Instance, loads: dict[int, Load], reason: str) -> InstanceReport:
     return InstanceReport(
         card=card,
         age_s=max(0.0, time.time() - card.started),

@@ -37,10 +37,10 @@ def show_tables(report: MeshReport) -> None:
         console.print("\n[red]Warnings:[/red]")
     for warning in report.warnings:
         console.print(escape(f"{warning.instance}: {warning.text}"), soft_wrap=True)
-    divided_layouts = _divided_layouts(report.instances)
-    if divided_layouts.row_count:
+    incompatible = _incompatible_layouts(report.instances)
+    if incompatible.row_count:
         console.print("\n[yellow]These block managers do not share all blocks:[/yellow]")
-        console.print(divided_layouts)
+        console.print(incompatible)
     keys = _keys(report.instances)
     if keys.row_count:
         console.print("\n[yellow]Block managers with different keys share no blocks:[/yellow]")
@@ -123,7 +123,7 @@ def _tiers(store: NodeStore) -> str:
     return ", ".join(f"{size(count)} of {name}" for count, name in sizes if count)
 
 
-def _divided_layouts(members: list[InstanceReport]) -> Table:
+def _incompatible_layouts(members: list[InstanceReport]) -> Table:
     """Layouts of the models for which two nodes have none in common."""
     layouts = {m.card.instance: m.card.store.layouts for m in members if m.card.store}
     pairs = combinations(layouts.values(), 2)

@@ -81,5 +81,5 @@ def _sections(role: str, settings: Settings) -> Iterator[Any]:
 
 
 def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    ours = {*variables(), CONFIG}
-    return {name: value for name, value in environ.items() if name not in ours}
+    settings_variables = {*variables(), CONFIG}
+    return {name: value for name, value in environ.items() if name not in settings_variables}

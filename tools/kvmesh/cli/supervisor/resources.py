@@ -15,17 +15,17 @@ from kvmesh.settings import Settings
 LOOPBACK = "127.0.0.1"
 
 
-def claim(settings: Settings, held: ExitStack) -> Settings:
+def claim(settings: Settings, claims: ExitStack) -> Settings:
     """`settings` with free ports in place of 0 and the URL of the embedded NATS server, if any.
 
-    `held` releases the claims. Raises UpError naming the flag to change.
+    `claims` releases them at its exit. Raises UpError naming the flag to change.
     """
     up, frontend, used = settings.up, settings.frontend, set[int]()
     if not settings.nats.url:
-        held.enter_context(_lock(up.state_dir))
+        claims.enter_context(_lock(up.state_dir))
         port = _claim_port(LOOPBACK, up.nats_port, "--nats-port", used)
         settings = _embedded(settings, f"nats://{LOOPBACK}:{port}")
-        held.callback(local.withdraw, settings)
+        claims.callback(local.withdraw, settings)
     if up.frontends:
         port = _claim_port(frontend.host, frontend.port, "--port", used)
         settings = replace(settings, frontend=replace(frontend, port=port))

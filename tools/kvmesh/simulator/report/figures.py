@@ -129,13 +129,13 @@ def figures(simulation: Simulation) -> Figures:
 def _steady(records: Records, done: NDArray[np.bool_], length: float) -> float:
     ended, output = records.column("ended")[done], records.column("output")[done]
     order = ended.argsort(kind="stable")
-    ended, made = ended[order], output[order].cumsum()
-    if not len(made):
+    ended, produced = ended[order], output[order].cumsum()
+    if not len(produced):
         return 0.0
-    first, last = made.searchsorted([made[-1] / 4, made[-1] * 3 / 4])
+    first, last = produced.searchsorted([produced[-1] / 4, produced[-1] * 3 / 4])
     if ended[first] == ended[last]:
-        return float(made[-1]) / length
-    return float((made[last] - made[first]) / (ended[last] - ended[first]))
+        return float(produced[-1]) / length
+    return float((produced[last] - produced[first]) / (ended[last] - ended[first]))
 
 
 def _spread(values: Column) -> Spread | None:
@@ -208,13 +208,13 @@ def _lost(simulation: Simulation, done: NDArray[np.bool_]) -> LostHits:
     levels = [np.minimum(records.column("cached")[done], useful)]
     for name in ("chosen_rank", "best_rank", "computed"):
         levels.append(np.clip(records.column(name)[done], levels[-1], useful))
-    cached, held, best, made = (int(level.sum()) for level in levels)
+    cached, chosen, best, computed = (int(level.sum()) for level in levels)
     return LostHits(
         ends=int((ideal - useful).sum()),
-        unfinished=int(useful.sum()) - made,
-        evicted=made - best,
-        elsewhere=best - held,
-        dropped=held - cached,
+        unfinished=int(useful.sum()) - computed,
+        evicted=computed - best,
+        elsewhere=best - chosen,
+        dropped=chosen - cached,
     )
 
 

@@ -39,7 +39,7 @@ class InfiniteCache:
 
 
 def ideal_hits(workload: Workload, block_size: int) -> list[int]:
-    """Tokens of each prompt that an infinite cache would hold, rounds taken in order."""
+    """Tokens of each prompt that an infinite cache would hold, in the order of the rounds."""
     cache = InfiniteCache(workload.tree, block_size)
     hits: list[int] = []
     for round_ in workload.rounds:

@@ -31,7 +31,7 @@ BLOCK_SIZE = 512
 
 
 class MooncakeRow(Struct, kw_only=True, omit_defaults=True):
-    """One line; `block_size`, `priority`, `abort_after`, `parent_session_id` are our additions."""
+    """One line; `block_size`, `priority`, `abort_after`, `parent_session_id` are extensions."""
 
     input_length: SomeTokens
     output_length: Tokens

@@ -199,7 +199,7 @@ class AgentGenerator:
         state.wait = tool.name
 
     def _compact(self, state: SessionState) -> bool:
-        """Summarise the prompt and continue from the summary; False if the session does not."""
+        """Continue from a summary of the prompt; False if the session does not compact."""
         compaction = state.agent.compaction
         if compaction is None or not state.compacts:
             return False

@@ -98,7 +98,8 @@ class Agent(_Section, frozen=True, kw_only=True):
 class AgentProfile(_Section, frozen=True, kw_only=True):
     """A profile. Root sessions start as a Poisson process, `per_minute` on average.
 
-    With `concurrency`, only that many start so; each further one starts when another has ended.
+    With `concurrency`, only the first `concurrency` sessions start so; each further session starts
+    when another has ended.
     """
 
     description: str

@@ -97,10 +97,10 @@ class ChatEndpoint:
 
     async def _first_model(self) -> str:
         try:
-            async with self._http.get(f"{self._url}/v1/models", headers=self._headers) as answer:
-                body = await answer.read()
-                if answer.status != 200:
-                    raise EndpointError(f"{self._url}/v1/models: {reason(answer.status, body)}")
+            async with self._http.get(f"{self._url}/v1/models", headers=self._headers) as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise EndpointError(f"{self._url}/v1/models: {reason(response.status, body)}")
                 models: list[str] = [card["id"] for card in msgspec.json.decode(body)["data"]]
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EndpointError(f"cannot reach {self._url}: {describe(error)}") from error
@@ -116,12 +116,12 @@ class ChatEndpoint:
         try:
             async with self._http.post(
                 f"{self._url}/v1/chat/completions", json=body, headers=self._headers
-            ) as answer:
-                content = await answer.read()
+            ) as response:
+                content = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EndpointError(f"cannot reach {self._url}: {describe(error)}") from error
-        if answer.status != 200:
-            raise EndpointError(f"a trial request failed: {reason(answer.status, content)}")
+        if response.status != 200:
+            raise EndpointError(f"a trial request failed: {reason(response.status, content)}")
         usage = _frames.decode(content).usage
         return usage.prompt_tokens if usage else 0
 
@@ -151,11 +151,11 @@ class ChatEndpoint:
         try:
             async with self._http.post(
                 f"{self._url}/v1/chat/completions", data=body, headers=headers
-            ) as answer:
-                if answer.status != 200:
-                    sample.error = reason(answer.status, await answer.read())
+            ) as response:
+                if response.status != 200:
+                    sample.error = reason(response.status, await response.read())
                     return
-                async for piece in answer.content.iter_any():
+                async for piece in response.content.iter_any():
                     if reader.feed(piece):
                         break
             reader.end()

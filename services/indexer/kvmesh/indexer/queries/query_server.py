@@ -44,7 +44,7 @@ class QueryCounts:
 
 
 class QueryServer:
-    """Answers queries while open; with shards, the queried one merges the others' replies."""
+    """Serves queries while open; with shards, the queried one merges the others' replies."""
 
     def __init__(
         self, bus: Bus, states: RankStates, feed: Feed, timeout: float, instance: str
@@ -83,7 +83,7 @@ class QueryServer:
             )
 
     async def close(self) -> None:
-        """Leave the queue group; queries already received are still answered."""
+        """Leave the queue group; queries already received still get replies."""
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             try:
@@ -94,10 +94,10 @@ class QueryServer:
 
     def _on_query(self, query: OverlapQuery, reply: Reply) -> None:
         started = time.perf_counter()
-        reply(self._answer(query))
+        reply(self._find(query))
         QUERY_S.observe(time.perf_counter() - started)
 
-    def _answer(self, query: OverlapQuery) -> OverlapReply:
+    def _find(self, query: OverlapQuery) -> OverlapReply:
         self.counts.queries += 1
         self.counts.prompts += len(query.prompts)
         try:
@@ -139,10 +139,10 @@ class QueryServer:
         reply(merge(len(query.prompts), replies))
 
     async def _query_shard(self, number: int, query: OverlapQuery) -> OverlapReply:
-        """The reply of one shard; an empty one if it does not answer."""
+        """The reply of one shard; an empty one if the shard does not reply."""
         shard = self._states.shard
         if number == shard.number:
-            return self._answer(query)
+            return self._find(query)
         try:
             reply = await self._query_replicas(shard.label_of(number), query)
         except BusError as error:
@@ -170,7 +170,7 @@ class QueryServer:
                 continue
             except RequestTimeout:
                 if replicas.suspect(replica):
-                    log.warning("indexer %s does not answer: querying others", replica)
+                    log.warning("indexer %s does not reply: querying others", replica)
                 if not first:
                     raise
                 left /= 2
@@ -201,14 +201,14 @@ class QueryServer:
 
     async def _probe(self, replicas: Peers, instance: str) -> None:
         subject = self._bus.subjects.index_part_at(instance)
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             await self._bus.request(subject, OverlapQuery([]), _replies, self._timeout / 2)
         except BusError as error:
             log.debug("indexer %s: %s", instance, error)
             return
-        if replicas.replied(instance, time.monotonic(), time.monotonic() - began):
-            log.info("indexer %s answers again", instance)
+        if replicas.replied(instance, time.monotonic(), time.monotonic() - started):
+            log.info("indexer %s replies again", instance)
 
 
 def _part(query: OverlapQuery, prompts: list[int]) -> OverlapQuery:

@@ -3,7 +3,7 @@
     magic (8 bytes) | version (u16) | BLAKE2b-128 of the rest | zstd( length-prefixed messages )
 
 The messages are msgpack: one RankImage per rank, then the Header. Ranks are captured one after
-the other while events keep flowing: each image carries the next event id of its rank, so the
+the other while events are applied: each image carries the next event id of its rank, so the
 events between the covered stream sequence and the capture are recognised as duplicates when the
 stream is replayed from there.
 """
@@ -40,7 +40,7 @@ class DamagedSnapshot(SnapshotError):
 
 
 class Header(Struct, frozen=True, array_like=True, tag="header"):
-    """The extent of a snapshot: stream `stream` (its creation time) up to sequence `covered`.
+    """The extent of a snapshot: the stream created at `stream`, up to sequence `covered`.
 
     `ignored` are instances whose events are skipped.
     """

@@ -15,15 +15,15 @@ SLOTS = 3
 READ_TIMEOUT_S = 120.0
 COVERED = "covered"
 STORED = "stored"
-MADE = "stream"
+STREAM_CREATED = "stream"
 VERSION = "version"
 
 
 class Slot(NamedTuple):
     """A stored snapshot: the stream sequence it covers, and the location of its bytes.
 
-    `stored` is the time at which that message was stored (0: unknown), `made` the stream's
-    creation time.
+    `stored` is the time at which that message was stored (0: unknown), `stream_created` the
+    stream's creation time.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Slot(NamedTuple):
     nuid: str
     size: int
     stored: float = 0.0
-    made: str = ""
+    stream_created: str = ""
 
 
 class Covers(NamedTuple):
     """The extent of a snapshot: a stream's messages up to `seq`, which was stored at `stored`."""
 
-    made: str
+    stream_created: str
     seq: int
     stored: float
 
@@ -66,13 +66,13 @@ class SnapshotStore:
             return Slot(name, -1, "", 0)
         headers = info.headers or {}
         covered, stored = int(_number(headers, COVERED, -1)), _number(headers, STORED, 0)
-        made = str(headers.get(MADE, ""))
-        return Slot(name, covered, info.nuid or "", info.size or 0, stored, made)
+        created = str(headers.get(STREAM_CREATED, ""))
+        return Slot(name, covered, info.nuid or "", info.size or 0, stored, created)
 
     async def read(self, slot: Slot) -> bytes:
         """The bytes of a snapshot; raises DamagedSnapshot if some are missing.
 
-        Chunks are read straight from the bucket's stream: several times faster than the object
+        Chunks are read directly from the bucket's stream: several times faster than the object
         store's own `get`, which reads chunk by chunk and hashes in between.
         """
         if not slot.nuid:
@@ -110,7 +110,7 @@ class SnapshotStore:
         headers = {
             COVERED: str(covers.seq),
             STORED: repr(covers.stored),
-            MADE: covers.made,
+            STREAM_CREATED: covers.stream_created,
             VERSION: str(version),
         }
         await bucket.put(name, data, headers)
@@ -126,7 +126,7 @@ class SnapshotStore:
         await self._bus.js.purge_stream(self._stream)
 
     async def sweep(self) -> None:
-        """Purge chunks without an object in two sweeps: their writer died before the end."""
+        """Purge chunks that have no object in two successive sweeps: their writer died."""
         objects = f"$O.{self._bucket}."
         info = await self._bus.js.stream_info(self._stream, subjects_filter=f"{objects}>")
         subjects = info.state.subjects or {}

@@ -43,7 +43,7 @@ class SnapshotThresholds:
 
     @classmethod
     def of(cls, settings: IndexerSettings, limits: StreamLimits) -> "SnapshotThresholds":
-        """The settings, capped at a quarter of the stream's limits, which drop any message."""
+        """The settings, capped at a quarter of the limits at which the stream drops messages."""
         return cls(
             settings.snapshot_threshold,
             min(settings.snapshot_bytes, limits.kv_bytes / 4),
@@ -95,7 +95,7 @@ class Snapshotter:
         Returns the sequence it covers (0: none) and the time at which that message was stored.
         """
         await self._drop_foreign()
-        stream = await self._stream_made()
+        stream = await self._stream_created()
         for slot in await self._store.slots(self._label):
             started = time.monotonic()
             try:
@@ -115,16 +115,16 @@ class Snapshotter:
     async def _drop_foreign(self) -> None:
         """Delete snapshots of a replaced stream, or of one rewound behind what they cover.
 
-        They would pass for the newest, and uncovered messages would be purged from the stream.
+        Such a snapshot would count as the newest one, and uncovered messages would be purged.
         """
         stream = self._bus.subjects.kv_stream
         info = await self._bus.js.stream_info(stream)
         for slot in await self._store.slots(self._label):
-            another = slot.made not in ("", str(info.created))
-            another = another or slot.covered > info.state.last_seq
-            if not another and slot.stored:
-                another = await is_rewound(self._bus, stream, slot.covered, slot.stored)
-            if another:
+            foreign = slot.stream_created not in ("", str(info.created))
+            foreign = foreign or slot.covered > info.state.last_seq
+            if not foreign and slot.stored:
+                foreign = await is_rewound(self._bus, stream, slot.covered, slot.stored)
+            if foreign:
                 self.counts.snapshots_skipped += 1
                 log.warning("dropped snapshot %s: it covers messages that are gone", slot.name)
                 await self._store.drop(slot)
@@ -175,14 +175,14 @@ class Snapshotter:
     async def snapshot(self) -> None:
         """Write a snapshot, verify it by reading it back, purge what the previous one covers."""
         started = time.monotonic()
-        covers = Covers(await self._stream_made(), self._feed.applied, self._feed.applied_stored)
+        covers = Covers(await self._stream_created(), self._feed.applied, self._feed.applied_stored)
         rewinds = self._feed.rewinds
         data = await self._pack(covers)
         if self._feed.rewinds != rewinds:
             raise SnapshotError("the stream was rewound meanwhile")
         covered = covers.seq
         await self._store.write(self._label, data, covers, VERSION)
-        check(await self._store.read(await self._stored(covered)))
+        check(await self._store.read(await self._find_stored(covered)))
         self._note(covered)
         self.counts.snapshots += 1
         self.size = len(data)
@@ -190,7 +190,7 @@ class Snapshotter:
         seconds = time.monotonic() - started
         log.info("snapshot up to message %d: %d bytes in %.2f s", covered, len(data), seconds)
 
-    async def _stored(self, covered: int) -> Slot:
+    async def _find_stored(self, covered: int) -> Slot:
         """The snapshot just written; raises DamagedSnapshot if the server does not list it.
 
         A deposed NATS leader may reply with an older state, and another replica may clear all.
@@ -205,7 +205,7 @@ class Snapshotter:
         for image in capture(self._states):
             await asyncio.to_thread(packer.add, image)
         ignored = self._states.incarnations.ignored
-        header = Header(self._label, covers.made, covers.seq, time.time(), ignored)
+        header = Header(self._label, covers.stream_created, covers.seq, time.time(), ignored)
         return await asyncio.to_thread(packer.finish, header)
 
     async def _purge(self) -> None:
@@ -219,6 +219,6 @@ class Snapshotter:
             await self._bus.js.purge_stream(self._bus.subjects.kv_stream, seq=min(covered))
         await self._store.sweep()
 
-    async def _stream_made(self) -> str:
+    async def _stream_created(self) -> str:
         info = await self._bus.js.stream_info(self._bus.subjects.kv_stream)
         return str(info.created)

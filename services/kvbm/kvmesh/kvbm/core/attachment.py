@@ -24,7 +24,7 @@ class AttachedWorker:
     prompts: BlockPromptCache = field(default_factory=lambda: BlockPromptCache(MAX_PROMPT_BLOCKS))
 
     def prompt(self, message: Offer | Fetch) -> PromptBlocks | None:
-        """The whole prompt that a message describes; None if its base is unknown.
+        """The complete prompt that a message describes; None if its base is unknown.
 
         Raises ValueError if its parts do not match.
         """
@@ -47,7 +47,7 @@ class Attachments:
         self._spaces: dict[bytes, Space] = {}
 
     def add(self, message: Attach, number: int) -> AttachedWorker:
-        """Raises TooSmall if a block of the worker does not fit into the arena."""
+        """Attach a worker; raises TooSmall if its blocks do not fit into the arena."""
         space = self.add_space(message.model, message.layout)
         worker = self.workers[number] = AttachedWorker(
             number, message.instance, space, message.lock

@@ -12,7 +12,7 @@ from kvmesh.retention.token_ranges import DEFAULTS
 class KvbmConfig:
     """Capacities in bytes by tier, times in seconds; `tenant_share` of a tier bounds a tenant.
 
-    `remote` enables a tier beyond the node; `shares` adds a store to which this node offloads.
+    `remote` enables the remote tier; with `shares`, this node offloads to a remote store.
     """
 
     capacities: Mapping[int, int]

@@ -58,17 +58,15 @@ Reply: TypeAlias = Wanted | Fetched | Incomplete | Done | Declined
 
 
 class ParkedFetch(NamedTuple):
-    """The reply to a ticket comes later; a new request for the ticket replaces this one."""
+    """The reply for a ticket is sent later; a new request for the ticket replaces this one."""
 
     ticket: int
 
 
 class Manager:
-    """Answers a worker's messages (`kvmesh.bus.messages.kvbm`).
+    """Handles the messages of workers and peers (`kvmesh.bus.messages.kvbm`).
 
-    The caller drains moves, events and late replies.
-
-    `instance` identifies this kvbm to others.
+    The caller drains moves, events and parked replies. `instance` identifies this kvbm to others.
     """
 
     def __init__(self, config: KvbmConfig, instance: str = "") -> None:

@@ -73,10 +73,10 @@ class TierRetention:
             shared = self._sessions.shared_blocks(prompt.digests, prompt.session)
             for copy in copies:
                 wish = wishes.get(copy.block.index, NO_WISH)
-                alone = copy.block.index >= shared
-                if not wish.is_default or (alone and copy.retention is not None):
+                exclusive = copy.block.index >= shared
+                if not wish.is_default or (exclusive and copy.retention is not None):
                     directive = _directive(directives, wish, owner(prompt.tenant))
-                    self._store.claim(copy, wish, directive, alone)
+                    self._store.claim(copy, wish, directive, exclusive)
         for directive in directives.values():
             self._store.tiers[ARENA].budget.outcomes.record_grant(directive)
         self._apply_pins(prompt, copies)
@@ -89,7 +89,7 @@ class TierRetention:
             if retain is None:
                 continue
             last = ranges[-1] if ranges else None
-            if last is not None and last.end == retain.start and _alike(last, retain):
+            if last is not None and last.end == retain.start and _same_retention(last, retain):
                 ranges[-1] = Retain(last.start, retain.end, last.priority, last.ttl_s)
             else:
                 ranges.append(retain)
@@ -194,5 +194,5 @@ def _is_used(block: Block) -> bool:
     )
 
 
-def _alike(one: Retain, other: Retain) -> bool:
+def _same_retention(one: Retain, other: Retain) -> bool:
     return (one.priority, one.ttl_s) == (other.priority, other.ttl_s)

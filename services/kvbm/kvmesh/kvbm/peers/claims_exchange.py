@@ -157,7 +157,9 @@ class ClaimsExchange:
         peer = message.instance
         if peer == self._instance or self.failed_recently(peer):
             return
-        ttl_s = min(self._claims.ttl_s, message.ttl_s)  # in this order: it may be NaN
+        ttl_s = min(
+            self._claims.ttl_s, message.ttl_s
+        )  # in this order: the message's TTL may be NaN
         until = self._clock() + ttl_s
         self._peer_claims.receive(peer, message.number, split_digests(message.digests), until)
 
@@ -166,7 +168,7 @@ class ClaimsExchange:
     async def prepare(
         self, lookup: Lookup, peer: PeerSource, stored: bool
     ) -> tuple[list[bytes], PeerSource | None]:
-        """Have a peer make blocks ready; return those and the peer to query for more."""
+        """Request blocks from a peer; return those made ready, and the peer to query for more."""
         space, digests = lookup.prompt.space, lookup.digests
         engine = lookup.engine
         message = Prepare(

@@ -14,7 +14,7 @@ EMPTY = Lent(b"", b"", b"")
 class Lender:
     """Lends blocks of `manager` for `lend_s` seconds, or until they were read.
 
-    Nothing can be read here unless `reader` has registered the arena for transfers.
+    Peers can read only after `reader` has registered the arena for transfers.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ _overlaps = msgspec.msgpack.Decoder(OverlapReply)
 class PeerReader:
     """Reads blocks of other kvbms into the arena and reports moves to `on_moved`.
 
-    `hold` keeps a copy forever whose memory a broken transfer might still write.
+    `hold` withdraws a copy from use whose memory a failed transfer might still write.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PeerReader:
     async def find(self, lookup: Lookup, known: int) -> tuple[int, PeerSource | None]:
         """Number of a lookup's blocks, after the first `known`, in one peer's arena.
 
-        Also returns the peer with the longest prefix including its disk, if that is longer.
+        Also returns the peer with the longest prefix in arena and disk, if that prefix is longer.
         """
         wanted = lookup.digests[known:]
         first = lookup.first + known

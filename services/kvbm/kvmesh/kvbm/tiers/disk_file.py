@@ -89,9 +89,9 @@ class DiskFile:
         return status.f_bavail * status.f_frsize
 
     def usable(self, size: int) -> int:
-        """Bytes that the tier may use instead of its present `size`: fewer if others need them.
+        """Bytes that the tier may use instead of its present `size`: fewer if free space is short.
 
-        Grows only by at least two steps, and RETRY_S after the file system refused to grow.
+        Grows by two steps or more, and not within RETRY_S of a failed reservation.
         """
         available = self._free() - self._spare
         if available < 0:
@@ -146,7 +146,7 @@ def _skip(views: list[memoryview], done: int) -> list[memoryview]:
 
 
 def _check_private(path: Path) -> None:
-    """Keep other users from replacing files, as these are loaded; raises DiskError or OSError."""
+    """Prevent other users from replacing the files; raises DiskError or OSError."""
     trusted = (0, os.getuid())
     status = path.stat()
     if status.st_uid not in trusted or path.lstat().st_uid not in trusted:

@@ -1,7 +1,7 @@
 """Journal of the disk tier: appended as blocks are written and removed, rewritten when stale.
 
-It is not synced: after a machine crash, records may be missing or name blocks that were not
-written, which the checksum reveals when they are loaded.
+The journal is not synced: after a machine crash, records may be missing or name blocks that were
+not written. Loading detects such blocks by their checksums.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The directory that a node's kvbm shares with its workers, and the locks of its users.
 
 The kvbm holds an exclusive lock on one file, each worker on a file of its own. The kernel releases
-a lock when its holder dies, so files of dead processes are recognized and removed.
+a lock when its holder dies, so files of dead processes are detected and removed.
 """
 
 import errno
@@ -148,7 +148,7 @@ def _clear(path: Path) -> list[Path]:
 def _is_held(path: Path) -> bool:
     """True if the holder of a lock is alive; the file of a dead one is removed.
 
-    True also if no descriptor or memory is left to find out: the holder may write to the arena.
+    Also True if the check fails for lack of descriptors or memory: the holder may still write.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

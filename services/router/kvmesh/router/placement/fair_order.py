@@ -29,7 +29,7 @@ def fair_class(hints: Hints) -> str:
 
 
 def _main_class(name: str) -> str:
-    """The class that a subdivided class belongs to."""
+    """The class without its subdivision."""
     return name.partition(SEPARATOR)[0]
 
 

@@ -70,7 +70,7 @@ class PolicyRunner:
             choice = _FALLBACK.choose(candidates, model, self._rng)
             return choice._replace(note=f"kv in place of {name}: {cause(error)}")
 
-    # hooks of all policies in use
+    # hooks of the policies in use
 
     def apply_route_event(self, event: RouteEvent, now: float) -> None:
         """Call `on_placed` or `on_finished` of the policies that learn."""

@@ -2,8 +2,8 @@
 
 Every replica holds the waiting requests of all replicas, from the active-sequence stream, so all
 have the same order. A replica places only its own requests, each when it is first among those
-with free capacity. The stream defines the order: a request enters the queue when its own event
-comes back.
+with free capacity. The stream defines the order: a request enters the queue when its event
+arrives on the stream.
 """
 
 from collections.abc import Collection
@@ -25,15 +25,15 @@ from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
 
 REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
-SKIP_REPLICA_S = 5.0  # in which a replica that was too slow is not waited for again
-ECHO_PATIENCE_S = 0.5  # for an own entry to come back from the stream
+SKIP_REPLICA_S = 5.0  # the queue does not wait for a replica that was too slow
+ECHO_PATIENCE_S = 0.5  # for this replica's entry to arrive on the stream
 NEWCOMER_S = 5.0  # for the card of a new replica to arrive
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
 class QueueActions:
-    """Actions for the caller after a step: events to publish and tickets to answer."""
+    """Actions for the caller after a step: events to publish and tickets with a result."""
 
     events: list[SeqEvent] = field(default_factory=list)
     done: list[Ticket] = field(default_factory=list)
@@ -219,8 +219,8 @@ class PlacementQueue:
     def _has_capacity(self, request: RouteRequest) -> bool:
         """True if some eligible rank is below the threshold of active prefill."""
         slots = self.core.eligible(request)
-        among, slot = self._last_free
-        if among is slots and self._below_threshold(slot):
+        cached_slots, slot = self._last_free
+        if cached_slots is slots and self._below_threshold(slot):
             return True
         table = self.core.table
         limit = self._settings.queue_threshold * table.step_tokens.take(slots)
@@ -322,7 +322,7 @@ class PlacementQueue:
             self._unadmitted.pop(request, None)
 
     def _lane_has_capacity(self, lane: str) -> bool:
-        """True if a lane's requests have capacity, or are to be refused and so need not wait."""
+        """True if a lane's requests have capacity, or will be refused and so need not wait."""
         constraints = self._constraints.get(lane)
         if constraints is None:
             return False  # another replica did not publish its constraints

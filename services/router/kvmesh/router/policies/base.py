@@ -33,7 +33,7 @@ class Policy:
         """A placed request has ended."""
 
     def on_freed(self, request: str, now: float) -> None:
-        """A request ended or was given up; its outcome comes before, after or never."""
+        """A request ended or was given up; its outcome arrives before, after or never."""
 
     def admits(self, request: RouteRequest, now: float) -> bool:
         """True if the request may be placed now; else called again until its deadline."""

@@ -20,7 +20,7 @@ from kvmesh.router.state.rank_table import RankTable
 from kvmesh.settings.schema import RouterSettings
 
 FORGET_S = 3600.0
-RESUME_MARGIN_S = 5.0  # before a request's deadline its pause ends: time for two placements
+RESUME_MARGIN_S = 5.0  # a pause ends this long before the deadline: time for two placements
 RankId = tuple[str, int]
 
 
@@ -28,7 +28,7 @@ RankId = tuple[str, int]
 class Program:
     """One agent. `rank` holds its context of `context` tokens.
 
-    `tokens` are those that no other agent on that rank shares: prompts have common prefixes.
+    `tokens` leaves out the prefix that other agents on that rank share.
     """
 
     tokens: float
@@ -57,7 +57,7 @@ class ProgramPolicy(Policy):
     agents with a waiting request resume on the rank where they fit best, below `program_pause` less
     `program_hysteresis`. Past `program_pause` the smallest agents pause, at their next tool
     boundary, until `program_pause_target` is reached. An agent with a waiting request is paused for
-    at most `program_resume_s`, and never until its request would be refused; a request delayed by a
+    at most `program_resume_s`, and resumes before the request's deadline; a request delayed by a
     pause for half its deadline skips the queue. Requests without a session are always admitted.
     """
 
@@ -104,7 +104,7 @@ class ProgramPolicy(Policy):
         return not program.paused
 
     def _max_pause(self, request: RouteRequest) -> float:
-        """Most seconds a request waits for its paused agent."""
+        """Maximum seconds that a request waits for its paused agent."""
         until = request.deadline_s - min(RESUME_MARGIN_S, request.deadline_s / 2)
         return min(self._settings.program_resume_s, until)
 
@@ -208,7 +208,7 @@ class ProgramPolicy(Policy):
     def _resume_waiting(self, ranks: dict[RankId, float], now: float) -> None:
         settings = self._settings
         share = settings.program_pause - settings.program_hysteresis
-        free = {p: share * capacity - self._load(p, now) for p, capacity in ranks.items()}
+        free = {rank: share * capacity - self._load(rank, now) for rank, capacity in ranks.items()}
         waiting = [p for p in self._programs.values() if p.paused and p.waiting_since is not None]
         for program in sorted(waiting, key=_size, reverse=True):
             fits = {
@@ -273,7 +273,9 @@ class ProgramPolicy(Policy):
         """True if every rank is past `program_pause`."""
         ranks = self._capacities(self._table) if self._table is not None else {}
         share = self._settings.program_pause
-        return bool(ranks) and all(self._load(p, now) > share * c for p, c in ranks.items())
+        return bool(ranks) and all(
+            self._load(rank, now) > share * capacity for rank, capacity in ranks.items()
+        )
 
 
 def _size(program: Program) -> float:

@@ -84,6 +84,7 @@ def _cause(error: Exception) -> str:
     """The error, and its position in the policy's code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = (__file__, importlib.__file__)
-    foreign = [f for f in frames if f.filename not in own and f.filename[:1] != "<"]
-    where = f" ({foreign[-1].filename}:{foreign[-1].lineno})" if foreign else ""
+    policy_frames = [f for f in frames if f.filename not in own and f.filename[:1] != "<"]
+    last = policy_frames[-1] if policy_frames else None
+    where = f" ({last.filename}:{last.lineno})" if last is not None else ""
     return f"{type(error).__name__}: {error}{where}"

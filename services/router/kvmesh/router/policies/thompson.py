@@ -28,7 +28,7 @@ FEATURES = 5  # 1 and the logarithms of cost, prefill, decode, requests
 PRIOR = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
 PRIOR_PRECISION = np.diag([1e-3, 5.0, 5.0, 5.0, 5.0])  # the time of a block is unknown
 OFFSET_PRIOR = 5.0  # weight of a zero offset, in observations
-MAX_EXTRA_COST = 2.0  # most cost above the best of `kv`, as a share of it, at full trust
+MAX_EXTRA_COST = 2.0  # maximum cost above the best of `kv`, as a share of it, at full trust
 FORBIDDEN = 1e6
 ITL_WEIGHT = 0.5
 MAX_PROPOSED = 4096
@@ -57,8 +57,8 @@ class ThompsonTrial:
 class Evidence:
     """Sums over the outcomes that one replica observed.
 
-    All sums decay with each outcome, also the offsets of other ranks: a rank that is not tried for
-    long becomes uncertain again. `offsets` holds count, sum and the `age` of their last update.
+    All sums decay with each outcome, also the offsets of other ranks: a rank without recent
+    outcomes becomes uncertain again. `offsets` holds count, sum and the `age` of their last update.
     """
 
     def __init__(self, forgetting: float) -> None:
@@ -108,7 +108,7 @@ class Evidence:
 
 
 class Thompson(Policy):
-    """Samples from the posterior and takes the best; decides as `kv` below `min_outcomes`.
+    """Samples from the posterior and chooses the best; decides as `kv` below `min_outcomes`.
 
     The value of an outcome, lower is better, is log(TTFT) plus half of log(time per token). An
     outcome missing after `feedback_s` seconds counts as a first token that late. Its Trust bounds

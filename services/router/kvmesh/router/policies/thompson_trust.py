@@ -38,7 +38,7 @@ class Arm:
 class Trust:
     """`radius`, from MIN_RADIUS to 1, grows or shrinks with the results of departures from `kv`.
 
-    A request is *contested* if the policy would place it otherwise than `kv`. A random share of
+    A request is *contested* if the policy's choice differs from that of `kv`. A random share of
     these is placed by `kv`, so both arms have requests of the same kind. Values, lower is better,
     are relative to the prediction for the choice of `kv`, which removes the effect of prompt length
     and momentary load.

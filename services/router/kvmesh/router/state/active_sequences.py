@@ -152,10 +152,10 @@ class ActiveSequences:
     def _remove(self, request: str, active: TrackedRequest) -> None:
         del self._active[request]
         cells, slot = self._table.cells, active.slot
-        gone = self._tree.drop(active.prefix_end, slot)
+        freed = self._tree.drop(active.prefix_end, slot)
         cells.requests[slot] -= 1
         cells.prefill_tokens[slot] -= active.prefill_tokens
-        cells.active_blocks[slot] -= gone + active.partial_blocks + active.output_blocks
+        cells.active_blocks[slot] -= freed + active.partial_blocks + active.output_blocks
         if not cells.requests[slot]:
             cells.prefill_tokens[slot] = cells.active_blocks[slot] = 0  # removes rounding drift
             self._table.release_if_idle(slot)

@@ -29,7 +29,8 @@ class EngineReports:
     """Maintains a RankTable's `correction_tokens` and `correction_blocks`, added to tracked loads.
 
     Requests that wait in the engine hold no blocks yet: while some wait, blocks are not
-    subtracted. Nor are tokens while it reports none to prefill: it does not count those requests.
+    subtracted. Tokens are not subtracted while requests wait and the engine reports no tokens to
+    prefill: such an engine does not count the tokens of waiting requests.
     """
 
     def __init__(self, table: RankTable) -> None:

@@ -4,7 +4,7 @@ from kvmesh.bus.messages import Instance
 
 
 class KvbmNodes:
-    """Numbers the nodes with a kvbm from 1; 0 stands for all others."""
+    """Numbers the nodes with a kvbm from 1; nodes without a kvbm are 0."""
 
     def __init__(self) -> None:
         self._node_of: dict[str, str] = {}
@@ -33,5 +33,5 @@ class KvbmNodes:
         return self._numbers.get(node, 0)
 
     def of_kvbm(self, instance: str) -> int:
-        """The number of a kvbm's node; 0 if the instance is no kvbm."""
+        """The number of a kvbm's node; 0 if the instance is not a kvbm."""
         return self.number(self._node_of.get(instance, ""))

@@ -1,7 +1,7 @@
 """Recently placed prompts, which count as cached on their rank before any KV event.
 
 With a short TTL they close the race between a decision and the engine's event, so that the
-siblings of a burst share a rank. With a long TTL they replace the index where there are no events.
+siblings of a burst share a rank. With a long TTL they replace the index if there are no KV events.
 """
 
 from collections import deque

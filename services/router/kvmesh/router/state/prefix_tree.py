@@ -78,18 +78,18 @@ class PrefixTree:
     def drop(self, end: PrefixNode, slot: int) -> int:
         """Undo one `add`; returns the number of blocks that `slot` no longer holds."""
         end.ends -= 1
-        gone = 0
+        freed = 0
         node = end
         while node.parent is not None:
             parent = node.parent
             if node.release(slot):
-                gone += len(node.label) // HASH_BYTES
+                freed += len(node.label) // HASH_BYTES
             if not node.ranks:
                 del parent.children[node.label[:HASH_BYTES]]
             elif len(node.children) == 1 and not node.ends:
                 self._merge(node, parent)
             node = parent
-        return gone
+        return freed
 
     def depths(self, hashes: bytes, size: int) -> Floats:
         """Leading blocks of a prompt that each of `size` slots holds."""

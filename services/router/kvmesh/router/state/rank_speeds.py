@@ -147,14 +147,14 @@ def _update_slowness(history: _RankHistory, value: float) -> None:
 def _fit(ranks: list[_RankHistory]) -> list[float]:
     """Slowness of each rank relative to the median one; alternates fits of costs and slowness."""
     rows = np.array([row for history in ranks for _, row, _ in history.windows])
-    took = np.array([busy for history in ranks for _, _, busy in history.windows])
+    busy_s = np.array([busy for history in ranks for _, _, busy in history.windows])
     ends = np.cumsum([len(history.windows) for history in ranks])[:-1]
     counts = [len(history.windows) for history in ranks]
     rows /= np.maximum(rows.max(0), _TINY)
     slowness = np.ones(len(ranks))
     for _ in range(_ROUNDS):
-        expected = rows @ _costs(rows * (np.repeat(slowness, counts) / took)[:, None])
-        ratios = np.split(took / np.maximum(expected, _TINY), ends)
+        expected = rows @ _costs(rows * (np.repeat(slowness, counts) / busy_s)[:, None])
+        ratios = np.split(busy_s / np.maximum(expected, _TINY), ends)
         slowness = np.array([np.median(ratio) for ratio in ratios])
         slowness /= np.sort(slowness)[(len(slowness) - 1) // 2]
     found: list[float] = slowness.tolist()

@@ -58,15 +58,15 @@ COLUMNS = tuple(field.name for field in fields(Cells))
 
 
 class RankTable:
-    """Slots are dense and reused; a rank gets one at its first mention.
+    """Slots are dense and reused; a rank gets one with its card or its first active request.
 
-    An active request may mention a rank before its card is seen, or after the card is gone. Such a
-    slot counts load but is never eligible; it is freed with its last request.
+    An active request may name a rank before the rank's card arrives, or after its withdrawal. Such
+    a slot counts load but is never eligible; it is freed with its last request.
 
     Arrays by slot:
     - `prefill_tokens`, `active_blocks`, `requests`: tracked load;
     - `correction_tokens`, `correction_blocks`: added to the tracked load, from engine reports;
-    - `total_blocks`, `step_tokens`: KV blocks and most tokens of one step (0: unknown);
+    - `total_blocks`, `step_tokens`: KV blocks, and the maximum tokens of one step (0: unknown);
     - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
 
     `cells` is scalar access to the first seven. `load_memory` is the memory of the first five
@@ -92,7 +92,7 @@ class RankTable:
         self.slot_of: dict[tuple[str, int], int] = {}
         self._compatibility = Compatibility()
         self._free_slots: list[int] = []
-        self._open_slots: dict[str, Slots] = {}
+        self._unconstrained_slots: dict[str, Slots] = {}
         self._index_keys: list[RankKey] = []
         self._index_slots = np.zeros(0, np.int64)
         self._index_version = -1
@@ -176,7 +176,7 @@ class RankTable:
 
     def _invalidate(self) -> None:
         self.version += 1
-        self._open_slots.clear()
+        self._unconstrained_slots.clear()
         self.disaggregated = any(card.serves == "prefill" for card in self.cards.values())
 
     def set_capacity(self, slot: int, blocks: int) -> None:
@@ -234,7 +234,7 @@ class RankTable:
     def slots_of_keys(self, ranks: list[RankKey]) -> Slots:
         """Slots of the ranks in an index reply: `size` + n for node n's kvbm, `size` if unknown.
 
-        An index lists much the same ranks each time, so the last result is cached.
+        Successive replies mostly list the same ranks, so the last result is cached.
         """
         if self._index_keys is not ranks or self._index_version != self.version:
             get, size = self.slot_of.get, self.size
@@ -261,16 +261,16 @@ class RankTable:
     def eligible(self, placement: Placement, adapter: str | None, serves: Serves) -> Slots:
         """The slots that meet a request's constraints, in ascending order."""
         if placement == _ANYWHERE and adapter is None:
-            open_slots = self._open_slots.get(serves)
-            if open_slots is None:
+            slots = self._unconstrained_slots.get(serves)
+            if slots is None:
                 cards = [c for c in self._serving(serves) if _matches(c, placement, adapter)]
-                open_slots = self._open_slots[serves] = self._slots_of(cards)
-            return open_slots
+                slots = self._unconstrained_slots[serves] = self._slots_of(cards)
+            return slots
         cards = [c for c in self._serving(serves) if _matches(c, placement, adapter)]
         return self._slots_of(cards, placement.rank)
 
     def why_not_eligible(self, placement: Placement, adapter: str | None) -> str:
-        """The reason for which no slot is eligible, for the caller."""
+        """The reason why no slot is eligible, as text for the caller."""
         if not self.cards:
             return "no worker serves this model"
         serving = self._serving("all")

@@ -13,7 +13,7 @@ from kvmesh.bus.messages import SeqBatch, SeqEvent
 log = logging.getLogger(__name__)
 
 
-class _Loose(msgspec.Struct, array_like=True):
+class _UndecodedBatch(msgspec.Struct, array_like=True):
     """A SeqBatch with undecoded events."""
 
     source: str
@@ -21,7 +21,7 @@ class _Loose(msgspec.Struct, array_like=True):
 
 
 _batch = msgspec.msgpack.Decoder(SeqBatch)
-_loose = msgspec.msgpack.Decoder(_Loose)
+_undecoded = msgspec.msgpack.Decoder(_UndecodedBatch)
 _event: "msgspec.msgpack.Decoder[SeqEvent]" = msgspec.msgpack.Decoder(SeqEvent)
 _logged = LogOnce()
 
@@ -31,11 +31,11 @@ def sequence_events(data: bytes) -> list[SeqEvent]:
     try:
         return _batch.decode(data).events
     except msgspec.MsgspecError:
-        batch = _loose.decode(data)
+        batch = _undecoded.decode(data)
     events = []
-    for each in batch.events:
+    for raw in batch.events:
         try:
-            events.append(_event.decode(each))
+            events.append(_event.decode(raw))
         except msgspec.MsgspecError as error:
             _log_once(batch.source, str(error))
     return events

@@ -38,8 +38,8 @@ class Traffic:
     def speed(self, now: float) -> float:
         """Estimated bytes per second, 0 if unknown.
 
-        A path that was measured as slow is not used and so not measured again. The estimate
-        doubles with each DOUBT_S of idle time, so that the path is tried again.
+        A path that was measured as slow is not used, so its speed is not measured again. The
+        estimate therefore doubles with each DOUBT_S of idle time, until the path is tried again.
         """
         idle = 0.0 if self.moving else now - self._ended
         return float(self.bps * 2 ** min(MAX_DOUBLINGS, idle / DOUBT_S))
@@ -69,8 +69,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class CostStep:
-    """Consecutive blocks that load alike: bytes of each, bytes per second of their tier, bytes
-    queued before them, and their number.
+    """Consecutive blocks of one tier: bytes of each, bytes per second of the tier, bytes queued
+    before them, and their number.
 
     A speed of 0 is unknown and costs nothing.
     """

@@ -13,7 +13,7 @@ from kvmesh.prompt_delta.blocks import BlockHashes
 
 
 class Digests(Sequence[bytes]):
-    """Packed digests, unpacked on access, as most are never accessed."""
+    """Packed digests, unpacked on access: most are never accessed."""
 
     __slots__ = ("_packed",)
 
@@ -58,23 +58,23 @@ class PromptBlocks:
     retention: list[Retain]
 
     @classmethod
-    def of(cls, message: Offer | Fetch, names: BlockHashes, space: Space) -> "PromptBlocks":
-        """The blocks `names`, with what `message` says of them all.
+    def of(cls, message: Offer | Fetch, hashes: BlockHashes, space: Space) -> "PromptBlocks":
+        """The blocks of `hashes`; `message` has salt, tenant, session and retention.
 
         Raises ValueError if digests and hashes differ in number.
         """
-        count, rest = divmod(len(names.digests), DIGEST_BYTES)
+        count, rest = divmod(len(hashes.digests), DIGEST_BYTES)
         if (
             rest
-            or len(names.sequence_hashes) != HASH_BYTES * count
-            or len(names.local) != HASH_BYTES * count
+            or len(hashes.sequence_hashes) != HASH_BYTES * count
+            or len(hashes.local) != HASH_BYTES * count
         ):
             raise ValueError("digests and hashes are not of the same blocks")
         return cls(
             space,
-            Digests(names.digests),
-            array("Q", names.sequence_hashes),
-            array("Q", names.local),
+            Digests(hashes.digests),
+            array("Q", hashes.sequence_hashes),
+            array("Q", hashes.local),
             message.salt,
             message.tenant,
             message.session,

@@ -12,7 +12,7 @@ LEASE_SHARE = 0.8
 class RemoteTier:
     """At most `max_blocks` copies in a store that drops them `lease_s` after they were last seen.
 
-    The store bounds itself and evicts by its own policy; this index only adds and forgets copies.
+    The store limits its size and evicts by its own policy; this index only adds and drops copies.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RemoteTier:
         return copy
 
     def renew(self, copy: Copy) -> None:
-        """Restart the lease of a copy that the store has now."""
+        """Restart the lease of a copy that was just found in the store."""
         if copy in self._seen:
             self._seen[copy] = self._operation.now
             self._seen.move_to_end(copy)

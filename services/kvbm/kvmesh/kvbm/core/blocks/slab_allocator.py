@@ -80,8 +80,8 @@ class SlabAllocator:
         if not fitting:
             raise TooSmall(size, self.capacity)
         wastes = [(self.extent << order) % size / (self.extent << order) for order in fitting]
-        modest = (order for order, w in zip(fitting, wastes, strict=True) if w <= MAX_WASTE)
-        return next(modest, fitting[wastes.index(min(wastes))])
+        economical = (order for order, w in zip(fitting, wastes, strict=True) if w <= MAX_WASTE)
+        return next(economical, fitting[wastes.index(min(wastes))])
 
     def allocate(self, size: int) -> int | None:
         """A free slot of `size` bytes, or None."""
@@ -126,7 +126,7 @@ class SlabAllocator:
         return {slot for slab in slabs if slab is not None for slot in slab.live}
 
     def windows(self, size: int) -> Iterator[set[int]]:
-        """Every such window."""
+        """The slots in use of each aligned window that could hold a new slab."""
         length = 1 << self.order(size)
         for first in range(0, self._extents.limit - length + 1, length):
             yield self.window(size, first * self.extent)

@@ -1,4 +1,4 @@
-"""All blocks of a node and their copies in its tiers, with the moves and events these cause."""
+"""All blocks of a node and their copies in its tiers, with the resulting moves and events."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ class Move:
     """Copy a block from `source` to `target`; both have a user until `Store.end_move`.
 
     A mover that loads a block from outside the node fills in the source's checksum, and `wishes`
-    with the retention that came with the block.
+    with the retention stored with the block.
     """
 
     source: Copy
@@ -110,7 +110,7 @@ class Store:
         return self.operation.now
 
     def begin(self, now: float) -> None:
-        """Start an operation at `now`, for which blocks that it touches are not evicted."""
+        """Start an operation at `now`; it evicts no blocks that it touches."""
         self.operation.serial += 1
         self.operation.now = now
 
@@ -119,7 +119,7 @@ class Store:
         return list(map(self.blocks.get, digests))
 
     def touch(self, blocks: Sequence[Block | None]) -> None:
-        """Record a use of a prompt's blocks; its last block is evicted first."""
+        """Record a use of a prompt's blocks, last block first, so that it is evicted first."""
         serial = self.operation.serial
         known = [block for block in reversed(blocks) if block is not None]
         for block in known:
@@ -185,7 +185,7 @@ class Store:
         self._tier(copy.tier).drop(copy)
 
     def discard(self, copy: Copy) -> None:
-        """Drop a copy; of a remote one, also have the store drop the block."""
+        """Drop a copy; if it is remote, the store drops the block, too."""
         if copy.tier == REMOTE and copy.registered:
             self._remote_drops.append(copy.block.digest)
         self.drop(copy)
@@ -263,12 +263,12 @@ class Store:
         copy: Copy,
         wish: RetentionWish,
         directive: Directive | None = None,
-        alone: bool = False,
+        exclusive: bool = False,
     ) -> None:
-        """Retain a copy as `wish` says, within its tenant's budget; `alone` as in the budget."""
+        """Apply a wish within the tenant's budget; `exclusive` as in RetentionBudget.claim."""
 
         def change(budget: RetentionBudget, retention: BlockRetention, size: int) -> None:
-            budget.claim(retention, size, wish, self.now, directive, alone)
+            budget.claim(retention, size, wish, self.now, directive, exclusive)
 
         self.tiers[copy.tier].update_retention(copy, change)
 

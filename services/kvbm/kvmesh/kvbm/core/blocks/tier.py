@@ -16,7 +16,7 @@ from kvmesh.retention.eviction_pool import EvictionPool
 
 @dataclass(slots=True)
 class Operation:
-    """The current operation, for which blocks that it touched are not evicted; `now` in seconds."""
+    """The current operation: blocks that it touched are not evicted; `now` in seconds."""
 
     serial: int = 0
     now: float = 0.0
@@ -25,8 +25,8 @@ class Operation:
 class Tier:
     """Copies in `capacity` bytes; those without users can be evicted.
 
-    The tier calls `on_drop` with each copy that it drops. `tenant_share` is the share of the tier
-    that one tenant may have retained beyond the plain eviction order.
+    The tier calls `on_drop` with each copy that it drops. `tenant_share` bounds the share of the
+    tier that one tenant's retention may claim.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Tier:
 
     def touch(self, copies: Iterable[Copy]) -> None:
         """Record a use of these copies, in this order."""
-        for slot_bytes, alike in groupby(copies, key=_plain_slot_bytes):
+        for slot_bytes, same in groupby(copies, key=_plain_slot_bytes):
             if slot_bytes:
-                self._pool_of(slot_bytes).touch(alike)
+                self._pool_of(slot_bytes).touch(same)
             else:
-                for copy in alike:
+                for copy in same:
                     self._touch(copy)
 
     def _touch(self, copy: Copy) -> None:

@@ -36,7 +36,7 @@ class ComputeAnnouncer:
         self._claim(ticket, ticket.request, len(missing))
 
     def _claim(self, ticket: ReadTicket, request: RequestKey, missing: int) -> None:
-        """Claim in the mesh, unless computing takes less time than other nodes' queries."""
+        """Claim the blocks in the mesh, unless computing is faster than another node's query."""
         prompt, first = ticket.prompt, ticket.end
         tokens, tps = missing * block_size(prompt), ticket.engine.compute_tps
         if self._store.remote is None or (missing and tps and tokens / tps < MIN_CLAIM_S):
@@ -46,7 +46,7 @@ class ComputeAnnouncer:
         self._claims.start(request, prompt, first if missing else len(prompt), self._store.now)
 
     def claimant(self, ticket: ReadTicket) -> PeerSource | None:
-        """The node that computes the next blocks; None if this request's claim precedes it."""
+        """The node that computes the next blocks; None if this request's claim has precedence."""
         peer = self._peer_claims.find(ticket.prompt, ticket.end)
         own = self._claims.first(ticket.request)
         if peer is None or (

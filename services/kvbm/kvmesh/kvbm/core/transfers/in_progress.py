@@ -1,4 +1,4 @@
-"""Blocks that requests compute now, so that other requests wait for them."""
+"""Blocks that requests are computing; other requests wait for them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ RequestKey = tuple[int, str]  # attachment and request id
 
 @dataclass(slots=True)
 class Announcement:
-    """The blocks that one request computes, and when the last of them was finished."""
+    """The blocks that one request computes, and the time of its last progress."""
 
     request: RequestKey
     last_progress: float
@@ -34,7 +34,7 @@ class BlocksInProgress:
 
     @property
     def requests(self) -> Iterable[RequestKey]:
-        """The requests that compute something."""
+        """The requests with blocks in progress."""
         return self._by_request.keys()
 
     def request_of(self, digest: bytes) -> RequestKey | None:
@@ -43,7 +43,7 @@ class BlocksInProgress:
         return found.request if found else None
 
     def add(self, request: RequestKey, digests: Iterable[bytes], now: float) -> None:
-        """Announce those of these blocks that no other request computes."""
+        """Announce the blocks among `digests` that no other request computes."""
         own = self._by_request.get(request) or Announcement(request, now)
         own.last_progress = now
         new = [digest for digest in digests if digest not in self._by_digest]
@@ -76,8 +76,8 @@ class BlocksInProgress:
         return found.digests
 
     def end_attachment(self, attachment: int) -> set[bytes]:
-        gone = [request for request in self._by_request if request[0] == attachment]
-        return {digest for request in gone for digest in self.end(request)}
+        ended = [request for request in self._by_request if request[0] == attachment]
+        return {digest for request in ended for digest in self.end(request)}
 
     def expire(self, now: float) -> set[bytes]:
         """End announcements without progress for `patience_s`; return their digests."""

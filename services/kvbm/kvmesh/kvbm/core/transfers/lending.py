@@ -21,8 +21,8 @@ NO_ATTACHMENT = 0
 class Lending:
     """Lends and prepares blocks. `shares`: this node has a store that other nodes can read.
 
-    `consider_offload` writes frequently used blocks to that store; `advance` lets waiting tickets
-    see changes.
+    `consider_offload` offers blocks for offload to that store; `advance` advances waiting tickets
+    after changes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Lending:
         self._advance()
 
     def prepare(self, message: Prepare, space: Space | None, now: float) -> Prepared | ReadTicket:
-        """The reply, or the ticket with which to call `answer` once it is due."""
+        """The reply, or a ticket for `answer` once its reply is due."""
         self._store.begin(now)
         if space is None or (message.stored and not self._shares):
             return Prepared(0, False)
@@ -86,7 +86,7 @@ class Lending:
         return self.answer(ticket) if ticket.due(now) else ticket
 
     def answer(self, ticket: ReadTicket) -> Prepared:
-        """End a ticket; the reply counts its ready blocks, which are not held any longer."""
+        """End a ticket and release its blocks; the reply counts those that were ready."""
         message = self._preparing.pop(ticket.number)
         blocks, more = [copy.block for copy in ticket.ready], ticket.pending > 0
         self._onboarding.finish(ticket)

@@ -51,7 +51,7 @@ class BlockLoader:
                 self.advance(ticket)
 
     def expire(self, ticket: ReadTicket) -> None:
-        """Shorten a ticket that timed out to what it need not wait for."""
+        """Shorten a ticket that timed out to the blocks that are available."""
         if ticket.awaited is None or not ticket.timed_out(self._store.now):
             return
         if ticket.lookup_pending and ticket.peer is not None:

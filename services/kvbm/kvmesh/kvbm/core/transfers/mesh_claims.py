@@ -1,6 +1,6 @@
 """Claims that nodes publish for the prompts they compute, so that the mesh computes each once.
 
-A claim names a prompt's blocks by some of their digests, each of which stands for all before it.
+A claim lists some of the digests of a prompt's blocks; each identifies all blocks before it.
 If two nodes claim the same blocks before either receives the other's claim, the node with the
 lesser instance id computes.
 """
@@ -69,7 +69,7 @@ class Claims:
             self._outgoing.append(claim.message._replace(digests=[]))
 
     def renew(self, requests: Iterable[RequestKey], now: float) -> None:
-        """Publish the claims of these requests again in time; drop other claims that expired."""
+        """Publish the claims of these requests again in time; drop other claims once expired."""
         computing = set(requests)
         for request, claim in list(self._claims.items()):
             if request in computing and now - claim.sent_at > self.ttl_s / 2:

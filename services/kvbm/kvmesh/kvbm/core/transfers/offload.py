@@ -55,6 +55,6 @@ class Offload:
                 self._store.move(source, target)
 
     def close(self) -> None:
-        """Write nothing more to the tier."""
+        """Stop all further writes to the tier."""
         self._open = False
         self._candidates.clear()

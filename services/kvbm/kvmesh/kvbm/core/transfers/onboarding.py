@@ -24,8 +24,8 @@ ANSWER_S = 0.5  # a worker without a reply for twice as long continues without t
 class Lookup(NamedTuple):
     """Query beyond this node for a prompt's blocks from `first` on.
 
-    Without `peer` it counts those in the remote store and in the arenas of peers; with `peer`,
-    those that this node has made ready.
+    Without `peer`, the query counts blocks in the remote store and in the arenas of peers; with
+    `peer`, blocks that the peer has made ready.
     """
 
     ticket: int
@@ -105,7 +105,7 @@ class Onboarding:
         self._parked.add(ticket.number)
 
     def answer(self, ticket: ReadTicket) -> Fetched:
-        """Give the ready blocks. An issued ticket stays until the worker finishes it."""
+        """The reply with the ready blocks. An issued ticket stays until the worker finishes it."""
         first, given = ticket.next_index, ticket.ready
         ticket.given += given
         ticket.next_index += len(given)
@@ -131,7 +131,7 @@ class Onboarding:
         self._loader.finish(ticket)
 
     def drain_due(self) -> list[ReadTicket]:
-        """The parked tickets that are to be answered now."""
+        """The parked tickets whose replies are due."""
         due = [t for n in self._parked if (t := self.tickets[n]).due(self._store.now)]
         self._parked.difference_update(ticket.number for ticket in due)
         return due
@@ -141,7 +141,7 @@ class Onboarding:
         self._loader.wake(digests)
 
     def expire(self) -> None:
-        """End the waiting of tickets that timed out."""
+        """Shorten the tickets that timed out."""
         for ticket in list(self.tickets.values()):
             self._loader.expire(ticket)
 
@@ -196,7 +196,7 @@ class Onboarding:
     def _continue_lookup(self, ticket: ReadTicket, last: Lookup, peer: PeerSource | None) -> None:
         """Query the node that may have more blocks, or the one that computes them.
 
-        If that node gives up, start over: the other tickets that wait for it do so, too.
+        If that node gives up, start a lookup without a peer; other waiting tickets do the same.
         """
         if ticket.wait_s <= 0 or ticket.timed_out(self._store.now):
             return

@@ -61,15 +61,15 @@ class ReadTicket:
         return self.end - self.next_index - len(self.ready) + self.lookup_pending
 
     def timed_out(self, now: float) -> bool:
-        """True if it has waited long enough for blocks that others compute."""
+        """True if the ticket made no progress for `wait_s`."""
         return now - self.last_progress > self.wait_s
 
     def due(self, now: float) -> bool:
-        """True if a parked request for more blocks is to be answered."""
+        """True if the reply to the parked request is due."""
         if self.parked_until is None:
             return False
         return bool(self.ready) or not self.pending or now >= self.parked_until
 
     def copies(self) -> list[Copy]:
-        """All copies that it uses."""
+        """All copies that the ticket uses."""
         return [*self.given, *self.ready, *self.loading]

@@ -30,7 +30,7 @@ class OfferedBlocks:
         """Stage the wanted blocks; also return the digests of the refused ones."""
         store = self._store
         first = max(0, message.first)
-        # the parent of the first offered block must outlive it
+        # includes the parent of the first offered block, which must not be evicted before it
         store.touch(store.find(prompt.digests[max(0, first - 1) :]))
         self._retention.follow(prompt)
         wishes = self._retention.wishes(prompt, first)

@@ -70,7 +70,7 @@ class FolderStore:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, operation: str, call: Callable[[], T]) -> T:
-        """Run a call in a free thread; calls with buffers never queue behind calls that hang."""
+        """Run a call in a free thread; it is not queued, with its buffers, behind hanging calls."""
         freed = partial(_release, self._idle, asyncio.get_running_loop())
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -83,7 +83,7 @@ class RemoteMover:
         return await self._guarded(self._store.find(digests)) or 0
 
     def drop(self, digests: Sequence[bytes]) -> None:
-        """Have the store drop blocks."""
+        """Drop blocks from the store."""
         if digests:
             self._tasks.start(self._drop(digests))
 
@@ -128,7 +128,7 @@ class RemoteMover:
         return packed
 
     async def _get(self, batch: Sequence[Move]) -> Ends:
-        # not directly into the arena: a call that timed out may still write
+        # not directly into the arena: a call may still write after its timeout
         buffers = [bytearray(move.target.block.space.block_bytes) for move in batch]
         digests = [move.source.block.digest for move in batch]
         notes = await self._store.get(digests, [memoryview(buffer) for buffer in buffers])

@@ -1,7 +1,7 @@
 """Remote store in Redis: one string per block, whose expiry is its lease.
 
-Configure `maxmemory` and the policy `allkeys-lru` or `volatile-ttl`, so that the server bounds
-itself.
+Configure `maxmemory` and the policy `allkeys-lru` or `volatile-ttl`, so that the server limits its
+memory.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -40,7 +40,7 @@ class RedisStore:
         self._redis = Redis(connection_pool=pool)
 
     async def find(self, digests: Sequence[bytes]) -> int:
-        start, count = 0, FIRST_KEYS  # few, as the store has nothing of most prompts
+        start, count = 0, FIRST_KEYS  # few: the store has no blocks of most prompts
         while start < len(digests):
             part = digests[start : start + count]
             found = await self._checked("find", lambda part=part: self._renew(part))  # type: ignore[misc]
