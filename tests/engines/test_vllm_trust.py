@@ -245,7 +245,7 @@ async def test_streams_of_a_frozen_worker_migrate_and_it_stays_fenced_afterwards
         finally:
             process.send_signal(signal.SIGCONT)
         await serving(mesh)
-        await eventually(lambda: "others took this process for dead" in mesh.logs())
+        await eventually(lambda: "other processes considered this one dead" in mesh.logs())
         await clients.more(CLIENTS)
     await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
 

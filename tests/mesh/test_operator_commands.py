@@ -343,10 +343,10 @@ def test_explain_shows_a_request_with_its_migration(operator: Operator) -> None:
     )
     assert first < second < end
     assert "to worker-0 rank 0 (worker-0-1) by kv" in out[first:second]
-    assert "3.5 cheaper than the best other one, worker-1 rank 0" in out[first:second]
+    assert "3.5 cheaper than the best alternative, worker-1 rank 0" in out[first:second]
     assert "attempt 2" in out[second:end]
-    assert "3.5 dearer" in out[second:end]
-    assert "cached 32 prompt tokens, 0 were expected" in out[end:]
+    assert "3.5 more expensive" in out[second:end]
+    assert "cached 32 prompt tokens, expected 0" in out[end:]
     assert "chat-10" not in out
 
 
@@ -378,30 +378,30 @@ def test_explain_searches_from_a_moment_on(operator: Operator) -> None:
 
 
 def test_busy_sets_shows_and_forgets_thresholds(operator: Operator) -> None:
-    assert operator.lines("busy", MODEL) == [f"{MODEL}: as the routers are configured"]
+    assert operator.lines("busy", MODEL) == [f"{MODEL}: the routers' settings apply"]
     given = ("--blocks", "80", "--blocks-share", "0.5", "--prefill-tokens", "4096")
     line = f"{MODEL}: blocks 80, blocks-share 0.5, prefill-tokens 4096"
     assert operator.lines("busy", MODEL, *given) == [line]
     assert operator.lines("busy", MODEL) == [line]
     assert operator.lines("busy", MODEL, "--blocks", "9") == [f"{MODEL}: blocks 9"]
-    assert operator.lines("busy", MODEL, "--reset") == [f"{MODEL}: as the routers are configured"]
-    assert operator.lines("busy", MODEL, "--reset") == [f"{MODEL}: as the routers are configured"]
+    assert operator.lines("busy", MODEL, "--reset") == [f"{MODEL}: the routers' settings apply"]
+    assert operator.lines("busy", MODEL, "--reset") == [f"{MODEL}: the routers' settings apply"]
 
 
 def test_busy_doubts_a_model_without_workers(operator: Operator) -> None:
     status, out, err = operator("busy", "demos")
     assert status == 0
-    assert out == "demos: as the routers are configured\n"
+    assert out == "demos: the routers' settings apply\n"
     assert err == "kvmesh busy: no worker serves demos now; did you mean demo?\n"
 
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--blocks", "0"), "--blocks 0 is not at least 1"),
-        (("--prefill-tokens", "-1"), "--prefill-tokens -1 is not at least 1"),
-        (("--blocks-share", "1.5"), "--blocks-share 1.5 is not above 0 and at most 1"),
-        (("--blocks-share", "nan"), "--blocks-share nan is not above 0 and at most 1"),
+        (("--blocks", "0"), "--blocks 0 must be at least 1"),
+        (("--prefill-tokens", "-1"), "--prefill-tokens -1 must be at least 1"),
+        (("--blocks-share", "1.5"), "--blocks-share 1.5 must be above 0 and at most 1"),
+        (("--blocks-share", "nan"), "--blocks-share nan must be above 0 and at most 1"),
         (("--blocks", "many"), "argument --blocks: invalid int value: 'many'"),
     ],
 )
@@ -409,24 +409,24 @@ def test_bad_thresholds_change_nothing(
     operator: Operator, flags: tuple[str, ...], reason: str
 ) -> None:
     assert operator.refused("busy", MODEL, *flags, status=2).startswith(reason)
-    assert operator.lines("busy", MODEL) == [f"{MODEL}: as the routers are configured"]
+    assert operator.lines("busy", MODEL) == [f"{MODEL}: the routers' settings apply"]
 
 
 def test_keys_are_added_listed_rotated_and_revoked(operator: Operator) -> None:
     assert operator.lines("keys", "list") == ["no keys"]
     status, secret, said = operator("keys", "add", "ann", "--tenant", "team", "--scopes", "cache")
-    assert (status, said) == (0, "the secret of ann, which is shown only now:\n")
+    assert (status, said) == (0, "secret of ann, shown only once:\n")
     digest = hashlib.sha256(secret.strip().encode()).hexdigest()
     (line,) = operator.lines("keys", "list")
     assert line == f"ann: sha256 {digest[:8]}…, tenant team, scopes cache"
     _, newer, said = operator("keys", "rotate", "ann", "--grace", "2h")
     assert newer != secret
-    assert said.startswith("the secret before it is good until ")
+    assert said.startswith("the old secret is valid until ")
     (line,) = operator.lines("keys", "list")
     assert hashlib.sha256(newer.strip().encode()).hexdigest()[:8] in line
     assert "old secret until" in line
     _, _, said = operator("keys", "rotate", "ann", "--grace", "0s")
-    assert said == "the secret of ann, which is shown only now:\n"
+    assert said == "secret of ann, shown only once:\n"
     assert operator.lines("keys", "revoke", "ann") == ["revoked ann"]
     assert operator.lines("keys", "list") == ["no keys"]
 
@@ -441,13 +441,13 @@ def test_an_expiring_key_shows_its_end(operator: Operator) -> None:
 
 @pytest.mark.parametrize("action", ["rotate", "revoke"])
 def test_an_absent_key_is_named(operator: Operator, action: str) -> None:
-    assert operator.refused("keys", action, "bob", status=1) == "there is no key bob"
+    assert operator.refused("keys", action, "bob", status=1) == "no key named bob"
 
 
 def test_a_key_is_not_added_twice(operator: Operator) -> None:
     assert operator("keys", "add", "twice")[0] == 0
     reason = operator.refused("keys", "add", "twice", status=1)
-    assert reason == "there is a key twice; rotate gives it a new secret"
+    assert reason == "key twice exists; rotate gives it a new secret"
     operator.lines("keys", "revoke", "twice")
 
 
@@ -457,12 +457,12 @@ def test_a_key_is_not_added_twice(operator: Operator) -> None:
         (("add",), "add takes a name"),
         (("revoke",), "revoke takes a name"),
         (("list", "ann"), "list takes no name"),
-        (("rotate", "ann", "--tenant", "t"), "rotate changes no fields"),
-        (("add", "ann", "--grace", "1h"), "--grace is for rotate"),
-        (("rotate", "ann", "--grace", "soon"), "not a time like 90s, 15m, 12h or 30d"),
+        (("rotate", "ann", "--tenant", "t"), "rotate cannot set fields"),
+        (("add", "ann", "--grace", "1h"), "--grace applies to rotate only"),
+        (("rotate", "ann", "--grace", "soon"), "not a duration such as 90s, 15m, 12h or 30d"),
         (("add", "ann", "--scopes", "root"), "--scopes root: "),
         (("add", "ann", "--concurrency", "0"), "--concurrency 0: "),
-        (("add", "ann", "--expires", "1w"), "--expires 1w: not a time"),
+        (("add", "ann", "--expires", "1w"), "--expires 1w: not a duration"),
         (("forget", "ann"), "argument ACTION: invalid choice: 'forget'"),
     ],
 )
@@ -483,9 +483,9 @@ def test_streams_are_listed_with_what_the_settings_would_change(operator: Operat
     for kind in ("kv", "route", "seq"):
         (line,) = [line for line in lines if f"kvm-{NAMESPACE}-{kind} " in line]
         assert "8.0 MiB" in line
-    assert not [line for line in lines if "would change" in line]
+    assert not [line for line in lines if "apply` changes it" in line]
     lines = operator.lines("streams", "list", *same, "--streams-seq-bytes", str(16 << 20))
-    (line,) = [line for line in lines if "would change" in line]
+    (line,) = [line for line in lines if "apply` changes it" in line]
     assert f"kvm-{NAMESPACE}-seq has max_bytes {8 << 20}" in line
     changed = operator.lines("streams", "apply", *same, "--streams-seq-bytes", str(16 << 20))
     assert changed == [f"kvm-{NAMESPACE}-seq: max_bytes {8 << 20} → {16 << 20}"]
@@ -544,5 +544,5 @@ def test_a_workload_is_captured_from_the_records(operator: Operator, tmp_path: P
     file = tmp_path / "captured.json"
     status, out, err = operator("workload", "capture", "--since", "1h", "-o", str(file))
     assert (status, out) == (0, f"wrote 2 requests to {file} ({file.stat().st_size:,} bytes)\n")
-    assert "without an outcome" in err
+    assert "unfinished requests" in err
     assert operator("workload", "capture", "-o", str(file), "--since", "never")[0] == 2

@@ -141,7 +141,7 @@ async def test_commands_work_within_the_permissions_of_their_user(
     refused = await asyncio.to_thread(run, server, "observer", *busy, "--blocks", "1")
     assert refused.returncode == 1
     assert "does not permit" in refused.stderr
-    assert "as an operator" in refused.stderr
+    assert "such as operator" in refused.stderr
 
 
 async def test_only_permitted_users_create_missing_streams(

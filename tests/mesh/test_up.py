@@ -222,7 +222,11 @@ async def test_a_state_directory_in_use_is_refused(make: Factory) -> None:
         (["--mock-profile", "none.npz"], "worker-0", "none.npz is not a performance profile"),
         (["--model", "damaged"], "worker-0", "cannot read the tokenizer in damaged"),
         (["--worker-labels", "fast"], "worker-0", "label 'fast' is not of the form key=value"),
-        (["--engine", "torch", "--torch-device", "toaster"], "worker-0", "no device 'toaster'"),
+        (
+            ["--engine", "torch", "--torch-device", "toaster"],
+            "worker-0",
+            "unknown device 'toaster'",
+        ),
         (["--indexer-shard", "5"], "indexer-0", "shard 5 of 1"),
         (["--frontend-keys-file", "none.toml"], "frontend-0", "none.toml: No such file"),
         (["--frontend-host", "0.0.0.0"], "frontend-0", "refusing to serve everyone"),
