@@ -150,9 +150,9 @@ async def test_malformed_requests_are_refused(strict: Mesh, request_bytes: bytes
     with raw(strict) as connection:
         try:
             connection.sendall(request_bytes)
-        except OSError:
+            half_close(connection)
+        except OSError:  # the server has closed the connection already
             return
-        half_close(connection)
         answer = await closed_by_server(connection)
     assert not answer or answer[9:10] == b"4", answer[:200]
     if answer:
