@@ -115,6 +115,8 @@ async def test_a_router_reports_an_index_without_the_workers_blocks(mesh: Mesh) 
     mesh.start("worker", "worker-0", KVMESH_MOCK_LOSE_EVERY="1")
     mesh.start("frontend", "frontend-0")
     await mesh.ready()
+    # a dump after the first request would tell the index of its blocks
+    await eventually(lambda: "requested a dump of rank 0 of worker-0" in mesh.logs())
     words = (
         "the index has no overlaps for prompts of kvmesh-demo that begin like earlier ones:"
         " KV events are lost, disabled, or hashed with another block size or salt"
