@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.apis import APIS, CHAT, MESSAGES, Api, Content
@@ -13,6 +14,9 @@ from support.frontend import Client, client_session
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import SeqAdd, SeqBatch, SeqWait
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMIT = 3
@@ -32,6 +36,7 @@ class Stage:
     client: Client
     tasks: list[asyncio.Task[Any]]
     order: list[str]
+    routed: set[str]  # requests that the router has placed or queued
 
     async def send(self, name: str, api: Api, body: dict[str, Any], **headers: str) -> None:
         """Start a request, which appends its name to `order` when it ends."""
@@ -54,10 +59,8 @@ class Stage:
         await self.arrived()
 
     async def arrived(self) -> None:
-        """Wait until all sent requests are at the router, where the blocker delays them."""
-        active = "kvmesh_frontend_active_requests"
-        await eventually(lambda: self.mesh.metric(active) == len(self.tasks), what=active)
-        await asyncio.sleep(0.1)
+        """Wait until the router has placed or queued all sent requests."""
+        await eventually(lambda: len(self.routed) == len(self.tasks), what="requests routed")
         assert not self.order, "the blocker has ended too early"
 
 
@@ -74,8 +77,17 @@ async def shared(
     mesh = Mesh(nats_server.url, tmp_path_factory.mktemp("queue"), env)
     mesh.start_all(workers=1)
     await mesh.ready()
+    routed: set[str] = set()
+
+    def on_batch(batch: SeqBatch) -> None:
+        routed.update(e.request for e in batch.events if isinstance(e, SeqAdd | SeqWait))
+
+    bus = await Bus.connect(mesh.options, "test")
+    await bus.subscribe(bus.subjects.seq_all, msgspec.msgpack.Decoder(SeqBatch), on_batch)
+    await bus.flush()
     async with client_session() as session:
-        yield Stage(mesh, Client(mesh.url, session), [], [])
+        yield Stage(mesh, Client(mesh.url, session), [], [], routed)
+    await bus.close()
     mesh.stop()
 
 
@@ -83,6 +95,7 @@ async def shared(
 async def stage(shared: Stage) -> AsyncIterator[Stage]:
     shared.tasks.clear()
     shared.order.clear()
+    shared.routed.clear()
     yield shared
     await asyncio.gather(*shared.tasks)
 

@@ -1,28 +1,9 @@
 """Prometheus series of a worker."""
 
 from prometheus_client import CollectorRegistry, generate_latest
+from support.loads import LOAD
 
-from kvmesh.bus.messages import (
-    Load,
-)
 from kvmesh.worker.metrics import LoadCollector
-
-LOAD = Load(
-    instance="w",
-    rank=1,
-    running=3,
-    waiting=2,
-    active_blocks=40,
-    cached_blocks=50,
-    total_blocks=100,
-    prefill_tokens=7,
-    steps=11,
-    prompt_tokens=12,
-    cached_tokens=13,
-    output_tokens=14,
-    requests=15,
-    step_s=0.5,
-)
 
 
 def test_metrics_show_the_load_of_each_rank() -> None:

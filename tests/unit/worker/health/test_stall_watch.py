@@ -1,28 +1,9 @@
 """Detection of engines without progress."""
 
 from msgspec.structs import replace
+from support.loads import LOAD
 
-from kvmesh.bus.messages import (
-    Load,
-)
 from kvmesh.worker.health.stall_watch import StallWatch
-
-LOAD = Load(
-    instance="w",
-    rank=1,
-    running=3,
-    waiting=2,
-    active_blocks=40,
-    cached_blocks=50,
-    total_blocks=100,
-    prefill_tokens=7,
-    steps=11,
-    prompt_tokens=12,
-    cached_tokens=13,
-    output_tokens=14,
-    requests=15,
-    step_s=0.5,
-)
 
 
 def test_an_engine_with_work_and_no_steps_is_stalled() -> None:
