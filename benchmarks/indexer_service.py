@@ -25,7 +25,7 @@ from kvmesh.bus.messages import (
     OverlapQuery,
     OverlapReply,
 )
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import sequence_hashes
 from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 

@@ -15,7 +15,7 @@ from common import cpu_seconds
 from local_mesh import free_port, nats_command, wait_for_port
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import (
     Capacity,
@@ -28,7 +28,7 @@ from kvmesh.bus.messages import (
     Stored,
     encode,
 )
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.hashing import salt, sequence_hashes
 
 MODEL = "bench"

@@ -16,7 +16,7 @@ from kvmesh.blocks.attachment import WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient, KvbmPrompt, TierSpeeds
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import KvLayout
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 NODE = "bench"
 LIMITS = StreamLimits()

@@ -26,8 +26,8 @@ from local_mesh import NATS_SERVER, free_port
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Sampling, StepOutput, Work, WorkReply
-from kvmesh.bus.model_files import publish_model
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.storage.model_files import publish_model
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings, WorkerSettings

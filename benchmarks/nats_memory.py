@@ -35,7 +35,7 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     Stored,
 )
-from kvmesh.bus.streams import ensure_streams
+from kvmesh.bus.streams.configuration import ensure_streams
 from kvmesh.cli.supervisor.nats import server_config, server_environ
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings.schema import StreamSettings

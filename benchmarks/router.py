@@ -25,7 +25,7 @@ import uvloop
 from common import Report, cpu_seconds, median, parser, percentile
 
 from kvmesh.bus.client import Bus, BusOptions, returning
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import NoResponder
 from kvmesh.bus.messages import (
     Capacity,
@@ -44,7 +44,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     encode,
 )
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket

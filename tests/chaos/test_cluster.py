@@ -25,9 +25,9 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import KvBatch, KvEvent, OverlapQuery, OverlapReply
-from kvmesh.bus.publisher import KvPublisher
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.publisher import KvPublisher
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.settings.schema import IndexerSettings as Settings
 
 LIMITS = StreamLimits(

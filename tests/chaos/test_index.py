@@ -21,10 +21,10 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import KvBatch, KvEvent, OverlapQuery, OverlapReply, Role
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=1 << 20, seq_bytes=1 << 20, lease_s=5.0)

@@ -15,7 +15,7 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Fetch, KvbmRequest
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings, StreamSettings, VllmSettings, WorkerSettings
 from kvmesh.worker.capabilities import Tiered

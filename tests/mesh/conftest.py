@@ -12,7 +12,7 @@ from support.nats import NatsServer
 from support.worker import Crew, Desk
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ from support.stamp import STAMP
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import Chunk, Instance, ModelCard, Role, StepOutput
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.demo import model_dir
 from kvmesh.frontend.apis.base import ApiCall
 from kvmesh.frontend.apis.chat.api import Chat

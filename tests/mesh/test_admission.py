@@ -22,7 +22,7 @@ from support.tiny import tiny_model
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.hashing import HASH_VERSION
 

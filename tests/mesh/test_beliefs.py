@@ -21,7 +21,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.frontend.generation.cache_expectations import MIN_REQUESTS
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)

@@ -31,7 +31,7 @@ from kvmesh.bus.messages import (
     LayerLayout,
     Offer,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import block_hashes
 from kvmesh.prompt_delta.blocks import BlockPromptCache
 

@@ -18,8 +18,9 @@ from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
-from kvmesh.bus.discovery import Directory, Lease, forget_instance
-from kvmesh.bus.engine_loads import follow_loads
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.discovery.leases import Lease, delete_lease
 from kvmesh.bus.errors import (
     BusUnavailable,
     JetStreamError,
@@ -37,9 +38,9 @@ from kvmesh.bus.messages import (
     SeqFree,
     encode,
 )
-from kvmesh.bus.model_files import fetch_model, publish_model
-from kvmesh.bus.reader import BATCH_S, Start, StreamMessage, StreamReader
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.storage.model_files import fetch_model, publish_model
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.reader import BATCH_S, Start, StreamMessage, StreamReader
 
 CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
 PING = msgspec.msgpack.Decoder(Ping)
@@ -439,7 +440,7 @@ async def test_any_process_may_delete_a_lease_and_a_living_owner_notices(
     await lease.open()
     directory = Directory(bus, limits)
     await directory.open()
-    await forget_instance(bus, lease.card)
+    await delete_lease(bus, lease.card)
     await eventually(lambda: directory.instances == [])
     await eventually(lambda: len(directory.instances) == 1)  # it was alive: it renews
     assert lapses == [True]

@@ -8,11 +8,11 @@ import pytest
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus import reader
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
-from kvmesh.bus.reader import SILENCE_S, Start, StreamMessage, StreamReader
-from kvmesh.bus.streams import ensure_streams
+from kvmesh.bus.streams import reader
+from kvmesh.bus.streams.configuration import ensure_streams
+from kvmesh.bus.streams.reader import SILENCE_S, Start, StreamMessage, StreamReader
 
 
 class Follower:

@@ -38,7 +38,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
 )
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

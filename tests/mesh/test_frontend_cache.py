@@ -28,7 +28,7 @@ from support.wait import eventually
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus, Reply
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import (
     Cancel,
     Chunk,
@@ -46,7 +46,7 @@ from kvmesh.bus.messages import (
     Work,
     owner,
 )
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.cache.pin_store import PinStore, StoredPin

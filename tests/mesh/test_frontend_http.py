@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk, Refused
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.messages.api import TYPES as ANTHROPIC_TYPES

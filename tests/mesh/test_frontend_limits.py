@@ -26,7 +26,7 @@ from support.wait import PATIENCE_S
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)

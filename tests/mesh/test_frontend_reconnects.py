@@ -23,7 +23,7 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}

@@ -17,7 +17,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import JetStreamError
 from kvmesh.bus.messages import SessionPrompt
-from kvmesh.bus.shared_secret import SecretUnusable
+from kvmesh.bus.storage.shared_secret import SecretUnusable
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.authenticator import Authenticator

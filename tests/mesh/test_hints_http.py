@@ -46,7 +46,7 @@ from kvmesh.bus.messages import (
     RouteRequest,
     Work,
 )
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,7 +12,7 @@ from support.wait import PATIENCE_S
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import NoResponder
 from kvmesh.bus.messages import OverlapQuery, OverlapReply
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 
 
 @pytest_asyncio.fixture

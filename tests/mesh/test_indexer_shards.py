@@ -18,7 +18,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import OverlapQuery, OverlapReply
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.index.interface import Buffer, PrefixIndex
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import IndexerSettings as Settings

@@ -14,7 +14,7 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.indexer.snapshots.snapshot_store import SLOTS, SnapshotStore
 from kvmesh.settings.schema import IndexerSettings as Settings
 

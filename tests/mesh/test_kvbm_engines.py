@@ -20,7 +20,7 @@ from support.torch_tiers import Answer, Host, make_work
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 
 Start = Callable[..., Awaitable[Host]]
 BLOCK_BYTES = 16384

@@ -22,7 +22,7 @@ from kvmesh.blocks.digests import KEY_BYTES, fingerprint
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder
 from kvmesh.bus.messages import Clear, ControlReply, KvLayout, OverlapQuery, OverlapReply
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 
 
 @pytest.fixture

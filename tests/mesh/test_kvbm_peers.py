@@ -11,7 +11,7 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.messages import Lend, Lent
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.transfers.mesh_claims import Claims, PeerClaims

@@ -11,7 +11,7 @@ from support.routing import request
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.settings.schema import IndexerSettings as Settings
 
 TIERS = {"a-1": [2, 3, 0, 0], "b-1": [0, 0, 0, 5], "c-1": [0, 0, 0, 0]}

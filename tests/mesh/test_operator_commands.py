@@ -21,7 +21,7 @@ from support.nats import NatsServer, free_port
 
 from kvmesh.bus import messages as m
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.subjects import Subjects
 from kvmesh.cli.main import run
 

@@ -28,7 +28,7 @@ from unit.frontend.dialects.outputs import CASES, TOOLS, Case
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk, Routed, RouteReply, RouteRequest
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,8 +12,8 @@ from support.worker import Desk
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Stored
-from kvmesh.bus.publisher import KvPublisher
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.publisher import KvPublisher
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 RANK = "w-1", 0
 

@@ -17,7 +17,7 @@ from support.mesh import Mesh, stream_env
 from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 ROLES = ("indexer", "router", "worker", "frontend")

@@ -20,7 +20,7 @@ from support.routing import request, sequence
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import (
     Decision,
     Refused,
@@ -31,7 +31,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 

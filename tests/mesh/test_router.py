@@ -35,7 +35,7 @@ from kvmesh.bus.messages import (
     SeqBatch,
     SeqFree,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.registry import BUILT_IN
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice

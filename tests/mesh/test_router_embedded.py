@@ -12,7 +12,7 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Load, Placement, Sampling
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.router.embedded import EmbeddedRouter
 from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouteError, RouterConfigError
 from kvmesh.router.worker_client import GenerationError

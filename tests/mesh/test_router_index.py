@@ -9,14 +9,15 @@ from support.routing import overlaps, request, sequence
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
-from kvmesh.bus.discovery import READY, STATE, Lease
+from kvmesh.bus.discovery.directory import READY, STATE
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import (
     Instance,
     OverlapQuery,
     OverlapReply,
     Role,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 
 HELD = overlaps({"a": (10,)})
 

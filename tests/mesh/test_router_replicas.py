@@ -37,7 +37,7 @@ from kvmesh.bus.messages import (
     Thresholds,
     encode,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.thompson import Thompson
 from kvmesh.router.policy_state import PolicyState

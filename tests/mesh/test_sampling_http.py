@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk, Guided, Sampling, Work
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

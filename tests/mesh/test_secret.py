@@ -12,7 +12,7 @@ from support.nats_cluster import Cluster
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.shared_secret import SecretUnusable, shared_secret
+from kvmesh.bus.storage.shared_secret import SecretUnusable, shared_secret
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 
 PROCESSES = 6

@@ -22,12 +22,12 @@ from support.nats import NatsServer
 from support.secured import SecuredServer, secure
 from support.wait import eventually
 
-from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.direct_client import PermissionDenied
+from kvmesh.bus.connection.direct_client import PermissionDenied
 from kvmesh.bus.errors import BusError, BusUnavailable, NotPermitted
 from kvmesh.bus.messages import ControlReply, Dump, Resend, encode
-from kvmesh.bus.streams import StreamMissing, ensure_streams
+from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
+from kvmesh.bus.streams.configuration import StreamMissing, ensure_streams
 from kvmesh.bus.subjects import Subjects
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key

@@ -16,8 +16,8 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusUnavailable, ServerUnfit
-from kvmesh.bus.server_check import check_server
-from kvmesh.bus.streams import StreamLimits, differences, ensure_streams, mesh_streams
+from kvmesh.bus.streams.configuration import StreamLimits, differences, ensure_streams, mesh_streams
+from kvmesh.bus.streams.server_check import check_server
 
 DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_bytes=1 << 20)

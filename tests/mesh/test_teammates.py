@@ -17,8 +17,8 @@ from support.tiny import tiny_model
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.streams.configuration import StreamLimits
 
 TEAM = [f"mate-{i}" for i in range(4)]
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]

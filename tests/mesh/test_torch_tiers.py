@@ -19,7 +19,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Await, Computed, Corrupt, Fetch, Offer, Prefetch
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 
 Start = Callable[..., Awaitable[Host]]
 

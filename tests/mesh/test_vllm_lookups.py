@@ -15,7 +15,7 @@ from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, root_digest, split_digests
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Finish, KvLayout, LayerLayout
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings

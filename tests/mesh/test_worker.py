@@ -13,7 +13,8 @@ from support.wait import PATIENCE_S, eventually
 from support.worker import FAST, SALT, SLOW, Crew, Desk, prompt, work
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
     Cancel,
@@ -25,10 +26,9 @@ from kvmesh.bus.messages import (
     Work,
     WorkReply,
 )
-from kvmesh.bus.model_files import fetch_model
-from kvmesh.bus.ping import ping
-from kvmesh.bus.reader import Start, StreamReader
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.storage.model_files import fetch_model
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.reader import Start, StreamReader
 from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes
 from kvmesh.settings import Settings

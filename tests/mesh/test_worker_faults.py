@@ -15,11 +15,11 @@ from support.wait import PATIENCE_S, eventually
 from support.worker import FAST, SLOW, Crew, Desk, prompt, work
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import NoResponder
 from kvmesh.bus.messages import Cleared, KvEvent, Stored
-from kvmesh.bus.publisher import KvPublisher
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.settings.schema import WorkerSettings
 
 

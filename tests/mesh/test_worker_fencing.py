@@ -14,10 +14,11 @@ from support.wait import eventually
 from support.worker import SALT, Desk, prompt, work
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory, Lease
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, OverlapQuery, OverlapReply, Role
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import block_hashes
 
 BLOCKS = 6

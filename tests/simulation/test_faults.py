@@ -7,8 +7,8 @@ from support.simulation import faults
 from support.simulation.world import simulate
 
 from kvmesh.bus.messages import SeqEvent, SeqFree
-from kvmesh.bus.publisher import ACK_TIMEOUT_S, KvPublisher
-from kvmesh.bus.reader import StreamReader
+from kvmesh.bus.streams.publisher import ACK_TIMEOUT_S, KvPublisher
+from kvmesh.bus.streams.reader import StreamReader
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.ticket import Ticket

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import msgspec
 
 from kvmesh.bus.client import Bus, Reply, Subscription
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import (
     Capacity,
     Cleared,
@@ -24,7 +24,7 @@ from kvmesh.bus.messages import (
     Role,
     Stored,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import salt, sequence_hashes
 
 DUMPS = msgspec.msgpack.Decoder(Dump)

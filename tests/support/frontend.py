@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from kvmesh.bus.client import Bus, Reply
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import (
     Cancel,
     Capacity,
@@ -30,8 +30,8 @@ from kvmesh.bus.messages import (
     Work,
     WorkReply,
 )
-from kvmesh.bus.model_files import publish_model
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.storage.model_files import publish_model
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.demo import model_dir
 from support.wait import PATIENCE_S
 

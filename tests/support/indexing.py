@@ -9,7 +9,7 @@ import msgspec
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import OverlapQuery, OverlapReply
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.indexer.service import IndexerService
 from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 from kvmesh.runtime.service import Service

@@ -20,7 +20,7 @@ import msgspec
 from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, root_digest
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import (
     Attach,
     Attached,
@@ -41,7 +41,7 @@ from kvmesh.bus.messages import (
     Role,
     Wanted,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import block_hashes
 from support.wait import eventually
 

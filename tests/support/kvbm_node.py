@@ -7,7 +7,7 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import ControlReply, Dump, Instance, KvLayout
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from support.kvbm import TestWorker, find_kvbm, layout
 from support.mesh import Mesh
 from support.nats import free_port

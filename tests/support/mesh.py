@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from kvmesh.bus.client import BusOptions
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from support.evidence import Evidence, log_files
 from support.nats import free_port
 from support.wait import PATIENCE_S, eventually

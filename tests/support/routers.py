@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
     OverlapQuery,
@@ -18,8 +18,8 @@ from kvmesh.bus.messages import (
     RouteReply,
     RouteRequest,
 )
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.router.service import RouterService
 from kvmesh.runtime.service import Service
 from kvmesh.settings.schema import RouterSettings, Settings, StreamSettings

@@ -16,7 +16,7 @@ import msgspec
 
 from kvmesh.blocks.digests import split_digests
 from kvmesh.bus.client import Bus, Reply, Subscription
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import (
     Attach,
     Attached,
@@ -39,7 +39,7 @@ from kvmesh.bus.messages import (
     Role,
     Wanted,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.prompt_delta.blocks import BlockHashes, BlockPromptCache
 
 KEY = bytes(range(32))

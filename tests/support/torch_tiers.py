@@ -8,7 +8,7 @@ from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import TorchSettings
 from kvmesh.worker.engine import EngineError, OutputDelta

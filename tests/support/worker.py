@@ -20,8 +20,8 @@ from kvmesh.bus.messages import (
     Work,
     WorkReply,
 )
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings, WorkerSettings

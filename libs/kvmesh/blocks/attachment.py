@@ -18,7 +18,7 @@ from msgspec import Struct
 from kvmesh.blocks.arena import WORKER_LOCKS, ArenaView, LivenessLock
 from kvmesh.blocks.errors import BlocksError
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, MessageTooLarge, cause
 from kvmesh.bus.messages import (
     Attach,
@@ -31,7 +31,7 @@ from kvmesh.bus.messages import (
     NodeStore,
     Role,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.prompt_delta.blocks import SentBlockPromptCache
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from kvmesh.bus.messages import (
     Retain,
     Wanted,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
 from kvmesh.runtime.background import BackgroundTasks
 

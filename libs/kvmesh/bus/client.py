@@ -22,7 +22,12 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 from nkeys import NkeysError
 
-from kvmesh.bus.direct_client import DirectClient
+from kvmesh.bus.connection.direct_client import DirectClient
+from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
+from kvmesh.bus.connection.jetstream import Bucket, JetStream
+from kvmesh.bus.connection.outbox import Outbox
+from kvmesh.bus.connection.tls import tls_context
+from kvmesh.bus.connection.translation import bus_errors, to_bus_error
 from kvmesh.bus.errors import (
     BusUnavailable,
     MalformedReply,
@@ -30,13 +35,8 @@ from kvmesh.bus.errors import (
     RequestTimeout,
     cause,
 )
-from kvmesh.bus.first_connection import BROKEN, FirstConnection
-from kvmesh.bus.jetstream import Bucket, JetStream
 from kvmesh.bus.messages import encode
-from kvmesh.bus.outbox import Outbox
 from kvmesh.bus.subjects import Subjects
-from kvmesh.bus.tls import tls_context
-from kvmesh.bus.translation import bus_errors, to_bus_error
 
 log = logging.getLogger(__name__)
 # asyncio logs this for every TLS connection that ends, and no action would help

@@ -17,8 +17,8 @@ import uvloop
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
-from kvmesh.bus.server_check import check_server
-from kvmesh.bus.streams import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.server_check import check_server
 from kvmesh.runtime import logs
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop

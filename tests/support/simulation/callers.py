@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import (
     Hints,
     Placement,

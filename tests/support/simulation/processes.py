@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
-from kvmesh.bus.direct_client import DirectClient
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.connection.direct_client import DirectClient
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Capacity, ControlReply, Dump, Instance, ModelCard, Role
-from kvmesh.bus.publisher import KvPublisher
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.streams import ensure_streams
+from kvmesh.bus.streams.configuration import ensure_streams
+from kvmesh.bus.streams.publisher import KvPublisher
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.indexer.service import IndexerService
 from kvmesh.router.service import RouterService
 from kvmesh.runtime.service import Service

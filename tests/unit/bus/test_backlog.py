@@ -8,7 +8,7 @@ from kvmesh.bus.messages import (
     Removed,
     Stored,
 )
-from kvmesh.bus.publisher import MAX_EVENT_BLOCKS, Backlog
+from kvmesh.bus.streams.publisher import MAX_EVENT_BLOCKS, Backlog
 
 
 def removed(count: int) -> Removed:

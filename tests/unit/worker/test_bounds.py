@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.bus.messages import KvEvent, Prefetch, Removed, Stored, Work
-from kvmesh.bus.publisher import Backlog
+from kvmesh.bus.streams.publisher import Backlog
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.worker.adapters import prefetch as prefetches

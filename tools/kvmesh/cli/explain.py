@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Candidate, Decision, Outcome, RouteEvent
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import HASH_BYTES
 
 TIMEOUT_S = 10.0

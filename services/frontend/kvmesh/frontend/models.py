@@ -13,10 +13,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.compatibility import Compatibility
+from kvmesh.bus.discovery.compatibility import Compatibility
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, ModelCard, Role, encode
-from kvmesh.bus.model_files import fetch_model
+from kvmesh.bus.storage.model_files import fetch_model
 from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate

@@ -9,10 +9,11 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.client import Subscription
-from kvmesh.bus.discovery import Directory, Lease, routable
-from kvmesh.bus.engine_loads import follow_loads
+from kvmesh.bus.discovery.directory import Directory, routable
+from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import Instance, Role, StepOutput
-from kvmesh.bus.shared_secret import SecretUnusable
+from kvmesh.bus.storage.shared_secret import SecretUnusable
 from kvmesh.frontend import prefork
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.indexer.decoding import EventSource, MalformedBatch, decode, source_of
 from kvmesh.indexer.rank_state import RankStates
 

@@ -8,8 +8,9 @@ import time
 import msgspec
 from prometheus_client import REGISTRY
 
-from kvmesh.bus.discovery import READY, STATE, Directory, Lease
-from kvmesh.bus.engine_loads import follow_loads
+from kvmesh.bus.discovery.directory import READY, STATE, Directory
+from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError, BusUnavailable
 from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Role
 from kvmesh.index import create_index

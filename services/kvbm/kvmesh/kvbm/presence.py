@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, KvEvent, NodeStore, Role
-from kvmesh.bus.publisher import KvPublisher
+from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.kvbm.core.blocks.block import TIERS
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.tiers.storage import Storage, node_name

@@ -5,7 +5,7 @@ from prometheus_client import REGISTRY
 from kvmesh.blocks.digests import KEY_BYTES
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusUnavailable
-from kvmesh.bus.shared_secret import SecretUnusable, parse_secret, shared_secret
+from kvmesh.bus.storage.shared_secret import SecretUnusable, parse_secret, shared_secret
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK
 from kvmesh.kvbm.core.blocks.store import RemoteTierConfig
 from kvmesh.kvbm.core.config import KvbmConfig

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from kvmesh.bus.client import Bus, RawMessage
+from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import OverlapQuery, RankKey
-from kvmesh.bus.peer_choice import Peers
 from kvmesh.router.scoring.overlaps import Overlaps
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import time
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.placement.router import RouterCore
 

@@ -9,8 +9,10 @@ from time import monotonic
 import msgspec
 from msgspec.structs import replace
 
-from kvmesh.bus.discovery import READY, STATE, Directory, Lease
-from kvmesh.bus.engine_loads import follow_loads
+from kvmesh.bus.discovery.directory import READY, STATE, Directory
+from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.messages import (
     Instance,
     Load,
@@ -19,8 +21,7 @@ from kvmesh.bus.messages import (
     RouteEvent,
     Thresholds,
 )
-from kvmesh.bus.ping import answer_pings
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.router.config import check_settings, thresholds
 from kvmesh.router.errors import RouterConfigError

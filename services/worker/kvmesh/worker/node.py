@@ -9,7 +9,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus, Subscription, returning
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import (
     Chunk,
@@ -23,10 +24,9 @@ from kvmesh.bus.messages import (
     Work,
     WorkReply,
 )
-from kvmesh.bus.model_files import publish_model
-from kvmesh.bus.ping import answer_pings
-from kvmesh.bus.publisher import KvPublisher
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.storage.model_files import publish_model
+from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.indexer.snapshots.snapshotter import SnapshotThresholds
 from kvmesh.settings.schema import IndexerSettings
 

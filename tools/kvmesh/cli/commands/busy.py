@@ -6,7 +6,7 @@ import sys
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import Thresholds, encode
 from kvmesh.cli.bus_session import run_on_bus

@@ -6,10 +6,10 @@ import time
 
 import msgspec
 
-from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.jetstream import Bucket, Entry
 from kvmesh.bus.errors import Conflict, NotFound
-from kvmesh.bus.jetstream import Bucket, Entry
+from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.subjects import token
 from kvmesh.cli import keyring
 from kvmesh.cli.bus_session import run_on_bus

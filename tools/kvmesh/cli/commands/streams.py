@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.bus.client import Bus
     from kvmesh.bus.errors import NotFound
-    from kvmesh.bus.streams import apply, differences, mesh_streams
+    from kvmesh.bus.streams.configuration import apply, differences, mesh_streams
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.status.view import show_limits
     from kvmesh.runtime.service import stream_limits

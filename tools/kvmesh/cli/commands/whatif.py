@@ -9,9 +9,9 @@ import msgspec
 from rich.console import Console
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Capacity, Instance, ModelCard
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import settings_flags

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 MAX_WAITING = 256
 

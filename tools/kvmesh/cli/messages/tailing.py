@@ -10,9 +10,9 @@ from datetime import datetime
 import msgspec
 
 from kvmesh.bus.client import Bus, RawMessage
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Instance, encode
-from kvmesh.bus.reader import Start, StreamMessage
+from kvmesh.bus.streams.reader import Start, StreamMessage
 from kvmesh.cli.messages.decoding import REQUESTS, STREAMED, decode, plain
 from kvmesh.cli.messages.merging import MergedReader
 from kvmesh.cli.messages.one_line import summarise

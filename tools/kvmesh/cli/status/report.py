@@ -6,12 +6,12 @@ import time
 from msgspec import Struct
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.compatibility import misfits, namesakes
-from kvmesh.bus.discovery import Directory, routable
-from kvmesh.bus.engine_loads import follow_loads
-from kvmesh.bus.jetstream import StreamInfo
+from kvmesh.bus.connection.jetstream import StreamInfo
+from kvmesh.bus.discovery.compatibility import misfits, namesakes
+from kvmesh.bus.discovery.directory import Directory, routable
+from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.messages import Instance, Load, Role
-from kvmesh.bus.streams import mesh_streams
+from kvmesh.bus.streams.configuration import mesh_streams
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 

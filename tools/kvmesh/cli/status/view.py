@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvmesh.bus.discovery import STATE
-from kvmesh.bus.jetstream import StreamInfo
+from kvmesh.bus.connection.jetstream import StreamInfo
+from kvmesh.bus.discovery.directory import STATE
 from kvmesh.bus.messages import Load, NodeStore, incompatible_models
 from kvmesh.cli.status.report import BucketReport, InstanceReport, MeshReport, StreamReport
 from kvmesh.cli.units import duration, size

@@ -6,14 +6,14 @@ from collections.abc import Collection
 
 import msgspec
 
-from kvmesh.bus.buckets import read_headers
 from kvmesh.bus.client import Bus
-from kvmesh.bus.compatibility import misfits
-from kvmesh.bus.discovery import Directory, routable
+from kvmesh.bus.discovery.compatibility import misfits
+from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
 from kvmesh.bus.messages import Instance, Load
-from kvmesh.bus.server_check import check_server
-from kvmesh.bus.streams import ensure_streams, purge_states
+from kvmesh.bus.storage.buckets import read_headers
+from kvmesh.bus.streams.configuration import ensure_streams, purge_states
+from kvmesh.bus.streams.server_check import check_server
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.runtime.service import bus_options, stream_limits
 from kvmesh.settings import Settings, redacted

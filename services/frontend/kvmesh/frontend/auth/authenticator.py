@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from kvmesh.bus.buckets import keys_bucket, read_bucket
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.frontend.auth.accounts import Account, Accounts, Key, Scope
 from kvmesh.frontend.auth.origin_check import cross_origin_fault
 from kvmesh.frontend.conversation import GenerateRequest

@@ -4,9 +4,9 @@ import asyncio
 from collections import OrderedDict
 from hashlib import blake2b
 
-from kvmesh.bus.buckets import bucket_sizes
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import owner
+from kvmesh.bus.storage.buckets import bucket_sizes
 from kvmesh.runtime.lru import LruCache
 
 FRESH_S = 60.0

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from kvmesh.bus.buckets import make_write_once_bucket
 from kvmesh.bus.client import Bus
-from kvmesh.bus.shared_secret import parse_secret, shared_secret
+from kvmesh.bus.storage.buckets import make_write_once_bucket
+from kvmesh.bus.storage.shared_secret import parse_secret, shared_secret
 from kvmesh.frontend.namespaces import KEY_BYTES
 
 

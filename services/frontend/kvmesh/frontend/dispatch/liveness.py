@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine
 import msgspec
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import ControlReply, Instance, Resend, SeqProgress
-from kvmesh.bus.ping import ping
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.token_stream import TokenStream

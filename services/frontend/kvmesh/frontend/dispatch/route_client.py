@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvmesh.bus.client import Bus, RawMessage
+from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     Instance,
@@ -27,7 +28,6 @@ from kvmesh.bus.messages import (
     RouteRequest,
     SeqFree,
 )
-from kvmesh.bus.peer_choice import Peers
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.runtime.lru import LruCache

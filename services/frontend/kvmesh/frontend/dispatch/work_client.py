@@ -8,10 +8,11 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory, forget_instance
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.leases import delete_lease
+from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import Cancel, Work, WorkReply
-from kvmesh.bus.ping import ping
 from kvmesh.frontend.dispatch.token_inbox import Consumer, TokenInbox
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.prompt_delta.tokens import SentPromptCache
@@ -166,4 +167,4 @@ class WorkClient:
         for card in self._directory.instances:
             if card.instance == instance:
                 log.warning("worker %s is gone: no process listens on its subjects", instance)
-                await forget_instance(self._bus, card)
+                await delete_lease(self._bus, card)

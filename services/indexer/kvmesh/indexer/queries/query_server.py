@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from kvmesh.bus.client import Bus, Reply, Subscription
-from kvmesh.bus.discovery import READY, STATE
+from kvmesh.bus.discovery.directory import READY, STATE
+from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
     Instance,
@@ -16,7 +17,6 @@ from kvmesh.bus.messages import (
     OverlapReply,
     Role,
 )
-from kvmesh.bus.peer_choice import Peers
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import QUERY_S
 from kvmesh.indexer.queries.reply import answer, merge

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NotFound, ObjectUnreadable
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.indexer.snapshots.snapshot import DamagedSnapshot
 
 SLOTS = 3

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusTimeout, cause
-from kvmesh.bus.stream_identity import is_rewound
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.rank_state import RankStates
 from kvmesh.indexer.snapshots.snapshot import (

@@ -11,7 +11,7 @@ import msgspec
 
 from kvmesh.blocks.digests import split_digests
 from kvmesh.bus.client import Bus, Subscription
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     ClaimAnnouncement,
@@ -22,7 +22,7 @@ from kvmesh.bus.messages import (
     Role,
     incompatible_models,
 )
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.transfers.mesh_claims import ClaimMessage, Claims, PeerClaims, PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from kvmesh.bus.compatibility import Compatibility
+from kvmesh.bus.discovery.compatibility import Compatibility
 from kvmesh.bus.messages import Capacity, Instance, Placement, RankKey, Role, Thresholds
 from kvmesh.router.state.arrays import ZERO, Floats, Slots
 from kvmesh.router.state.kvbm_nodes import KvbmNodes

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from kvmesh.bus.buckets import read_bucket
 from kvmesh.bus.client import Bus
-from kvmesh.bus.compatibility import CardProfile, Compatibility, namesakes
-from kvmesh.bus.discovery import Lease
+from kvmesh.bus.discovery.compatibility import CardProfile, Compatibility, namesakes
+from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, cause
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, Role
-from kvmesh.bus.ping import ping
+from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.worker.engine import EngineConfigError, EngineError
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, NoResponder
 from kvmesh.bus.messages import ControlReply, Instance, Role, StepOutput
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 
 log = logging.getLogger(__name__)
 _replies = msgspec.msgpack.Decoder(ControlReply)

@@ -6,7 +6,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from kvmesh.bus.discovery import Directory
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Instance, Role
 from kvmesh.frontend.apis.base import decode
 from kvmesh.frontend.apis.cache_body import (

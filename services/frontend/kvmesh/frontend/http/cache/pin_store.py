@@ -9,10 +9,10 @@ from hashlib import blake2b
 import msgspec
 from msgspec import Struct
 
-from kvmesh.bus.buckets import expiring_bucket, read_bucket, read_headers
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound, cause
-from kvmesh.bus.jetstream import Bucket
+from kvmesh.bus.storage.buckets import expiring_bucket, read_bucket, read_headers
 from kvmesh.frontend.errors import Unavailable
 
 TTL_S = 86400.0

@@ -10,10 +10,10 @@ import logging
 import msgspec
 import zstandard
 
-from kvmesh.bus.buckets import evicting_bucket
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound, cause
-from kvmesh.bus.jetstream import Bucket
+from kvmesh.bus.storage.buckets import evicting_bucket
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.bucket_quota import BucketQuota, owner_of

@@ -34,7 +34,7 @@ from kvmesh.blocks.kvbm_client import (
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import KvLayout, Retain
-from kvmesh.bus.streams import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.throughput import Throughput, combined_throughput

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.bus.protocol_parser import MessageParser
+from kvmesh.bus.connection.protocol_parser import MessageParser
 
 MINE = 1
 Message = tuple[int, bytes, bytes, bytes]

@@ -22,7 +22,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.errors import BusError, NotFound, cause
-from kvmesh.bus.stream_identity import is_rewound
+from kvmesh.bus.streams.identity import is_rewound
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0

@@ -1,6 +1,6 @@
 """Round-robin choice among peers, without suspected ones."""
 
-from kvmesh.bus.peer_choice import Peers
+from kvmesh.bus.discovery.peer_choice import Peers
 
 
 def peers(*names: str) -> Peers:

@@ -23,7 +23,7 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
-from kvmesh.bus.protocol_parser import MessageParser
+from kvmesh.bus.connection.protocol_parser import MessageParser
 
 log = logging.getLogger(__name__)
 Handler = Callable[[Msg], None]

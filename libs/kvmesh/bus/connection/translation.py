@@ -9,7 +9,7 @@ from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
 from nats.js import errors as js
 
-from kvmesh.bus.direct_client import PermissionDenied
+from kvmesh.bus.connection.direct_client import PermissionDenied
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,

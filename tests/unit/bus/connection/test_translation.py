@@ -5,7 +5,8 @@ from nats.errors import ConnectionClosedError, MaxPayloadError, NoRespondersErro
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import errors as js
 
-from kvmesh.bus.direct_client import PermissionDenied
+from kvmesh.bus.connection.direct_client import PermissionDenied
+from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
@@ -19,7 +20,6 @@ from kvmesh.bus.errors import (
     NotPermitted,
     ObjectUnreadable,
 )
-from kvmesh.bus.translation import bus_errors, raising_bus_errors
 
 EXPECTED = [
     (PermissionDenied("a"), NotPermitted),

@@ -8,10 +8,10 @@ from nats.js.api import DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
 from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.jetstream import Bucket
+from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.errors import Conflict
-from kvmesh.bus.jetstream import Bucket
-from kvmesh.bus.reader import Start, StreamMessage, StreamReader
-from kvmesh.bus.translation import bus_errors
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 TIMEOUT_S = 10.0
 OPERATION = "KV-Operation"  # header of a message that deletes a key

@@ -10,7 +10,7 @@ from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore as NatsObjectStore
 
-from kvmesh.bus.translation import bus_errors, raising_bus_errors
+from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
 
 __all__ = ["Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo"]
 Entry = KeyValue.Entry

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.bus.shared_secret import SecretUnusable, parse_secret
+from kvmesh.bus.storage.shared_secret import SecretUnusable, parse_secret
 
 
 def test_a_secret_is_two_hexadecimal_digits_for_each_byte() -> None:

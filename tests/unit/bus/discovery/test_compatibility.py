@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from support.routing import worker
 
-from kvmesh.bus.compatibility import Compatibility, misfits, namesakes
+from kvmesh.bus.discovery.compatibility import Compatibility, misfits, namesakes
 from kvmesh.bus.messages import Instance
 
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from nats.errors import Error as NatsError
 
-from kvmesh.bus.direct_client import DirectClient
+from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.errors import cause
 
 log = logging.getLogger(__name__)

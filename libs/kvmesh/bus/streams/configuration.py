@@ -22,7 +22,7 @@ from nats.js.api import (
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, Conflict, NotFound, NotPermitted
-from kvmesh.bus.server_check import explained_refusal
+from kvmesh.bus.streams.server_check import explained_refusal
 
 MEMORY = StorageType.MEMORY
 # Records have their own ids, by which readers detect repeats, and no `Nats-Msg-Id`. JetStream's

@@ -1,0 +1,130 @@
+"""The directory of live cards, read from the bucket of instances."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.translation import bus_errors
+from kvmesh.bus.discovery.leases import LeaseDuration
+from kvmesh.bus.errors import BusError
+from kvmesh.bus.log_once import LogOnce
+from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.bus.subjects import name_of
+
+log = logging.getLogger(__name__)
+STATE = "state"  # label of a process that has to catch up before it is ready
+READY = "ready"
+OPEN_S = 10.0
+_card_decoder = msgspec.msgpack.Decoder(Instance)
+
+
+def routable(card: Instance) -> bool:
+    """True if a process accepts work, according to its card."""
+    return not card.draining and card.labels.get(STATE, READY) == READY
+
+
+class Directory:
+    """The live cards, optionally of one role; each change calls `joined` or `left`.
+
+    A changed card of a known instance calls `joined` again. A card that is not renewed leaves after
+    the TTL even if the server's own notice is lost, but not because of an outage of this process.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        limits: StreamLimits,
+        joined: Callable[[Instance], None] = lambda _: None,
+        left: Callable[[Instance], None] = lambda _: None,
+        role: Role | None = None,
+    ) -> None:
+        self._bus = bus
+        self._duration = LeaseDuration(bus, limits)
+        self._joined = joined
+        self._left = left
+        self._log_once = LogOnce()  # every renewal repeats a rejected card
+        self._renewed_at: dict[str, float] = {}
+        self._cards: dict[str, Instance] = {}
+        self._prefix = f"$KV.{bus.subjects.instances_bucket}."
+        self._reader = StreamReader(
+            bus,
+            f"KV_{bus.subjects.instances_bucket}",
+            f"{self._prefix}{role}.>" if role is not None else f"{self._prefix}>",
+            self._on_message,
+            Start(last_per_subject=True),
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def instances(self) -> list[Instance]:
+        return list(self._cards.values())
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds that a lease lasts without renewal."""
+        return self._duration.seconds
+
+    async def open(self) -> None:
+        """Watch; return once every card that exists now is known."""
+        await self._duration.refresh()
+        await self._reader.open()
+        with bus_errors():
+            async with asyncio.timeout(OPEN_S):
+                await self._reader.caught_up.wait()
+        self._task = asyncio.create_task(self._expire(), name="directory")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._reader.close()
+
+    def _on_message(self, message: StreamMessage) -> None:
+        key = message.subject.removeprefix(self._prefix)
+        if not message.data:
+            self._drop(key)
+            return
+        try:
+            card = _card_decoder.decode(message.data)
+        except msgspec.MsgspecError as error:
+            if self._log_once.first(key, reason := str(error)):
+                log.warning("ignored an unreadable card at %s: %s", key, reason)
+            return
+        own = self._bus.subjects.lease_key(card.role, card.instance)
+        if key != own or name_of(card.instance) != card.name:
+            # a process may be permitted to write its own key only
+            owner = (card.role, card.name, card.instance)
+            if self._log_once.first(key, *owner):
+                log.warning("ignored the card of %s %s, instance %s, at %s", *owner, key)
+            return
+        self._renewed_at[key] = asyncio.get_running_loop().time()
+        if self._cards.get(key) != card:
+            self._cards[key] = card
+            self._joined(card)
+
+    def _drop(self, key: str) -> None:
+        self._renewed_at.pop(key, None)
+        card = self._cards.pop(key, None)
+        if card is not None:
+            self._left(card)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(self.lease_s / 3)
+            limit_s = self.lease_s * 1.5
+            if self._bus.connected_for < limit_s:
+                continue
+            try:
+                async with asyncio.timeout(self.lease_s):
+                    await self._duration.refresh()
+            except (BusError, TimeoutError) as error:
+                log.debug("assuming leases of %g s: %s", self.lease_s, error)
+                continue
+            now = asyncio.get_running_loop().time()
+            for key in [k for k, seen in self._renewed_at.items() if now - seen > limit_s]:
+                self._drop(key)

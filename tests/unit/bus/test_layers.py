@@ -1,0 +1,20 @@
+"""Import order of the bus's modules."""
+
+from support.layers import modules_of, upward_imports
+
+LAYERS = [
+    ["discovery"],
+    ["storage"],
+    ["streams"],
+    ["client"],
+    ["connection"],
+    ["permissions"],
+    ["subjects"],
+    ["messages"],
+    ["errors", "backoff", "log_once"],
+]
+
+
+def test_imports_only_point_downwards() -> None:
+    assert upward_imports("bus", LAYERS) == []
+    assert modules_of("bus") == {name for layer in LAYERS for name in layer}
