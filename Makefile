@@ -15,7 +15,7 @@ COMPILED := .venv-compiled
 RERUNS := $(if $(CI),--reruns 1)
 SOURCES := $(shell find libs services tools -name '*.py')
 
-.PHONY: setup up test lint types unit compiled simulation mesh clients chaos soak agents vllm sanitize docs clean
+.PHONY: setup up test lint types unit compiled simulation mesh clients chaos fidelity soak agents vllm sanitize docs clean
 
 setup: $(BUILT)
 
@@ -34,11 +34,12 @@ $(ENGINES): pyproject.toml $(NATIVE)
 up: setup
 	@exec $(BIN)/kvmesh up $(ARGS)
 
-# Processes that wait for one another leave one of two cores to the simulation.
-test: lint
-	$(MAKE) --jobs 2 --output-sync=target unit types compiled
+# Processes that wait for one another leave a part of two cores to the simulation. `fidelity` compares
+# times and runs alone.
+test: lint unit
+	$(MAKE) --jobs 2 --output-sync=target types compiled
 	$(MAKE) --jobs 2 --output-sync=target mesh simulation
-	$(MAKE) clients chaos
+	$(MAKE) clients chaos fidelity
 
 lint: $(ENGINES)
 	$(BIN)/ruff format --check .
@@ -47,8 +48,11 @@ lint: $(ENGINES)
 types: $(ENGINES)
 	$(BIN)/mypy
 
-unit simulation mesh clients chaos: $(ENGINES)
-	$(BIN)/pytest -q $(RERUNS) tests/$@
+unit clients chaos: PARALLEL := --numprocesses 2 --dist loadfile
+mesh: PARALLEL := --numprocesses 3 --dist loadfile
+
+unit simulation mesh clients chaos fidelity: $(ENGINES)
+	$(BIN)/pytest -q $(RERUNS) $(PARALLEL) tests/$@
 
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built

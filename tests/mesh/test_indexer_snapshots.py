@@ -50,6 +50,10 @@ async def first_seq(bus: Bus) -> int:
     return (await bus.js.stream_info(bus.subjects.kv_stream)).state.first_seq
 
 
+async def last_seq(bus: Bus) -> int:
+    return (await bus.js.stream_info(bus.subjects.kv_stream)).state.last_seq
+
+
 async def generations(bus: Bus, worker: Publisher, count: int, start: int = 1) -> None:
     """Make the leader write this many snapshots, one per ten messages."""
     for generation in range(count):
@@ -215,7 +219,13 @@ async def rewind(server: NatsServer, bus: Bus, limits: StreamLimits, copy: Path)
     with server.elsewhere() as url:
         other = await Bus.connect(replace(bus.options, url=url), "other")
         await ensure_streams(other, limits)
+        before = await last_seq(other)
         await fill(Publisher(other, limits, "x", "x-1"), 700, 30)
+
+        async def stored() -> bool:
+            return await last_seq(other) == before + 30
+
+        await eventually(stored)
         await other.close()
     await asyncio.to_thread(server.start)
     await eventually(lambda: bus.connected)

@@ -1,5 +1,6 @@
 """A real NATS server for tests: JetStream, an ephemeral port, a private store directory."""
 
+import os
 import random
 import shutil
 import signal
@@ -23,9 +24,13 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port not returned before, below Linux's range of ephemeral ports."""
+    """A port not returned before, below Linux's range of ephemeral ports.
+
+    Each process of pytest-xdist ("gw0", "gw1", …) has ports of its own.
+    """
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = _ports.randrange(10_000, 32_768)
+        port = _ports.randrange(10_000 + process % 8, 32_768, 8)
         if port not in _given and _is_free(port):
             _given.add(port)
             return port

@@ -55,6 +55,7 @@ class QueryServer:
         self._feed = feed
         self._timeout = timeout
         self._subscriptions: list[Subscription] = []
+        self._is_open = False
         self._forwards = BackgroundTasks()
         self._silent: set[int] = set()
         self._replicas: dict[str, Peers] = {}
@@ -62,7 +63,8 @@ class QueryServer:
 
     @property
     def is_open(self) -> bool:
-        return bool(self._subscriptions)
+        """True while all subjects are served."""
+        return self._is_open
 
     async def open(self) -> None:
         """Join the queue group and serve the instance's own subject."""
@@ -81,9 +83,11 @@ class QueryServer:
             self._subscriptions.append(
                 await self._bus.serve(subject, QUERY, handler, QUEUE, self._refuse)
             )
+        self._is_open = True
 
     async def close(self) -> None:
         """Leave the queue group; queries already received still get replies."""
+        self._is_open = False
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             try:
