@@ -214,6 +214,7 @@ async def measure_fleet(url: str, plan: Plan) -> Outcome:
     here, there = context.Pipe()
     process = context.Process(target=run_fleet, args=(url, plan, there))
     process.start()
+    there.close()  # if the fleet fails, `recv` raises EOFError
     base, started = await asyncio.to_thread(here.recv)
     bus = await Bus.connect(BusOptions(url=url), "client")
     client = Client(bus, plan)
@@ -313,7 +314,12 @@ def add_fleet(report: Report, title: str, plan: Plan, outcome: Outcome) -> float
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--engines", type=int, default=1000)
+    arguments.add_argument(
+        "--engines",
+        type=int,
+        default=300,
+        help="300; workers check one another: traffic grows with the square",
+    )
     arguments.add_argument("--rate", type=float, default=0.25, help="requests/s per engine")
     arguments.add_argument("--seconds", type=float, default=10.0)
     arguments.add_argument("--tick", type=float, default=0.05, help="seconds of decode per call")

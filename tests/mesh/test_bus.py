@@ -39,7 +39,7 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.storage.model_files import fetch_model, publish_model
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.configuration import MAX_WATCHERS, StreamLimits, ensure_streams
 from kvmesh.bus.streams.reader import BATCH_S, Start, StreamMessage, StreamReader
 
 CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
@@ -50,6 +50,11 @@ def card(name: str) -> Instance:
     return Instance(
         instance=f"{name}-1", role=Role.WORKER, name=name, version="0", started=0.0, engine="mock"
     )
+
+
+async def test_more_processes_may_watch_the_instances_than_the_servers_default(bus: Bus) -> None:
+    info = await bus.js.stream_info(f"KV_{bus.subjects.instances_bucket}")
+    assert info.config.max_consumers == MAX_WATCHERS
 
 
 async def test_a_request_gets_a_reply_no_responder_or_a_timeout(bus: Bus) -> None:

@@ -28,6 +28,9 @@ MEMORY = StorageType.MEMORY
 # Records have their own ids, by which readers detect repeats, and no `Nats-Msg-Id`. JetStream's
 # duplicate window, which cannot be zero, is therefore unused.
 UNUSED_WINDOW_S = 1.0
+# Every process of a mesh watches the instances; nats-server 2.15 permits only 1,000 consumers of a
+# stream that states no number.
+MAX_WATCHERS = 100_000
 
 
 class StreamMissing(BusError):
@@ -184,17 +187,26 @@ def _stream(
 
 
 def _instances(bus: Bus, limits: StreamLimits) -> _StreamSpec:
+    """The bucket of cards; nats-py's own creation of buckets does not set `max_consumers`."""
     bucket = bus.subjects.instances_bucket
-    config = KeyValueConfig(
-        bucket=bucket,
-        ttl=limits.lease_s,
-        history=1,
+    config = StreamConfig(
+        name=f"KV_{bucket}",
+        subjects=[f"$KV.{bucket}.>"],
+        max_consumers=MAX_WATCHERS,
+        max_msgs_per_subject=1,
+        max_age=limits.lease_s,
+        duplicate_window=min(limits.lease_s, UNUSED_WINDOW_S),
+        discard=DiscardPolicy.NEW,
+        deny_delete=True,
+        allow_rollup_hdrs=True,
+        allow_direct=False,
+        allow_msg_ttl=True,
+        subject_delete_marker_ttl=max(limits.lease_s, 1.0),
         storage=MEMORY,
-        replicas=bus.options.replicas,
-        limit_marker_ttl=max(limits.lease_s, 1.0),
+        num_replicas=bus.options.replicas,
     )
     # its TTL is not among the limits: processes read it from the bucket when they connect
-    return _StreamSpec(f"KV_{bucket}", _replicas(bus), lambda: bus.js.create_key_value(config))
+    return _StreamSpec(config.name or "", _replicas(bus), lambda: bus.js.add_stream(config))
 
 
 def _buckets(bus: Bus) -> list[_StreamSpec]:

@@ -159,7 +159,7 @@ class ModelRouter:
         self._metrics.core_seconds.observe(monotonic() - now)
         self._execute(actions)
         if call.result is None and call.acks:
-            self._loop.call_soon(self._acknowledge, call)  # after the queue entry is published
+            self._acknowledge(call)
 
     def _acknowledge(self, call: RouteCall) -> None:
         """Reply `Parked` if the request waits here."""
@@ -193,11 +193,16 @@ class ModelRouter:
             self._execute(self.queue.place_ready(monotonic()))
 
     def _execute(self, actions: QueueActions) -> None:
-        """Reply at once; publish and record after the replies are sent."""
+        """Publish, reply; record after the replies are sent.
+
+        The stream must have a request's `SeqAdd` before its caller can send the `SeqFree`.
+        """
+        if actions.events:
+            self._bus.post(self._seq_subject, SeqBatch(self._service.instance, actions.events))
         for ticket in actions.done:
             self._reply(ticket)
-        if actions.events or actions.done:
-            self._loop.call_soon(self._publish, actions)
+        if actions.done:
+            self._loop.call_soon(self._record_all, actions.done)
 
     def _reply(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
@@ -206,10 +211,8 @@ class ModelRouter:
             request = ticket.request
             ticket.reply(_routed(result, request) if isinstance(result, Decision) else result)
 
-    def _publish(self, actions: QueueActions) -> None:
-        if actions.events:
-            self._bus.post(self._seq_subject, SeqBatch(self._service.instance, actions.events))
-        for ticket in actions.done:
+    def _record_all(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
             self._record(ticket.result)
 
     def _record(self, result: Decision | Refused | None) -> None:
