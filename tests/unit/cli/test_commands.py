@@ -171,6 +171,8 @@ def test_a_moment_is_an_age_or_a_time() -> None:
     assert moment("2026-01-02T03:04:05+00:00") == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     with pytest.raises(argparse.ArgumentTypeError, match="soon"):
         moment("soon")
+    with pytest.raises(argparse.ArgumentTypeError, match="in the future: 2999"):
+        moment("2999-01-01")
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,18 @@ def positive(text: str) -> int:
 def moment(text: str) -> datetime:
     """A time as an age (`90s`, `5m`, `2h`, `1d`) or in ISO 8601 (local time without an offset)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    now = datetime.now(UTC)
     try:
         if match:
-            return datetime.now(UTC) - timedelta(seconds=float(match[1]) * UNITS[match[2]])
-        return datetime.fromisoformat(text).astimezone(UTC)
+            return now - timedelta(seconds=float(match[1]) * UNITS[match[2]])
+        time = datetime.fromisoformat(text).astimezone(UTC)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
             f"neither an age (90s, 5m, 2h, 1d) nor a time: {text}"
         ) from None
+    if time > now:
+        raise argparse.ArgumentTypeError(f"a time in the future: {text}")
+    return time
 
 
 def result_file(text: str) -> Path:

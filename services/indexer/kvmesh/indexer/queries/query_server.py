@@ -83,6 +83,7 @@ class QueryServer:
             self._subscriptions.append(
                 await self._bus.serve(subject, QUERY, handler, QUEUE, self._refuse)
             )
+        await self._bus.flush()  # the server then knows the subscriptions
         self._is_open = True
 
     async def close(self) -> None:
