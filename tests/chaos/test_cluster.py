@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
 from support.indexing import Replicas
-from support.nats_cluster import Cluster, Member, settled
+from support.nats_cluster import Cluster, Member, is_settled
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
@@ -138,7 +138,9 @@ class Stage:
         await eventually(lambda: sum(w.acknowledged for w in self.workers) >= target)
 
     async def healed(self) -> None:
-        await eventually(lambda: settled(self.cluster, self.bus, self.stream), what="all are equal")
+        await eventually(
+            lambda: is_settled(self.cluster, self.bus, self.stream), what="all are equal"
+        )
 
     async def truth_is_told(self) -> None:
         query = OverlapQuery([prompt(blocks) for blocks in PROMPTS])
@@ -208,10 +210,10 @@ async def freeze_the_leader(stage: Stage) -> None:
 async def restore_an_older_store_of_the_leader(stage: Stage) -> None:
     leader = await stage.leader()
     copy = leader.store / "copy"
-    await asyncio.to_thread(leader.keep, copy)
+    await asyncio.to_thread(leader.back_up, copy)
     await stage.healed()
     await stage.progress()
-    await asyncio.to_thread(leader.put_back, copy)
+    await asyncio.to_thread(leader.restore, copy)
     await stage.progress()
     await asyncio.to_thread(leader.start)
 

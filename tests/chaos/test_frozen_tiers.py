@@ -22,7 +22,7 @@ from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.proxy import Proxy
 from support.tiny import tiny_model
-from support.traffic import Traffic, questions
+from support.traffic import Traffic, distinct_prompts
 from support.wait import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -135,7 +135,7 @@ def start_node(stage: Stage, number: int, own: dict[str, str]) -> None:
 
 async def traffic_of(stage: Stage) -> Traffic:
     """Clients at work, while workers load blocks."""
-    prompts = questions(3)
+    prompts = distinct_prompts(3)
     traffic = Traffic(stage.mesh.url, prompts, tokens=16, model="tiny", answers=stage.answers)
     await traffic.start()
     await flows(stage.loaded)
@@ -149,7 +149,7 @@ async def flows(count: Callable[[], float]) -> None:
 
 async def ended(stage: Stage, traffic: Traffic) -> None:
     """Assert that the clients had a pause at most, and that blocks move again."""
-    await traffic.more()
+    await traffic.wait_for_outputs()
     await flows(stage.loaded)
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
@@ -167,7 +167,7 @@ async def test_a_frozen_block_manager_is_bypassed_and_harmless_when_it_thaws(
     process = stage.mesh.processes["kvbm-0"]
     process.send_signal(signal.SIGSTOP)
     try:
-        await traffic.pass_by(FROZEN_S)
+        await traffic.run_for(FROZEN_S)
     finally:
         process.send_signal(signal.SIGCONT)
     await ended(stage, traffic)
@@ -179,7 +179,7 @@ async def test_a_block_manager_with_delayed_packets_is_bypassed(
     traffic = await traffic_of(stage)
     stage.proxy.delay_s = DELAY_S
     try:
-        await traffic.pass_by(FROZEN_S)
+        await traffic.run_for(FROZEN_S)
     finally:
         stage.proxy.delay_s = 0.0
     await ended(stage, traffic)
@@ -198,7 +198,7 @@ async def test_blocks_that_another_node_sends_late_are_computed(stage: Stage, he
         await eventually(lambda: stage.lent() > lent, what="blocks are requested")
         await eventually(lambda: stage.given_up() > given_up, what="they are bypassed")
         come = stage.come()
-        await traffic.pass_by(FROZEN_S)
+        await traffic.run_for(FROZEN_S)
         assert stage.come() == come, "nothing is so late that it is still waited for"
     finally:
         stage.lending.delay_s = 0.0

@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from support.attack import Footprint, footprint, idle, short, whole
+from support.attack import Footprint, footprint, post_request, short_body, wait_until_idle
 from support.mesh import Mesh
 from support.wait import PATIENCE_S, eventually
 
@@ -19,11 +19,11 @@ async def one(mesh: Mesh, rng: random.Random) -> None:
     """A request that is served, refused, abandoned, or incomplete."""
     path = rng.choice(GENERATING)
     tokens = rng.choice([1, 8, 2000])
-    body = short(path, tokens, rng.random() < 0.7)
+    body = short_body(path, tokens, rng.random() < 0.7)
     kind = rng.choice(["whole", "whole", "left", "broken", "cut"])
     if kind == "broken":
         body = body.replace(b'"model"', rng.choice([b'"model', b'"mode"', b'"model":5,"x"']))
-    data = whole(path, body, "Connection: close")
+    data = post_request(path, body, "Connection: close")
     reader, writer = await asyncio.open_connection("127.0.0.1", mesh.port)
     try:
         writer.write(data[: rng.randrange(len(data))] if kind == "cut" else data)
@@ -40,7 +40,7 @@ async def round_of(mesh: Mesh, count: int, seed: int) -> Footprint:
     rng = random.Random(seed)
     for _ in range(0, count, AT_ONCE):
         await asyncio.gather(*(one(mesh, rng) for _ in range(AT_ONCE)))
-    await idle(mesh)
+    await wait_until_idle(mesh)
     return footprint(mesh)
 
 

@@ -25,11 +25,11 @@ async def test_an_adapter_has_its_own_output_and_blocks(tiny_model: Path, tmp_pa
     run = await VllmRun.start(tiny_model, vllm=adapters)
     assert run.info.adapters == ["poet"]
     salt = PLAIN + 1
-    await run.do(work("plain", prompt(80)))
-    await run.do(work("adapted", prompt(80), adapter="poet", salt=salt))
+    await run.run_works(work("plain", prompt(80)))
+    await run.run_works(work("adapted", prompt(80), adapter="poet", salt=salt))
     assert run.sink.tokens("adapted") != run.sink.tokens("plain")
     assert run.sink.cached("adapted") == 0
-    await run.do(work("again", prompt(80), adapter="poet", salt=salt))
+    await run.run_works(work("again", prompt(80), adapter="poet", salt=salt))
     assert run.sink.cached("again") == 64
     assert run.sink.tokens("again") == run.sink.tokens("adapted")
     with pytest.raises(Rejected, match="no adapter critic"):
@@ -40,10 +40,10 @@ async def test_an_adapter_has_its_own_output_and_blocks(tiny_model: Path, tmp_pa
 async def test_each_rank_has_its_own_cache(tiny_model: Path) -> None:
     run = await VllmRun.start(tiny_model, "data_parallel_size=2")
     assert run.info.capacity.dp_ranks == 2
-    await run.do(work("first", prompt(80), rank=0))
-    await run.do(work("second", prompt(80), rank=1))
+    await run.run_works(work("first", prompt(80), rank=0))
+    await run.run_works(work("second", prompt(80), rank=1))
     assert run.sink.cached("second") == 0
-    await run.do(work("again", prompt(80), rank=1))
+    await run.run_works(work("again", prompt(80), rank=1))
     assert run.sink.cached("again") == 64
     assert run.sink.tokens("first") == run.sink.tokens("again")
     await eventually(lambda: len(run.sink.held) == 2, what="both ranks tell their blocks")

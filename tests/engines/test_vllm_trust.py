@@ -21,8 +21,8 @@ import pytest
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.tenants import EVIL, FORGED, VICTIM
-from support.traffic import Traffic, questions
-from support.trials import there, trial_process
+from support.traffic import Traffic, distinct_prompts
+from support.trials import is_running, trial_process
 from support.wait import PATIENCE_S, eventually
 
 pytestmark = [
@@ -79,16 +79,16 @@ def _entry(name: str, **fields: Any) -> str:
 @asynccontextmanager
 async def traffic(mesh: Mesh) -> AsyncIterator[Traffic]:
     """Streams without end: none fails, none is wrong, none pauses for longer than it may."""
-    clients = Traffic(mesh.url, questions(1, CLIENTS), CLIENTS, TOKENS)
+    clients = Traffic(mesh.url, distinct_prompts(1, CLIENTS), CLIENTS, TOKENS)
     await clients.start()
     try:
-        await clients.more(CLIENTS)
+        await clients.wait_for_outputs(CLIENTS)
         yield clients
     finally:
         await clients.stop()
-        print(f"{clients.whole} answers, longest pause {clients.longest:.2f} s")
+        print(f"{clients.completed} answers, longest pause {clients.longest_pause:.2f} s")
         assert clients.failed == []
-    assert clients.longest <= PAUSE_S + SLACK_S
+    assert clients.longest_pause <= PAUSE_S + SLACK_S
 
 
 async def serving(mesh: Mesh, count: int = 2) -> None:
@@ -204,16 +204,16 @@ async def test_slow_constraints_are_rejected_and_delay_no_other_request(
     ]
 
     async with traffic(mesh) as clients:
-        before = clients.whole
+        before = clients.completed
         attacks = [asyncio.to_thread(follow, mesh, "evil", schema) for schema in hostile]
         attacked = asyncio.gather(*attacks)
         assert await asyncio.to_thread(follow, mesh, "victim", {"enum": ["yes"]}) == '"yes"'
         for refusal in await attacked:
             assert refusal.startswith("400: ")
             assert "takes" in refusal
-        await clients.more(CLIENTS)
-        assert clients.whole > before
-        assert clients.longest <= PAUSE_S
+        await clients.wait_for_outputs(CLIENTS)
+        assert clients.completed > before
+        assert clients.longest_pause <= PAUSE_S
 
 
 async def test_constraints_are_tried_despite_frozen_trial_processes(
@@ -228,7 +228,7 @@ async def test_constraints_are_tried_despite_frozen_trial_processes(
     for number in itertools.count():
         answer = await asyncio.to_thread(follow, mesh, "victim", {"enum": [f"w{number}"]})
         assert answer == f'"w{number}"'
-        if not any(there(process) for process in frozen):
+        if not any(is_running(process) for process in frozen):
             break
 
 
@@ -241,12 +241,12 @@ async def test_streams_of_a_frozen_worker_migrate_and_it_stays_fenced_afterwards
         process.send_signal(signal.SIGSTOP)
         try:
             await eventually(lambda: len(running(mesh)) == 1, what="its lease has ended")
-            await clients.more(CLIENTS)
+            await clients.wait_for_outputs(CLIENTS)
         finally:
             process.send_signal(signal.SIGCONT)
         await serving(mesh)
         await eventually(lambda: "other processes considered this one dead" in mesh.logs())
-        await clients.more(CLIENTS)
+        await clients.wait_for_outputs(CLIENTS)
     await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
 
 
@@ -261,7 +261,7 @@ async def test_streams_of_a_stopped_or_killed_engine_migrate_and_its_worker_leav
         assert process.returncode == 1
         assert "vLLM has been stopped" in (mesh.folder / "worker-0.log").read_text()
         await eventually(lambda: not stopped.is_running(), what="the engine has ended with it")
-        await clients.more(CLIENTS)
+        await clients.wait_for_outputs(CLIENTS)
         mesh.restart("worker-0")
         await serving(mesh)
         process = mesh.processes["worker-1"]
@@ -269,4 +269,4 @@ async def test_streams_of_a_stopped_or_killed_engine_migrate_and_its_worker_leav
         await eventually(lambda: process.poll() is not None, what="its worker has left")
         assert process.returncode == 1
         assert "vLLM has died" in (mesh.folder / "worker-1.log").read_text()
-        await clients.more(CLIENTS)
+        await clients.wait_for_outputs(CLIENTS)

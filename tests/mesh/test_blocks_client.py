@@ -157,7 +157,7 @@ async def test_a_growing_prompt_is_sent_as_deltas(client: KvbmClient, start: Sta
         await give(client, prompt(end))
     await eventually(lambda: len(kvbm.blocks) == 110)
     assert await take(client, prompt(120), held=90) == [(i, 7 + i) for i in range(90, 110)]
-    told = [r for r in kvbm.asked if isinstance(r, Offer | Fetch)]
+    told = [r for r in kvbm.requests if isinstance(r, Offer | Fetch)]
     assert [len(r.sequence_hashes) // 8 for r in told] == [100, 3, 7, 10]
 
 
@@ -166,9 +166,9 @@ async def test_a_prompt_that_the_kvbm_lost_is_sent_again(client: KvbmClient, sta
     await attached(client)
     assert await give(client, prompt(100)) == list(range(100))
     await eventually(lambda: len(kvbm.blocks) == 100)
-    kvbm.prompts[1] = BlockPromptCache(kvbm.keeps)
+    kvbm.prompts[1] = BlockPromptCache(kvbm.stored_prompts)
     assert await give(client, prompt(103), first=90) == [100, 101, 102]
-    assert [len(r.sequence_hashes) // 8 for r in kvbm.asked if isinstance(r, Offer)] == [
+    assert [len(r.sequence_hashes) // 8 for r in kvbm.requests if isinstance(r, Offer)] == [
         100,
         3,
         103,
@@ -190,7 +190,7 @@ async def test_a_kvbm_of_another_node_is_ignored(client: KvbmClient, start: Star
     other = await start(node="there", instance="kvbm-0")
     await start()
     await attached(client)
-    assert not other.asked
+    assert not other.requests
 
 
 async def test_it_attaches_again_to_a_kvbm_that_lost_the_attachment(
@@ -373,7 +373,7 @@ async def test_queued_blocks_are_written(
     writer.end("a")
     await eventually(lambda: writer.written == 10 and writer.idle)
     await eventually(lambda: kvbm.count(Computed) == 1)
-    kinds = [type(asked) for asked in kvbm.asked]
+    kinds = [type(asked) for asked in kvbm.requests]
     assert kinds.index(Computed) > kinds.index(Commit)
     assert not shelf.held
 
@@ -390,7 +390,7 @@ async def test_new_blocks_of_a_request_join_its_queued_ones(
     assert writer.put("a", prompt(9), 5, 9)
     shelf.gate.set()
     await eventually(lambda: writer.written == 9)
-    assert [len(o.sequence_hashes) // 8 for o in kvbm.asked if isinstance(o, Offer)] == [2, 9]
+    assert [len(o.sequence_hashes) // 8 for o in kvbm.requests if isinstance(o, Offer)] == [2, 9]
 
 
 async def test_a_full_queue_skips_and_counts(

@@ -47,14 +47,14 @@ async def write(bus: Bus, *texts: str) -> None:
 async def keep(server: NatsServer, bus: Bus, copy: Path) -> None:
     """Restart the server with a copy of its store as it was."""
     made = bus.connected_at
-    await asyncio.to_thread(server.keep, copy)
+    await asyncio.to_thread(server.back_up, copy)
     await eventually(lambda: bus.connected_at > made)
 
 
 async def rewind(server: NatsServer, bus: Bus, copy: Path, *texts: str) -> None:
     """Put the copy back, and have these written before those who were connected return."""
-    await asyncio.to_thread(server.put_back, copy)
-    with server.elsewhere() as url:
+    await asyncio.to_thread(server.restore, copy)
+    with server.at_another_address() as url:
         other = await Bus.connect(replace(bus.options, url=url), "other")
         await write(other, *texts)
         await other.close()

@@ -63,7 +63,7 @@ class Stage:
         Until the end of the request is published, routers count it as load of its worker.
         """
         nvext = {"extra_fields": ["worker_id", "cache"], **body.get("nvext", {})}
-        content = await api.ask(self.client, {**body, "nvext": nvext}, **headers)
+        content = await api.send(self.client, {**body, "nvext": nvext}, **headers)
         await eventually(
             lambda: [event for event in self.freed if event.request.startswith(content.id)],
             what="the request's end is published",

@@ -109,10 +109,10 @@ async def watch(stage: Stage) -> None:
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(shared: Stage) -> Stage:
     shared.router.order = [shared.a.instance, shared.b.instance]
-    shared.router.refusal, shared.router.parks = None, False
-    shared.router.asked.clear()
+    shared.router.refusal, shared.router.queues_all = None, False
+    shared.router.requests.clear()
     for worker in (shared.a, shared.b):
-        worker.status, worker.knows, worker.keeps = "accepted", True, False
+        worker.status, worker.control_ok, worker.stores_prompts = "accepted", True, False
         worker.works.clear()
         worker.cancelled.clear()
         worker.resends.clear()
@@ -231,14 +231,14 @@ async def test_a_worker_that_refuses_is_excluded(stage: Stage, status: str) -> N
     work = await stage.b.work()
     await stage.b.send(work, Chunk(work.request, 0, [300], finish="stop"))
     assert (await asking)[0] == 200
-    assert stage.router.asked[1].placement.exclude == [stage.a.instance]
-    first, second = stage.router.asked
+    assert stage.router.requests[1].placement.exclude == [stage.a.instance]
+    first, second = stage.router.requests
     assert first.request != second.request
     await eventually(lambda: {SeqFree(first.request), SeqFree(second.request)} <= {*stage.seen})
 
 
 async def test_a_retained_prompt_is_sent_again_only_if_the_worker_has_lost_it(stage: Stage) -> None:
-    stage.a.keeps = True
+    stage.a.stores_prompts = True
     messages = [{"role": "user", "content": "Hello there. " * 50}]
     headers = {"x-session-id": "keeping"}
     for turn, number in ((1, 0), (2, 2)):
@@ -259,7 +259,7 @@ async def test_constraints_that_no_worker_meets_are_refused_at_once(stage: Stage
     status, answer = await stage.client.post(CHAT, body())
     assert status == 503
     assert reason in answer["error"]["message"]
-    assert len(stage.router.asked) == 1
+    assert len(stage.router.requests) == 1
 
 
 async def test_an_unavailable_router_is_not_reported_as_a_lack_of_workers(stage: Stage) -> None:
@@ -290,9 +290,9 @@ async def test_a_router_s_refusal_reaches_the_client(stage: Stage, code: Any, st
 
 
 async def test_a_client_that_leaves_is_removed_from_the_queue(stage: Stage) -> None:
-    stage.router.parks = True
+    stage.router.queues_all = True
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
-    (asked,) = await eventually(lambda: stage.router.asked)
+    (asked,) = await eventually(lambda: stage.router.requests)
     asking.cancel()
     await eventually(lambda: SeqFree(asked.request) in stage.seen)
     assert not stage.a.works
@@ -372,7 +372,7 @@ async def test_missing_tokens_are_requested_again(stage: Stage) -> None:
 
 
 async def test_a_request_unknown_to_its_worker_migrates(stage: Stage) -> None:
-    stage.a.knows = False
+    stage.a.control_ok = False
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300]))
@@ -401,14 +401,14 @@ async def test_a_stream_survives_the_death_of_its_worker(stage: Stage) -> None:
         work = await mortal.work()
         tokens = ids("told by two workers, heard as one")
         await mortal.send(work, Chunk(work.request, 0, tokens[:3], cached=[0]))
-        await mortal.deafen()
+        await mortal.unsubscribe()
         moved = await stage.a.work()
         assert moved.tokens[: len(work.tokens)] == work.tokens
         assert len(moved.tokens) == len(work.tokens) + 4 * 3
         assert (moved.generated, moved.sampling.max_tokens) == (3, 20)
         await stage.a.send(moved, Chunk(moved.request, 3, tokens[3:], finish="stop", cached=[0]))
         assert text_of(await events(response)) == "told by two workers, heard as one"
-        assert mortal.instance in stage.router.asked[-1].placement.exclude
+        assert mortal.instance in stage.router.requests[-1].placement.exclude
 
 
 async def test_the_migrations_of_a_request_are_limited(stage: Stage) -> None:
@@ -495,7 +495,7 @@ async def test_bad_input_gets_a_clear_error(
         assert answer["error"]["param"] == param
     if code is not None:
         assert answer["error"]["code"] == code
-    assert stage.router.asked == []
+    assert stage.router.requests == []
 
 
 async def test_a_body_that_does_not_say_how_long_it_is_is_bounded(stage: Stage) -> None:

@@ -92,10 +92,10 @@ class ScriptedStore:
     """A block manager that only listens."""
 
     def __init__(self) -> None:
-        self.told: list[Control] = []
+        self.controls: list[Control] = []
 
     async def answer(self, control: Control, reply: Reply) -> None:
-        self.told.append(control)
+        self.controls.append(control)
         reply(ControlReply(ok=True, blocks=3))
 
 
@@ -187,17 +187,17 @@ async def serves(client: Client) -> bool:
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(shared: Stage) -> Stage:
     shared.router.order = [shared.a.instance, shared.b.instance]
-    shared.router.asked.clear()
+    shared.router.requests.clear()
     for worker in (shared.a, shared.b):
-        worker.knows, worker.blocks = True, 2
+        worker.control_ok, worker.blocks = True, 2
         worker.works.clear()
-        worker.told.clear()
-    shared.store.told.clear()
+        worker.controls.clear()
+    shared.store.controls.clear()
     return shared
 
 
 def told(holder: ScriptedWorker | ScriptedStore, kind: type[Kind]) -> list[Kind]:
-    return [control for control in holder.told if isinstance(control, kind)]
+    return [control for control in holder.controls if isinstance(control, kind)]
 
 
 async def once(holder: ScriptedWorker | ScriptedStore, kind: type[Kind]) -> Kind:
@@ -276,7 +276,7 @@ async def test_no_caller_can_form_the_name_of_an_inferred_session(stage: Stage) 
 async def test_the_key_sets_the_fair_class_and_bounds_the_priority(stage: Stage) -> None:
     own = {"x-tenant-id": "part", "x-kvmesh-fair-class": "premium", "x-kvmesh-priority": "9"}
     work, _ = await turn(stage, CHAT, {"messages": [ASK]}, "plain", **own)
-    hints = stage.router.asked[-1].hints
+    hints = stage.router.requests[-1].hints
     assert (hints.tenant, hints.fair_class, hints.priority) == ("team-a", "premium", 2)
     assert owner(work.tenant) == stage.team != work.tenant
     steered = {"messages": [ASK], "nvext": {"policy": "random"}}
@@ -306,7 +306,7 @@ async def test_every_cache_endpoint_requires_a_key_with_the_scope(
     assert (status, answer["error"]["code"]) == (403, "scope_missing")
     status, _ = await stage.call(method, path, "nobody")
     assert status == 401
-    assert not stage.a.told + stage.store.told
+    assert not stage.a.controls + stage.store.controls
 
 
 # --- prefetch ---
@@ -326,20 +326,20 @@ async def test_a_prefetch_has_the_prompt_of_its_request(
     stage: Stage, path: str, body: dict[str, Any]
 ) -> None:
     work, _ = await turn(stage, path, body)
-    stage.a.told.clear()
+    stage.a.controls.clear()
     status, answer = await stage.post("/v1/prefetch", {**body, "compute": 64, "deadline": 5})
     assert status == 200, answer
     prefetch = await once(stage.a, Prefetch)
     assert (prefetch.tokens, prefetch.salt, prefetch.tenant) == (work.tokens, work.salt, stage.team)
     assert (prefetch.compute, prefetch.deadline_s, prefetch.at) == (64, 5, None)
     assert (answer["instance"], answer["tokens"]) == (stage.a.instance, len(work.tokens) // 4)
-    assert stage.router.asked[-1].sequence_hashes == stage.router.asked[-2].sequence_hashes
-    assert stage.router.asked[-1].salt == stage.router.asked[-2].salt == work.salt
+    assert stage.router.requests[-1].sequence_hashes == stage.router.requests[-2].sequence_hashes
+    assert stage.router.requests[-1].salt == stage.router.requests[-2].salt == work.salt
 
 
 async def test_every_frontend_resolves_a_session_s_last_prompt(stage: Stage) -> None:
     work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **{"x-kvmesh-session-id": "far"})
-    stage.a.told.clear()
+    stage.a.controls.clear()
     at = time.time() + 60
     body = {"model": MODEL, "session": "far", "at": at}
     status, answer = await stage.other.post("/v1/prefetch", body, **bearer("a"))
@@ -365,7 +365,7 @@ async def test_only_its_tenant_cancels_a_prefetch(stage: Stage) -> None:
 
 
 async def test_a_worker_s_refusal_reaches_the_caller(stage: Stage) -> None:
-    stage.a.knows = False
+    stage.a.control_ok = False
     status, answer = await stage.post("/v1/prefetch", {"tokens": [300] * 40})
     assert (status, answer["error"]["code"]) == (503, "unavailable")
 
@@ -404,7 +404,7 @@ async def test_a_pin_is_sent_to_all_holders_and_listed_for_its_tenant(stage: Sta
     assert status == 200, pin
     for holder in (stage.a, stage.b, stage.store):
         sent = await once(holder, Pin)
-        assert sent.sequence_hashes == stage.router.asked[-1].sequence_hashes
+        assert sent.sequence_hashes == stage.router.requests[-1].sequence_hashes
         assert (sent.priority, sent.tenant) == (90, stage.team)
         assert 0 < sent.ttl_s <= 600
     assert pin["requested"] == len(work.tokens) // 4 // 16
@@ -478,7 +478,7 @@ async def test_a_tenant_clears_its_own_blocks(stage: Stage) -> None:
         meant = {(command.salt, command.tenant) for command in told(holder, Clear)}
         salts = [stage.tenants.salt(MODEL, adapter, stage.team) for adapter in ("", "tuned")]
         assert meant == {(salt, stage.team) for salt in salts}
-    stage.a.told.clear()
+    stage.a.controls.clear()
     await stage.post("/v1/cache/clear", {"model": "tuned", "tiers": [0]})
     assert await once(stage.a, Clear) == Clear(salts[1], [0], MODEL, stage.team)
 
@@ -488,14 +488,14 @@ async def test_tiers_are_cleared_on_the_instances_that_have_them(stage: Stage) -
     assert [entry["role"] for entry in answer["instances"]] == ["kvbm"]
     _, answer = await stage.post("/v1/cache/clear", {"tiers": [1, 2]})
     assert {entry["name"] for entry in answer["instances"]} == {"store", "b"}
-    assert not stage.a.told
+    assert not stage.a.controls
 
 
 async def test_a_mistyped_field_clears_nothing(stage: Stage) -> None:
     status, answer = await stage.post("/v1/cache/clear", {"tier": [1]})
     assert status == 400
     assert "`tier`" in answer["error"]["message"]
-    assert not stage.a.told
+    assert not stage.a.controls
 
 
 async def test_clearing_all_tenants_requires_the_admin_scope(stage: Stage) -> None:

@@ -76,11 +76,11 @@ async def test_a_request_is_dispatched_again_to_a_worker_that_reconnects_later(
 ) -> None:
     worker = stage.workers[0]
     stage.router.order = [worker.instance]
-    stage.router.parks = True
+    stage.router.queues_all = True
     asking = stage.ask()
-    await eventually(lambda: stage.router.asked, what="the request waits in the router")
-    await worker.deafen()
-    stage.router.parks = False
+    await eventually(lambda: stage.router.requests, what="the request waits in the router")
+    await worker.unsubscribe()
+    stage.router.queues_all = False
     stage.proxy.cut()
     await eventually(lambda: passed_over(stage.router, worker), what="it did not reply")
     await worker.listen()
@@ -90,7 +90,7 @@ async def test_a_request_is_dispatched_again_to_a_worker_that_reconnects_later(
 
 def passed_over(router: ScriptedRouter, worker: ScriptedWorker) -> bool:
     """True if the worker was offered a request and did not reply."""
-    return worker.instance in router.asked[-1].placement.exclude
+    return worker.instance in router.requests[-1].placement.exclude
 
 
 async def test_no_request_is_suspected_for_an_answer_lost_with_the_connection(

@@ -123,8 +123,8 @@ class Stage:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RouteRequest, Work, Content]:
         """A request that `a` answers with SAID: (route request, work, response)."""
-        works, asked = len(self.a.works), len(self.router.asked)
-        response = asyncio.create_task(api.ask(self.client, body, **bearer(key), **headers))
+        works, asked = len(self.a.works), len(self.router.requests)
+        response = asyncio.create_task(api.send(self.client, body, **bearer(key), **headers))
         try:
             work = await self.a.work(works)
         except TimeoutError:
@@ -133,7 +133,7 @@ class Stage:
         first = {"cached": [16, 8], "finish": "stop", **(chunk or {})}
         await self.a.send(work, Chunk(work.request, 0, ids(SAID), **first))
         content = await response
-        return self.router.asked[asked], work, content
+        return self.router.requests[asked], work, content
 
     async def refusal(self, api: Api, body: Json, key: str) -> tuple[int, Any]:
         return await self.client.post(api.path, body, **bearer(key))
@@ -176,7 +176,7 @@ async def shared(
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(shared: Stage) -> Stage:
     shared.router.order = [shared.a.instance, shared.b.instance]
-    shared.router.asked.clear()
+    shared.router.requests.clear()
     for worker in (shared.a, shared.b):
         worker.status = "accepted"
         worker.works.clear()
@@ -333,7 +333,7 @@ async def test_placement_needs_the_scope_routing(
     status, answer = await stage.refusal(api, body, "plain")
     assert (status, answer["error"]["type"]) == (403, "permission_error")
     assert "routing" in answer["error"]["message"]
-    assert len(stage.router.asked) == len(stage.a.works) == 1
+    assert len(stage.router.requests) == len(stage.a.works) == 1
 
 
 @every_api
@@ -352,7 +352,7 @@ async def test_busy_workers_make_an_overload(stage: Stage, api: Api, stream: boo
     assert response.status == (529 if api is MESSAGES else 429)
     assert response.headers["Retry-After"] == "2"
     assert (await response.json())["error"]["type"] == "overloaded_error"
-    assert [sorted(asked.placement.exclude) for asked in stage.router.asked] == [
+    assert [sorted(asked.placement.exclude) for asked in stage.router.requests] == [
         [],
         ["a-1"],
         ["a-1", "b-1"],
@@ -557,4 +557,4 @@ async def test_an_invalid_hint_is_named(stage: Stage, api: Api, nvext: Json, nam
     status, answer = await stage.refusal(api, api.body(TEXT, 9, nvext=nvext), "plain")
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert named in answer["error"]["message"]
-    assert not stage.router.asked
+    assert not stage.router.requests

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
-from support.indexing import Replicas, ask, told
+from support.indexing import Replicas, eventually_overlaps, find_overlaps
 from support.nats import NatsServer
 from support.proxy import Proxy
 from support.wait import PATIENCE_S, eventually
@@ -64,13 +64,13 @@ async def test_prompts_of_a_missing_shard_have_no_overlaps(
     for blocks in PROMPTS:
         await worker.store(*blocks)
     part = await replicas.start(Settings(shards=2, shard=1, shard_by="root"))
-    found = [bool(await ask(bus, *blocks)) for blocks in PROMPTS]
+    found = [bool(await find_overlaps(bus, *blocks)) for blocks in PROMPTS]
     assert True in found
     assert False in found
     assert part.indexer.queries.counts.shard_errors == found.count(False)
     await replicas.start(Settings(shards=2, shard=0, shard_by="root"))
     for blocks in PROMPTS:
-        await told(bus, list(blocks), {"w-1": 3})
+        await eventually_overlaps(bus, list(blocks), {"w-1": 3})
     await worker.close()
 
 
@@ -142,7 +142,7 @@ async def test_a_lagging_replica_withdraws_and_comes_back(
     slow = SlowIndex(replica.indexer.states.index)
     replica.indexer.states.index = slow  # type: ignore[assignment]
     await worker.store(1)
-    await told(bus, [1], {"w-1": 1})
+    await eventually_overlaps(bus, [1], {"w-1": 1})
     slow.seconds = 0.01
 
     async def publish() -> None:
@@ -153,5 +153,5 @@ async def test_a_lagging_replica_withdraws_and_comes_back(
     await asyncio.gather(publish(), eventually(lambda: not replica.indexer.ready))
     slow.seconds = 0.0
     await eventually(lambda: replica.indexer.ready)
-    await told(bus, [399], {"w-1": 1})
+    await eventually_overlaps(bus, [399], {"w-1": 1})
     await worker.close()

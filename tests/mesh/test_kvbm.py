@@ -58,7 +58,7 @@ async def test_a_prompt_may_be_sent_as_a_delta(node: Node) -> None:
     card = await node.start()
     one, other = await node.worker(), await node.worker()
     names = one.names(tokens(80))
-    assert await one.put(names.upto(70)) == 70
+    assert await one.put(names.prefix(70)) == 70
     assert await one.put(names, first=70, **names.after(66, of=70)) == 10
     assert (await one.get(names, **names.after(80, of=80))).tiers == [1] * 80
     empty = Offer(other.id, 70, b"", b"", b"", SALT)
@@ -76,8 +76,8 @@ async def test_a_prefix_is_computed_once(node: Node) -> None:
     names = one.names(tokens(20))
     assert not (await one.get(names, request="first")).blocks
     waiting = asyncio.create_task(other.get(names, request="second", wait_s=30.0))
-    await node.reaches("waits", 1)
-    assert await one.put(names.upto(12)) == 12
+    await node.wait_for_metric("waits", 1)
+    assert await one.put(names.prefix(12)) == 12
     assert await one.put(names, 12) == 8
     assert len((await waiting).blocks) == 20
 
@@ -88,9 +88,9 @@ async def test_waiting_ends_when_a_worker_stops_computing(node: Node) -> None:
     names = one.names(tokens(20))
     await one.get(names, request="first")
     waiting = asyncio.create_task(other.get(names, request="second", wait_s=30.0))
-    await node.reaches("waits", 1)
+    await node.wait_for_metric("waits", 1)
     queued = asyncio.create_task(third.get(names, request="third", wait_s=30.0))
-    await node.reaches("waits", 2)
+    await node.wait_for_metric("waits", 2)
     await one.computed("first")
     assert not (await waiting).blocks
     assert await other.put(names) == 20
@@ -101,14 +101,14 @@ async def test_a_parked_fetch_is_answered_when_its_ticket_ends(node: Node) -> No
     await node.start()
     first, second = await node.worker(), await node.worker()
     names = first.names(tokens(8))
-    assert await first.put(names.upto(4)) == 4
+    assert await first.put(names.prefix(4)) == 4
     await first.get(names, request="r1")
     fetched = await second.fetch(names, request="r2", wait_s=600.0)
     assert fetched.pending == 4
     asked = node.metric("requests_total")
-    waiting = asyncio.create_task(second.ask(Await(second.id, fetched.ticket, 600.0), Fetched))
-    await node.reaches("requests_total", asked + 1)
-    await second.ask(Finish(second.id, fetched.ticket), Done)
+    waiting = asyncio.create_task(second.request(Await(second.id, fetched.ticket, 600.0), Fetched))
+    await node.wait_for_metric("requests_total", asked + 1)
+    await second.request(Finish(second.id, fetched.ticket), Done)
     with pytest.raises(AssertionError, match="the ticket has ended"):
         await waiting
 
@@ -131,7 +131,7 @@ async def test_the_index_receives_events_of_every_tier(node: Node) -> None:
     await are(0, 16, 0, 0)
     assert (await node.control(Clear(tiers=[1]))).blocks == 16
     await are(0, 0, 16, 0)
-    await worker.get(names.upto(6))
+    await worker.get(names.prefix(6))
     await are(0, 6, 10, 0)
     assert (await node.dump(0)).ok
     assert not (await node.dump(1)).ok
@@ -227,13 +227,13 @@ async def test_a_dead_workers_tickets_are_reclaimed(node: Node, act: str) -> Non
     process = victim(node, act)
     with process:
         assert await ticket_of(process)
-        await node.reaches("workers", 2)
+        await node.wait_for_metric("workers", 2)
         held = node.metric("write_tickets") + node.metric("read_tickets")
         process.send_signal(signal.SIGKILL)
     assert held == 1
-    await node.reaches("workers", 1)
-    await node.reaches("write_tickets", 0)
-    await node.reaches("read_tickets", 0)
+    await node.wait_for_metric("workers", 1)
+    await node.wait_for_metric("write_tickets", 0)
+    await node.wait_for_metric("read_tickets", 0)
     await node.control(Clear())
     assert node.metric("used_bytes") == 0
     assert await worker.put(worker.names(tokens(8, 77))) == 8
@@ -359,7 +359,7 @@ async def test_attachment_numbers_cannot_be_guessed(node: Node) -> None:
     stranger.close()
     for number in (*range(1, 20), worker.id - 1, worker.id + 1):
         with pytest.raises(AssertionError, match="no such attachment"):
-            await stranger.ask(Detach(number), Done)
+            await stranger.request(Detach(number), Done)
     second = await node.worker()
     assert abs(second.id - worker.id) > 1 << 20
     assert (await worker.fetch(worker.names(tokens(4)))).ticket == 0
@@ -373,12 +373,12 @@ async def test_invalid_messages_are_declined(node: Node) -> None:
     with pytest.raises(AssertionError, match="not of the same blocks"):
         await worker.fetch(torn)
     with pytest.raises(AssertionError, match="no such ticket"):
-        await worker.ask(Await(worker.id, 999, 0.0), Fetched)
+        await worker.request(Await(worker.id, 999, 0.0), Fetched)
     other = await node.worker()
     wanted = await worker.offer(names)
     with pytest.raises(AssertionError, match="no such ticket"):
-        await other.ask(Finish(other.id, wanted.ticket), Done)
+        await other.request(Finish(other.id, wanted.ticket), Done)
     with pytest.raises(AssertionError, match="not a multiple"):
-        await worker.ask(Commit(worker.id, wanted.ticket, b"odd"), Done)
+        await worker.request(Commit(worker.id, wanted.ticket, b"odd"), Done)
     sums = worker.write(names, wanted)
-    assert (await worker.ask(Commit(worker.id, wanted.ticket, sums), Done)).blocks == 4
+    assert (await worker.request(Commit(worker.id, wanted.ticket, sums), Done)).blocks == 4

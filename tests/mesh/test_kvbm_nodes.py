@@ -254,7 +254,7 @@ async def test_a_node_waits_for_blocks_that_another_computes(nodes: Nodes, url: 
     await compute(nodes, east, names)
     waiting = asyncio.create_task(west.get(names, wait_s=60.0))
     await nodes.reaches("west", "peer_waits_total", 1)
-    assert await east.put(names.upto(12)) == 12
+    assert await east.put(names.prefix(12)) == 12
     await nodes.reaches("west", 'blocks{tier="1"}', 12)
     assert await east.put(names, 12) == 8
     await east.computed("r")

@@ -8,7 +8,7 @@ import msgspec
 import pytest_asyncio
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
-from support.worker import Desk
+from support.worker import ScriptedFrontend
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Stored
@@ -64,11 +64,11 @@ async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
 ) -> None:
     engine.store(1)
     await eventually(lambda: engine.publisher.published == 1)
-    await asyncio.to_thread(nats_server.keep, tmp_path / "copy")
+    await asyncio.to_thread(nats_server.back_up, tmp_path / "copy")
     await eventually(lambda: bus.connected)
     engine.store(2)
     await eventually(lambda: engine.publisher.published == 2)
-    await asyncio.to_thread(nats_server.put_back, tmp_path / "copy")
+    await asyncio.to_thread(nats_server.restore, tmp_path / "copy")
     made = bus.connected_at
     await asyncio.to_thread(nats_server.start)
     await eventually(lambda: bus.connected_at > made)
@@ -80,7 +80,7 @@ async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
 
 
 async def test_a_lower_size_limit_leads_to_a_dump_in_smaller_parts(
-    nats_server: NatsServer, bus: Bus, desk: Desk, engine: Engine
+    nats_server: NatsServer, bus: Bus, desk: ScriptedFrontend, engine: Engine
 ) -> None:
     desk.contents.tolerant = True  # of the ids of what was too large
     engine.store(1, 10_000)

@@ -42,7 +42,7 @@ class Stage:
         """Start a request, which appends its name to `order` when it ends."""
 
         async def ask() -> Content:
-            content = await api.ask(self.client, body, **headers)
+            content = await api.send(self.client, body, **headers)
             self.order.append(name)
             return content
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest_asyncio
-from support.routers import QUERIES, placed, running_router, running_workers
+from support.routers import QUERIES, request_placement, running_router, running_workers
 from support.routing import overlaps, request, sequence
 from support.wait import eventually
 
@@ -74,7 +74,7 @@ async def two(bus: Bus, options: BusOptions, limits: StreamLimits) -> AsyncItera
 
 async def _overlap(bus: Bus) -> int:
     """Number of blocks of a prompt that the chosen rank holds."""
-    routed = await placed(bus, request("q", sequence(*range(10))))
+    routed = await request_placement(bus, request("q", sequence(*range(10))))
     return sum(routed.overlap)
 
 

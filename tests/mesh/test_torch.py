@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trials import there, trial_process
+from support.trials import is_running, trial_process
 from support.up import Up
 from support.wait import PATIENCE_S, eventually
 
@@ -124,7 +124,7 @@ async def test_constraints_are_tried_although_trial_processes_freeze(up: Up) -> 
     async def replaced() -> bool:
         word = next(words)
         assert word in follow(word)
-        return not any(there(process) for process in frozen)
+        return not any(is_running(process) for process in frozen)
 
     await eventually(replaced)
 
@@ -167,8 +167,8 @@ async def test_a_prefetched_prompt_is_computed_when_its_request_comes(up: Up) ->
     before = await begun(up)
     sent = post(up, "/v1/prefetch", messages=messages, compute=4096)
     await rested(up, before + 1)
-    there = {"backend_instance_id": sent["instance"]}
-    answer = post(up, "/v1/chat/completions", messages=messages, max_tokens=4, nvext=there)
+    same_worker = {"backend_instance_id": sent["instance"]}
+    answer = post(up, "/v1/chat/completions", messages=messages, max_tokens=4, nvext=same_worker)
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == sent["blocks"] * 16
 
@@ -184,8 +184,8 @@ async def test_a_hinted_turn_finds_its_prefix_computed(up: Up) -> None:
     first = chat_on(up, messages, response_format=form, max_tokens=900, nvext=hint)
     await rested(up, before + 2)
     messages += [first["choices"][0]["message"], {"role": "user", "content": "More."}]
-    there = {"backend_instance_id": first["nvext"]["worker_id"]["instance"]}
-    chat_on(up, messages, max_tokens=4, nvext=there)
+    same_worker = {"backend_instance_id": first["nvext"]["worker_id"]["instance"]}
+    chat_on(up, messages, max_tokens=4, nvext=same_worker)
     ahead = "kvmesh_frontend_speculative_tokens_total"
     await eventually(lambda: metric(up, ahead, "useful") > 0)
     assert metric(up, ahead, "wasted") == 0

@@ -397,7 +397,7 @@ async def test_a_restarted_engine_has_an_empty_cache(
     for first in range(3):
         await publisher.send(CACHE.stored(list(range(first, first + 8))))
     await eventually(lambda: len(sink.told) == 3)
-    publisher.begin_anew()
+    publisher.restart_numbering()
     await publisher.send(CACHE.stored(list(range(90, 98))))
     await eventually(lambda: replay(sink.told) == {0: 2})
     assert depth(sink.told, list(range(90, 98))) == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.trials import there
+from support.trials import is_running
 from support.wait import eventually
 
 from kvmesh.bus.messages import Guided
@@ -127,7 +127,7 @@ async def test_a_cancelled_trial_is_stopped_and_others_continue(stage: Stage) ->
     task, pid = await stage.turning()
     assert await stage.judge("fine")
     task.cancel()
-    await eventually(lambda: not there(pid))
+    await eventually(lambda: not is_running(pid))
     assert await stage.judge("fine")
 
 
@@ -162,7 +162,7 @@ async def test_a_frozen_process_is_replaced_with_all_its_forks(
     os.kill(first, signal.SIGSTOP)
     assert await stage.judge("fine")
     assert stage.pid != first
-    await eventually(lambda: not there(first) and not there(fork))
+    await eventually(lambda: not is_running(first) and not is_running(fork))
     assert "was silent for 2 s; starting another and trying again" in caplog.text
     task.cancel()
 
@@ -171,7 +171,7 @@ async def test_a_frozen_process_does_not_outlive_its_worker(stage: Stage) -> Non
     await stage.judge("fine")
     os.kill(stage.pid, signal.SIGSTOP)
     stage.trials.close()
-    await eventually(lambda: not there(stage.pid))
+    await eventually(lambda: not is_running(stage.pid))
     with pytest.raises(EngineError, match="the worker is stopping"):
         await stage.judge("fine")
 
@@ -199,6 +199,6 @@ async def test_its_end_is_that_of_its_trials(stage: Stage) -> None:
     task, pid = await stage.turning()
     server = stage.pid
     stage.trials.close()
-    await eventually(lambda: not there(pid) and not there(server))
+    await eventually(lambda: not is_running(pid) and not is_running(server))
     with pytest.raises(EngineError):
         await asyncio.gather(task)

@@ -106,12 +106,12 @@ def test_output_from_reimported_blocks_is_equal(model: PagedModel) -> None:
     driver = Driver(make_core(model))
     driver.run(make_work("first", tokens))
     expected = driver.answer("first")
-    blocks = driver.take_out(tokens)
+    blocks = driver.copy_out(tokens)
     driver.core.blocks.clear()
-    driver.note(driver.core.take_events())
+    driver.record(driver.core.take_events())
     assert not driver.held
     driver.run(*(make_work(f"other{i}", prompt(70, i)) for i in range(9)))
-    assert driver.bring_in(blocks) == 7
+    assert driver.copy_in(blocks) == 7
     driver.run(make_work("again", tokens))
     assert driver.cached("again") == 112
     assert driver.answer("again") == expected
@@ -124,7 +124,7 @@ def test_output_from_blocks_of_another_engine_is_equal(model: PagedModel) -> Non
     there.run(make_work("noise", prompt(60, 9)), make_work("there", tokens, 1))
     here = Driver(make_core(model))
     here.run(make_work("begin", tokens[:50], 1))
-    assert here.bring_in(there.take_out(tokens)) == 12
+    assert here.copy_in(there.copy_out(tokens)) == 12
     here.run(make_work("here", tokens))
     assert here.cached("here") == 192
     assert here.answer("here") == expected
@@ -136,7 +136,7 @@ def test_an_import_stops_at_the_capacity(model: PagedModel) -> None:
     there.run(make_work("there", tokens, 1))
     here = Driver(make_core(model, blocks=6))
     here.run(make_work("old", prompt(60, 4), 1))
-    assert here.bring_in(there.take_out(tokens)) == 6
+    assert here.copy_in(there.copy_out(tokens)) == 6
     assert here.held == here.core.blocks.contents == here.core.physical_blocks.contents
 
 
@@ -144,13 +144,13 @@ def test_blocks_of_another_model_or_layout_are_refused(model: PagedModel) -> Non
     tokens = prompt(64)
     here = Driver(make_core(model))
     here.run(make_work("here", tokens, 1))
-    good = here.take_out(tokens)
+    good = here.copy_out(tokens)
     stranger = Driver(make_core(load(tiny_model(seed=1))))
     with pytest.raises(BlocksRefused, match="another model"):
-        stranger.bring_in(good)
+        stranger.copy_in(good)
     odd = Driver(make_core(load(tiny_model(), block_size=32)))
     with pytest.raises(BlocksRefused, match="layout"):
-        odd.bring_in(good)
+        odd.copy_in(good)
     assert not stranger.core.blocks.contents | odd.core.blocks.contents
 
 
@@ -187,6 +187,6 @@ def test_an_import_stops_at_a_hash_held_for_other_tokens(
     monkeypatch.setattr("support.torch_core.block_hashes", colliding)
     there.run(make_work("there", ours, 1))
     here.run(make_work("here", theirs, 1))
-    assert here.bring_in(there.take_out(ours)) == 2
-    assert len(here.take_out(ours).data) == 2
-    assert len(here.take_out(theirs).data) == 6
+    assert here.copy_in(there.copy_out(ours)) == 2
+    assert len(here.copy_out(ours).data) == 2
+    assert len(here.copy_out(theirs).data) == 6
