@@ -73,7 +73,7 @@ async def test_a_frozen_process_is_excluded_and_harmless_when_it_thaws(
     await traffic.wait_for_outputs()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
-    await _nothing_is_left(stage)
+    await _check_no_requests(stage)
 
 
 @pytest.mark.parametrize("name", ["router-0", "indexer-0"])
@@ -89,7 +89,7 @@ async def test_a_process_with_delayed_packets_is_excluded(stage: Stage, name: st
     await traffic.wait_for_outputs()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
-    await _nothing_is_left(stage)
+    await _check_no_requests(stage)
 
 
 async def test_a_thawed_frontend_completes_its_answers(stage: Stage) -> None:
@@ -104,9 +104,9 @@ async def test_a_thawed_frontend_completes_its_answers(stage: Stage) -> None:
         await traffic.wait_for_outputs()
     await traffic.stop()
     assert traffic.failed == []
-    await _nothing_is_left(stage)
+    await _check_no_requests(stage)
 
 
-async def _nothing_is_left(stage: Stage) -> None:
+async def _check_no_requests(stage: Stage) -> None:
     """Assert that no process runs a request without a client."""
     await eventually(lambda: stage.mesh.metric("kvmesh_mesh_worker_running_requests") == 0)

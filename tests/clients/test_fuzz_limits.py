@@ -82,7 +82,7 @@ def running(mesh: Mesh, path: str, key: str, count: int = 1) -> Iterator[None]:
             yield
 
 
-def ask(mesh: Mesh, path: str, key: str) -> Reply:
+def post_short(mesh: Mesh, path: str, key: str) -> Reply:
     return send(mesh, path, short_body(path, 2), {"Authorization": f"Bearer {key}"})
 
 
@@ -95,24 +95,24 @@ def check_wait(path: str, reply: Reply, status: int) -> None:
 @paths
 async def test_requests_beyond_the_server_s_limit(narrow: Mesh, path: str) -> None:
     with running(narrow, path, "free", count=2):
-        reply = await asyncio.to_thread(ask, narrow, path, "free")
+        reply = await asyncio.to_thread(post_short, narrow, path, "free")
     check_wait(path, reply, 529 if path == MESSAGES else 429)
     await wait_until_idle(narrow)
-    assert (await asyncio.to_thread(ask, narrow, path, "free")).status == 200
+    assert (await asyncio.to_thread(post_short, narrow, path, "free")).status == 200
 
 
 @paths
 async def test_requests_beyond_a_key_s_concurrency(narrow: Mesh, path: str) -> None:
     with running(narrow, path, SECRET):
-        reply = await asyncio.to_thread(ask, narrow, path, SECRET)
-        assert (await asyncio.to_thread(ask, narrow, path, "free")).status == 200
+        reply = await asyncio.to_thread(post_short, narrow, path, SECRET)
+        assert (await asyncio.to_thread(post_short, narrow, path, "free")).status == 200
     check_wait(path, reply, 429)
     await wait_until_idle(narrow)
-    assert (await asyncio.to_thread(ask, narrow, path, SECRET)).status == 200
+    assert (await asyncio.to_thread(post_short, narrow, path, SECRET)).status == 200
 
 
 async def test_requests_beyond_a_key_s_rate(narrow: Mesh) -> None:
-    replies = [(p, await asyncio.to_thread(ask, narrow, p, FEW)) for p in 2 * list(SHORTEST)]
+    replies = [(p, await asyncio.to_thread(post_short, narrow, p, FEW)) for p in 2 * list(SHORTEST)]
     assert [reply.status for _, reply in replies[:4]] == [200] * 4
     for path, reply in replies[5:]:
         check_wait(path, reply, 429)
@@ -163,4 +163,4 @@ def check_last(path: str, events: list[str]) -> None:
 
 
 def _served(mesh: Mesh, path: str) -> bool:
-    return ask(mesh, path, "free").status == 200
+    return post_short(mesh, path, "free").status == 200

@@ -1,4 +1,4 @@
-"""Clients that misuse the connection cost bounded time and memory, and leave nothing behind."""
+"""Clients that misuse the connection cost bounded time and memory, and leave no state."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ async def strict(
         mesh.stop()
 
 
-async def healthy(mesh: Mesh) -> None:
+async def check_healthy(mesh: Mesh) -> None:
     """Assert that the mesh serves and holds no state of any request."""
     await wait_until_idle(mesh)
     reply = await asyncio.to_thread(send, mesh, CHAT, short_body(CHAT, 2))
@@ -67,14 +67,14 @@ async def closed_by_server(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "begun",
+    "sent_before",
     [b"", b"POST /v1/chat", b"POST / HTTP/1.1\r\nHost: x\r\nx-a", b"\r\n" * 10, b"\x16\x03\x01"],
 )
-async def test_endless_headers_are_cut(strict: Mesh, begun: bytes) -> None:
+async def test_endless_headers_are_cut(strict: Mesh, sent_before: bytes) -> None:
     with raw_connection(strict) as connection:
-        connection.sendall(begun)
+        connection.sendall(sent_before)
         await closed_by_server(connection)
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def test_trickling_headers_are_cut(strict: Mesh) -> None:
@@ -83,20 +83,20 @@ async def test_trickling_headers_are_cut(strict: Mesh) -> None:
         connection.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nx-slow: ")
         connection.setblocking(False)
         await asyncio.wait_for(_trickle(connection, b"a"), PATIENCE_S)
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def _trickle(connection: socket.socket, byte: bytes) -> None:
     loop = asyncio.get_running_loop()
-    gone = asyncio.ensure_future(loop.sock_recv(connection, 1 << 16))
+    closed = asyncio.ensure_future(loop.sock_recv(connection, 1 << 16))
     try:
-        while not gone.done():
+        while not closed.done():
             await loop.sock_sendall(connection, byte)
-            await asyncio.wait([gone], timeout=0.1)
+            await asyncio.wait([closed], timeout=0.1)
     except ConnectionError:
         pass
     finally:
-        gone.cancel()
+        closed.cancel()
 
 
 @paths
@@ -109,14 +109,14 @@ async def test_a_trickling_body_is_refused(strict: Mesh, path: str, chunked: boo
             connection.sendall(b"1\r\n{\r\n" if chunked else b"{")
         answer = await asyncio.to_thread(connection.recv, 1 << 16)
         assert answer.startswith(b"HTTP/1.1 400"), answer
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def test_an_endless_chunked_body_is_cut_at_the_limit(strict: Mesh) -> None:
     before = footprint(strict).memory
     chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
 
-    def pour() -> bytes:
+    def send_endless_body() -> bytes:
         with raw_connection(strict) as connection:
             connection.sendall(head(CHAT, None, "Transfer-Encoding: chunked"))
             try:
@@ -126,10 +126,10 @@ async def test_an_endless_chunked_body_is_cut_at_the_limit(strict: Mesh) -> None
                 pass
             return drain(connection)
 
-    answer = await asyncio.to_thread(pour)
+    answer = await asyncio.to_thread(send_endless_body)
     assert not answer or answer[9:12] in (b"413", b"400"), answer
     assert footprint(strict).memory - before < 256 << 20
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ async def test_malformed_requests_are_refused(strict: Mesh, request_bytes: bytes
     if answer:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert "Traceback" not in strict.logs()
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 @paths
@@ -170,7 +170,7 @@ async def test_pipelined_requests_are_answered_in_turn(strict: Mesh, path: str) 
         await asyncio.to_thread(connection.sendall, one * (count - 1) + last)
         answer = await closed_by_server(connection)
     assert answer.count(b"HTTP/1.1 200 OK") == count
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 @paths
@@ -182,7 +182,7 @@ async def test_a_half_closed_client_is_answered(strict: Mesh, path: str) -> None
         half_close(connection)
         answer = await closed_by_server(connection)
     assert not answer or answer.startswith(b"HTTP/1.1 200")
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 @paths
@@ -193,7 +193,7 @@ async def test_a_client_that_leaves_at_any_moment_frees_everything(
     rng = random.Random(1)
     request = post_request(path, short_body(path, LONG, stream=stream))
 
-    async def leave() -> None:
+    async def abandon() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", strict.port)
         sent = rng.choice([len(request), len(request), rng.randrange(len(request))])
         writer.write(request[:sent])
@@ -204,8 +204,8 @@ async def test_a_client_that_leaves_at_any_moment_frees_everything(
             pass
         writer.transport.abort() if rng.random() < 0.5 else writer.close()
 
-    await asyncio.gather(*(leave() for _ in range(40)))
-    await healthy(strict)
+    await asyncio.gather(*(abandon() for _ in range(40)))
+    await check_healthy(strict)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ async def test_a_slow_reader_is_paused_and_then_cut(
         await eventually(lambda: strict.metric(name) == 1, what="it is served")
         await wait_until_idle(strict)
     assert "disconnecting a client that has not read" in strict.logs()
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def test_a_request_with_expect_waits_for_100_continue(strict: Mesh) -> None:
@@ -241,7 +241,7 @@ async def test_a_request_with_expect_waits_for_100_continue(strict: Mesh) -> Non
         assert (await asyncio.to_thread(connection.recv, 100)).startswith(b"HTTP/1.1 100")
         connection.sendall(body)
         assert (await asyncio.to_thread(connection.recv, 100)).startswith(b"HTTP/1.1 200")
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def test_no_connection_is_left_open(strict: Mesh) -> None:
@@ -254,4 +254,4 @@ async def test_no_connection_is_left_open(strict: Mesh) -> None:
     await eventually(lambda: footprint(strict).files <= before + 8)
     for connection in sockets:
         connection.close()
-    await healthy(strict)
+    await check_healthy(strict)

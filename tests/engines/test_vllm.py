@@ -49,7 +49,7 @@ async def started(shared: VllmRun) -> VllmRun:
 
 
 class TestVllm(EngineSuite):
-    """What every engine must do."""
+    """The suite of all engines, on vLLM."""
 
 
 async def test_concurrent_equal_prompts_are_held_until_their_last_copy_is_removed(
@@ -121,13 +121,13 @@ async def test_streams_continue_while_a_constraint_is_compiled(
 ) -> None:
     from vllm.v1.structured_output import backend_xgrammar
 
-    understand, ended = backend_xgrammar.validate_xgrammar_grammar, threading.Event()
+    validate, ended = backend_xgrammar.validate_xgrammar_grammar, threading.Event()
 
-    def slowly(params: Any) -> None:
+    def validate_slowly(params: Any) -> None:
         assert ended.wait(PATIENCE_S)
-        understand(params)
+        validate(params)
 
-    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", slowly)
+    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", validate_slowly)
     started.engine.submit(work("stream", prompt(40), max_tokens=200))
     await eventually(lambda: started.sink.tokens("stream"))
     guided = Guided(kind="regex", value="(a|b){8}")
@@ -226,18 +226,18 @@ async def test_a_decode_engine_fetches_blocks_of_a_prefill_engine(tiny_model: Pa
     await prefill.run_works(work("whole", tokens))
     assert decode.sink.tokens("a") == prefill.sink.tokens("whole")
     assert fetched_tokens() >= 320
-    await eventually(lambda: decode.depth(tokens) == 320, what="the fetched blocks are told")
+    await eventually(lambda: decode.depth(tokens) == 320, what="the fetched blocks are reported")
     for run in runs:
         await run.engine.close()
 
 
 def fetched_tokens() -> float:
-    """Prompt tokens whose KV the newest vLLM of this process got from elsewhere."""
+    """Prompt tokens whose KV the newest vLLM of this process fetched."""
     name = "vllm:external_prefix_cache_hits_total"
     samples = [s for family in REGISTRY.collect() for s in family.samples if s.name == name]
     return sum(sample.value for sample in samples)
 
 
 def msgpack_round_trip(value: dict[str, object]) -> object:
-    """The same after a journey over the bus."""
+    """The value as decoded after a message over the bus."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value))

@@ -48,22 +48,26 @@ async def test_each_rank_has_its_own_cache(tiny_model: Path) -> None:
     assert run.sink.tokens("first") == run.sink.tokens("again")
     await eventually(lambda: len(run.sink.held) == 2, what="both ranks tell their blocks")
     assert [load.requests for load in run.engine.load("i")] == [1, 2]
-    assert not [place for place in listening() if speaks_zeromq(*place)]
+    assert not [address for address in listening() if speaks_zeromq(*address)]
     await asyncio.wait_for(run.engine.drain(), 60)
     await run.engine.close()
 
 
 def listening() -> list[tuple[str, int]]:
-    """Where others than this machine may connect to vLLM's processes."""
+    """Addresses at which other machines may connect to vLLM's processes."""
     psutil = pytest.importorskip("psutil")
     mine = psutil.Process()
     found = [c for p in (mine, *mine.children(recursive=True)) for c in p.net_connections("tcp")]
-    places = [tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN]
-    return [place for place in places if not place[0].startswith("127.") and place[0] != "::1"]
+    addresses = [tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN]
+    return [
+        address
+        for address in addresses
+        if not address[0].startswith("127.") and address[0] != "::1"
+    ]
 
 
 def speaks_zeromq(host: str, port: int) -> bool:
-    """Whether a publisher of events may be there: ZeroMQ says who it is before it is asked."""
+    """True if a ZeroMQ socket listens there: ZeroMQ sends its greeting first."""
     with socket.create_connection((host, port), timeout=5) as client:
         client.settimeout(1)
         try:

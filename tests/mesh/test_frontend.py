@@ -66,7 +66,7 @@ class Stage:
     router: ScriptedRouter
     a: ScriptedWorker
     b: ScriptedWorker
-    seen: list[SeqEvent]
+    sequence_events: list[SeqEvent]
     outcomes: list[Outcome]
 
 
@@ -94,7 +94,7 @@ async def shared(
 
 async def watch(stage: Stage) -> None:
     async def batch(message: SeqBatch) -> None:
-        stage.seen.extend(message.events)
+        stage.sequence_events.extend(message.events)
 
     async def outcome(message: RouteEvent) -> None:
         if isinstance(message, Outcome):
@@ -116,7 +116,7 @@ async def stage(shared: Stage) -> Stage:
         worker.works.clear()
         worker.cancelled.clear()
         worker.resends.clear()
-    shared.seen.clear()
+    shared.sequence_events.clear()
     shared.outcomes.clear()
     return shared
 
@@ -185,7 +185,7 @@ async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300], cached=[16]))
-    await eventually(lambda: SeqPrefilled(work.request) in stage.seen)
+    await eventually(lambda: SeqPrefilled(work.request) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, 1, [300], finish="stop"))
     await asking
     of_this = await eventually(lambda: [o for o in stage.outcomes if o.request == work.request])
@@ -193,7 +193,7 @@ async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
     assert outcome.instance == stage.a.instance
     assert (outcome.cached_tokens, outcome.output_tokens, outcome.finish) == (16, 2, "stop")
     assert outcome.ttft_s is not None
-    await eventually(lambda: SeqFree(work.request) in stage.seen)
+    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
     assert stage.a.cancelled == []
 
 
@@ -205,23 +205,23 @@ async def test_a_prompt_counts_as_prefilled_from_the_first_token_on(
     work = await stage.a.work()
     if stream:
         await asking  # the stream is open without an event
-    await told_all(stage)
-    assert SeqPrefilled(work.request) not in stage.seen
+    await events_published(stage)
+    assert SeqPrefilled(work.request) not in stage.sequence_events
     await stage.a.send(work, Chunk(work.request, 0, ids("One"), cached=[0]))
-    await eventually(lambda: SeqPrefilled(work.request) in stage.seen)
+    await eventually(lambda: SeqPrefilled(work.request) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, len(ids("One")), ids(" two"), finish="stop"))
     answer = await asking
     assert answer.status == 200
     await answer.read()
 
 
-async def told_all(stage: Stage) -> None:
-    """Return once the mesh has heard all that the frontend had to tell by now."""
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+async def events_published(stage: Stage) -> None:
+    """Wait until all earlier events of the frontend are published, by those of one more request."""
+    request = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work(len(stage.a.works))
     await stage.a.send(work, Chunk(work.request, 0, ids("Done"), finish="stop"))
-    await asking
-    await eventually(lambda: SeqFree(work.request) in stage.seen)
+    await request
+    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
 
 
 @pytest.mark.parametrize("status", ["busy", "draining"])
@@ -234,7 +234,9 @@ async def test_a_worker_that_refuses_is_excluded(stage: Stage, status: str) -> N
     assert stage.router.requests[1].placement.exclude == [stage.a.instance]
     first, second = stage.router.requests
     assert first.request != second.request
-    await eventually(lambda: {SeqFree(first.request), SeqFree(second.request)} <= {*stage.seen})
+    await eventually(
+        lambda: {SeqFree(first.request), SeqFree(second.request)} <= {*stage.sequence_events}
+    )
 
 
 async def test_a_retained_prompt_is_sent_again_only_if_the_worker_has_lost_it(stage: Stage) -> None:
@@ -294,7 +296,7 @@ async def test_a_client_that_leaves_is_removed_from_the_queue(stage: Stage) -> N
     asking = asyncio.create_task(stage.client.post(CHAT, body()))
     (asked,) = await eventually(lambda: stage.router.requests)
     asking.cancel()
-    await eventually(lambda: SeqFree(asked.request) in stage.seen)
+    await eventually(lambda: SeqFree(asked.request) in stage.sequence_events)
     assert not stage.a.works
 
 
@@ -305,7 +307,7 @@ async def test_a_client_that_leaves_frees_the_engine(stage: Stage) -> None:
     await response.content.readany()
     response.close()
     await eventually(lambda: stage.a.cancelled == [work.request])
-    await eventually(lambda: SeqFree(work.request) in stage.seen)
+    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
 
 
 async def test_a_stop_string_ends_answer_and_engine(stage: Stage) -> None:
@@ -399,7 +401,7 @@ async def test_a_stream_survives_the_death_of_its_worker(stage: Stage) -> None:
         stage.router.order.insert(0, mortal.instance)
         response = await started(stage, body(stream=True, max_tokens=20))
         work = await mortal.work()
-        tokens = ids("told by two workers, heard as one")
+        tokens = ids("sent by two workers, received as one")
         await mortal.send(work, Chunk(work.request, 0, tokens[:3], cached=[0]))
         await mortal.unsubscribe()
         moved = await stage.a.work()
@@ -407,7 +409,7 @@ async def test_a_stream_survives_the_death_of_its_worker(stage: Stage) -> None:
         assert len(moved.tokens) == len(work.tokens) + 4 * 3
         assert (moved.generated, moved.sampling.max_tokens) == (3, 20)
         await stage.a.send(moved, Chunk(moved.request, 3, tokens[3:], finish="stop", cached=[0]))
-        assert text_of(await events(response)) == "told by two workers, heard as one"
+        assert text_of(await events(response)) == "sent by two workers, received as one"
         assert mortal.instance in stage.router.requests[-1].placement.exclude
 
 
@@ -447,13 +449,13 @@ async def test_a_client_that_does_not_read_is_disconnected(stage: Stage) -> None
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n\r\n"
         raw.sendall(head.encode() + payload)
         work = await stage.a.work()
-        flood = asyncio.create_task(pour(stage.a, work))
+        flood = asyncio.create_task(send_endlessly(stage.a, work))
         await eventually(lambda: stage.a.cancelled == [work.request])
         flood.cancel()
         await asyncio.wait([flood])
 
 
-async def pour(worker: ScriptedWorker, work: Any) -> None:
+async def send_endlessly(worker: ScriptedWorker, work: Any) -> None:
     offset = 0
     while True:
         await worker.send(work, Chunk(work.request, offset, [300] * 20_000))
@@ -625,11 +627,11 @@ async def test_a_frontend_that_stops_says_so_on_every_stream(stage: Stage, secon
         work = await stage.a.work(number)
         await stage.a.send(work, Chunk(work.request, 0, ids("One")))
     second.processes["frontend-1"].terminate()
-    said = "The server is stopping."
-    assert (await events(chat))[-2]["error"]["message"] == said
-    assert (await events(messages))[-1]["error"]["message"] == said
+    message = "The server is stopping."
+    assert (await events(chat))[-2]["error"]["message"] == message
+    assert (await events(messages))[-1]["error"]["message"] == message
     status, answer = await plain
-    assert (status, answer["error"]["message"]) == (503, said)
+    assert (status, answer["error"]["message"]) == (503, message)
     assert await asyncio.to_thread(second.processes["frontend-1"].wait, PATIENCE_S) == 0
 
 

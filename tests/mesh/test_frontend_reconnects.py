@@ -38,7 +38,7 @@ class Stage:
     router: ScriptedRouter
     workers: list[ScriptedWorker]
 
-    def ask(self) -> asyncio.Task[tuple[int, object]]:
+    def send(self) -> asyncio.Task[tuple[int, object]]:
         return asyncio.create_task(self.client.post(CHAT, BODY))
 
     async def answered(self, asking: asyncio.Task[tuple[int, object]], by: ScriptedWorker) -> int:
@@ -77,18 +77,18 @@ async def test_a_request_is_dispatched_again_to_a_worker_that_reconnects_later(
     worker = stage.workers[0]
     stage.router.order = [worker.instance]
     stage.router.queues_all = True
-    asking = stage.ask()
+    asking = stage.send()
     await eventually(lambda: stage.router.requests, what="the request waits in the router")
     await worker.unsubscribe()
     stage.router.queues_all = False
     stage.proxy.cut()
-    await eventually(lambda: passed_over(stage.router, worker), what="it did not reply")
+    await eventually(lambda: left_unanswered(stage.router, worker), what="it did not reply")
     await worker.listen()
     assert await stage.answered(asking, worker) == 200
     assert "is gone" not in stage.mesh.logs()
 
 
-def passed_over(router: ScriptedRouter, worker: ScriptedWorker) -> bool:
+def left_unanswered(router: ScriptedRouter, worker: ScriptedWorker) -> bool:
     """True if the worker was offered a request and did not reply."""
     return worker.instance in router.requests[-1].placement.exclude
 
@@ -98,7 +98,7 @@ async def test_no_request_is_suspected_for_an_answer_lost_with_the_connection(
 ) -> None:
     first, second, third = stage.workers
     first.frozen = True
-    asking = stage.ask()
+    asking = stage.send()
     await first.work()
     stage.proxy.cut()
     work = await second.work()

@@ -114,7 +114,7 @@ class Stage:
     a: ScriptedWorker
     b: ScriptedWorker
 
-    async def ask(
+    async def send(
         self,
         api: Api,
         body: Json,
@@ -191,7 +191,7 @@ async def test_agent_hints_reach_router_and_worker(stage: Stage, api: Api) -> No
     hints = {"priority": 7, "strict_priority": 3, "latency_sensitivity": 0.5, "osl": 77}
     control = {"session_id": "child", "action": "bind"}
     body = api.body(TEXT, 9, nvext={"agent_hints": hints, "session_control": control})
-    asked, work, _ = await stage.ask(api, body)
+    asked, work, _ = await stage.send(api, body)
     found = asked.hints
     assert (found.priority, found.strict_priority) == (7, 3)
     assert (found.latency_sensitivity, found.osl) == (0.5, 77)
@@ -202,7 +202,7 @@ async def test_agent_hints_reach_router_and_worker(stage: Stage, api: Api) -> No
 
 @every_api
 async def test_without_hints_router_and_worker_get_the_defaults(stage: Stage, api: Api) -> None:
-    asked, work, content = await stage.ask(api, api.body(TEXT, 9))
+    asked, work, content = await stage.send(api, api.body(TEXT, 9))
     hints = asked.hints
     assert (hints.priority, hints.strict_priority, hints.latency_sensitivity) == (0, 0, 0.0)
     assert (hints.osl, hints.parent_session, hints.session_final) == (None, None, False)
@@ -229,7 +229,7 @@ async def test_headers_override_hints_of_the_body(stage: Stage, api: Api, prefix
         "worker-instance-id": "a-1",
     }
     headers = {f"{prefix}-{name}": value for name, value in names.items()}
-    asked, work, _ = await stage.ask(api, body, headers=headers)
+    asked, work, _ = await stage.send(api, body, headers=headers)
     found = asked.hints
     assert (found.priority, found.strict_priority, found.osl) == (5, 4, 33)
     assert (found.session, found.parent_session, found.session_final) == ("child", "parent", True)
@@ -261,7 +261,7 @@ HARNESSES: list[tuple[dict[str, str], str, str | None]] = [
 async def test_the_session_of_every_harness_reaches_router_and_worker(
     stage: Stage, headers: dict[str, str], session: str, parent: str | None
 ) -> None:
-    asked, work, _ = await stage.ask(CHAT, CHAT.body(TEXT, 9), headers=headers)
+    asked, work, _ = await stage.send(CHAT, CHAT.body(TEXT, 9), headers=headers)
     assert (asked.hints.session, asked.hints.parent_session) == (session, parent)
     assert (work.session, work.parent_session) == (session, parent)
 
@@ -276,10 +276,10 @@ BODIES: list[tuple[Api, Json]] = [
 
 @pytest.mark.parametrize(("api", "fields"), BODIES, ids=[api.name for api, _ in BODIES])
 async def test_the_api_s_own_field_names_the_session(stage: Stage, api: Api, fields: Json) -> None:
-    asked, work, _ = await stage.ask(api, api.body(TEXT, 9, **fields))
+    asked, work, _ = await stage.send(api, api.body(TEXT, 9, **fields))
     assert asked.hints.session == work.session == "named"
     nvext = {"session_control": {"session_id": "controlled", "action": "close"}}
-    asked, work, _ = await stage.ask(api, api.body(TEXT, 9, **fields, nvext=nvext))
+    asked, work, _ = await stage.send(api, api.body(TEXT, 9, **fields, nvext=nvext))
     assert asked.hints.session == work.session == "controlled"
     assert asked.hints.session_final
 
@@ -298,13 +298,13 @@ async def test_a_key_bounds_hints(
 ) -> None:
     hints = {"priority": 99, "strict_priority": 88, "latency_sensitivity": 0.9}
     body = api.body(TEXT, 9, nvext={"agent_hints": hints})
-    asked, work, _ = await stage.ask(api, body, key)
+    asked, work, _ = await stage.send(api, body, key)
     found = asked.hints
     assert (found.priority, found.strict_priority) == (priority, strict)
     assert found.latency_sensitivity == latency
     assert work.priority == priority
     lower = api.body(TEXT, 9, nvext={"agent_hints": {"priority": -4}})
-    asked, work, _ = await stage.ask(api, lower, key)
+    asked, work, _ = await stage.send(api, lower, key)
     assert asked.hints.priority == work.priority == -4
 
 
@@ -327,7 +327,7 @@ async def test_placement_needs_the_scope_routing(
     stage: Stage, api: Api, nvext: Json, expected: Json
 ) -> None:
     body = api.body(TEXT, 9, nvext=nvext)
-    asked, _, _ = await stage.ask(api, body)
+    asked, _, _ = await stage.send(api, body)
     for name, value in expected.items():
         assert getattr(asked, name) == value
     status, answer = await stage.refusal(api, body, "plain")
@@ -339,7 +339,7 @@ async def test_placement_needs_the_scope_routing(
 @every_api
 async def test_labels_need_no_scope(stage: Stage, api: Api) -> None:
     nvext = {"routing_constraints": {"labels": {"zone": "north"}}}
-    asked, _, _ = await stage.ask(api, api.body(TEXT, 9, nvext=nvext), "humble")
+    asked, _, _ = await stage.send(api, api.body(TEXT, 9, nvext=nvext), "humble")
     assert asked.placement == Placement(labels={"zone": "north"})
 
 
@@ -374,7 +374,7 @@ async def test_every_extra_field_is_in_the_response(stage: Stage, api: Api, stre
         "strange": 1,
     }
     body = api.body(TEXT, 9, stream=stream, nvext=nvext, zebra=1, aardvark=2)
-    _, work, content = await stage.ask(api, body)
+    _, work, content = await stage.send(api, body)
     found = content.nvext
     assert found is not None
     assert sorted(found) == sorted(fields)
@@ -404,7 +404,7 @@ async def test_only_requested_fields_are_in_the_response(
     stage: Stage, api: Api, stream: bool, fields: list[str]
 ) -> None:
     nvext = {"extra_fields": [*fields, "no_such_field"]}
-    asked, _, content = await stage.ask(api, api.body(TEXT, 9, stream=stream, nvext=nvext))
+    asked, _, content = await stage.send(api, api.body(TEXT, 9, stream=stream, nvext=nvext))
     assert list(content.nvext or {}) == fields
     assert asked.explain == ("routing" in fields)
 
@@ -423,7 +423,7 @@ async def test_a_stop_string_is_the_stop_reason(
 ) -> None:
     nvext = {"extra_fields": ["stop_reason"]}
     body = api.body(TEXT, 99, stream=stream, nvext=nvext, **{field: ["never", " to y"]})
-    _, work, content = await stage.ask(api, body)
+    _, work, content = await stage.send(api, body)
     assert work.sampling.stop == ["never", " to y"]
     assert (content.text, content.finish) == ("Good day", finish)
     assert content.nvext == {"stop_reason": " to y"}
@@ -447,7 +447,7 @@ async def test_retention_ranges_reach_the_worker_and_outcomes_the_caller(
     nvext = {"retention": retention, "extra_fields": ["cache"]}
     chunk = {"retention": ["honoured", "clipped"], "decode": "unsupported"}
     body = api.body(TEXT, 9, stream=stream, nvext=nvext)
-    _, work, content = await stage.ask(api, body, chunk=chunk)
+    _, work, content = await stage.send(api, body, chunk=chunk)
     assert [entry for entry in work.retention if entry.explicit] == [
         Retain(0, 16, 90, 60.0, explicit=True),
         Retain(16, None, 10, None, explicit=True),
@@ -491,7 +491,7 @@ async def test_a_mark_of_the_request_retains_the_whole_prompt(
 ) -> None:
     nvext = {**fields.get("nvext", {}), "extra_fields": ["cache"]}
     body = api.body(TEXT, 9, **{**fields, "nvext": nvext})
-    _, work, content = await stage.ask(api, body, chunk={"retention": ["honoured"]})
+    _, work, content = await stage.send(api, body, chunk={"retention": ["honoured"]})
     (mark,) = [entry for entry in work.retention if entry.explicit]
     assert (mark.start, mark.priority, mark.ttl_s) == (0, 75, ttl_s)
     assert mark.end in (None, len(work.tokens) // 4)
@@ -504,7 +504,7 @@ async def test_a_mark_of_the_request_retains_the_whole_prompt(
 async def test_retention_in_memory_is_the_default(stage: Stage, api: Api) -> None:
     for value in ("in_memory", "in-memory"):
         body = api.body(TEXT, 9, prompt_cache_retention=value)
-        _, work, _ = await stage.ask(api, body)
+        _, work, _ = await stage.send(api, body)
         assert not [entry for entry in work.retention if entry.explicit]
 
 
@@ -526,7 +526,7 @@ async def test_a_breakpoint_retains_the_prompt_up_to_it(
     stage: Stage, api: Api, ttl: str | None
 ) -> None:
     body = {**api.body("", 9), **marked(api, ttl), "nvext": {"extra_fields": ["cache"]}}
-    _, work, content = await stage.ask(api, body, chunk={"retention": ["clipped"]})
+    _, work, content = await stage.send(api, body, chunk={"retention": ["clipped"]})
     (mark,) = [entry for entry in work.retention if entry.explicit]
     default = 300.0 if api is MESSAGES else 1800.0
     assert (mark.start, mark.priority, mark.ttl_s) == (0, 75, 3600.0 if ttl else default)

@@ -232,7 +232,7 @@ async def rewind(server: NatsServer, bus: Bus, limits: StreamLimits, copy: Path)
     await ensure_streams(bus, limits)
 
 
-async def keep(server: NatsServer, bus: Bus, copy: Path) -> None:
+async def back_up(server: NatsServer, bus: Bus, copy: Path) -> None:
     made = bus.connected_at
     await asyncio.to_thread(server.back_up, copy)
     await eventually(lambda: bus.connected_at > made)
@@ -249,7 +249,7 @@ async def test_a_snapshot_of_messages_that_were_rewound_is_dropped_for_one_befor
     first = await replicas.start(OFTEN)
     await generations(bus, worker, 1)
     [sound] = await covered(bus)
-    await keep(nats_server, bus, tmp_path / "copy")
+    await back_up(nats_server, bus, tmp_path / "copy")
     await ensure_streams(bus, limits)
     await generations(bus, worker, 1, start=101)
     await first.stop()
@@ -270,7 +270,7 @@ async def test_a_leader_drops_its_snapshots_of_a_rewound_stream(
     replicas: Replicas,
     tmp_path: Path,
 ) -> None:
-    await keep(nats_server, bus, tmp_path / "copy")
+    await back_up(nats_server, bus, tmp_path / "copy")
     await ensure_streams(bus, limits)
     leader = (await replicas.start(OFTEN)).indexer
     await generations(bus, worker, 2)

@@ -121,23 +121,23 @@ async def test_the_index_receives_events_of_every_tier(node: Node) -> None:
     await worker.put(names)
     await node.on_disk(16)
 
-    async def are(*expected: int) -> None:
+    async def eventually_tiers(*expected: int) -> None:
         async def tiers() -> bool:
             found = await overlap(node.bus, names)
             return found == ({card.instance: expected} if expected else {})
 
         await eventually(tiers, what=f"tiers {expected}")
 
-    await are(0, 16, 0, 0)
+    await eventually_tiers(0, 16, 0, 0)
     assert (await node.control(Clear(tiers=[1]))).blocks == 16
-    await are(0, 0, 16, 0)
+    await eventually_tiers(0, 0, 16, 0)
     await worker.get(names.prefix(6))
-    await are(0, 6, 10, 0)
+    await eventually_tiers(0, 6, 10, 0)
     assert (await node.dump(0)).ok
     assert not (await node.dump(1)).ok
-    await are(0, 6, 10, 0)
+    await eventually_tiers(0, 6, 10, 0)
     await node.control(Clear(salt=SALT))
-    await are()
+    await eventually_tiers()
 
 
 async def overlap(bus: Bus, names: Names) -> dict[str, tuple[int, ...]]:
@@ -180,16 +180,16 @@ async def test_sub_tenants_share_the_budget_of_their_tenant(node: Node) -> None:
     worker = await node.worker()
     share, retention = HOST_BYTES // 4, [Retain(0, 100 * SIZE, 80, explicit=True)]
 
-    async def keep(tenant: str, seed: int) -> float:
+    async def put_retained(tenant: str, seed: int) -> float:
         names = worker.names(tokens(100, seed), tenant)
         assert await worker.put(names, tenant=tenant, retention=retention) == 100
         return node.metric("retained_bytes", 'tier="1"')
 
     asked = 100 * layout().block_bytes
-    assert await keep("a/one", 1) == asked
-    assert await keep("a/two", 2) == share
-    assert await keep("a", 3) == share
-    assert await keep("b/one", 4) == share + asked
+    assert await put_retained("a/one", 1) == asked
+    assert await put_retained("a/two", 2) == share
+    assert await put_retained("a", 3) == share
+    assert await put_retained("b/one", 4) == share + asked
 
 
 async def test_retention_is_inherited(node: Node) -> None:
@@ -254,12 +254,12 @@ async def test_nothing_is_left_in_shared_memory(node: Node) -> None:
     killed = await node.start(KVMESH_KVBM_NODE="one")
     node.mesh.kill("kv")
     second = await node.start(KVMESH_KVBM_NODE="two")
-    assert [is_there(card) for card in (killed, second)] == [False, True]
+    assert [has_directory(card) for card in (killed, second)] == [False, True]
     node.mesh.kill("kv", signal.SIGTERM)
-    assert not is_there(second)
+    assert not has_directory(second)
 
 
-def is_there(card: Instance) -> bool:
+def has_directory(card: Instance) -> bool:
     assert card.store is not None
     return Path(card.store.directory).is_dir()
 
@@ -301,12 +301,12 @@ async def test_the_card_has_the_capacity_in_blocks(node: Node) -> None:
     for block_bytes in (8192, 4096):
         await node.worker(layout(block_bytes))
 
-        async def said(size: int = block_bytes) -> bool:
+        async def reports_blocks(size: int = block_bytes) -> bool:
             store = (await find_kvbm(node.bus, node.limits)).store
             assert store is not None
             return store.tier_blocks == [HOST_BYTES // size, DISK_BYTES // size, 0]
 
-        await eventually(said, what="the card has changed")
+        await eventually(reports_blocks, what="the card has changed")
 
 
 async def test_a_disk_that_is_too_small_is_not_used_and_logged(node: Node) -> None:

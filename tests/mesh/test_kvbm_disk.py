@@ -61,14 +61,14 @@ async def test_a_corrupt_block_is_dropped(node: Node, tmp_path: Path) -> None:
     await worker.put(names)
     await node.on_disk(10)
     await node.control(Clear(tiers=[1]))
-    rot(tmp_path / "disk" / "blocks", names.digest(4))
+    corrupt_block(tmp_path / "disk" / "blocks", names.digest(4))
     assert len((await worker.get(names)).blocks) == 4
     await node.wait_for_metric("corrupt_blocks", 1)
     assert await worker.put(names) == 1
     assert len((await worker.get(names)).blocks) == 10
 
 
-def rot(file: Path, digest: bytes) -> None:
+def corrupt_block(file: Path, digest: bytes) -> None:
     """Change one byte of the block that is filled with `digest`."""
     data = file.read_bytes()
     with file.open("r+b") as opened:

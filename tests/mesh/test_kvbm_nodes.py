@@ -147,8 +147,8 @@ async def test_a_node_loads_blocks_of_another(nodes: Nodes) -> None:
     await east.put(names)
     await nodes.shared("east", 50)
     west = await nodes.start("west")
-    taken = await west.get(names)
-    assert (taken.tiers, taken.bad) == ([3] * 50, 0)
+    result = await west.get(names)
+    assert (result.tiers, result.bad) == ([3] * 50, 0)
     assert (await west.get(names)).tiers == [1] * 50
     longer = west.names(tokens(60))
     assert await west.put(longer, 50) == 10
@@ -211,8 +211,8 @@ async def test_a_corrupt_or_forged_block_in_the_store_is_dropped(
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
     file.write_bytes(content)
-    taken = await east.get(names)
-    assert (len(taken.blocks), taken.bad) == (6, 0)
+    result = await east.get(names)
+    assert (len(result.blocks), result.bad) == (6, 0)
     await eventually(lambda: not file.exists())
     assert nodes.metric("east", "corrupt_blocks_total") == 1
 
@@ -227,9 +227,9 @@ async def test_a_node_reads_anothers_memory(nodes: Nodes) -> None:
     first, second = prompts
 
     async def loaded() -> bool:
-        taken = await west.get(first)
-        assert not taken.bad
-        return taken.tiers == [3] * 20
+        result = await west.get(first)
+        assert not result.bad
+        return result.tiers == [3] * 20
 
     await eventually(loaded)
     assert (await west.get(first)).tiers == [1] * 20
@@ -258,8 +258,8 @@ async def test_a_node_waits_for_blocks_that_another_computes(nodes: Nodes, url: 
     await nodes.reaches("west", 'blocks{tier="1"}', 12)
     assert await east.put(names, 12) == 8
     await east.computed("r")
-    taken = await waiting
-    assert (taken.tiers, taken.bad) == ([3] * 20, 0)
+    result = await waiting
+    assert (result.tiers, result.bad) == ([3] * 20, 0)
     await nodes.reaches("west", "peer_claims", 0)
     assert nodes.metric("east", "prepared_blocks_total") == 20
     await nodes.reaches("west", "in_progress_blocks", 0)
@@ -316,9 +316,9 @@ async def test_a_node_reads_anothers_disk(nodes: Nodes) -> None:
     await nodes.clear(east, 1)
 
     async def loaded() -> bool:
-        taken = await west.get(names, wait_s=30.0)
-        assert not taken.bad
-        return taken.tiers == [3] * 100
+        result = await west.get(names, wait_s=30.0)
+        assert not result.bad
+        return result.tiers == [3] * 100
 
     await eventually(loaded)
     assert nodes.metric("east", 'moved_blocks_total{source="2",target="1"}') == 100
@@ -352,18 +352,18 @@ async def test_a_node_of_another_layout_is_not_queried(nodes: Nodes) -> None:
     alike, west = await nodes.start("alike", **PEERS), await nodes.start("west", **PEERS)
     asked: list[bytes] = []
 
-    async def hear(message: Msg) -> None:
+    async def record(message: Msg) -> None:
         asked.append(message.data)
 
     assert await other.put(other.names(tokens(20))) == 20
     assert await alike.put(alike.names(tokens(10))) == 10
     await nodes.indexed(west.names(tokens(20)), 20, 10)
-    await nodes.bus.client.subscribe(nodes.bus.subjects.kvbm(other.card.instance), cb=hear)
+    await nodes.bus.client.subscribe(nodes.bus.subjects.kvbm(other.card.instance), cb=record)
 
     async def loaded() -> bool:
-        taken = await west.get(west.names(tokens(20)), wait_s=30.0)
-        assert not taken.bad
-        return taken.tiers == [3] * 10
+        result = await west.get(west.names(tokens(20)), wait_s=30.0)
+        assert not result.bad
+        return result.tiers == [3] * 10
 
     await eventually(loaded)
     assert not asked

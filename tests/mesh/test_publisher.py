@@ -19,7 +19,7 @@ RANK = "w-1", 0
 
 
 class Engine:
-    """Holds blocks of rank 0, tells of each, and of all when it is asked to."""
+    """Publishes each block that it holds on rank 0, and all of them as a dump."""
 
     def __init__(self, bus: Bus) -> None:
         self.held: list[KvEvent] = []
@@ -50,13 +50,13 @@ class Numbers:
     """First id and number of events of every batch on the stream, as a new reader finds them."""
 
     def __init__(self, bus: Bus) -> None:
-        self.seen: list[tuple[int, int]] = []
+        self.batches: list[tuple[int, int]] = []
         subjects = bus.subjects
-        self.reader = StreamReader(bus, subjects.kv_stream, subjects.kv_all, self._take, Start())
+        self.reader = StreamReader(bus, subjects.kv_stream, subjects.kv_all, self._receive, Start())
 
-    def _take(self, message: StreamMessage) -> None:
+    def _receive(self, message: StreamMessage) -> None:
         batch = msgspec.msgpack.decode(message.data, type=KvBatch)
-        self.seen.append((batch.first, len(batch.events)))
+        self.batches.append((batch.first, len(batch.events)))
 
 
 async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
@@ -74,8 +74,8 @@ async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
     await eventually(lambda: bus.connected_at > made)
     numbers = Numbers(bus)
     await numbers.reader.open()
-    await eventually(lambda: numbers.seen[-1:] == [(2, 0)])
-    assert (1, 1) not in numbers.seen  # id 1 is missing, and every reader can see it
+    await eventually(lambda: numbers.batches[-1:] == [(2, 0)])
+    assert (1, 1) not in numbers.batches  # id 1 is missing, and every reader can see it
     await numbers.reader.close()
 
 

@@ -24,7 +24,7 @@ STEP = 2048  # tokens
 
 
 def unique(words: int) -> str:
-    """A text of about this many words with a beginning that no other has."""
+    """A text of about this many words with a unique prefix."""
     return f"Task {secrets.token_hex(8)}. " + "word " * words
 
 

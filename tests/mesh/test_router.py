@@ -139,8 +139,8 @@ async def test_an_intermittent_index_is_logged_once(
         with caplog.at_level(logging.INFO, "kvmesh.router.index_client"):
             for number in range(8):
                 await request_placement(bus, request(str(number), TEN))
-    told = [r.message for r in caplog.records if r.name == "kvmesh.router.index_client"]
-    assert len([line for line in told if "without overlaps" in line]) == 1
+    logged = [r.message for r in caplog.records if r.name == "kvmesh.router.index_client"]
+    assert len([line for line in logged if "without overlaps" in line]) == 1
 
 
 async def test_requests_do_not_wait_for_each_others_index_queries(
@@ -203,7 +203,7 @@ async def test_a_loaded_rank_gets_fewer_requests(
         await eventually(seen)
 
 
-class Fragile(Policy):
+class FailingPolicy(Policy):
     """Fails in every method."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
@@ -231,19 +231,19 @@ class Fragile(Policy):
 async def test_each_kind_of_policy_failure_is_logged_once(
     bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def told() -> list[str]:
+    def failing_hooks() -> list[str]:
         return sorted(str(r.exc_info[1]) for r in caplog.records if r.exc_info)
 
     async with (
         running_workers(bus, limits, "a"),
-        running_router(options, policy=f"{__name__}:Fragile", queue_threshold=1.0) as running,
+        running_router(options, policy=f"{__name__}:FailingPolicy", queue_threshold=1.0) as running,
     ):
         for name in ("1", "2", "3"):
             assert isinstance(await query_router(bus, request(name, TEN)), Routed)
             bus.post(bus.subjects.seq("m"), SeqBatch("f", [SeqFree(name)]))
         await caught_up(bus, [running])
-        await eventually(lambda: {"tick", "state"} <= set(told()))
-    assert told() == ["admits", "choose", "freed", "placed", "shift", "state", "tick"]
+        await eventually(lambda: {"tick", "state"} <= set(failing_hooks()))
+    assert failing_hooks() == ["admits", "choose", "freed", "placed", "shift", "state", "tick"]
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))

@@ -90,7 +90,7 @@ async def test_three_routers_place_a_burst_as_one_does(
 
 
 async def all_serve(bus: Bus, routes: Tail[Decision], routers: list[RunningRouter]) -> None:
-    """Return once each has taken its part, and all know that nothing is running."""
+    """Wait until each router has placed a request, and no router counts a running one."""
     probes: list[str] = []
 
     async def seen() -> bool:
@@ -104,7 +104,7 @@ async def all_serve(bus: Bus, routes: Tail[Decision], routers: list[RunningRoute
 
 
 async def freed(bus: Bus, routers: list[RunningRouter], *requests: str) -> None:
-    """Free these, and wait until all routers know it."""
+    """Free these requests, and wait until all routers have read it."""
     batch = SeqBatch("f", [SeqFree(request) for request in requests])
     await bus.js.context.publish(bus.subjects.seq("m"), encode(batch))
     await caught_up(bus, routers)
@@ -225,11 +225,11 @@ async def test_waiting_requests_leave_in_one_order_over_all_routers(
         await eventually(lambda: "first" in _added(active))
         await caught_up(bus, routers)
         priorities = [(7 * n) % 15 for n in range(15)]
-        asked = []
+        tasks = []
         for n, priority in enumerate(priorities):
             blocks = sequence(n + 1, *range(9))
             message = request(f"p{priority}", blocks, hints=Hints(priority=priority), deadline_s=60)
-            asked.append(asyncio.create_task(query_router(bus, message, timeout=60)))
+            tasks.append(asyncio.create_task(query_router(bus, message, timeout=60)))
         await eventually(lambda: len(_waiting(active)) == 15)
         # The server deals requests out at random: all fifteen on one router is a 1 in 10⁷ chance.
         assert len({w.router for w in _waiting(active)}) > 1
@@ -238,7 +238,7 @@ async def test_waiting_requests_leave_in_one_order_over_all_routers(
             await eventually(lambda n=turn: len(routes.seen) == probes + 1 + n)  # type: ignore[misc]
             done = SeqPrefilled(routes.seen[-1].request)
             bus.post(subject, SeqBatch("f", [done]))
-        await asyncio.gather(*asked)
+        await asyncio.gather(*tasks)
         order = [d.request for d in routes.seen[probes:]]
         assert order == ["first", *(f"p{n}" for n in reversed(range(15)))]
         for router in routers:
@@ -257,7 +257,7 @@ def bandit(name: str) -> RouterCore:
     return RouterCore("m", name, RouterSettings(policy="thompson"), Random(1))
 
 
-def taught(name: str) -> RouterCore:
+def trained_router(name: str) -> RouterCore:
     """A router whose bandit has seen one outcome."""
     core = bandit(name)
     core.join(worker("a"))
@@ -279,7 +279,7 @@ async def test_policy_state_survives_a_restart_and_reaches_a_replica(bus: Bus) -
     def sharing(name: str, core: RouterCore) -> "asyncio.Task[None]":
         return asyncio.create_task(PolicyState(bus, name, core).run())
 
-    first, replica = taught("r1"), bandit("r2")
+    first, replica = trained_router("r1"), bandit("r2")
     tasks = [sharing("r1", first), sharing("r2", replica)]
     await eventually(lambda: evidence(replica) == 1)
     tasks[0].cancel()

@@ -137,7 +137,7 @@ def metric(up: Up, name: str, label: str = "") -> float:
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-async def begun(up: Up) -> float:
+async def started_requests(up: Up) -> float:
     """Number of requests that the workers have started, once it no longer changes."""
     seen: list[float] = []
 
@@ -149,7 +149,7 @@ async def begun(up: Up) -> float:
     return seen[-1]
 
 
-async def rested(up: Up, requests: float) -> None:
+async def wait_until_idle(up: Up, requests: float) -> None:
     """Wait until the workers have started this many requests and none is left."""
     await eventually(
         lambda: (
@@ -164,9 +164,9 @@ async def rested(up: Up, requests: float) -> None:
 async def test_a_prefetched_prompt_is_computed_when_its_request_comes(up: Up) -> None:
     await up.ready()
     messages = [{"role": "user", "content": f"Ahead of time: {LONG}"}]
-    before = await begun(up)
+    before = await started_requests(up)
     sent = post(up, "/v1/prefetch", messages=messages, compute=4096)
-    await rested(up, before + 1)
+    await wait_until_idle(up, before + 1)
     same_worker = {"backend_instance_id": sent["instance"]}
     answer = post(up, "/v1/chat/completions", messages=messages, max_tokens=4, nvext=same_worker)
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -180,9 +180,9 @@ async def test_a_hinted_turn_finds_its_prefix_computed(up: Up) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
     messages = [{"role": "user", "content": f"Please say: {said}"}]
     hint = {"agent_hints": {"speculative_prefill": True}, "extra_fields": ["worker_id"]}
-    before = await begun(up)
+    before = await started_requests(up)
     first = chat_on(up, messages, response_format=form, max_tokens=900, nvext=hint)
-    await rested(up, before + 2)
+    await wait_until_idle(up, before + 2)
     messages += [first["choices"][0]["message"], {"role": "user", "content": "More."}]
     same_worker = {"backend_instance_id": first["nvext"]["worker_id"]["instance"]}
     chat_on(up, messages, max_tokens=4, nvext=same_worker)

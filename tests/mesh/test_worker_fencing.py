@@ -1,4 +1,4 @@
-"""A worker that stood still beyond its lease: what it ran is over, what it holds counts."""
+"""A worker frozen beyond its lease: its requests have ended, its blocks stay in the index."""
 
 import asyncio
 import signal
@@ -53,7 +53,7 @@ async def joined(directory: Directory, name: str) -> str:
     return found[0].instance
 
 
-async def held(bus: Bus, prompts: list[bytes]) -> list[int]:
+async def indexed_depths(bus: Bus, prompts: list[bytes]) -> list[int]:
     """Number of leading blocks of each prompt that the index knows."""
     query = OverlapQuery([block_hashes(tokens, 16, SALT)[1] for tokens in prompts])
     try:
@@ -96,7 +96,7 @@ async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
 
 
 async def index_is(bus: Bus, prompts: list[bytes], truth: list[int]) -> bool:
-    assert await held(bus, prompts) == truth
+    assert await indexed_depths(bus, prompts) == truth
     return True
 
 

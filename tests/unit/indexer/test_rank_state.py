@@ -51,7 +51,7 @@ def card(instance: str, name: str = "w", ranks: int = 1, started: float = 0.0) -
 
 
 class Mesh:
-    """Holdings plus the short hand of these tests."""
+    """Rank states, with shorthand methods."""
 
     def __init__(self) -> None:
         self.states = RankStates(create_index())

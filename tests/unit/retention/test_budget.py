@@ -235,10 +235,10 @@ def brute_force(retention: list[Retain], tokens: int, size: int) -> list[Retenti
         for token in range(retain.start, min(tokens, retain.end or tokens)):
             wishes[token] = wish
     blocks = [wishes[i : i + size] for i in range(0, len(wishes), size)]
-    return [max(block, key=worth) for block in blocks]
+    return [max(block, key=wish_order) for block in blocks]
 
 
-def worth(wish: RetentionWish) -> tuple[int, float]:
+def wish_order(wish: RetentionWish) -> tuple[int, float]:
     ttl = wish.ttl_s
     return wish.level, (0.0 if wish.level == 35 else inf) if ttl is None else ttl
 
@@ -249,11 +249,11 @@ def test_a_block_takes_the_highest_wish_of_its_tokens(
     retention: list[Retain], tokens: int, size: int
 ) -> None:
     retention = [r for r in retention if r.end != 0]
-    expected = [worth(wish) for wish in brute_force(retention, tokens, size)]
-    found = [worth(RetentionWish())] * len(expected)
+    expected = [wish_order(wish) for wish in brute_force(retention, tokens, size)]
+    found = [wish_order(RetentionWish())] * len(expected)
     for segment in segments(retention, None, tokens, size):
         for block in range(segment.first, len(found) if segment.end is None else segment.end):
-            found[block] = worth(segment.wish)
+            found[block] = wish_order(segment.wish)
     assert found == expected
 
 

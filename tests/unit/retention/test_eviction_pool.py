@@ -107,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.unblock(parent)
 
     @invariant()
-    def holds_the_same(self) -> None:
+    def contents_are_equal(self) -> None:
         assert len(self.pool) == len(self.order)
         assert all(key in self.pool for key in self.order)
 
@@ -116,13 +116,13 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def loose() -> EvictionPool[bytes]:
+def unclaimed_pool() -> EvictionPool[bytes]:
     return EvictionPool(lambda _: False, lambda _key, _now: UNCLAIMED)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=3), unique=True, min_size=1))
 def test_unclaimed_keys_are_evicted_by_recency(keys: list[bytes]) -> None:
-    pool = loose()
+    pool = unclaimed_pool()
     for key in keys:
         pool.add(key)
     gone = []
@@ -133,7 +133,7 @@ def test_unclaimed_keys_are_evicted_by_recency(keys: list[bytes]) -> None:
 
 
 def test_eviction_order_of_levels() -> None:
-    pool = loose()
+    pool = unclaimed_pool()
     inf = float("inf")
     pool.add(b"kept", EvictionRank(80, inf))
     pool.add(b"short", EvictionRank(35, 10.0))
@@ -148,7 +148,7 @@ def test_eviction_order_of_levels() -> None:
 
 
 def test_memory_is_proportional_to_the_keys() -> None:
-    pool = loose()
+    pool = unclaimed_pool()
     for i in range(10_000):
         pool.add(b"a", EvictionRank(50, 100.0 + i))
         pool.discard(b"a")

@@ -120,7 +120,7 @@ def report(
     waiting: int = 0,
     total: int = 1024,
 ) -> None:
-    """What engine a says of itself."""
+    """A load report of engine a."""
     load = Load(
         instance="a", rank=0, running=running, waiting=waiting, active_blocks=blocks,
         cached_blocks=0,

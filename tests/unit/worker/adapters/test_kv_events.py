@@ -54,12 +54,12 @@ def replay(events: list[KvEvent]) -> dict[int, int]:
     """Feed events to an index; returns blocks held by tier."""
     index = create_index()
     for event in events:
-        enter(index, event)
+        apply_to_index(index, event)
     rows = memoryview(index.ranks()).cast("I").tolist()
     return {tier: rows[1 + tier] for tier in range(4) if rows and rows[1 + tier]}
 
 
-def enter(index: Any, event: KvEvent) -> None:
+def apply_to_index(index: Any, event: KvEvent) -> None:
     if isinstance(event, Cleared):
         index.clear(0, event.tier)
     elif isinstance(event, Removed):
@@ -73,7 +73,7 @@ def enter(index: Any, event: KvEvent) -> None:
 def depth(events: list[KvEvent], tokens: list[int], seed: int = SALT) -> int:
     index = create_index()
     for event in events:
-        enter(index, event)
+        apply_to_index(index, event)
     found = index.find(block_hashes(pack(tokens), SIZE, seed)[1])
     return sum(memoryview(found).cast("I").tolist()[1:]) if found else 0
 

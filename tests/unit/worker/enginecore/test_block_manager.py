@@ -98,8 +98,8 @@ class BlockMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.users)
     @rule(data=st.data(), more=LOCALS)
-    def go_on(self, data: st.DataObject, more: tuple[int, ...]) -> None:
-        """A sequence fills further blocks."""
+    def extend(self, data: st.DataObject, more: tuple[int, ...]) -> None:
+        """Extend a sequence by full blocks."""
         prefix = self.users[data.draw(st.integers(0, len(self.users) - 1))]
         if self.allocate(len(more)):
             prefix.local += more
@@ -135,7 +135,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.plain.changes.clear()
 
     @invariant()
-    def the_same_happens_in_the_same_order(self) -> None:
+    def changes_equal_the_reference(self) -> None:
         assert changes(self.manager.take_events()) == self.plain.changes
         self.plain.changes.clear()
         assert self.manager.contents == self.plain.contents
@@ -143,15 +143,15 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.manager.cached == len(self.plain.idle) <= CAPACITY - self.plain.active
 
     @invariant()
-    def a_dump_tells_of_everything_parents_first(self) -> None:
-        told: set[int | None] = {None}
+    def a_dump_lists_all_blocks_parents_first(self) -> None:
+        seen: set[int | None] = {None}
         for _, block, parent in changes(self.manager.dump()):
-            assert parent in told
-            told.add(block)
-        assert told - {None} == self.manager.contents
+            assert parent in seen
+            seen.add(block)
+        assert seen - {None} == self.manager.contents
 
     @invariant()
-    def what_a_sequence_fills_next_is_known_to_be_here(self) -> None:
+    def held_children_are_found(self) -> None:
         for prefix in self.users:
             for local in range(3):
                 block = hashes(*prefix.local, local)[-1]

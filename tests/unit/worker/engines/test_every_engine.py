@@ -78,8 +78,8 @@ async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(
     tokens = prompt(64)
     await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
     cached = started.load().cached_blocks
-    asked = make_prefetch(tokens + prompt(20, first=3), tenant="b" * 32, compute=0)
-    assert execute_command(started.engine, "e", asked).ok
+    command = make_prefetch(tokens + prompt(20, first=3), tenant="b" * 32, compute=0)
+    assert execute_command(started.engine, "e", command).ok
     await eventually(lambda: not started.engine.abort("p"), what="it has ended")
     assert started.load().cached_blocks == cached
     await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
@@ -89,17 +89,17 @@ async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(
 async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: StartedEngine) -> None:
     tokens, later = prompt(100), time.time() + 3600
 
-    def ask(name: str, tenant: str, at: float = later) -> str:
-        asked = make_prefetch(tokens, name, at=at, tenant=tenant)
-        return execute_command(started.engine, "e", asked).reason
+    def prefetch(name: str, tenant: str, at: float = later) -> str:
+        command = make_prefetch(tokens, name, at=at, tenant=tenant)
+        return execute_command(started.engine, "e", command).reason
 
     for number in range(MAX_PREFETCHES):
-        assert not ask(f"greedy{number}", f"greedy/{number}", later + number)
-    assert ask("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are in progress"
-    assert not ask("modest", "modest")
-    assert not started.engine.abort(f"greedy{MAX_PREFETCHES - 1}"), "the last one has given way"
+        assert not prefetch(f"greedy{number}", f"greedy/{number}", later + number)
+    assert prefetch("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are in progress"
+    assert not prefetch("modest", "modest")
+    assert not started.engine.abort(f"greedy{MAX_PREFETCHES - 1}"), "the last one was replaced"
     assert started.engine.abort("modest")
-    assert not ask("one", "modest/part")
+    assert not prefetch("one", "modest/part")
     for number in range(MAX_PREFETCHES - 1):
         started.engine.abort(f"greedy{number}")
 

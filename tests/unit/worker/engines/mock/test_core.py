@@ -292,7 +292,7 @@ def test_a_core_without_tokens_makes_the_same_steps(seed: int, horizon: float) -
     assert sorted(ends) == sorted((o.request, o.finish) for o in quiet.outputs if o.finish)
 
 
-class Ahead(Run):
+class PlannedAheadRun(Run):
     """Lets the core plan decode steps ahead; a request that arrives cuts them short."""
 
     def step_until(self, arrival: float | None, horizon: float) -> None:
@@ -316,7 +316,7 @@ def serve(going: Run, arrivals: list[tuple[float, Request]], horizon: float | No
             going.now = max(going.now, arrivals[-1][0])
         while arrivals and arrivals[-1][0] <= going.now:
             going.core.submit(arrivals.pop()[1])
-        if isinstance(going, Ahead) and horizon is not None:
+        if isinstance(going, PlannedAheadRun) and horizon is not None:
             going.step_until(arrivals[-1][0] if arrivals else None, horizon)
         else:
             going.step()
@@ -331,7 +331,7 @@ def test_steps_planned_ahead_and_cut_by_arrivals_change_nothing(
     requests = [known_answer(r) for r in random_requests(rng, blocks * SIZE)]
     arrivals = [(rng.random() * 2, r) for r in requests]
     options = replace(SMALL, blocks=blocks, emit_tokens=False)
-    single, ahead = Run(MockCore(options)), Ahead(MockCore(options))
+    single, ahead = Run(MockCore(options)), PlannedAheadRun(MockCore(options))
     serve(single, arrivals, None)
     serve(ahead, arrivals, horizon)
     assert ahead.now == pytest.approx(single.now)
@@ -343,7 +343,7 @@ def test_steps_planned_ahead_and_cut_by_arrivals_change_nothing(
 
 
 def known_answer(r: Request) -> Request:
-    """The same request with the hashes of its answer told beforehand, as a simulator does."""
+    """The request with the hashes of its answer, as in the simulator."""
     local, sequence, tail = r.local_hashes, r.sequence_hashes, r.tail
     answer = array("I", r.source.slice(0, r.target)).tobytes()
     more_local, more_sequence = block_hashes(

@@ -32,7 +32,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(8000) for _ in range(length)]
 
 
-def cold(model: PagedModel, tokens: list[int], max_tokens: int = 12) -> Answer:
+def uncached_answer(model: PagedModel, tokens: list[int], max_tokens: int = 12) -> Answer:
     driver = Driver(make_core(model))
     driver.run(make_work("cold", tokens, max_tokens))
     assert driver.cached("cold") == 0
@@ -54,7 +54,7 @@ def test_greedy_output_equals_transformers(model: PagedModel) -> None:
 
 def test_output_with_a_warm_prefix_is_equal(model: PagedModel) -> None:
     tokens = prompt(130)
-    expected = cold(model, tokens)
+    expected = uncached_answer(model, tokens)
     for warm in (16, 40, 129, 130):
         driver = Driver(make_core(model))
         driver.run(make_work("first", tokens[:warm], 1))
@@ -65,7 +65,7 @@ def test_output_with_a_warm_prefix_is_equal(model: PagedModel) -> None:
 
 def test_output_in_any_batch_is_equal(model: PagedModel) -> None:
     prompts = {f"r{i}": prompt(3 + 29 * i, i % 5) for i in range(8)}
-    expected = {name: cold(model, tokens) for name, tokens in prompts.items()}
+    expected = {name: uncached_answer(model, tokens) for name, tokens in prompts.items()}
     for budget, batch in ((7, 8), (33, 3), (256, 8), (64, 5)):
         driver = Driver(make_core(model, blocks=128, budget=budget, batch=batch))
         driver.run(*(make_work(name, tokens) for name, tokens in prompts.items()))
@@ -80,12 +80,12 @@ def test_generated_tokens_serve_as_a_prefix(model: PagedModel) -> None:
     longer = [*tokens, *said, *prompt(9, 3)]
     driver.run(make_work("second", longer))
     assert driver.cached("second") == 96
-    assert driver.answer("second") == cold(model, longer)
+    assert driver.answer("second") == uncached_answer(model, longer)
 
 
 def test_output_after_a_migration_is_equal(model: PagedModel) -> None:
     tokens = prompt(45)
-    expected = cold(model, tokens, 30)
+    expected = uncached_answer(model, tokens, 30)
     said = [token for token, _ in expected[:11]]
     driver = Driver(make_core(model))
     driver.run(replace(make_work("moved", tokens + said, 30), generated=11))
@@ -94,7 +94,7 @@ def test_output_after_a_migration_is_equal(model: PagedModel) -> None:
 
 def test_output_after_preemption_is_equal(model: PagedModel) -> None:
     prompts = {f"r{i}": prompt(50 + i, i) for i in range(4)}
-    expected = {name: cold(model, tokens, 60) for name, tokens in prompts.items()}
+    expected = {name: uncached_answer(model, tokens, 60) for name, tokens in prompts.items()}
     driver = Driver(make_core(model, blocks=18))
     driver.run(*(make_work(name, tokens, 60) for name, tokens in prompts.items()))
     assert driver.core.scheduler.preemptions > 0
@@ -119,7 +119,7 @@ def test_output_from_reimported_blocks_is_equal(model: PagedModel) -> None:
 
 def test_output_from_blocks_of_another_engine_is_equal(model: PagedModel) -> None:
     tokens = prompt(200)
-    expected = cold(model, tokens)
+    expected = uncached_answer(model, tokens)
     there = Driver(make_core(load(tiny_model()), budget=48))
     there.run(make_work("noise", prompt(60, 9)), make_work("there", tokens, 1))
     here = Driver(make_core(model))
@@ -158,7 +158,7 @@ def test_prompts_with_colliding_hashes_share_no_blocks(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = {f"r{i}": [*prompt(40), *prompt(50 + 9 * i, i % 3)] for i in range(6)}
-    expected = {name: cold(model, tokens, 40) for name, tokens in prompts.items()}
+    expected = {name: uncached_answer(model, tokens, 40) for name, tokens in prompts.items()}
 
     def colliding(tokens: bytes, block_size: int, previous: int) -> tuple[bytes, bytes]:
         return block_hashes(bytes(len(tokens)), block_size, previous)
