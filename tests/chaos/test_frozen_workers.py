@@ -113,18 +113,18 @@ async def test_workers_killed_one_after_the_other_cost_no_request(mesh: Mesh) ->
 
 async def test_the_requests_of_a_killed_frontend_are_aborted(mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
-    asking = [
+    pending = [
         asyncio.create_task(traffic.stream(f"Number {number}. " * 30, tokens=5000))
         for number in range(12)
     ]
-    await eventually(lambda: sum(running(mesh).values()) == len(asking))
+    await eventually(lambda: sum(running(mesh).values()) == len(pending))
     mesh.kill("frontend-0")
-    assert len(await asyncio.gather(*asking, return_exceptions=True)) == len(asking)
+    assert len(await asyncio.gather(*pending, return_exceptions=True)) == len(pending)
     mesh.restart("frontend-0")
     await mesh.ready()
     await eventually(lambda: "is gone: aborting its requests" in mesh.logs())
     await eventually(lambda: len(running(mesh)) == WORKERS and not sum(running(mesh).values()))
-    assert mesh.metric("kvmesh_mesh_worker_output_tokens") < len(asking) * 5000
+    assert mesh.metric("kvmesh_mesh_worker_output_tokens") < len(pending) * 5000
     await traffic.stop()
 
 

@@ -180,12 +180,12 @@ async def test_an_unknown_argument_fails_the_start(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "message"),
     [(signal.SIGKILL, "vLLM has died"), (signal.SIGSTOP, "vLLM has been stopped")],
     ids=["killed", "stopped"],
 )
 async def test_the_death_of_the_engine_process_is_reported(
-    tiny_model: Path, number: signal.Signals, told: str
+    tiny_model: Path, number: signal.Signals, message: str
 ) -> None:
     psutil = pytest.importorskip("psutil")
     mine = psutil.Process()
@@ -197,7 +197,7 @@ async def test_the_death_of_the_engine_process_is_reported(
         if "EngineCore" in child.name():
             child.send_signal(number)
     await eventually(lambda: run.sink.errors, timeout=30)
-    assert told in str(run.sink.errors[0])
+    assert message in str(run.sink.errors[0])
     await run.engine.close()
     left = set(mine.children()) - others
     assert not [child for child in left if "EngineCore" in child.name()]

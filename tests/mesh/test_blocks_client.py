@@ -157,8 +157,8 @@ async def test_a_growing_prompt_is_sent_as_deltas(client: KvbmClient, start: Sta
         await offload(client, prompt(end))
     await eventually(lambda: len(kvbm.blocks) == 110)
     assert await onboard(client, prompt(120), held=90) == [(i, 7 + i) for i in range(90, 110)]
-    told = [r for r in kvbm.requests if isinstance(r, Offer | Fetch)]
-    assert [len(r.sequence_hashes) // 8 for r in told] == [100, 3, 7, 10]
+    sent = [r for r in kvbm.requests if isinstance(r, Offer | Fetch)]
+    assert [len(r.sequence_hashes) // 8 for r in sent] == [100, 3, 7, 10]
 
 
 async def test_a_prompt_that_the_kvbm_lost_is_sent_again(client: KvbmClient, start: Start) -> None:

@@ -95,10 +95,10 @@ async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: B
     subject = bus.subjects.ping("a")
     for _ in range(2):
         await bus.serve(subject, PING, defer, "group", lambda why: ControlReply(False, why))
-    asked = asyncio.create_task(bus.request(subject, Ping(), CONTROL_REPLY, PATIENCE_S))
+    pending = asyncio.create_task(bus.request(subject, Ping(), CONTROL_REPLY, PATIENCE_S))
     await eventually(lambda: replies)
     replies[0](ControlReply(ok=True))
-    assert (await asked).ok
+    assert (await pending).ok
     assert len(replies) == 1
     assert not (await bus.request(subject, {"type": "nonsense"}, CONTROL_REPLY, PATIENCE_S)).ok
 
@@ -389,9 +389,9 @@ async def test_the_servers_clock_decides_which_instance_is_later(
         await lease.open()
     directory = Directory(bus, limits)
     await directory.open()
-    lives = sorted(directory.instances, key=lambda life: life.started)
-    assert [life.instance for life in lives] == ["w-1", "w-2"]
-    assert all(abs(life.started - time.time()) < PATIENCE_S for life in lives)
+    incarnations = sorted(directory.instances, key=lambda card: card.started)
+    assert [card.instance for card in incarnations] == ["w-1", "w-2"]
+    assert all(abs(card.started - time.time()) < PATIENCE_S for card in incarnations)
     await directory.close()
     for lease in (fast, slow):
         await lease.close()
@@ -498,7 +498,7 @@ async def test_leases_come_back_after_a_server_restart(
     await asyncio.to_thread(nats_server.restart)
     await eventually(lambda: bus.connected_for > limits.lease_s * 2)
     await eventually(lambda: [i.name for i in directory.instances] == ["w"])
-    assert not lapses, "the server forgot it; nobody took it for dead"
+    assert not lapses, "the lease was lost at the server only; it did not lapse"
     await directory.close()
     await lease.close()
 
@@ -544,11 +544,11 @@ async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(
 
     async def stopped() -> ControlReply:
         own = await Bus.connect(options, "stopped")
-        asked = asyncio.create_task(own.request(subject, Ping(), CONTROL_REPLY, 0.3))
+        pending = asyncio.create_task(own.request(subject, Ping(), CONTROL_REPLY, 0.3))
         await asyncio.sleep(0.05)  # it is sent, but not answered yet
         time.sleep(1.0)  # noqa: ASYNC251 (nothing runs here meanwhile, as while it is stopped)
         try:
-            return await asked
+            return await pending
         finally:
             await own.close()
 

@@ -135,12 +135,12 @@ def text_of(chunks: list[Any]) -> str:
 
 
 async def test_a_whole_answer_states_text_finish_and_usage(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body(max_tokens=50)))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(max_tokens=50)))
     work = await stage.a.work()
     tokens = ids("Good day 🧿 to you")
     await stage.a.send(work, Chunk(work.request, 0, tokens[:2], cached=[16, 0]))
     await stage.a.send(work, Chunk(work.request, 2, tokens[2:], finish="stop"))
-    status, answer = await asking
+    status, answer = await pending
     assert status == 200
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"]["content"] == "Good day 🧿 to you"
@@ -152,8 +152,8 @@ async def test_a_whole_answer_states_text_finish_and_usage(stage: Stage) -> None
 
 
 async def test_a_stream_ends_with_finish_usage_and_done(stage: Stage) -> None:
-    asking = body(stream=True, stream_options={"include_usage": True})
-    response = await asyncio.create_task(started(stage, asking))
+    pending = body(stream=True, stream_options={"include_usage": True})
+    response = await asyncio.create_task(started(stage, pending))
     work = await stage.a.work()
     assert work.sampling.max_tokens == CONTEXT - len(work.tokens) // 4
     await stage.a.send(work, Chunk(work.request, 0, ids("One"), cached=[0]))
@@ -167,27 +167,27 @@ async def test_a_stream_ends_with_finish_usage_and_done(stage: Stage) -> None:
     assert chunks[-1] == "[DONE]"
 
 
-async def started(stage: Stage, asking: object) -> aiohttp.ClientResponse:
-    response = await stage.client.stream(CHAT, asking)
+async def started(stage: Stage, pending: object) -> aiohttp.ClientResponse:
+    response = await stage.client.stream(CHAT, pending)
     assert response.status == 200
     return response
 
 
 async def test_names_of_unknown_models_become_no_labels(stage: Stage) -> None:
     for path in (CHAT, "/v1/tokenize", "/v1/detokenize"):
-        asked = body(prompt="x", tokens=[1]) | {"model": "chosen-by-a-caller"}
-        status, _ = await stage.client.post(path, asked)
+        sent_body = body(prompt="x", tokens=[1]) | {"model": "chosen-by-a-caller"}
+        status, _ = await stage.client.post(path, sent_body)
         assert status == 404
     assert not [sample for sample in stage.mesh.metrics() if "chosen-by-a-caller" in sample]
 
 
 async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300], cached=[16]))
     await eventually(lambda: SeqPrefilled(work.request) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, 1, [300], finish="stop"))
-    await asking
+    await pending
     of_this = await eventually(lambda: [o for o in stage.outcomes if o.request == work.request])
     outcome = of_this[0]
     assert outcome.instance == stage.a.instance
@@ -201,16 +201,16 @@ async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
 async def test_a_prompt_counts_as_prefilled_from_the_first_token_on(
     stage: Stage, stream: bool
 ) -> None:
-    asking = asyncio.create_task(stage.client.stream(CHAT, body(stream=stream)))
+    pending = asyncio.create_task(stage.client.stream(CHAT, body(stream=stream)))
     work = await stage.a.work()
     if stream:
-        await asking  # the stream is open without an event
+        await pending  # the stream is open without an event
     await events_published(stage)
     assert SeqPrefilled(work.request) not in stage.sequence_events
     await stage.a.send(work, Chunk(work.request, 0, ids("One"), cached=[0]))
     await eventually(lambda: SeqPrefilled(work.request) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, len(ids("One")), ids(" two"), finish="stop"))
-    answer = await asking
+    answer = await pending
     assert answer.status == 200
     await answer.read()
 
@@ -227,10 +227,10 @@ async def events_published(stage: Stage) -> None:
 @pytest.mark.parametrize("status", ["busy", "draining"])
 async def test_a_worker_that_refuses_is_excluded(stage: Stage, status: str) -> None:
     stage.a.status = status
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.b.work()
     await stage.b.send(work, Chunk(work.request, 0, [300], finish="stop"))
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
     assert stage.router.requests[1].placement.exclude == [stage.a.instance]
     first, second = stage.router.requests
     assert first.request != second.request
@@ -244,10 +244,10 @@ async def test_a_retained_prompt_is_sent_again_only_if_the_worker_has_lost_it(st
     messages = [{"role": "user", "content": "Hello there. " * 50}]
     headers = {"x-session-id": "keeping"}
     for turn, number in ((1, 0), (2, 2)):
-        asking = asyncio.create_task(stage.client.stream(CHAT, body(messages=messages), **headers))
+        pending = asyncio.create_task(stage.client.stream(CHAT, body(messages=messages), **headers))
         work = await stage.a.work(number)
         await stage.a.send(work, Chunk(work.request, 0, [300], finish="stop"))
-        assert (await asking).status == 200
+        assert (await pending).status == 200
         messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": f"{turn}"}]
     first, short, whole = stage.a.works
     assert (first.base, short.base, whole.base) == ("", first.request, "")
@@ -293,10 +293,10 @@ async def test_a_router_s_refusal_reaches_the_client(stage: Stage, code: Any, st
 
 async def test_a_client_that_leaves_is_removed_from_the_queue(stage: Stage) -> None:
     stage.router.queues_all = True
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
-    (asked,) = await eventually(lambda: stage.router.requests)
-    asking.cancel()
-    await eventually(lambda: SeqFree(asked.request) in stage.sequence_events)
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
+    (sent_body,) = await eventually(lambda: stage.router.requests)
+    pending.cancel()
+    await eventually(lambda: SeqFree(sent_body.request) in stage.sequence_events)
     assert not stage.a.works
 
 
@@ -311,10 +311,10 @@ async def test_a_client_that_leaves_frees_the_engine(stage: Stage) -> None:
 
 
 async def test_a_stop_string_ends_answer_and_engine(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body(stop=["two"])))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(stop=["two"])))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, ids("one two three")))
-    _, answer = await asking
+    _, answer = await pending
     assert answer["choices"][0]["message"]["content"] == "one "
     assert answer["choices"][0]["finish_reason"] == "stop"
     await eventually(lambda: stage.a.cancelled == [work.request])
@@ -339,10 +339,10 @@ async def test_without_parallel_calls_the_first_call_ends_the_answer(stage: Stag
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
     sent = body(tools=tools, parallel_tool_calls=False)
-    asking = asyncio.create_task(stage.client.post(CHAT, sent))
+    pending = asyncio.create_task(stage.client.post(CHAT, sent))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, ids(call + call)))
-    _, answer = await asking
+    _, answer = await pending
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     await eventually(lambda: stage.a.cancelled == [work.request])
@@ -350,18 +350,18 @@ async def test_without_parallel_calls_the_first_call_ends_the_answer(stage: Stag
 
 async def test_a_call_that_breaks_off_is_text_in_a_whole_answer(stage: Stage) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    asking = asyncio.create_task(stage.client.post(CHAT, body(tools=tools)))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(tools=tools)))
     work = await stage.a.work()
     begun = '<tool_call>\n{"name": "f", "arguments": {"a": 1'
     await stage.a.send(work, Chunk(work.request, 0, ids(begun), finish="length"))
-    choice = (await asking)[1]["choices"][0]
+    choice = (await pending)[1]["choices"][0]
     assert choice["message"].get("tool_calls") is None
     assert choice["message"]["content"] == begun
     assert choice["finish_reason"] == "length"
 
 
 async def test_missing_tokens_are_requested_again(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     tokens = ids("a lot of words to lose")
     await stage.a.send(work, Chunk(work.request, 0, tokens[:1]))
@@ -369,31 +369,31 @@ async def test_missing_tokens_are_requested_again(stage: Stage) -> None:
     resend = (await eventually(lambda: stage.a.resends))[0]
     assert resend.offset == 1
     await stage.a.send(work, Chunk(work.request, 1, tokens[1:], finish="stop"))
-    _, answer = await asking
+    _, answer = await pending
     assert answer["choices"][0]["message"]["content"] == "a lot of words to lose"
 
 
 async def test_a_request_unknown_to_its_worker_migrates(stage: Stage) -> None:
     stage.a.control_ok = False
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300]))
     moved = await stage.b.work()
     assert moved.generated == 1
     await stage.b.send(moved, Chunk(moved.request, 1, [301], finish="stop"))
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
 
 
 @pytest.mark.parametrize("strict", [True, False])
 async def test_strict_tools_reach_the_engine_as_tags(stage: Stage, strict: bool) -> None:
     function = {"name": "f", "parameters": {"type": "object"}, "strict": strict}
     tools = [{"type": "function", "function": function}]
-    asking = asyncio.create_task(stage.client.post(CHAT, body(tools=tools)))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(tools=tools)))
     work = await stage.a.work()
     guided = work.sampling.guided
     assert (guided.kind if guided else None) == ("structural_tag" if strict else None)
     await stage.a.send(work, Chunk(work.request, 0, [300], finish="stop"))
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
 
 
 async def test_a_stream_survives_the_death_of_its_worker(stage: Stage) -> None:
@@ -561,10 +561,10 @@ async def test_a_prompt_comes_back_from_its_tokens(stage: Stage) -> None:
 
 
 async def test_unknown_fields_are_accepted(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body(whatever={"a": [1]}, stop=None)))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(whatever={"a": [1]}, stop=None)))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300], finish="stop"))
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
 
 
 async def test_the_frontend_tells_its_state(stage: Stage) -> None:

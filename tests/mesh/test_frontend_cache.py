@@ -213,14 +213,14 @@ async def complete(
     """A request that `a` answers; its work and the answer."""
     number = len(stage.a.works)
     sent = {"model": MODEL, "max_tokens": 99, **body}
-    asking = asyncio.create_task(stage.client.post(path, sent, **bearer(key), **headers))
+    pending = asyncio.create_task(stage.client.post(path, sent, **bearer(key), **headers))
     work = await stage.a.work(number)
     ids = TOKENIZER.encode(output, add_special_tokens=False).ids
     kept = ["clipped"] * bool(work.retention)
     chunk = Chunk(work.request, 0, ids, finish="stop", cached=[16, 32], retention=kept or None)
     chunk.decode = "honoured" if work.decode is not None else None
     await stage.a.send(work, chunk)
-    status, answer = await asking
+    status, answer = await pending
     assert status == 200, answer
     return work, answer
 

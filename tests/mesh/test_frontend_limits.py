@@ -62,12 +62,12 @@ class Stage:
 async def eventually_status(client: Client, headers: dict[str, str], status: int) -> None:
     """Wait for a status of /v1/models; it counts only against limits of requests per minute."""
 
-    async def asked() -> bool:
+    async def has_status() -> bool:
         async with client.session.get(client.url + "/v1/models", headers=headers) as answer:
             return answer.status == status
 
     async with asyncio.timeout(PATIENCE_S):
-        while not await asked():
+        while not await has_status():
             await asyncio.sleep(0.05)
 
 

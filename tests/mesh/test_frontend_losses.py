@@ -120,10 +120,10 @@ async def test_frozen_workers_are_passed_over_and_no_request_is_blamed(
 ) -> None:
     a, b, c = workers
     a.frozen = b.frozen = True
-    asking = [asyncio.create_task(stage.client.post(CHAT, body())) for _ in range(4)]
+    pending = [asyncio.create_task(stage.client.post(CHAT, body())) for _ in range(4)]
     for number in range(4):
         await answer(c, number)
-    assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 4
+    assert [status for status, _ in await asyncio.gather(*pending)] == [200] * 4
 
 
 async def test_a_frozen_worker_gets_work_no_work_until_it_replies(
@@ -131,22 +131,22 @@ async def test_a_frozen_worker_gets_work_no_work_until_it_replies(
 ) -> None:
     a, b, _ = workers
     a.frozen = True
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     await answer(b)
-    assert (await asking)[0] == 200
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    assert (await pending)[0] == 200
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     await answer(b, 1)
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
     assert len(a.works) == 1
     a.frozen = False
 
     async def gets_work() -> bool:
         had, others = len(a.works), len(b.works)
-        asking = asyncio.create_task(stage.client.post(CHAT, body()))
+        pending = asyncio.create_task(stage.client.post(CHAT, body()))
         await eventually(lambda: len(a.works) > had or len(b.works) > others)
         offered = len(a.works) > had
         await answer(a if offered else b, had if offered else others)
-        assert (await asking)[0] == 200
+        assert (await pending)[0] == 200
         return offered
 
     await eventually(gets_work, what="the worker gets work again")

@@ -123,7 +123,7 @@ class Stage:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RouteRequest, Work, Content]:
         """A request that `a` answers with SAID: (route request, work, response)."""
-        works, asked = len(self.a.works), len(self.router.requests)
+        works, route_request = len(self.a.works), len(self.router.requests)
         response = asyncio.create_task(api.send(self.client, body, **bearer(key), **headers))
         try:
             work = await self.a.work(works)
@@ -133,7 +133,7 @@ class Stage:
         first = {"cached": [16, 8], "finish": "stop", **(chunk or {})}
         await self.a.send(work, Chunk(work.request, 0, ids(SAID), **first))
         content = await response
-        return self.router.requests[asked], work, content
+        return self.router.requests[route_request], work, content
 
     async def refusal(self, api: Api, body: Json, key: str) -> tuple[int, Any]:
         return await self.client.post(api.path, body, **bearer(key))
@@ -191,22 +191,26 @@ async def test_agent_hints_reach_router_and_worker(stage: Stage, api: Api) -> No
     hints = {"priority": 7, "strict_priority": 3, "latency_sensitivity": 0.5, "osl": 77}
     control = {"session_id": "child", "action": "bind"}
     body = api.body(TEXT, 9, nvext={"agent_hints": hints, "session_control": control})
-    asked, work, _ = await stage.send(api, body)
-    found = asked.hints
+    route_request, work, _ = await stage.send(api, body)
+    found = route_request.hints
     assert (found.priority, found.strict_priority) == (7, 3)
     assert (found.latency_sensitivity, found.osl) == (0.5, 77)
     assert (found.session, found.parent_session, found.session_final) == ("child", None, False)
-    assert (asked.tokens, asked.max_tokens) == (len(work.tokens) // 4, 9)
+    assert (route_request.tokens, route_request.max_tokens) == (len(work.tokens) // 4, 9)
     assert (work.priority, work.session, work.rank) == (7, "child", 1)
 
 
 @every_api
 async def test_without_hints_router_and_worker_get_the_defaults(stage: Stage, api: Api) -> None:
-    asked, work, content = await stage.send(api, api.body(TEXT, 9))
-    hints = asked.hints
+    route_request, work, content = await stage.send(api, api.body(TEXT, 9))
+    hints = route_request.hints
     assert (hints.priority, hints.strict_priority, hints.latency_sensitivity) == (0, 0, 0.0)
     assert (hints.osl, hints.parent_session, hints.session_final) == (None, None, False)
-    assert (asked.placement, asked.policy, asked.overrides) == (Placement(), None, {})
+    assert (route_request.placement, route_request.policy, route_request.overrides) == (
+        Placement(),
+        None,
+        {},
+    )
     assert (work.priority, work.decode, content.nvext) == (0, None, None)
     assert not [entry for entry in work.retention if entry.explicit]
 
@@ -229,11 +233,14 @@ async def test_headers_override_hints_of_the_body(stage: Stage, api: Api, prefix
         "worker-instance-id": "a-1",
     }
     headers = {f"{prefix}-{name}": value for name, value in names.items()}
-    asked, work, _ = await stage.send(api, body, headers=headers)
-    found = asked.hints
+    route_request, work, _ = await stage.send(api, body, headers=headers)
+    found = route_request.hints
     assert (found.priority, found.strict_priority, found.osl) == (5, 4, 33)
     assert (found.session, found.parent_session, found.session_final) == ("child", "parent", True)
-    assert (asked.policy, asked.placement) == ("random", Placement(instance="a-1", rank=1))
+    assert (route_request.policy, route_request.placement) == (
+        "random",
+        Placement(instance="a-1", rank=1),
+    )
     assert (work.priority, work.session, work.parent_session) == (5, "child", "parent")
 
 
@@ -261,8 +268,8 @@ HARNESSES: list[tuple[dict[str, str], str, str | None]] = [
 async def test_the_session_of_every_harness_reaches_router_and_worker(
     stage: Stage, headers: dict[str, str], session: str, parent: str | None
 ) -> None:
-    asked, work, _ = await stage.send(CHAT, CHAT.body(TEXT, 9), headers=headers)
-    assert (asked.hints.session, asked.hints.parent_session) == (session, parent)
+    route_request, work, _ = await stage.send(CHAT, CHAT.body(TEXT, 9), headers=headers)
+    assert (route_request.hints.session, route_request.hints.parent_session) == (session, parent)
     assert (work.session, work.parent_session) == (session, parent)
 
 
@@ -276,12 +283,12 @@ BODIES: list[tuple[Api, Json]] = [
 
 @pytest.mark.parametrize(("api", "fields"), BODIES, ids=[api.name for api, _ in BODIES])
 async def test_the_api_s_own_field_names_the_session(stage: Stage, api: Api, fields: Json) -> None:
-    asked, work, _ = await stage.send(api, api.body(TEXT, 9, **fields))
-    assert asked.hints.session == work.session == "named"
+    route_request, work, _ = await stage.send(api, api.body(TEXT, 9, **fields))
+    assert route_request.hints.session == work.session == "named"
     nvext = {"session_control": {"session_id": "controlled", "action": "close"}}
-    asked, work, _ = await stage.send(api, api.body(TEXT, 9, **fields, nvext=nvext))
-    assert asked.hints.session == work.session == "controlled"
-    assert asked.hints.session_final
+    route_request, work, _ = await stage.send(api, api.body(TEXT, 9, **fields, nvext=nvext))
+    assert route_request.hints.session == work.session == "controlled"
+    assert route_request.hints.session_final
 
 
 CAPS: list[tuple[str, int, int, float]] = [
@@ -298,14 +305,14 @@ async def test_a_key_bounds_hints(
 ) -> None:
     hints = {"priority": 99, "strict_priority": 88, "latency_sensitivity": 0.9}
     body = api.body(TEXT, 9, nvext={"agent_hints": hints})
-    asked, work, _ = await stage.send(api, body, key)
-    found = asked.hints
+    route_request, work, _ = await stage.send(api, body, key)
+    found = route_request.hints
     assert (found.priority, found.strict_priority) == (priority, strict)
     assert found.latency_sensitivity == latency
     assert work.priority == priority
     lower = api.body(TEXT, 9, nvext={"agent_hints": {"priority": -4}})
-    asked, work, _ = await stage.send(api, lower, key)
-    assert asked.hints.priority == work.priority == -4
+    route_request, work, _ = await stage.send(api, lower, key)
+    assert route_request.hints.priority == work.priority == -4
 
 
 # --- placement ---
@@ -327,9 +334,9 @@ async def test_placement_needs_the_scope_routing(
     stage: Stage, api: Api, nvext: Json, expected: Json
 ) -> None:
     body = api.body(TEXT, 9, nvext=nvext)
-    asked, _, _ = await stage.send(api, body)
+    route_request, _, _ = await stage.send(api, body)
     for name, value in expected.items():
-        assert getattr(asked, name) == value
+        assert getattr(route_request, name) == value
     status, answer = await stage.refusal(api, body, "plain")
     assert (status, answer["error"]["type"]) == (403, "permission_error")
     assert "routing" in answer["error"]["message"]
@@ -339,8 +346,8 @@ async def test_placement_needs_the_scope_routing(
 @every_api
 async def test_labels_need_no_scope(stage: Stage, api: Api) -> None:
     nvext = {"routing_constraints": {"labels": {"zone": "north"}}}
-    asked, _, _ = await stage.send(api, api.body(TEXT, 9, nvext=nvext), "humble")
-    assert asked.placement == Placement(labels={"zone": "north"})
+    route_request, _, _ = await stage.send(api, api.body(TEXT, 9, nvext=nvext), "humble")
+    assert route_request.placement == Placement(labels={"zone": "north"})
 
 
 @every_api
@@ -352,7 +359,7 @@ async def test_busy_workers_make_an_overload(stage: Stage, api: Api, stream: boo
     assert response.status == (529 if api is MESSAGES else 429)
     assert response.headers["Retry-After"] == "2"
     assert (await response.json())["error"]["type"] == "overloaded_error"
-    assert [sorted(asked.placement.exclude) for asked in stage.router.requests] == [
+    assert [sorted(route_request.placement.exclude) for route_request in stage.router.requests] == [
         [],
         ["a-1"],
         ["a-1", "b-1"],
@@ -404,9 +411,9 @@ async def test_only_requested_fields_are_in_the_response(
     stage: Stage, api: Api, stream: bool, fields: list[str]
 ) -> None:
     nvext = {"extra_fields": [*fields, "no_such_field"]}
-    asked, _, content = await stage.send(api, api.body(TEXT, 9, stream=stream, nvext=nvext))
+    route_request, _, content = await stage.send(api, api.body(TEXT, 9, stream=stream, nvext=nvext))
     assert list(content.nvext or {}) == fields
-    assert asked.explain == ("routing" in fields)
+    assert route_request.explain == ("routing" in fields)
 
 
 STOPPED: list[tuple[Api, str, str]] = [

@@ -91,20 +91,20 @@ async def test_a_silent_replica_of_a_shard_costs_no_overlaps(
         behind = Replicas(replace(options, url=proxy.url), limits, stack)
         part = Settings(shards=2, shard=1, shard_by="root")
         silent, other = await behind.start(part), await replicas.start(part)
-        asked = await replicas.start(
+        queried = await replicas.start(
             Settings(shards=2, shard=0, shard_by="root", shard_timeout_s=2.0)
         )
         both = {each.indexer._service.instance for each in (silent, other)}
-        known = asked.indexer.queries._replicas
+        known = queried.indexer.queries._replicas
         await eventually(lambda: all(name in known["root-1of2"] for name in both))
         proxy.hold()
-        subject = bus.subjects.index_at(asked.indexer._service.instance)
+        subject = bus.subjects.index_at(queried.indexer._service.instance)
         for blocks in PROMPTS * 2:
             query = OverlapQuery([prompt(blocks)])
             reply = await bus.request(subject, query, OVERLAP_REPLY, PATIENCE_S)
             assert depths(reply) == {"w-1": 3}
         assert not known["root-1of2"].trusts(silent.indexer._service.instance)
-        assert asked.indexer.queries.counts.shard_errors == 0
+        assert queried.indexer.queries.counts.shard_errors == 0
         proxy.release()
         await eventually(lambda: known["root-1of2"].trusts(silent.indexer._service.instance))
     await asyncio.to_thread(proxy.stop)

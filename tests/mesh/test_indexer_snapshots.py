@@ -98,19 +98,19 @@ async def test_the_stream_retains_the_messages_after_the_previous_snapshot(
     assert before < newest
 
 
-@pytest.mark.parametrize(("harm", "version"), [(b"damage", 1), (None, 999)])
+@pytest.mark.parametrize(("damage", "version"), [(b"damage", 1), (None, 999)])
 async def test_an_unusable_newest_snapshot_is_skipped(
     bus: Bus,
     worker: Publisher,
     replicas: Replicas,
-    harm: bytes | None,
+    damage: bytes | None,
     version: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = await replicas.start(OFTEN)
     await generations(bus, worker, 3)
     await first.stop()
-    await overwrite_newest(bus, harm, version)
+    await overwrite_newest(bus, damage, version)
     second = await replicas.start(Settings())
     assert second.indexer.telemetry.read()["snapshots_skipped"] == 1
     assert sum("skipped snapshot whole" in line for line in caplog.messages) == 1

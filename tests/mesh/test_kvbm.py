@@ -105,9 +105,9 @@ async def test_a_parked_fetch_is_answered_when_its_ticket_ends(node: Node) -> No
     await first.get(names, request="r1")
     fetched = await second.fetch(names, request="r2", wait_s=600.0)
     assert fetched.pending == 4
-    asked = node.metric("requests_total")
+    prompt_bytes = node.metric("requests_total")
     waiting = asyncio.create_task(second.request(Await(second.id, fetched.ticket, 600.0), Fetched))
-    await node.wait_for_metric("requests_total", asked + 1)
+    await node.wait_for_metric("requests_total", prompt_bytes + 1)
     await second.request(Finish(second.id, fetched.ticket), Done)
     with pytest.raises(AssertionError, match="the ticket has ended"):
         await waiting
@@ -185,11 +185,11 @@ async def test_sub_tenants_share_the_budget_of_their_tenant(node: Node) -> None:
         assert await worker.put(names, tenant=tenant, retention=retention) == 100
         return node.metric("retained_bytes", 'tier="1"')
 
-    asked = 100 * layout().block_bytes
-    assert await put_retained("a/one", 1) == asked
+    prompt_bytes = 100 * layout().block_bytes
+    assert await put_retained("a/one", 1) == prompt_bytes
     assert await put_retained("a/two", 2) == share
     assert await put_retained("a", 3) == share
-    assert await put_retained("b/one", 4) == share + asked
+    assert await put_retained("b/one", 4) == share + prompt_bytes
 
 
 async def test_retention_is_inherited(node: Node) -> None:

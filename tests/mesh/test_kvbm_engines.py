@@ -157,10 +157,10 @@ async def test_blocks_that_another_node_computes(nodes: Nodes, start: Start) -> 
         """Send the same prompt to both at almost the same time, in any order."""
         attempt = next(attempts)
         name, tokens = f"r{attempt}", prompt(3000, attempt)
-        asking = asyncio.create_task(one.run(make_work(name, tokens)))
+        pending = asyncio.create_task(one.run(make_work(name, tokens)))
         await asyncio.sleep(0.02 * attempt)
         await two.run(make_work(name, tokens))
-        await asking
+        await pending
         check_equal_output(one, two, name)
         return sorted([one.cached(name), two.cached(name)]) == [[0], [0, 0, 0, 2992]]
 

@@ -72,8 +72,8 @@ class Nodes:
             KVMESH_KVBM_METRICS_PORT=str(self.ports[name]),
             **env,
         )
-        known = {worker.card.instance for worker in self.workers}
-        card = await find_kvbm(self.bus, self.limits, known)
+        instances = {worker.card.instance for worker in self.workers}
+        card = await find_kvbm(self.bus, self.limits, instances)
         worker = TestWorker(self.bus, card, shape or layout())
         self.workers.append(worker)
         await worker.attach()
@@ -93,16 +93,18 @@ class Nodes:
         return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
 
     async def reaches(self, node: str, sample: str, value: float) -> None:
-        def there() -> bool:
+        def has_value() -> bool:
             return self.metric(node, sample) == value
 
-        await eventually(lambda: asyncio.to_thread(there), what=f"{sample} of {node} is {value}")
+        await eventually(
+            lambda: asyncio.to_thread(has_value), what=f"{sample} of {node} is {value}"
+        )
 
     async def indexed(self, names: Names, *blocks: int) -> None:
         """Wait until the index knows of nodes with so many blocks of a prompt in their memory."""
         subject, query = self.bus.subjects.index("m"), OverlapQuery([names.sequence])
 
-        async def known() -> bool:
+        async def index_matches() -> bool:
             try:
                 reply = await self.bus.request(
                     subject, query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
@@ -112,7 +114,7 @@ class Nodes:
             rows = struct.iter_unpack("<5I", reply.rows[0])
             return sorted(arena for _, _, arena, _, _ in rows) == sorted(blocks)
 
-        await eventually(known)
+        await eventually(index_matches)
 
     async def shared(self, node: str, blocks: int) -> None:
         sample = 'blocks{tier="3"}'
@@ -164,10 +166,10 @@ async def test_cleared_blocks_are_gone_everywhere(nodes: Nodes) -> None:
     await nodes.shared("east", 10)
     await nodes.clear(east)
 
-    async def gone() -> bool:
+    async def evicted() -> bool:
         return not (await west.get(names)).blocks
 
-    await eventually(gone)
+    await eventually(evicted)
 
 
 @pytest.mark.parametrize("url", ["redis"], indirect=True)
@@ -186,11 +188,11 @@ async def test_a_node_continues_without_its_store(nodes: Nodes, redis: RedisServ
     assert log.read_text().count("continuing without the remote tier") == 1
     redis.start()
 
-    async def again() -> bool:
+    async def recovered() -> bool:
         await east.get(east.names(tokens(4, next(seeds))))
         return "the remote tier works again" in log.read_text()
 
-    await eventually(again)
+    await eventually(recovered)
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
@@ -350,10 +352,10 @@ async def test_a_node_of_another_layout_is_not_queried(nodes: Nodes) -> None:
     nodes.mesh.start("indexer", "indexer-0")
     other = await nodes.start("other", layout(weights="other"), **PEERS)
     alike, west = await nodes.start("alike", **PEERS), await nodes.start("west", **PEERS)
-    asked: list[bytes] = []
+    received: list[bytes] = []
 
     async def record(message: Msg) -> None:
-        asked.append(message.data)
+        received.append(message.data)
 
     assert await other.put(other.names(tokens(20))) == 20
     assert await alike.put(alike.names(tokens(10))) == 10
@@ -366,7 +368,7 @@ async def test_a_node_of_another_layout_is_not_queried(nodes: Nodes) -> None:
         return result.tiers == [3] * 10
 
     await eventually(loaded)
-    assert not asked
+    assert not received
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)

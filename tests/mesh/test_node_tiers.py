@@ -68,7 +68,7 @@ async def test_gaps_are_healed_by_a_dump_and_snapshots_survive(
     first = await replicas.start(Settings(snapshot_threshold=10))
     kvbm = holders["ka"]
     await eventually(lambda: kvbm.dumps, what="the dump requested of an idle holder")
-    asked = kvbm.dumps
+    dumps_before = kvbm.dumps
     kvbm.send = discard
     await kvbm.store(7)
     kvbm.send = kvbm.deliver
@@ -76,15 +76,15 @@ async def test_gaps_are_healed_by_a_dump_and_snapshots_survive(
     await kvbm.store(1, 2, 3, 4, 5)
     await eventually_overlaps(bus, [1, 2, 3, 4, 5], {"a-1": 2, "ka-1": 5})
     assert await find_overlaps(bus, 7) == {"ka-1": 1}
-    assert kvbm.dumps > asked
+    assert kvbm.dumps > dumps_before
     for block in range(100, 112):
         await kvbm.store(block)
     await eventually(lambda: first.indexer.snapshotter.counts.snapshots)
-    asked = kvbm.dumps
+    dumps_before = kvbm.dumps
     await first.stop()
     second = await replicas.start(Settings())
     assert second.indexer.snapshotter.covered > 0
     await eventually_overlaps(bus, [1, 2, 3, 4, 5], {"a-1": 2, "ka-1": 5})
-    assert kvbm.dumps == asked
+    assert kvbm.dumps == dumps_before
     async with running_router(options, predicted_ttl_s=0.0):
         await credited(bus, [1, 2, 3, 4, 5, 6], TIERS)

@@ -80,18 +80,18 @@ async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
 
 
 async def test_a_lower_size_limit_leads_to_a_dump_in_smaller_parts(
-    nats_server: NatsServer, bus: Bus, desk: ScriptedFrontend, engine: Engine
+    nats_server: NatsServer, bus: Bus, frontend: ScriptedFrontend, engine: Engine
 ) -> None:
-    desk.contents.tolerant = True  # of the ids of what was too large
+    frontend.contents.tolerant = True  # of the ids of what was too large
     engine.store(1, 10_000)
-    await eventually(lambda: len(desk.contents.held.get(RANK, ())) == 10_000)
+    await eventually(lambda: len(frontend.contents.held.get(RANK, ())) == 10_000)
     nats_server.kill()
     await eventually(lambda: not bus.connected)
     engine.store(20_001, 10_000)  # one batch of 160 KB that the server would not take
     nats_server.max_payload = "64KB"
     try:
         await asyncio.to_thread(nats_server.start)
-        await eventually(lambda: len(desk.contents.held[RANK]) == 20_000)
+        await eventually(lambda: len(frontend.contents.held[RANK]) == 20_000)
         assert engine.dumps == 1
     finally:
         nats_server.max_payload = "8MB"

@@ -41,12 +41,12 @@ class Stage:
     async def send(self, name: str, api: Api, body: dict[str, Any], **headers: str) -> None:
         """Start a request, which appends its name to `order` when it ends."""
 
-        async def ask() -> Content:
+        async def run() -> Content:
             content = await api.send(self.client, body, **headers)
             self.order.append(name)
             return content
 
-        self.tasks.append(asyncio.create_task(ask()))
+        self.tasks.append(asyncio.create_task(run()))
 
     async def queue(self, name: str, api: Api, nvext: dict[str, Any], **headers: str) -> None:
         """Send a request that waits in the router's queue behind the blocker."""

@@ -113,12 +113,12 @@ class Stage:
 @asynccontextmanager
 async def _route_client(bus: Bus, limits: StreamLimits) -> AsyncIterator[RouteClient]:
     tracker = SequenceEventPublisher(bus, "f")
-    asking = RouteClient(bus, tracker)
-    directory = Directory(bus, limits, asking.joined, asking.left)
-    await asking.open()
+    query_client = RouteClient(bus, tracker)
+    directory = Directory(bus, limits, query_client.joined, query_client.left)
+    await query_client.open()
     await directory.open()
-    tasks = [asyncio.create_task(asking.run()), asyncio.create_task(tracker.run())]
-    yield asking
+    tasks = [asyncio.create_task(query_client.run()), asyncio.create_task(tracker.run())]
+    yield query_client
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -137,13 +137,13 @@ async def stage(
         decisions = await stack.enter_async_context(
             Tail[Decision](bus, bus.subjects.route_stream, bus.subjects.route("m"), DECISIONS)
         )
-        asking = await stack.enter_async_context(_route_client(bus, limits))
+        query_client = await stack.enter_async_context(_route_client(bus, limits))
         through = replace(options, url=proxy.url)
         routers = [
             await start_router(through, "r0", **QUEUE),
             await start_router(options, "r1", **QUEUE),
         ]
-        stage = Stage(bus, asking, proxy, routers, decisions)
+        stage = Stage(bus, query_client, proxy, routers, decisions)
         for router in routers:
             await stage.serves(router)
         yield stage
@@ -258,11 +258,11 @@ async def test_a_full_queue_does_not_refuse_requests_queued_before(
 async def test_without_any_router_a_query_is_refused_at_once(
     bus: Bus, limits: StreamLimits
 ) -> None:
-    async with _route_client(bus, limits) as asking:
+    async with _route_client(bus, limits) as query_client:
 
         def compose(_: bool, arrived: float | None) -> RouteRequest:
             return request("q", sequence(1), arrived=arrived)
 
-        answer = await asking.request("m", compose, DEADLINE_S)
+        answer = await query_client.request("m", compose, DEADLINE_S)
         assert isinstance(answer, Refused)
         assert answer.code == "unavailable"

@@ -272,9 +272,9 @@ async def test_choices_are_told_apart_by_their_index(stage: Stage, api: Api, str
     body = api.body(TEXT, 9, n=2, seed=0, stream=stream, **options)
     response = asyncio.create_task(stage.client.stream(api.path, body))
     works = [await stage.worker.work(number) for number in range(2)]
-    said = {0: "Zero of two", 1: "One"}
+    texts_sent = {0: "Zero of two", 1: "One"}
     for work in works:
-        tokens = ids(said[work.sampling.seed or 0])
+        tokens = ids(texts_sent[work.sampling.seed or 0])
         await stage.worker.send(work, Chunk(work.request, 0, tokens, cached=[16], finish="stop"))
     answer = await response
     found: dict[int, str] = {}
@@ -289,8 +289,8 @@ async def test_choices_are_told_apart_by_their_index(stage: Stage, api: Api, str
         for choice in whole["choices"]:
             found[choice["index"]] = choice["message"]["content"] if api is CHAT else choice["text"]
         usage = whole["usage"]
-    assert found == said
-    assert usage["completion_tokens"] == sum(len(ids(text)) for text in said.values())
+    assert found == texts_sent
+    assert usage["completion_tokens"] == sum(len(ids(text)) for text in texts_sent.values())
     assert usage["prompt_tokens"] == len(works[0].tokens) // 4
 
 

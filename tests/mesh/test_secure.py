@@ -346,8 +346,8 @@ async def forge(worker: Bus, entry: str) -> None:
     own = SUBJECTS.ping("worker-0-1f")
     received = await worker.client.subscribe(own)
     await worker.client.publish(own, b"", reply=entry)
-    asked = await received.next_msg(timeout=5)
-    await worker.client.publish(asked.reply, FORGED)  # the reply to its own request
+    message = await received.next_msg(timeout=5)
+    await worker.client.publish(message.reply, FORGED)  # the reply to its own request
     assert await refused(worker)
     await received.unsubscribe()
     piece, stream = f"$O.{SUBJECTS.model_bucket}.C.forged", f"OBJ_{SUBJECTS.model_bucket}"

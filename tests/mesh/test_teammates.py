@@ -141,8 +141,8 @@ async def test_a_shared_prefix_is_computed_once(team: Team) -> None:
     computed, onboarded = team.computed(), team.onboarded()
     system = f"You are one of four. {SHARED}"
     async with AsyncOpenAI(base_url=f"{team.mesh.url}/v1", api_key="none", max_retries=0) as api:
-        asking = [complete(api, f"Task {i}.", worker, system) for i, worker in enumerate(workers)]
-        answers = await asyncio.gather(*asking)
+        outputs = [complete(api, f"Task {i}.", worker, system) for i, worker in enumerate(workers)]
+        answers = await asyncio.gather(*outputs)
     prompts = [prompt for _, prompt, _ in answers]
     cached = sorted(cached for _, _, cached in answers)
     assert min(prompts) > 2000

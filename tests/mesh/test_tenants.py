@@ -182,10 +182,10 @@ async def test_a_session_belongs_to_its_tenant(stage: Stage) -> None:
     stage.complete("victim", text, **{"x-kvmesh-session-id": name})
     held = sum(stage.complete("twin", text))
     for key, headers in CLAIMS:
-        for said in (name, f"{VICTIM}\x1f{name}", f"\x1f{name}"):
-            prefetch = stage.call(key, "/v1/prefetch", {"session": said}, headers=headers)
+        for session in (name, f"{VICTIM}\x1f{name}", f"\x1f{name}"):
+            prefetch = stage.call(key, "/v1/prefetch", {"session": session}, headers=headers)
             assert (prefetch[0], prefetch[1]["error"]["code"]) == (404, "session_not_found")
-            body = {"sessions": [said]}
+            body = {"sessions": [session]}
             status, answer = stage.call(key, "/v1/sessions/release", body, headers=headers)
             assert (status, answer["blocks"]) == (200, 0)
     assert sum(stage.complete("twin", text)) == held > 0
@@ -287,19 +287,19 @@ async def test_a_tenant_that_floods_the_queue_does_not_hold_up_another(slow: Sta
     threads = ThreadPoolExecutor(FLOOD + 3)
     loop = asyncio.get_running_loop()
 
-    async def ask(key: str, number: int) -> None:
+    async def run_request(key: str, number: int) -> None:
         text = f"{key} {number}. " + "A long text that nobody has sent yet. " * 200
         own = {"x-kvmesh-fair-class": f"own{number}", "x-tenant-id": f"part{number}"}
-        asked = partial(slow.complete, key, text, **(own if key == "evil" else {}))
-        await loop.run_in_executor(threads, asked)
+        job = partial(slow.complete, key, text, **(own if key == "evil" else {}))
+        await loop.run_in_executor(threads, job)
         done.append(key)
 
-    flood = [asyncio.create_task(ask("evil", number)) for number in range(FLOOD)]
+    flood = [asyncio.create_task(run_request("evil", number)) for number in range(FLOOD)]
     active = "kvmesh_frontend_active_requests"
     await eventually(lambda: slow.mesh.metric(active) == FLOOD - len(done))
     before = len(done)
     assert before < FLOOD // 3
-    await asyncio.gather(*(ask("victim", number) for number in range(3)))
+    await asyncio.gather(*(run_request("victim", number) for number in range(3)))
     assert len(done) - before - 3 <= 8
     await asyncio.gather(*flood)
     threads.shutdown()

@@ -175,10 +175,10 @@ async def test_a_prefetched_prompt_is_computed_when_its_request_comes(up: Up) ->
 
 async def test_a_hinted_turn_finds_its_prefix_computed(up: Up) -> None:
     await up.ready()
-    said = "Word for word, and nothing else than that. " * 4
-    schema = {"type": "object", "properties": {"a": {"enum": [said]}}, "required": ["a"]}
+    sentence = "Word for word, and nothing else than that. " * 4
+    schema = {"type": "object", "properties": {"a": {"enum": [sentence]}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
-    messages = [{"role": "user", "content": f"Please say: {said}"}]
+    messages = [{"role": "user", "content": f"Please say: {sentence}"}]
     hint = {"agent_hints": {"speculative_prefill": True}, "extra_fields": ["worker_id"]}
     before = await started_requests(up)
     first = chat_on(up, messages, response_format=form, max_tokens=900, nvext=hint)

@@ -67,7 +67,7 @@ async def indexed_depths(bus: Bus, prompts: list[bytes]) -> list[int]:
 
 
 async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
-    bus: Bus, desk: ScriptedFrontend, mesh: Mesh, directory: Directory
+    bus: Bus, frontend: ScriptedFrontend, mesh: Mesh, directory: Directory
 ) -> None:
     mesh.start("indexer", "i")
     mesh.start("worker", "w")
@@ -75,11 +75,11 @@ async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
     await joined(directory, "i")
     prompts = [prompt(16 * BLOCKS, first=700 * number + number) for number in range(6)]
     for number, tokens in enumerate(prompts[:4]):
-        await desk.dispatch(instance, work(f"r{number}", tokens, 2))
-        await desk.done(f"r{number}")
+        await frontend.dispatch(instance, work(f"r{number}", tokens, 2))
+        await frontend.done(f"r{number}")
     await eventually(lambda: index_is(bus, prompts, [BLOCKS] * 4 + [0, 0]))
-    await desk.dispatch(instance, work("long", prompts[4], 5000))
-    await eventually(lambda: "long" in desk.chunks)
+    await frontend.dispatch(instance, work("long", prompts[4], 5000))
+    await eventually(lambda: "long" in frontend.chunks)
     process = mesh.processes["w"]
     process.send_signal(signal.SIGSTOP)
     try:
@@ -88,10 +88,10 @@ async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
     finally:
         process.send_signal(signal.SIGCONT)
     assert await joined(directory, "w") == instance
-    assert await eventually(lambda: desk.finish("long")) == "abort"
-    await eventually(lambda: not desk.loads[-1].running)
-    await desk.dispatch(instance, work("new", prompts[5], 2))
-    await desk.done("new")
+    assert await eventually(lambda: frontend.finish("long")) == "abort"
+    await eventually(lambda: not frontend.loads[-1].running)
+    await frontend.dispatch(instance, work("new", prompts[5], 2))
+    await frontend.done("new")
     await eventually(lambda: index_is(bus, prompts, [BLOCKS] * 6), what="the index is right again")
 
 
@@ -101,7 +101,7 @@ async def index_is(bus: Bus, prompts: list[bytes], truth: list[int]) -> bool:
 
 
 async def test_a_stopping_frontend_keeps_its_requests(
-    bus: Bus, desk: ScriptedFrontend, mesh: Mesh, directory: Directory, limits: StreamLimits
+    bus: Bus, frontend: ScriptedFrontend, mesh: Mesh, directory: Directory, limits: StreamLimits
 ) -> None:
     mesh.start("worker", "w")
     instance = await joined(directory, "w")
@@ -109,9 +109,9 @@ async def test_a_stopping_frontend_keeps_its_requests(
     lease = Lease(bus, card, limits)
     await lease.open()
     await asyncio.gather(
-        *(desk.dispatch(instance, work(f"r{n}", prompt(20), 300)) for n in range(3))
+        *(frontend.dispatch(instance, work(f"r{n}", prompt(20), 300)) for n in range(3))
     )
     await lease.close()
     for number in range(3):
-        assert len(await desk.done(f"r{number}")) == 300
-        assert desk.finish(f"r{number}") == "length"
+        assert len(await frontend.done(f"r{number}")) == 300
+        assert frontend.finish(f"r{number}") == "length"

@@ -76,7 +76,7 @@ async def test_a_rolling_restart_loses_nothing(mesh: Mesh) -> None:
     await load.close()
 
 
-async def _survives(mesh: Mesh, fault: dict[str, str], said: str) -> None:
+async def _survives(mesh: Mesh, fault: dict[str, str], log_line: str) -> None:
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0")
     mesh.start("worker", "good")
@@ -87,7 +87,7 @@ async def _survives(mesh: Mesh, fault: dict[str, str], said: str) -> None:
     await eventually(lambda: "serving" in bad.read_text())
     load = Load(mesh)
     await asyncio.gather(*(load.record(f"fault {i}") for i in range(10)))
-    assert said in bad.read_text()
+    assert log_line in bad.read_text()
     assert await asyncio.to_thread(mesh.processes["bad"].wait, PATIENCE_S) == 1
     await load.check()
     await load.close()

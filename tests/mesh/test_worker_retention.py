@@ -29,14 +29,14 @@ async def test_release_removes_only_unshared_blocks_of_the_session(
     reply = await frontend.control("w-1", Release(sessions=["A"]))
     assert (reply.ok, reply.blocks) == (True, 4)
     await eventually(lambda: frontend.contents.held[RANK] == set(blocks(two)))
-    told = frontend.contents.next_id[RANK]
+    published = frontend.contents.next_id[RANK]
     for sessions in (["A"], ["unknown", "A"]):
         reply = await frontend.control("w-1", Release(sessions=sessions, reason="compaction"))
         assert (reply.ok, reply.blocks) == (True, 0)
     await frontend.dispatch("w-1", work("B2", two, max_tokens=1, session="B"))
     await frontend.done("B2")
     assert frontend.chunks["B2"][0].cached == [80]
-    assert frontend.contents.next_id[RANK] == told
+    assert frontend.contents.next_id[RANK] == published
 
 
 async def test_pins_and_directives_are_answered(

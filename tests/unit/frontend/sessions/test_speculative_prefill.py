@@ -92,9 +92,9 @@ def messages_next(body: dict[str, Any], answer: Any, results: list[str]) -> dict
         {"type": "tool_result", "tool_use_id": call["id"], "content": text}
         for call, text in zip(calls, results, strict=False)
     ]
-    said = {"role": "assistant", "content": answer["content"]}
+    reply = {"role": "assistant", "content": answer["content"]}
     after = {"role": "user", "content": back} if back else ASK
-    return {**body, "messages": [*body["messages"], said, after]}
+    return {**body, "messages": [*body["messages"], reply, after]}
 
 
 def responses_next(body: dict[str, Any], answer: Any, results: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Order of the waiting requests, worked by hand; and no request is lost, starved or doubled."""
+"""Order of the waiting requests, computed by hand; none is lost, starved or duplicated."""
 
 from random import Random
 from typing import Any
@@ -114,13 +114,13 @@ def test_the_order_depends_on_the_events_alone(
         entry(f"e{i}", tier=tier, fair_class=str(fair), key=float(i), cost=cost, arrived=float(i))
         for i, (tier, fair, cost) in enumerate(drawn)
     ]
-    quiet, asked = lane(), lane()
+    quiet, queried = lane(), lane()
     for one in entries:
         quiet.push(one)
-        asked.push(one)
+        queried.push(one)
         if rng.random() < 0.5:
-            asked.head(0.0)
-    assert drain(quiet) == drain(asked)
+            queried.head(0.0)
+    assert drain(quiet) == drain(queried)
 
 
 @given(

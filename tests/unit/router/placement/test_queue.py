@@ -1,4 +1,4 @@
-"""Placement queue, worked by hand; and replicas agree on one order."""
+"""Placement queue, computed by hand; replicas agree on one order."""
 
 from random import Random
 from typing import Any
@@ -75,7 +75,7 @@ def prompt(name: str, blocks: int = 10, **hints: Any) -> RouteRequest:
 
 
 def prefill_done(mesh: Replicas, now: float = 0.0) -> None:
-    """Everything placed so far reaches its first token, then whoever may goes."""
+    """All placed requests reach their first token; then place the next ones."""
     for name in mesh.order:
         mesh.broadcast(now, SeqPrefilled(name))
     mesh.place_ready(now)

@@ -1,4 +1,4 @@
-"""Formula and behaviour of each policy on small cases worked by hand."""
+"""Formula and behaviour of each policy on small cases computed by hand."""
 
 import logging
 import sys
@@ -406,7 +406,7 @@ class ShortCostsPolicy(Policy):
 
 
 class ListCostsPolicy(Policy):
-    """Needs no NumPy."""
+    """Returns costs as a list."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(1, [3, 2])  # type: ignore[arg-type]

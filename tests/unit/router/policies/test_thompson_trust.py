@@ -1,4 +1,4 @@
-"""Bounds of the Thompson policy's departures from kv, in simulated worlds."""
+"""Bounds of the Thompson policy's deviations from kv, in simulated fleets."""
 
 from collections.abc import Callable
 from random import Random

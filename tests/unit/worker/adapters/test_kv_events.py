@@ -154,7 +154,7 @@ def test_ranks_publish_on_consecutive_ports() -> None:
     assert rank_endpoint("ipc:///tmp/x", 2) == "ipc:///tmp/x"
 
 
-# books
+# ledger
 
 
 def test_tokens_are_hashed_again_under_the_salt_of_the_mesh() -> None:
@@ -260,7 +260,7 @@ PROMPTS = [[first, *range(7 + 4 * first)] for first in range(5)]
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["store", "evict", "clear"]), st.integers(0, 99))))
 def test_replayed_events_match_the_cache(actions: list[tuple[str, int]]) -> None:
-    """Against an engine that holds copies, evicts anything, and tells all of it."""
+    """The engine holds copies, evicts any block, and reports every change."""
     books, told = ledger(), list[KvEvent]()
     copies: list[tuple[int, int]] = []  # (engine hash, its parent)
     for action, number in actions:
@@ -286,7 +286,7 @@ def test_replayed_events_match_the_cache(actions: list[tuple[str, int]]) -> None
 
 
 class Sink:
-    """Keeps events."""
+    """Records events."""
 
     def __init__(self) -> None:
         self.told: list[KvEvent] = []

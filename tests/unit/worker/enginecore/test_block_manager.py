@@ -27,7 +27,7 @@ def hashes(*local: int) -> list[int]:
 
 
 class Prefix:
-    """A sequence's hold on the manager, as the scheduler would keep it: `held` of its blocks."""
+    """A sequence's references, as the scheduler holds them: `held` of its blocks."""
 
     def __init__(self, local: tuple[int, ...], priority: int = 0) -> None:
         self.local = local
@@ -43,7 +43,7 @@ PRIORITIES = st.sampled_from([0, 0, 0, 1, 2])
 class BlockMachine(RuleBasedStateMachine):
     """Random prefixes from a small alphabet, so that they share, part and collide often.
 
-    Every signal goes to the plain rules too: both must do the same in the same order.
+    Every call goes to the reference as well: both must make the same changes in the same order.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(local=LOCALS, priority=PRIORITIES, part=st.integers(0, 6))
     def begin(self, local: tuple[int, ...], priority: int, part: int) -> None:
-        """Use what is held, and compute the rest in one or two pieces."""
+        """Lock the held prefix, and compute the rest in one or two pieces."""
         prefix = Prefix(local, priority)
         way = self.manager.match_prefix(packed(prefix.blocks))
         hits, inactive = way.matched, way.inactive
@@ -86,7 +86,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(first=LOCALS, second=LOCALS, priority=PRIORITIES)
     def race(self, first: tuple[int, ...], second: tuple[int, ...], priority: int) -> None:
-        """Two that miss together and then compute what may be the same blocks."""
+        """Two sequences that miss together and may compute the same blocks."""
         pair = [Prefix(first, priority), Prefix(second)]
         if len(first) + len(second) > self.manager.available:
             return
@@ -127,7 +127,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        """In whatever order."""
+        """Clear; the order of removals is free."""
         count = len(self.plain.idle)
         assert self.manager.clear() == count
         self.plain.evict(count)

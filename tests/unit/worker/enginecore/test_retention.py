@@ -41,7 +41,7 @@ def hashes(local: list[int]) -> "array[int]":
 
 
 class RetentionMachine(RuleBasedStateMachine):
-    """Requests of one-token blocks begin, end and are forgotten while time passes."""
+    """Requests of one-token blocks start, end and are forgotten while time passes."""
 
     def __init__(self) -> None:
         super().__init__()

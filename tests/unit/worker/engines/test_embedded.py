@@ -81,7 +81,7 @@ class Run:
 
 @pytest.fixture
 def standins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the stand-ins where the real packages would be."""
+    """Import the stand-ins under the names of the real packages."""
     api = ModuleType("tensorrt_llm.llmapi")
     for name in ("DisaggregatedParams", "GuidedDecodingParams", "KvCacheConfig"):
         setattr(api, name, getattr(trtllm_standin, name))
@@ -245,10 +245,10 @@ async def test_wrong_settings_stop_the_start(make: Make, tmp_path: Path) -> None
 
 async def test_a_prefill_produces_a_handoff(run: Run) -> None:
     if run.kind == "sglang":
-        room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 9}
-        await run.run(work("a", prompt(40), handoff=room))
+        bootstrap = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 9}
+        await run.run(work("a", prompt(40), handoff=bootstrap))
         call = run.standin.calls[-1]
-        assert {key: call[key] for key in room} == room
+        assert {key: call[key] for key in bootstrap} == bootstrap
         return
     await run.run(work("a", prompt(40), max_tokens=1, prefill=True))
     handoff = run.sink.deltas["a"][-1].handoff

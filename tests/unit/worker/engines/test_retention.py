@@ -69,7 +69,7 @@ async def test_only_the_range_of_a_directive_is_retained(started: StartedEngine)
 
 
 async def test_a_promise_is_soft(started: StartedEngine) -> None:
-    """Kept blocks give way when nothing else is left, and no request is refused for them."""
+    """Retained blocks are evicted when no others are left; no request is refused for them."""
     kept = prompt(400)
     await run(started, "kept", kept, retention=[Retain(0, None, 100, explicit=True)])
     for i in range(4):
@@ -112,13 +112,13 @@ async def test_the_outcome_of_the_answer_s_directive_comes_at_its_end(
     await started.ended("long")
     started.submit("default", prompt(32, first=3000), max_tokens=17, decode=plain)
     await started.ended("default")
-    told = {name: [d.decode for d in deltas] for name, deltas in started.sink.deltas.items()}
-    assert {name: said[-1] for name, said in told.items()} == {
+    reported = {name: [d.decode for d in deltas] for name, deltas in started.sink.deltas.items()}
+    assert {name: outcome[-1] for name, outcome in reported.items()} == {
         "short": "honoured",
         "long": "clipped",
         "default": None,
     }
-    assert not any(said for deltas in told.values() for said in deltas[:-1])
+    assert not any(outcome for deltas in reported.values() for outcome in deltas[:-1])
     assert (counts(started)["honoured"], counts(started)["clipped"]) == (1, 1)
 
 

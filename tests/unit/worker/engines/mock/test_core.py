@@ -48,7 +48,7 @@ def request(
 
 
 class Run:
-    """Steps a core to its end and keeps what it said; checks the events at every step."""
+    """Steps a core to its end and records its output; checks the events at every step."""
 
     def __init__(self, core: MockCore) -> None:
         self.core = core
@@ -284,10 +284,10 @@ def test_a_core_without_tokens_makes_the_same_steps(seed: int, horizon: float) -
     assert quiet.events == loud.events
     assert quiet.core.counters == loud.core.counters
     for r in requests:
-        told = [o for o in quiet.outputs if o.request == r.id]
-        assert told[0].tokens == [1000]
-        assert told[0].cached is not None
-        assert [o.finish for o in told[1:] if o.finish] == ["length"] * (r.target > 1)
+        own_outputs = [o for o in quiet.outputs if o.request == r.id]
+        assert own_outputs[0].tokens == [1000]
+        assert own_outputs[0].cached is not None
+        assert [o.finish for o in own_outputs[1:] if o.finish] == ["length"] * (r.target > 1)
     ends = [(o.request, o.finish) for o in loud.outputs if o.finish]
     assert sorted(ends) == sorted((o.request, o.finish) for o in quiet.outputs if o.finish)
 
@@ -309,7 +309,7 @@ class PlannedAheadRun(Run):
 
 
 def serve(going: Run, arrivals: list[tuple[float, Request]], horizon: float | None) -> None:
-    """Steps until everything is done; a request joins at the first step that begins after it."""
+    """Run until all requests end; a request is admitted at the first step after its arrival."""
     arrivals = sorted(arrivals, key=lambda a: (a[0], a[1].id), reverse=True)
     while going.core.busy or arrivals:
         if not going.core.busy:

@@ -76,8 +76,8 @@ def test_generated_tokens_serve_as_a_prefix(model: PagedModel) -> None:
     tokens = prompt(45)
     driver = Driver(make_core(model))
     driver.run(make_work("first", tokens, 60))
-    said = [token for token, _ in driver.answer("first")]
-    longer = [*tokens, *said, *prompt(9, 3)]
+    answered = [token for token, _ in driver.answer("first")]
+    longer = [*tokens, *answered, *prompt(9, 3)]
     driver.run(make_work("second", longer))
     assert driver.cached("second") == 96
     assert driver.answer("second") == uncached_answer(model, longer)
@@ -86,9 +86,9 @@ def test_generated_tokens_serve_as_a_prefix(model: PagedModel) -> None:
 def test_output_after_a_migration_is_equal(model: PagedModel) -> None:
     tokens = prompt(45)
     expected = uncached_answer(model, tokens, 30)
-    said = [token for token, _ in expected[:11]]
+    answered = [token for token, _ in expected[:11]]
     driver = Driver(make_core(model))
-    driver.run(replace(make_work("moved", tokens + said, 30), generated=11))
+    driver.run(replace(make_work("moved", tokens + answered, 30), generated=11))
     assert driver.answer("moved") == expected[11:]
 
 

@@ -39,7 +39,7 @@ class StartedTorch:
         return self.sink.tokens(work.request)
 
     async def prompt(self, name: str, tokens: list[int]) -> Work:
-        """Compute a prompt for another engine; returns what that one is to do."""
+        """Compute a prompt for another engine; returns that engine's work."""
         await self.run(replace(make_work(name, tokens, 1), prefill=True))
         handoff = self.sink.deltas[name][-1].handoff
         return replace(make_work(f"{name} goes on", tokens), handoff=handoff)

@@ -74,7 +74,7 @@ def test_json_schemas(grammars: GrammarCache, seed: int) -> None:
 
 
 async def compiled(kind: str, value: object) -> GrammarCache:
-    """Grammars that have compiled this, as a worker does; raises Rejected."""
+    """A cache with this constraint compiled, as in a worker; raises Rejected."""
     made = GrammarCache(model_dir(), VOCABULARY, [8184, 8182], timeout_s=PATIENCE_S)
     made.load()
     text = value if isinstance(value, str) else json.dumps(value)
