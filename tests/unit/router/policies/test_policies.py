@@ -413,7 +413,7 @@ class ListCostsPolicy(Policy):
 
 
 def test_costs_may_be_a_plain_list() -> None:
-    router = core("a", "b", policy=f"{__name__}:Plain")
+    router = core("a", "b", policy=f"{__name__}:ListCostsPolicy")
     decision = router.decide(request("1", TEN), None, 0.0)
     assert (decision.chosen.instance, decision.chosen.cost, decision.note) == ("b", 2.0, None)
     assert not router.policies.failures
@@ -484,7 +484,8 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[kvmesh.policies]\nastray = {__name__}:Astray\n")
+    entry_point = f"astray = {__name__}:OutOfRangePolicy"
+    (info / "entry_points.txt").write_text(f"[kvmesh.policies]\n{entry_point}\n")
     monkeypatch.syspath_prepend(tmp_path)
     registry._entry_points.cache_clear()
     assert type(make_policy("astray", RouterSettings())).__name__ == "OutOfRangePolicy"

@@ -261,7 +261,7 @@ async def test_a_prefill_produces_a_handoff(run: Run) -> None:
 
 async def test_trtllm_retains_blocks_of_higher_priority(run: Run) -> None:
     if run.kind == "sglang":
-        pytest.skip("its eviction goes by the request's priority itself")
+        pytest.skip("the engine evicts by the request's priority")
     await run.run(work("a", prompt(40), priority=20), work("b", prompt(40)))
     important, usual = (call["kv_cache_retention_config"] for call in run.standin.calls)
     assert usual is None
@@ -315,7 +315,7 @@ async def test_trtllm_receives_the_ranges_and_other_engines_report_them_unsuppor
 
 async def test_trtllm_updates_move_blocks_between_tiers(run: Run) -> None:
     if run.kind == "sglang":
-        pytest.skip("it tells stores and removals by medium")
+        pytest.skip("the engine reports stores and removals by medium")
     await run.run(work("a", prompt(40), max_tokens=1))
     await eventually(lambda: len(run.sink.held.get(0, ())) == 2)
     [first, _] = run.standin.server.held
