@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Options, Hypothesis settings and failure reports of all tests."""
 
 import os
 from collections.abc import Generator
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import evidence
 
-# A shared machine may be slow at any moment: how long an example takes says nothing about it.
+# A shared machine may be slow at any moment, so the duration of an example says nothing.
 settings.register_profile("kvmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvmesh")
 
@@ -17,13 +17,13 @@ os.environ.pop("CI", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seeds", type=int, default=200, help="of the simulation: how many to run")
-    parser.addoption("--seed", type=int, help="of the simulation: run this one, and tell all of it")
+    parser.addoption("--seeds", type=int, default=200, help="number of simulation seeds to run")
+    parser.addoption("--seed", type=int, help="run only this simulation seed and print its log")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add what processes have said to the report of a failure."""
+    """Add the output of the test's processes to the report of a failure."""
     report = yield
     if report.failed:
         report.sections.extend(evidence.sections())
@@ -31,7 +31,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show why each test failed that then passed."""
+    """Print the first failure of each test that passed when run again."""
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"{report.nodeid} failed and ran again", yellow=True)
         terminalreporter.line(report.longreprtext)

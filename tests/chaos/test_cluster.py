@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
 from support.indexing import Replicas
-from support.nats_cluster import Cluster, Member, settled
+from support.nats_cluster import Cluster, Member, is_settled
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
@@ -75,8 +75,8 @@ class Worker(Publisher):
             await self.publish(events)
             await asyncio.sleep(PAUSE_S)
 
-    async def calm(self) -> None:
-        """Stop changing; return when every event is acknowledged."""
+    async def quiesce(self) -> None:
+        """Stop publishing changes; return when every event is acknowledged."""
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
@@ -96,13 +96,13 @@ class Witness:
         self.recreated = 0
         subjects = bus.subjects
         self.reader = StreamReader(
-            bus, subjects.kv_stream, subjects.kv_all, self._take, Start(), self._on_recreated
+            bus, subjects.kv_stream, subjects.kv_all, self._receive, Start(), self._on_recreated
         )
 
     def _on_recreated(self) -> None:
         self.recreated += 1
 
-    def _take(self, message: StreamMessage) -> None:
+    def _receive(self, message: StreamMessage) -> None:
         batch = msgspec.msgpack.decode(message.data, type=KvBatch)
         read = self.read.setdefault(batch.instance, set())
         reported = self.reported.setdefault(batch.instance, set())
@@ -138,11 +138,13 @@ class Stage:
         await eventually(lambda: sum(w.acknowledged for w in self.workers) >= target)
 
     async def healed(self) -> None:
-        await eventually(lambda: settled(self.cluster, self.bus, self.stream), what="all are equal")
+        await eventually(
+            lambda: is_settled(self.cluster, self.bus, self.stream), what="all replicas are current"
+        )
 
-    async def truth_is_told(self) -> None:
+    async def wait_for_correct_index(self) -> None:
         query = OverlapQuery([prompt(blocks) for blocks in PROMPTS])
-        await eventually(lambda: self._agree(query), what="the index is right")
+        await eventually(lambda: self._agree(query), what="the index equals the contents")
 
     async def _agree(self, query: OverlapQuery) -> bool:
         for _ in range(8):  # each goes to either replica
@@ -152,9 +154,9 @@ class Stage:
                 )
             except BusError:
                 return False
-            for place, blocks in enumerate(PROMPTS):
+            for index, blocks in enumerate(PROMPTS):
                 held = {w.instance: w.contents.depth(blocks) for w in self.workers}
-                assert depths(reply, place) == {w: n for w, n in held.items() if n}, blocks
+                assert depths(reply, index) == {w: n for w, n in held.items() if n}, blocks
         return True
 
 
@@ -167,7 +169,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         options = BusOptions(url=cluster.url, namespace="c", replicas=3)
         bus = await Bus.connect(options, "test")
         stack.push_async_callback(bus.close)
-        await eventually(lambda: made(bus), what="the streams exist")
+        await eventually(lambda: streams_created(bus), what="the streams exist")
         workers, witness = [], Witness(bus)
         await witness.reader.open()
         stack.push_async_callback(witness.reader.close)
@@ -184,7 +186,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         yield Stage(cluster, bus, workers, witness)
 
 
-async def made(bus: Bus) -> bool:
+async def streams_created(bus: Bus) -> bool:
     try:
         return await ensure_streams(bus, LIMITS) == []
     except BusError as error:
@@ -208,10 +210,10 @@ async def freeze_the_leader(stage: Stage) -> None:
 async def restore_an_older_store_of_the_leader(stage: Stage) -> None:
     leader = await stage.leader()
     copy = leader.store / "copy"
-    await asyncio.to_thread(leader.keep, copy)
+    await asyncio.to_thread(leader.back_up, copy)
     await stage.healed()
     await stage.progress()
-    await asyncio.to_thread(leader.put_back, copy)
+    await asyncio.to_thread(leader.restore, copy)
     await stage.progress()
     await asyncio.to_thread(leader.start)
 
@@ -241,17 +243,17 @@ async def flip_bytes_of_a_follower(stage: Stage) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """One member's store is on a small file system of its own."""
-    place = tmp_path / "n0"
-    place.mkdir()
+    folder = tmp_path / "n0"
+    folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", place],
+        ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", folder],
         capture_output=True,
         check=False,
     )
     if mounted.returncode:
         pytest.skip(f"needs to mount a small disk: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 async def fill_the_disk(stage: Stage) -> None:
@@ -268,41 +270,41 @@ async def fill_the_disk(stage: Stage) -> None:
     await asyncio.to_thread(member.start)
 
 
-async def holds(stage: Stage, harm: Callable[[Stage], Awaitable[None]]) -> None:
-    """The property: inject a fault, heal, and compare."""
+async def check_property(stage: Stage, fault: Callable[[Stage], Awaitable[None]]) -> None:
+    """Check the property: inject a fault, heal, and compare."""
     await stage.progress()
-    await harm(stage)
+    await fault(stage)
     await stage.healed()
     await stage.progress()
     for worker in stage.workers:
-        await worker.calm()
+        await worker.quiesce()
     await eventually(lambda: all(map(stage.witness.accounts_for, stage.workers)))
-    await stage.truth_is_told()
+    await stage.wait_for_correct_index()
 
 
 @pytest.mark.parametrize(
-    "harm", [kill_the_leader, freeze_the_leader, restore_an_older_store_of_the_leader]
+    "fault", [kill_the_leader, freeze_the_leader, restore_an_older_store_of_the_leader]
 )
 async def test_acknowledged_events_are_read_or_reported_after(
-    stage: Stage, harm: Callable[[Stage], Awaitable[None]]
+    stage: Stage, fault: Callable[[Stage], Awaitable[None]]
 ) -> None:
-    await holds(stage, harm)
+    await check_property(stage, fault)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("harm", [isolate_the_leader, flip_bytes_of_a_follower])
+@pytest.mark.parametrize("fault", [isolate_the_leader, flip_bytes_of_a_follower])
 async def test_acknowledged_events_are_read_or_reported_after_much(
-    stage: Stage, harm: Callable[[Stage], Awaitable[None]]
+    stage: Stage, fault: Callable[[Stage], Awaitable[None]]
 ) -> None:
     for _ in range(3):
         await stage.progress()
-        await harm(stage)
+        await fault(stage)
         await stage.healed()
-    await holds(stage, harm)
+    await check_property(stage, fault)
 
 
 @pytest.mark.soak
 async def test_acknowledged_events_are_read_or_reported_after_a_full_disk(
     small_disk: Path, stage: Stage
 ) -> None:
-    await holds(stage, fill_the_disk)
+    await check_property(stage, fill_the_disk)

@@ -14,7 +14,7 @@ import pytest
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.proxy import Proxy
-from support.traffic import Traffic, questions
+from support.traffic import Traffic, distinct_prompts
 from support.wait import eventually
 
 PAUSE_S = 2.0  # visible to a client
@@ -54,7 +54,7 @@ def stage(nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def traffic_of(stage: Stage) -> Traffic:
-    return Traffic(stage.mesh.url, questions(2), tokens=40, answers=stage.answers)
+    return Traffic(stage.mesh.url, distinct_prompts(2), tokens=40, answers=stage.answers)
 
 
 @pytest.mark.parametrize("name", ["router-0", "indexer-0"])
@@ -63,50 +63,50 @@ async def test_a_frozen_process_is_excluded_and_harmless_when_it_thaws(
 ) -> None:
     traffic = traffic_of(stage)
     await traffic.start()
-    await traffic.more()
+    await traffic.wait_for_outputs()
     process = stage.mesh.processes[name]
     process.send_signal(signal.SIGSTOP)
     try:
-        await traffic.pass_by(FROZEN_S)
+        await traffic.run_for(FROZEN_S)
     finally:
         process.send_signal(signal.SIGCONT)
-    await traffic.more()
+    await traffic.wait_for_outputs()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
-    await _nothing_is_left(stage)
+    await _check_no_requests(stage)
 
 
 @pytest.mark.parametrize("name", ["router-0", "indexer-0"])
 async def test_a_process_with_delayed_packets_is_excluded(stage: Stage, name: str) -> None:
     traffic = traffic_of(stage)
     await traffic.start()
-    await traffic.more()
+    await traffic.wait_for_outputs()
     stage.proxies[name].delay_s = DELAY_S
     try:
-        await traffic.pass_by(FROZEN_S)
+        await traffic.run_for(FROZEN_S)
     finally:
         stage.proxies[name].delay_s = 0.0
-    await traffic.more()
+    await traffic.wait_for_outputs()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
-    await _nothing_is_left(stage)
+    await _check_no_requests(stage)
 
 
 async def test_a_thawed_frontend_completes_its_answers(stage: Stage) -> None:
     traffic = traffic_of(stage)
     await traffic.start()
-    await traffic.more()
+    await traffic.wait_for_outputs()
     process = stage.mesh.processes["frontend-0"]
     for _ in range(2):
         process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
         process.send_signal(signal.SIGCONT)
-        await traffic.more()
+        await traffic.wait_for_outputs()
     await traffic.stop()
     assert traffic.failed == []
-    await _nothing_is_left(stage)
+    await _check_no_requests(stage)
 
 
-async def _nothing_is_left(stage: Stage) -> None:
+async def _check_no_requests(stage: Stage) -> None:
     """Assert that no process runs a request without a client."""
     await eventually(lambda: stage.mesh.metric("kvmesh_mesh_worker_running_requests") == 0)

@@ -22,7 +22,7 @@ from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.proxy import Proxy
 from support.tiny import tiny_model
-from support.traffic import Traffic, questions
+from support.traffic import Traffic, distinct_prompts
 from support.wait import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,16 +34,16 @@ LEND_S = 3.0
 NODES = range(2)
 HOST_BYTES = 8 << 20  # half of the requested prompts
 BEHIND = "127.0.0.2"  # the first manager lends blocks here; the others use its proxy's address
-COME = 'kvmesh_kvbm_moved_blocks_total{source="3",target="1"}'
-GIVEN_UP = 'kvmesh_kvbm_failed_moves_total{source="3",target="1"}'
+RECEIVED = 'kvmesh_kvbm_moved_blocks_total{source="3",target="1"}'
+ABANDONED = 'kvmesh_kvbm_failed_moves_total{source="3",target="1"}'
 
 
 @dataclass
 class Stage:
     """The nodes.
 
-    `proxy` is on the way from the bus to the first one's manager, `lending` on the way from the
-    other one's to the blocks that it lends.
+    `proxy` is between the bus and the manager of the first node, `lending` between the manager of
+    the other node and the blocks that the first node lends.
     """
 
     mesh: Mesh
@@ -67,13 +67,13 @@ class Stage:
     def lent(self) -> float:
         return self.count("kvbm-0", "kvmesh_kvbm_lent_blocks_total")
 
-    def come(self) -> float:
+    def received(self) -> float:
         """Blocks of the first node that the other one has received."""
-        return self.count("kvbm-1", COME)
+        return self.count("kvbm-1", RECEIVED)
 
-    def given_up(self) -> float:
+    def abandoned(self) -> float:
         """Blocks of the first node whose read the other one has given up."""
-        return self.count("kvbm-1", GIVEN_UP)
+        return self.count("kvbm-1", ABANDONED)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -135,22 +135,22 @@ def start_node(stage: Stage, number: int, own: dict[str, str]) -> None:
 
 async def traffic_of(stage: Stage) -> Traffic:
     """Clients at work, while workers load blocks."""
-    prompts = questions(3)
+    prompts = distinct_prompts(3)
     traffic = Traffic(stage.mesh.url, prompts, tokens=16, model="tiny", answers=stage.answers)
     await traffic.start()
-    await flows(stage.loaded)
+    await eventually_increases(stage.loaded)
     return traffic
 
 
-async def flows(count: Callable[[], float]) -> None:
+async def eventually_increases(count: Callable[[], float]) -> None:
     before = await asyncio.to_thread(count)
     await eventually(lambda: count() > before, what="blocks move")
 
 
-async def ended(stage: Stage, traffic: Traffic) -> None:
-    """Assert that the clients had a pause at most, and that blocks move again."""
-    await traffic.more()
-    await flows(stage.loaded)
+async def check_recovery(stage: Stage, traffic: Traffic) -> None:
+    """Assert that no request failed, pauses were short, and blocks move again."""
+    await traffic.wait_for_outputs()
+    await eventually_increases(stage.loaded)
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
     running = "kvmesh_mesh_worker_running_requests"
@@ -167,10 +167,10 @@ async def test_a_frozen_block_manager_is_bypassed_and_harmless_when_it_thaws(
     process = stage.mesh.processes["kvbm-0"]
     process.send_signal(signal.SIGSTOP)
     try:
-        await traffic.pass_by(FROZEN_S)
+        await traffic.run_for(FROZEN_S)
     finally:
         process.send_signal(signal.SIGCONT)
-    await ended(stage, traffic)
+    await check_recovery(stage, traffic)
 
 
 async def test_a_block_manager_with_delayed_packets_is_bypassed(
@@ -179,29 +179,29 @@ async def test_a_block_manager_with_delayed_packets_is_bypassed(
     traffic = await traffic_of(stage)
     stage.proxy.delay_s = DELAY_S
     try:
-        await traffic.pass_by(FROZEN_S)
+        await traffic.run_for(FROZEN_S)
     finally:
         stage.proxy.delay_s = 0.0
-    await ended(stage, traffic)
+    await check_recovery(stage, traffic)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["late", "held"])
 async def test_blocks_that_another_node_sends_late_are_computed(stage: Stage, held: bool) -> None:
     traffic = await traffic_of(stage)
-    await flows(stage.come)
+    await eventually_increases(stage.received)
     if held:
         stage.lending.hold()
     else:
         stage.lending.delay_s = DELAY_S
     try:
-        lent, given_up = stage.lent(), stage.given_up()
+        lent, given_up = stage.lent(), stage.abandoned()
         await eventually(lambda: stage.lent() > lent, what="blocks are requested")
-        await eventually(lambda: stage.given_up() > given_up, what="they are bypassed")
-        come = stage.come()
-        await traffic.pass_by(FROZEN_S)
-        assert stage.come() == come, "nothing is so late that it is still waited for"
+        await eventually(lambda: stage.abandoned() > given_up, what="they are bypassed")
+        come = stage.received()
+        await traffic.run_for(FROZEN_S)
+        assert stage.received() == come, "nothing is so late that it is still waited for"
     finally:
         stage.lending.delay_s = 0.0
         stage.lending.release()
-    await flows(stage.come)
-    await ended(stage, traffic)
+    await eventually_increases(stage.received)
+    await check_recovery(stage, traffic)

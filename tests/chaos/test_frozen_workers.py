@@ -61,17 +61,17 @@ def running(mesh: Mesh) -> dict[str, float]:
 async def test_a_frozen_worker_is_harmless_when_it_thaws(mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
     await traffic.start()
-    await traffic.more()
+    await traffic.wait_for_outputs()
     process = mesh.processes["worker-0"]
     process.send_signal(signal.SIGSTOP)
     try:
         await eventually(lambda: len(running(mesh)) == WORKERS - 1, what="its lease has ended")
-        await traffic.more()
+        await traffic.wait_for_outputs()
     finally:
         process.send_signal(signal.SIGCONT)
     await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
     await eventually(lambda: "other processes considered this one dead" in mesh.logs())
-    await traffic.more()
+    await traffic.wait_for_outputs()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
     await eventually(
@@ -82,16 +82,16 @@ async def test_a_frozen_worker_is_harmless_when_it_thaws(mesh: Mesh) -> None:
 async def test_workers_frozen_together_cost_no_request(mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
     await traffic.start()
-    await traffic.more()
+    await traffic.wait_for_outputs()
     frozen = [mesh.processes[f"worker-{number}"] for number in range(WORKERS - 1)]
     for process in frozen:
         process.send_signal(signal.SIGSTOP)
     try:
-        await traffic.more()
+        await traffic.wait_for_outputs()
     finally:
         for process in frozen:
             process.send_signal(signal.SIGCONT)
-    await traffic.more()
+    await traffic.wait_for_outputs()
     await traffic.stop()
     traffic.check(PAUSE_S + SLACK_S)
 
@@ -99,11 +99,11 @@ async def test_workers_frozen_together_cost_no_request(mesh: Mesh) -> None:
 async def test_workers_killed_one_after_the_other_cost_no_request(mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
     await traffic.start()
-    await traffic.more()
+    await traffic.wait_for_outputs()
     for number in range(WORKERS - 1):
         mesh.kill(f"worker-{number}")
         await asyncio.sleep(1)  # the last worker's requests have only just migrated
-    await traffic.more()
+    await traffic.wait_for_outputs()
     await traffic.stop()
     for number in range(WORKERS - 1):
         mesh.restart(f"worker-{number}")
@@ -113,18 +113,18 @@ async def test_workers_killed_one_after_the_other_cost_no_request(mesh: Mesh) ->
 
 async def test_the_requests_of_a_killed_frontend_are_aborted(mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
-    asking = [
+    pending = [
         asyncio.create_task(traffic.stream(f"Number {number}. " * 30, tokens=5000))
         for number in range(12)
     ]
-    await eventually(lambda: sum(running(mesh).values()) == len(asking))
+    await eventually(lambda: sum(running(mesh).values()) == len(pending))
     mesh.kill("frontend-0")
-    assert len(await asyncio.gather(*asking, return_exceptions=True)) == len(asking)
+    assert len(await asyncio.gather(*pending, return_exceptions=True)) == len(pending)
     mesh.restart("frontend-0")
     await mesh.ready()
     await eventually(lambda: "is gone: aborting its requests" in mesh.logs())
     await eventually(lambda: len(running(mesh)) == WORKERS and not sum(running(mesh).values()))
-    assert mesh.metric("kvmesh_mesh_worker_output_tokens") < len(asking) * 5000
+    assert mesh.metric("kvmesh_mesh_worker_output_tokens") < len(pending) * 5000
     await traffic.stop()
 
 
@@ -139,11 +139,11 @@ async def test_a_worker_with_delayed_packets_costs_no_request(
         await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
         traffic = Traffic(mesh.url)
         await traffic.start()
-        await traffic.more()
+        await traffic.wait_for_outputs()
         proxy.delay_s = DELAY_S
-        await traffic.pass_by(2 * FROZEN_S)
+        await traffic.run_for(2 * FROZEN_S)
         proxy.delay_s = 0.0
-        await traffic.more()
+        await traffic.wait_for_outputs()
         await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
         await traffic.stop()
         traffic.check(PAUSE_S + SLACK_S)
@@ -165,15 +165,15 @@ async def test_a_frozen_frontend_does_not_affect_the_clients_of_another(mesh: Me
     traffic = Traffic(mesh.url)
     await traffic.start()
     await other.start()
-    await other.more()
+    await other.wait_for_outputs()
     process = mesh.processes["frontend-1"]
     process.send_signal(signal.SIGSTOP)
     try:
-        await traffic.pass_by(FROZEN_S)
+        await traffic.run_for(FROZEN_S)
     finally:
         process.send_signal(signal.SIGCONT)
-    await other.more()
-    await traffic.more()
+    await other.wait_for_outputs()
+    await traffic.wait_for_outputs()
     await other.stop()
     await traffic.stop()
     traffic.check(SLACK_S)
@@ -194,14 +194,14 @@ async def serves(traffic: Traffic) -> bool:
 async def test_a_frozen_bus_costs_a_pause(nats_server: NatsServer, mesh: Mesh) -> None:
     traffic = Traffic(mesh.url)
     await traffic.start()
-    await traffic.more()
+    await traffic.wait_for_outputs()
     os.kill(nats_server.pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
     finally:
         os.kill(nats_server.pid, signal.SIGCONT)
-    await traffic.more()
-    await traffic.more()
+    await traffic.wait_for_outputs()
+    await traffic.wait_for_outputs()
     await traffic.stop()
     traffic.check(FROZEN_S + LEASE_S + SLACK_S)
     await eventually(lambda: len(running(mesh)) == WORKERS)
@@ -219,11 +219,11 @@ async def test_a_request_that_crashes_engines_costs_two_and_fails_alone(
     async with serving(nats_server.url, tmp_path, **env) as mesh:
         traffic = Traffic(mesh.url)
         await traffic.start()
-        await traffic.more()
+        await traffic.wait_for_outputs()
         with pytest.raises(APIError, match="stopped responding"):
             await traffic.stream(f"This is {POISON}. " * 10)
         await eventually(lambda: len(ended(mesh)) == 2, what="two workers have ended")
-        await traffic.more()
+        await traffic.wait_for_outputs()
         await traffic.stop()
         assert traffic.failed == []
         assert set(ended(mesh)) == ({-signal.SIGABRT} if effect == "block" else {1})

@@ -32,10 +32,10 @@ ENV = {**stream_env(LIMITS), "KVMESH_INDEXER_SNAPSHOT_THRESHOLD": "500"}
 WORKERS = 4
 REPLICAS = ("indexer-0", "indexer-1")
 MOST_BLOCKS = 300
-ASKED = 24  # queries of all prompts; each goes to either replica
+QUERIES = 24  # queries of all prompts; each goes to either replica
 
 
-def universe(rng: random.Random) -> list[tuple[int, ...]]:
+def nested_prompts(rng: random.Random) -> list[tuple[int, ...]]:
     """Prompts that share prefixes: each continues an earlier one by a few blocks."""
     prompts: list[tuple[int, ...]] = [(1,)]
     for block in range(2, 400):
@@ -44,11 +44,11 @@ def universe(rng: random.Random) -> list[tuple[int, ...]]:
     return prompts
 
 
-PROMPTS = universe(random.Random(7))
+PROMPTS = nested_prompts(random.Random(7))
 
 
-class Harm:
-    """Between a worker and the bus: drops, repeats and swaps batches."""
+class EventFaults:
+    """Drops, repeats and swaps batches between a worker and the bus."""
 
     def __init__(self, publisher: Publisher, rng: random.Random) -> None:
         self._publisher = publisher
@@ -56,13 +56,13 @@ class Harm:
         self._held: list[KvBatch] = []
 
     async def send(self, batch: KvBatch) -> None:
-        fate = self._rng.random()
-        if fate < 0.003:
+        chance = self._rng.random()
+        if chance < 0.003:
             return
-        if fate < 0.01 and not self._held:
+        if chance < 0.01 and not self._held:
             self._held.append(batch)
             return
-        copies = 2 if fate < 0.03 else 1
+        copies = 2 if chance < 0.03 else 1
         for each in [batch] * copies + self._held:
             await self._publisher.deliver(each)
         self._held.clear()
@@ -74,13 +74,13 @@ class Worker:
     def __init__(self, bus: Bus, number: int) -> None:
         self.publisher = Publisher(bus, LIMITS, f"w{number}", f"w{number}-1")
         self._rng = random.Random(number)
-        self._harm = Harm(self.publisher, self._rng)
+        self._faults = EventFaults(self.publisher, self._rng)
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, harm: bool = True) -> None:
+    async def start(self, faults: bool = True) -> None:
         await self.publisher.open()
-        if harm:
-            self.publisher.send = self._harm.send
+        if faults:
+            self.publisher.send = self._faults.send
         self._task = asyncio.create_task(self._work())
 
     async def _work(self) -> None:
@@ -95,8 +95,8 @@ class Worker:
             events += contents.evict(rng.choice)
         return events
 
-    async def calm(self) -> None:
-        """Stop changing; whatever was lost before shows with one more batch."""
+    async def quiesce(self) -> None:
+        """Stop publishing changes; one more batch reveals earlier losses as gaps."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -112,10 +112,10 @@ class Stage:
     directory: Directory
     workers: list[Worker]
 
-    async def begin(self, harm: bool) -> None:
+    async def begin(self, faults: bool) -> None:
         """Let the workers publish until some snapshots have been written."""
         for worker in self.workers:
-            await worker.start(harm)
+            await worker.start(faults)
         await self.ready()
         await self.snapshots(3)
 
@@ -128,10 +128,10 @@ class Stage:
         ]
         return states == ["ready"] * len(REPLICAS)
 
-    async def calm(self) -> None:
-        """The harm ends, and every replica has come back."""
+    async def quiesce(self) -> None:
+        """End the faults and wait until every replica is ready."""
         for worker in self.workers:
-            await worker.calm()
+            await worker.quiesce()
         await self.ready()
 
     async def snapshots(self, more: int) -> None:
@@ -148,27 +148,27 @@ class Stage:
         slots = await SnapshotStore(self.bus).slots("whole")
         return slots[0].covered if slots else 0
 
-    async def truth_is_told(self) -> None:
-        """True if every replica's reply about every prompt equals the workers' contents."""
+    async def wait_for_correct_index(self) -> None:
+        """Wait until every replica's reply about every prompt equals the workers' contents."""
         query = OverlapQuery([prompt(blocks) for blocks in PROMPTS])
-        await eventually(lambda: self._agree(query), what="all answers are right")
+        await eventually(lambda: self._agree(query), what="all replies are correct")
 
     async def _agree(self, query: OverlapQuery) -> bool:
-        truth = [self._truth(blocks) for blocks in PROMPTS]
-        for _ in range(ASKED):
+        expected = [self._expected_depths(blocks) for blocks in PROMPTS]
+        for _ in range(QUERIES):
             try:
                 reply = await self.bus.request(
                     self.bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 10
                 )
             except BusError:
                 return False
-            for place, held in enumerate(
-                truth
+            for index, held in enumerate(
+                expected
             ):  # pytest would explain one comparison of all for minutes
-                assert depths(reply, place) == held, PROMPTS[place]
+                assert depths(reply, index) == held, PROMPTS[index]
         return True
 
-    def _truth(self, blocks: tuple[int, ...]) -> dict[str, int]:
+    def _expected_depths(self, blocks: tuple[int, ...]) -> dict[str, int]:
         held = {w.publisher.instance: w.publisher.contents.depth(blocks) for w in self.workers}
         return {instance: depth for instance, depth in held.items() if depth}
 
@@ -194,7 +194,7 @@ async def stage(
         yield stage
 
 
-async def nothing(_: Stage) -> None:
+async def no_further_fault(_: Stage) -> None:
     """No further fault: the damage to batches is enough."""
 
 
@@ -234,7 +234,7 @@ async def freeze_one_indexer(stage: Stage) -> None:
 async def replace_a_worker(stage: Stage) -> None:
     """Replace a worker without notice by a new, empty one of the same name."""
     old = stage.workers[0]
-    await old.calm()
+    await old.quiesce()
     new = Worker(stage.bus, 0)
     new.publisher = Publisher(stage.bus, LIMITS, "w0", "w0-2")
     await new.start()
@@ -252,7 +252,7 @@ async def everything(stage: Stage) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        nothing,
+        no_further_fault,
         kill_one_indexer,
         kill_all_indexers,
         restart_nats,
@@ -265,20 +265,20 @@ async def everything(stage: Stage) -> None:
 async def test_the_index_is_correct_after(
     stage: Stage, fault: Callable[[Stage], Awaitable[None]]
 ) -> None:
-    await stage.begin(harm=True)
+    await stage.begin(faults=True)
     await fault(stage)
-    await stage.calm()
-    await stage.truth_is_told()
+    await stage.quiesce()
+    await stage.wait_for_correct_index()
 
 
 @pytest.mark.parametrize(
-    "fault", [nothing, kill_one_indexer, kill_all_indexers, damage_the_newest_snapshot]
+    "fault", [no_further_fault, kill_one_indexer, kill_all_indexers, damage_the_newest_snapshot]
 )
 async def test_snapshots_and_the_stream_suffice_when_no_event_is_lost_after(
     stage: Stage, fault: Callable[[Stage], Awaitable[None]]
 ) -> None:
-    await stage.begin(harm=False)
+    await stage.begin(faults=False)
     await fault(stage)
-    await stage.calm()
-    await stage.truth_is_told()
+    await stage.quiesce()
+    await stage.wait_for_correct_index()
     assert [worker.publisher.dumps for worker in stage.workers] == [0] * WORKERS

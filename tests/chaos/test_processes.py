@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 from support.mesh import Mesh
 from support.nats import NatsServer
-from support.traffic import Traffic, questions
+from support.traffic import Traffic, distinct_prompts
 from support.wait import eventually
 
 CLIENTS = 8
@@ -31,19 +31,19 @@ async def mesh(
 
 async def traffic_of(mesh: Mesh) -> Traffic:
     """Eight running clients."""
-    traffic = Traffic(mesh.url, questions(2, CLIENTS), CLIENTS, TOKENS)
+    traffic = Traffic(mesh.url, distinct_prompts(2, CLIENTS), CLIENTS, TOKENS)
     await traffic.start()
-    await traffic.more(16)
+    await traffic.wait_for_outputs(16)
     return traffic
 
 
 async def test_a_killed_worker_costs_no_request(mesh: Mesh) -> None:
     traffic = await traffic_of(mesh)
     mesh.kill("worker-1")
-    await traffic.more(16)
+    await traffic.wait_for_outputs(16)
     mesh.restart("worker-1")
     await eventually(lambda: len(_workers(mesh)) == WORKERS)
-    await traffic.more(16)
+    await traffic.wait_for_outputs(16)
     await traffic.stop()
     assert traffic.failed == []
 
@@ -52,7 +52,7 @@ async def test_a_killed_router_is_replaced(mesh: Mesh) -> None:
     traffic = await traffic_of(mesh)
     mesh.kill("router-0")
     mesh.restart("router-0")
-    await traffic.more(16)
+    await traffic.wait_for_outputs(16)
     await traffic.stop()
     assert traffic.failed == []
 
@@ -60,9 +60,9 @@ async def test_a_killed_router_is_replaced(mesh: Mesh) -> None:
 async def test_a_killed_indexer_is_replaced(mesh: Mesh) -> None:
     traffic = await traffic_of(mesh)
     mesh.kill("indexer-0")
-    await traffic.more(16)
+    await traffic.wait_for_outputs(16)
     mesh.restart("indexer-0")
-    await traffic.more(16)
+    await traffic.wait_for_outputs(16)
     await traffic.stop()
     assert traffic.failed == []
 
@@ -72,9 +72,9 @@ async def test_a_killed_frontend_is_replaced(mesh: Mesh) -> None:
     mesh.kill("frontend-0")
     mesh.restart("frontend-0")
     await mesh.ready()
-    await traffic.more(16)
+    await traffic.wait_for_outputs(16)
     failed = len(traffic.failed)
-    await traffic.more(16)
+    await traffic.wait_for_outputs(16)
     await traffic.stop()
     assert len(traffic.failed) == failed  # only requests in flight or during the outage
     await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
@@ -83,9 +83,9 @@ async def test_a_killed_frontend_is_replaced(mesh: Mesh) -> None:
 async def test_a_restarted_bus_is_rejoined(nats_server: NatsServer, mesh: Mesh) -> None:
     traffic = await traffic_of(mesh)
     await asyncio.to_thread(nats_server.restart)
-    await traffic.more(32)
+    await traffic.wait_for_outputs(32)
     failed = len(traffic.failed)
-    await traffic.more(32)
+    await traffic.wait_for_outputs(32)
     await traffic.stop()
     assert len(traffic.failed) == failed
 

@@ -50,7 +50,7 @@ class Client:
             assert answer.status == 200, text
         lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
         events: list[Event] = [json.loads(line) for line in lines]
-        shape.take(events)
+        shape.receive(events)
         return events
 
 
@@ -65,10 +65,10 @@ async def test_a_tool_loop_only_extends_its_prompt(
 ) -> None:
     session = f"loop-{make.__name__}"
     shape = make(session)
-    shape.ask("How is the weather in Oslo?")
+    shape.add_user_message("How is the weather in Oslo?")
     await client.turn(shape)
     await client.turn(shape)
-    shape.ask("Go on, please.")
+    shape.add_user_message("Go on, please.")
     await client.turn(shape)
     works = tap.of(session)
     assert [work.turn for work in works] == [0, 1, 2]
@@ -84,7 +84,7 @@ async def test_generated_tokens_are_cached_for_the_next_turn(
     client: Client, tap: Tap, make: Callable[[str], Shape]
 ) -> None:
     shape = make(f"cached-{make.__name__}")
-    shape.ask("And how is the weather in Oslo now?")
+    shape.add_user_message("And how is the weather in Oslo now?")
     await client.turn(shape)
     await client.turn(shape)
     before, after = tap.works
@@ -96,7 +96,7 @@ async def test_conversations_share_tools_and_system_prompt(client: Client, tap: 
     """The billing block, which differs between an agent and its subagents, does not prevent it."""
     shapes = [ClaudeCode("one"), ClaudeCode("two"), ClaudeCode("two", "helper")]
     for shape in shapes:
-        shape.ask(f"Go on with {id(shape)}")
+        shape.add_user_message(f"Go on with {id(shape)}")
         await client.turn(shape)
     one, two, helper = tap.works
     assert (two.session, helper.session) == ("two", "two/helper")
@@ -111,9 +111,9 @@ async def test_a_tool_loaded_later_is_in_the_prompt_after_its_search(
     client: Client, tap: Tap
 ) -> None:
     shape = ClaudeCode("loading")
-    shape.ask("Search a tool")
+    shape.add_user_message("Search a tool")
     await client.turn(shape)
-    shape.ask("Go on")
+    shape.add_user_message("Go on")
     await client.turn(shape)
     before, after = tap.of("loading")
     assert_grows([before, after])
@@ -123,9 +123,9 @@ async def test_a_tool_loaded_later_is_in_the_prompt_after_its_search(
 
 async def test_changed_tools_are_in_the_prompt_where_they_change(client: Client, tap: Tap) -> None:
     shape = ClaudeCode("changing")
-    shape.ask("Go on")
+    shape.add_user_message("Go on")
     await client.turn(shape)
-    shape.ask("Now with it: look at the sky")
+    shape.add_user_message("Now with it: look at the sky")
     shape.change_tools(added="sky__get_weather", removed="Write")
     events = await client.turn(shape)
     blocks = [e["content_block"] for e in events if e["type"] == "content_block_start"]
@@ -149,10 +149,10 @@ async def test_calls_of_codex_s_own_tool_types_have_their_type(
 ) -> None:
     session = item["type"]
     shape = Codex(session)
-    shape.ask(prompt)
+    shape.add_user_message(prompt)
     events = await client.turn(shape)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert item.items() <= done[-1].items()
-    shape.ask("Go on")
+    shape.add_user_message("Go on")
     await client.turn(shape)
     assert_grows(tap.of(session))

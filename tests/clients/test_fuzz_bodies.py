@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
-from support.attack import check_error, check_refused_or_served, idle, send, short
+from support.attack import check_error, check_refused_or_served, send, short_body, wait_until_idle
 from support.frontend import MODEL
 from support.mesh import Mesh
 from support.mutate import (
@@ -104,21 +104,21 @@ async def test_bodies_beyond_the_size_limit_are_refused(mesh: Mesh) -> None:
         reply = send(mesh, path, json.dumps(whole).encode())
         assert reply.status == 413
         check_error(path, reply)
-    await idle(mesh)
+    await wait_until_idle(mesh)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_headers_that_are_not_text(mesh: Mesh, path: str) -> None:
     for name in ("x-tenant-id", "x-kvmesh-session-id", "x-kvmesh-policy", "authorization"):
-        reply = send(mesh, path, short(path, 2), {name: b"\xff\xfe"})
+        reply = send(mesh, path, short_body(path, 2), {name: b"\xff\xfe"})
         assert reply.status == 400, (name, reply)
         check_error(path, reply)
-    assert send(mesh, path, short(path, 2), {"x-tenant-id": "Å".encode()}).status == 400
+    assert send(mesh, path, short_body(path, 2), {"x-tenant-id": "Å".encode()}).status == 400
 
 
 def test_compressed_bodies(mesh: Mesh) -> None:
     path = "/v1/chat/completions"
-    body = short(path, 2)
+    body = short_body(path, 2)
     coded: dict[str, str | bytes] = {"Content-Encoding": "gzip"}
     assert send(mesh, path, gzip.compress(body), coded).status == 200
     for broken in (body, gzip.compress(body)[:-12], gzip.compress(body)[:5]):
@@ -138,5 +138,5 @@ def test_strange_names_in_paths(mesh: Mesh, name: str) -> None:
 
 
 async def test_nothing_is_left_over(mesh: Mesh) -> None:
-    await idle(mesh)
+    await wait_until_idle(mesh)
     assert send(mesh, "/health", None).status == 200

@@ -16,11 +16,11 @@ from support.attack import (
     Reply,
     check_error,
     drain,
-    idle,
-    raw,
+    post_request,
+    raw_connection,
     send,
-    short,
-    whole,
+    short_body,
+    wait_until_idle,
 )
 from support.mesh import Mesh
 from support.nats import NatsServer
@@ -74,16 +74,16 @@ def running(mesh: Mesh, path: str, key: str, count: int = 1) -> Iterator[None]:
     if count == 0:
         yield
         return
-    with raw(mesh) as connection:
-        body = short(path, LONG, stream=True)
-        connection.sendall(whole(path, body, f"Authorization: Bearer {key}"))
+    with raw_connection(mesh) as connection:
+        body = short_body(path, LONG, stream=True)
+        connection.sendall(post_request(path, body, f"Authorization: Bearer {key}"))
         assert connection.recv(12) == b"HTTP/1.1 200"
         with running(mesh, path, key, count - 1):
             yield
 
 
-def ask(mesh: Mesh, path: str, key: str) -> Reply:
-    return send(mesh, path, short(path, 2), {"Authorization": f"Bearer {key}"})
+def post_short(mesh: Mesh, path: str, key: str) -> Reply:
+    return send(mesh, path, short_body(path, 2), {"Authorization": f"Bearer {key}"})
 
 
 def check_wait(path: str, reply: Reply, status: int) -> None:
@@ -95,24 +95,24 @@ def check_wait(path: str, reply: Reply, status: int) -> None:
 @paths
 async def test_requests_beyond_the_server_s_limit(narrow: Mesh, path: str) -> None:
     with running(narrow, path, "free", count=2):
-        reply = await asyncio.to_thread(ask, narrow, path, "free")
+        reply = await asyncio.to_thread(post_short, narrow, path, "free")
     check_wait(path, reply, 529 if path == MESSAGES else 429)
-    await idle(narrow)
-    assert (await asyncio.to_thread(ask, narrow, path, "free")).status == 200
+    await wait_until_idle(narrow)
+    assert (await asyncio.to_thread(post_short, narrow, path, "free")).status == 200
 
 
 @paths
 async def test_requests_beyond_a_key_s_concurrency(narrow: Mesh, path: str) -> None:
     with running(narrow, path, SECRET):
-        reply = await asyncio.to_thread(ask, narrow, path, SECRET)
-        assert (await asyncio.to_thread(ask, narrow, path, "free")).status == 200
+        reply = await asyncio.to_thread(post_short, narrow, path, SECRET)
+        assert (await asyncio.to_thread(post_short, narrow, path, "free")).status == 200
     check_wait(path, reply, 429)
-    await idle(narrow)
-    assert (await asyncio.to_thread(ask, narrow, path, SECRET)).status == 200
+    await wait_until_idle(narrow)
+    assert (await asyncio.to_thread(post_short, narrow, path, SECRET)).status == 200
 
 
 async def test_requests_beyond_a_key_s_rate(narrow: Mesh) -> None:
-    replies = [(p, await asyncio.to_thread(ask, narrow, p, FEW)) for p in 2 * list(SHORTEST)]
+    replies = [(p, await asyncio.to_thread(post_short, narrow, p, FEW)) for p in 2 * list(SHORTEST)]
     assert [reply.status for _, reply in replies[:4]] == [200] * 4
     for path, reply in replies[5:]:
         check_wait(path, reply, 429)
@@ -121,7 +121,7 @@ async def test_requests_beyond_a_key_s_rate(narrow: Mesh) -> None:
 @paths
 async def test_without_a_key(narrow: Mesh, path: str) -> None:
     for headers in ({}, {"x-api-key": "wrong"}, {"Authorization": "Bearer "}):
-        reply = await asyncio.to_thread(send, narrow, path, short(path, 2), dict(headers))
+        reply = await asyncio.to_thread(send, narrow, path, short_body(path, 2), dict(headers))
         assert reply.status == 401
         check_error(path, reply)
 
@@ -130,9 +130,9 @@ async def test_without_a_key(narrow: Mesh, path: str) -> None:
 async def test_the_loss_of_the_only_worker_ends_a_stream_in_its_grammar(
     narrow: Mesh, path: str
 ) -> None:
-    with raw(narrow) as connection:
-        body = short(path, LONG, stream=True)
-        request = whole(path, body, "Authorization: Bearer free", "Connection: close")
+    with raw_connection(narrow) as connection:
+        body = short_body(path, LONG, stream=True)
+        request = post_request(path, body, "Authorization: Bearer free", "Connection: close")
         connection.sendall(request)
         begun = b""
         while begun.count(b"data: ") < 5:
@@ -143,7 +143,7 @@ async def test_the_loss_of_the_only_worker_ends_a_stream_in_its_grammar(
     check_last(path, events)
     narrow.restart("worker-0")
     await eventually(lambda: asyncio.to_thread(_served, narrow, path), what="it serves again")
-    await idle(narrow)
+    await wait_until_idle(narrow)
 
 
 def check_last(path: str, events: list[str]) -> None:
@@ -163,4 +163,4 @@ def check_last(path: str, events: list[str]) -> None:
 
 
 def _served(mesh: Mesh, path: str) -> bool:
-    return ask(mesh, path, "free").status == 200
+    return post_short(mesh, path, "free").status == 200

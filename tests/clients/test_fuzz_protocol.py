@@ -1,4 +1,4 @@
-"""Clients that misuse the connection cost bounded time and memory, and leave nothing behind."""
+"""Clients that misuse the connection cost bounded time and memory, and leave no state."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ from support.attack import (
     footprint,
     half_close,
     head,
-    idle,
-    raw,
+    post_request,
+    raw_connection,
     send,
-    short,
-    whole,
+    short_body,
+    wait_until_idle,
 )
 from support.mesh import Mesh
 from support.nats import NatsServer
@@ -55,10 +55,10 @@ async def strict(
         mesh.stop()
 
 
-async def healthy(mesh: Mesh) -> None:
+async def check_healthy(mesh: Mesh) -> None:
     """Assert that the mesh serves and holds no state of any request."""
-    await idle(mesh)
-    reply = await asyncio.to_thread(send, mesh, CHAT, short(CHAT, 2))
+    await wait_until_idle(mesh)
+    reply = await asyncio.to_thread(send, mesh, CHAT, short_body(CHAT, 2))
     assert reply.status == 200
 
 
@@ -67,57 +67,57 @@ async def closed_by_server(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "begun",
+    "sent_before",
     [b"", b"POST /v1/chat", b"POST / HTTP/1.1\r\nHost: x\r\nx-a", b"\r\n" * 10, b"\x16\x03\x01"],
 )
-async def test_endless_headers_are_cut(strict: Mesh, begun: bytes) -> None:
-    with raw(strict) as connection:
-        connection.sendall(begun)
+async def test_endless_headers_are_cut(strict: Mesh, sent_before: bytes) -> None:
+    with raw_connection(strict) as connection:
+        connection.sendall(sent_before)
         await closed_by_server(connection)
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def test_trickling_headers_are_cut(strict: Mesh) -> None:
     """Arriving bytes do not extend the time limit of the headers."""
-    with raw(strict) as connection:
+    with raw_connection(strict) as connection:
         connection.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nx-slow: ")
         connection.setblocking(False)
         await asyncio.wait_for(_trickle(connection, b"a"), PATIENCE_S)
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def _trickle(connection: socket.socket, byte: bytes) -> None:
     loop = asyncio.get_running_loop()
-    gone = asyncio.ensure_future(loop.sock_recv(connection, 1 << 16))
+    closed = asyncio.ensure_future(loop.sock_recv(connection, 1 << 16))
     try:
-        while not gone.done():
+        while not closed.done():
             await loop.sock_sendall(connection, byte)
-            await asyncio.wait([gone], timeout=0.1)
+            await asyncio.wait([closed], timeout=0.1)
     except ConnectionError:
         pass
     finally:
-        gone.cancel()
+        closed.cancel()
 
 
 @paths
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_trickling_body_is_refused(strict: Mesh, path: str, chunked: bool) -> None:
     coding = ["Transfer-Encoding: chunked"] if chunked else ["Content-Length: 1000"]
-    with raw(strict) as connection:
+    with raw_connection(strict) as connection:
         connection.sendall(head(path, None, *coding))
         for _ in range(3):
             connection.sendall(b"1\r\n{\r\n" if chunked else b"{")
         answer = await asyncio.to_thread(connection.recv, 1 << 16)
         assert answer.startswith(b"HTTP/1.1 400"), answer
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def test_an_endless_chunked_body_is_cut_at_the_limit(strict: Mesh) -> None:
     before = footprint(strict).memory
     chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
 
-    def pour() -> bytes:
-        with raw(strict) as connection:
+    def send_endless_body() -> bytes:
+        with raw_connection(strict) as connection:
             connection.sendall(head(CHAT, None, "Transfer-Encoding: chunked"))
             try:
                 for _ in range(200):
@@ -126,10 +126,10 @@ async def test_an_endless_chunked_body_is_cut_at_the_limit(strict: Mesh) -> None
                 pass
             return drain(connection)
 
-    answer = await asyncio.to_thread(pour)
+    answer = await asyncio.to_thread(send_endless_body)
     assert not answer or answer[9:12] in (b"413", b"400"), answer
     assert footprint(strict).memory - before < 256 << 20
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ async def test_an_endless_chunked_body_is_cut_at_the_limit(strict: Mesh) -> None
     ids=range(8),
 )
 async def test_malformed_requests_are_refused(strict: Mesh, request_bytes: bytes) -> None:
-    with raw(strict) as connection:
+    with raw_connection(strict) as connection:
         try:
             connection.sendall(request_bytes)
             half_close(connection)
@@ -158,29 +158,31 @@ async def test_malformed_requests_are_refused(strict: Mesh, request_bytes: bytes
     if answer:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert "Traceback" not in strict.logs()
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 @paths
 async def test_pipelined_requests_are_answered_in_turn(strict: Mesh, path: str) -> None:
     count = 100
-    one = whole(path, short(path, 2))
-    last = whole(path, short(path, 2), "Connection: close")
-    with raw(strict) as connection:
+    one = post_request(path, short_body(path, 2))
+    last = post_request(path, short_body(path, 2), "Connection: close")
+    with raw_connection(strict) as connection:
         await asyncio.to_thread(connection.sendall, one * (count - 1) + last)
         answer = await closed_by_server(connection)
     assert answer.count(b"HTTP/1.1 200 OK") == count
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 @paths
 async def test_a_half_closed_client_is_answered(strict: Mesh, path: str) -> None:
-    with raw(strict) as connection:
-        connection.sendall(whole(path, short(path, 4, stream=True), "Connection: close"))
+    with raw_connection(strict) as connection:
+        connection.sendall(
+            post_request(path, short_body(path, 4, stream=True), "Connection: close")
+        )
         half_close(connection)
         answer = await closed_by_server(connection)
     assert not answer or answer.startswith(b"HTTP/1.1 200")
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 @paths
@@ -189,9 +191,9 @@ async def test_a_client_that_leaves_at_any_moment_frees_everything(
     strict: Mesh, path: str, stream: bool
 ) -> None:
     rng = random.Random(1)
-    request = whole(path, short(path, LONG, stream=stream))
+    request = post_request(path, short_body(path, LONG, stream=stream))
 
-    async def leave() -> None:
+    async def abandon() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", strict.port)
         sent = rng.choice([len(request), len(request), rng.randrange(len(request))])
         writer.write(request[:sent])
@@ -202,8 +204,8 @@ async def test_a_client_that_leaves_at_any_moment_frees_everything(
             pass
         writer.transport.abort() if rng.random() < 0.5 else writer.close()
 
-    await asyncio.gather(*(leave() for _ in range(40)))
-    await healthy(strict)
+    await asyncio.gather(*(abandon() for _ in range(40)))
+    await check_healthy(strict)
 
 
 @pytest.mark.parametrize(
@@ -218,28 +220,28 @@ async def test_a_slow_reader_is_paused_and_then_cut(
     strict: Mesh, path: str, details: dict[str, object]
 ) -> None:
     """Probabilities make a stream large enough to fill what the kernels hold."""
-    body = json.loads(short(path, LONG, stream=True))
+    body = json.loads(short_body(path, LONG, stream=True))
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(PATIENCE_S)
     connection.connect(("127.0.0.1", strict.port))
     with connection:
-        connection.sendall(whole(path, json.dumps({**body, **details}).encode()))
+        connection.sendall(post_request(path, json.dumps({**body, **details}).encode()))
         name = "kvmesh_frontend_active_requests"
         await eventually(lambda: strict.metric(name) == 1, what="it is served")
-        await idle(strict)
+        await wait_until_idle(strict)
     assert "disconnecting a client that has not read" in strict.logs()
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def test_a_request_with_expect_waits_for_100_continue(strict: Mesh) -> None:
-    body = short(MESSAGES, 2)
-    with raw(strict) as connection:
+    body = short_body(MESSAGES, 2)
+    with raw_connection(strict) as connection:
         connection.sendall(head(MESSAGES, len(body), "Expect: 100-continue"))
         assert (await asyncio.to_thread(connection.recv, 100)).startswith(b"HTTP/1.1 100")
         connection.sendall(body)
         assert (await asyncio.to_thread(connection.recv, 100)).startswith(b"HTTP/1.1 200")
-    await healthy(strict)
+    await check_healthy(strict)
 
 
 async def test_no_connection_is_left_open(strict: Mesh) -> None:
@@ -247,9 +249,9 @@ async def test_no_connection_is_left_open(strict: Mesh) -> None:
     before = footprint(strict).files
     sockets = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(200)]
     for connection in sockets:
-        connection.sendall(whole(RESPONSES, short(RESPONSES, 1)))
+        connection.sendall(post_request(RESPONSES, short_body(RESPONSES, 1)))
     await asyncio.gather(*(closed_by_server(connection) for connection in sockets))
     await eventually(lambda: footprint(strict).files <= before + 8)
     for connection in sockets:
         connection.close()
-    await healthy(strict)
+    await check_healthy(strict)

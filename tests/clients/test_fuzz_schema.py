@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from support.attack import idle, send
+from support.attack import send, wait_until_idle
 from support.frontend import MODEL
 from support.mesh import Mesh
 from support.wait import PATIENCE_S
@@ -71,4 +71,4 @@ def served(body: Mapping[str, object]) -> dict[str, object]:
 
 
 async def test_nothing_is_left_over(mesh: Mesh) -> None:
-    await idle(mesh)
+    await wait_until_idle(mesh)

@@ -40,25 +40,25 @@ async def shared(tiny_model: Path) -> AsyncIterator[VllmRun]:
 async def started(shared: VllmRun) -> VllmRun:
     """The shared engine with an empty cache and a fresh record."""
     await asyncio.wait_for(shared.engine.drain(), 60)
-    await shared.settled()
+    await shared.wait_for_events()
     shared.engine.clear()
-    await eventually(lambda: not shared.held, what="the cache is empty")
+    await eventually(lambda: not shared.held_hashes, what="the cache is empty")
     shared.sink.deltas.clear()
     shared.sink.order.clear()
     return shared
 
 
 class TestVllm(EngineSuite):
-    """What every engine must do."""
+    """The suite of all engines, on vLLM."""
 
 
 async def test_concurrent_equal_prompts_are_held_until_their_last_copy_is_removed(
     started: VllmRun,
 ) -> None:
-    await started.do(*(work(f"r{i}", prompt(200), max_tokens=2) for i in range(4)))
-    await started.settled()
+    await started.run_works(*(work(f"r{i}", prompt(200), max_tokens=2) for i in range(4)))
+    await started.wait_for_events()
     assert started.depth(prompt(200)) == 192
-    await started.do(work("again", prompt(200), max_tokens=1))
+    await started.run_works(work("again", prompt(200), max_tokens=1))
     assert started.sink.cached("again") == 192
 
 
@@ -71,14 +71,14 @@ async def test_events_under_random_load_predict_cached_tokens(started: VllmRun) 
             work(f"x{round_}-{i}", prompt(rng.randrange(40, 400), rng.randrange(6)), 4)
             for i in range(6)
         ]
-        await started.do(*batch)
-        await started.settled()
+        await started.run_works(*batch)
+        await started.wait_for_events()
         probe = prompt(rng.randrange(40, 400), rng.randrange(6))
         expected = started.depth(probe)
-        await started.do(work(f"probe{round_}", probe, max_tokens=1))
+        await started.run_works(work(f"probe{round_}", probe, max_tokens=1))
         assert started.sink.cached(f"probe{round_}") == expected
     assert started.sink.removed > removed
-    await started.settled()
+    await started.wait_for_events()
     assert started.load().cached_blocks == len(started.sink.held[0])
     before = set(started.sink.held[0])
     started.engine.dump(0)
@@ -87,10 +87,10 @@ async def test_events_under_random_load_predict_cached_tokens(started: VllmRun) 
 
 async def test_clear_empties_the_cache_once_no_request_uses_it(started: VllmRun) -> None:
     started.engine.submit(work("a", prompt(100), max_tokens=200))
-    await eventually(lambda: started.held)
+    await eventually(lambda: started.held_hashes)
     started.engine.clear()
     await started.ended("a")
-    await eventually(lambda: not started.held)
+    await eventually(lambda: not started.held_hashes)
 
 
 async def test_a_schema_is_followed(started: VllmRun) -> None:
@@ -102,7 +102,7 @@ async def test_a_schema_is_followed(started: VllmRun) -> None:
     }
     guided = Guided(kind="json_schema", value=json.dumps(schema))
     sampling = Sampling(max_tokens=40, temperature=0.0, guided=guided)
-    await started.do(work("a", prompt(40), sampling=sampling))
+    await started.run_works(work("a", prompt(40), sampling=sampling))
     from tokenizers import Tokenizer
 
     from kvmesh.demo import model_dir
@@ -110,7 +110,7 @@ async def test_a_schema_is_followed(started: VllmRun) -> None:
     text = Tokenizer.from_file(str(model_dir() / "tokenizer.json")).decode(started.sink.tokens("a"))
     assert json.loads(text)["n"] in (1, 2)
     choice = Guided(kind="choice", value='["yes", "no"]')
-    await started.do(
+    await started.run_works(
         work("b", prompt(40), sampling=Sampling(max_tokens=9, temperature=0.0, guided=choice))
     )
     assert started.sink.finish("b") == "stop"
@@ -121,13 +121,13 @@ async def test_streams_continue_while_a_constraint_is_compiled(
 ) -> None:
     from vllm.v1.structured_output import backend_xgrammar
 
-    understand, ended = backend_xgrammar.validate_xgrammar_grammar, threading.Event()
+    validate, ended = backend_xgrammar.validate_xgrammar_grammar, threading.Event()
 
-    def slowly(params: Any) -> None:
+    def validate_slowly(params: Any) -> None:
         assert ended.wait(PATIENCE_S)
-        understand(params)
+        validate(params)
 
-    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", slowly)
+    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", validate_slowly)
     started.engine.submit(work("stream", prompt(40), max_tokens=200))
     await eventually(lambda: started.sink.tokens("stream"))
     guided = Guided(kind="regex", value="(a|b){8}")
@@ -142,7 +142,7 @@ async def test_streams_continue_while_a_constraint_is_compiled(
 
 async def test_bad_constraints_and_ranks_are_rejected(started: VllmRun) -> None:
     guided = Guided(kind="json_schema", value='{"type": "nonsense"}')
-    await started.do(work("a", prompt(40), sampling=Sampling(max_tokens=4, guided=guided)))
+    await started.run_works(work("a", prompt(40), sampling=Sampling(max_tokens=4, guided=guided)))
     assert started.sink.finish("a") == "error"
     assert started.sink.deltas["a"][-1].error
     assert started.sink.deltas["a"][-1].invalid
@@ -180,12 +180,12 @@ async def test_an_unknown_argument_fails_the_start(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "message"),
     [(signal.SIGKILL, "vLLM has died"), (signal.SIGSTOP, "vLLM has been stopped")],
     ids=["killed", "stopped"],
 )
 async def test_the_death_of_the_engine_process_is_reported(
-    tiny_model: Path, number: signal.Signals, told: str
+    tiny_model: Path, number: signal.Signals, message: str
 ) -> None:
     psutil = pytest.importorskip("psutil")
     mine = psutil.Process()
@@ -197,7 +197,7 @@ async def test_the_death_of_the_engine_process_is_reported(
         if "EngineCore" in child.name():
             child.send_signal(number)
     await eventually(lambda: run.sink.errors, timeout=30)
-    assert told in str(run.sink.errors[0])
+    assert message in str(run.sink.errors[0])
     await run.engine.close()
     left = set(mine.children()) - others
     assert not [child for child in left if "EngineCore" in child.name()]
@@ -218,26 +218,26 @@ async def test_a_decode_engine_fetches_blocks_of_a_prefill_engine(tiny_model: Pa
             runs.append(await VllmRun.start(tiny_model, *transfer))
     prefill, decode = runs
     tokens = prompt(330)
-    await prefill.do(work("a", tokens, max_tokens=1, prefill=True))
+    await prefill.run_works(work("a", tokens, max_tokens=1, prefill=True))
     handoff = prefill.sink.deltas["a"][-1].handoff
     assert handoff is not None
     assert handoff["do_remote_prefill"]
-    await decode.do(work("a", tokens, handoff=msgpack_round_trip(handoff)))
-    await prefill.do(work("whole", tokens))
+    await decode.run_works(work("a", tokens, handoff=msgpack_round_trip(handoff)))
+    await prefill.run_works(work("whole", tokens))
     assert decode.sink.tokens("a") == prefill.sink.tokens("whole")
     assert fetched_tokens() >= 320
-    await eventually(lambda: decode.depth(tokens) == 320, what="the fetched blocks are told")
+    await eventually(lambda: decode.depth(tokens) == 320, what="the fetched blocks are reported")
     for run in runs:
         await run.engine.close()
 
 
 def fetched_tokens() -> float:
-    """Prompt tokens whose KV the newest vLLM of this process got from elsewhere."""
+    """Prompt tokens whose KV the newest vLLM of this process fetched."""
     name = "vllm:external_prefix_cache_hits_total"
     samples = [s for family in REGISTRY.collect() for s in family.samples if s.name == name]
     return sum(sample.value for sample in samples)
 
 
 def msgpack_round_trip(value: dict[str, object]) -> object:
-    """The same after a journey over the bus."""
+    """The value as decoded after a message over the bus."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value))

@@ -44,16 +44,16 @@ class Run:
         self.sink = Recorder()
         self.engine: Engine = create_engine(EngineContext(settings, model))
 
-    async def ask(self, name: str, tokens: bytes) -> list[int]:
+    async def generate(self, name: str, tokens: bytes) -> list[int]:
         self.engine.submit(work(name, tokens))
         await eventually(lambda: self.sink.finish(name), timeout=60, what=name)
         return self.sink.tokens(name)
 
-    async def forget(self) -> None:
+    async def clear_cache(self) -> None:
         """Empty vLLM's own cache."""
         await asyncio.wait_for(self.engine.drain(), 30)
         self.engine.clear()
-        await self.ask("marker", prompt(SIZE + 1, first=3999))
+        await self.generate("marker", prompt(SIZE + 1, first=3999))
         self.sink.deltas.clear()
 
 
@@ -81,15 +81,15 @@ async def run(
         mesh.stop()
 
 
-async def reloaded(run: Run, tokens: bytes, depth: int) -> str:
+async def onboarded(run: Run, tokens: bytes, depth: int) -> str:
     """Repeat a prompt until `depth` tokens were cached; its output is always the same.
 
     Returns the name of the request with that many cached tokens.
     """
-    first = await run.ask("first", tokens)
+    first = await run.generate("first", tokens)
     for attempt in range(30):
-        await run.forget()
-        assert await run.ask(f"again{attempt}", tokens) == first
+        await run.clear_cache()
+        assert await run.generate(f"again{attempt}", tokens) == first
         if run.sink.cached(f"again{attempt}") == depth:
             return f"again{attempt}"
         await asyncio.sleep(0.5)
@@ -97,14 +97,14 @@ async def reloaded(run: Run, tokens: bytes, depth: int) -> str:
 
 
 async def test_evicted_blocks_are_onboarded(run: Run) -> None:
-    await reloaded(run, prompt(150), 128)
+    await onboarded(run, prompt(150), 128)
 
 
 async def test_onboarded_blocks_are_reported_by_tier(run: Run) -> None:
     assert isinstance(run.engine, Tiered)
     tokens = prompt(150, first=3)
-    again = await reloaded(run, tokens, 128)
-    await run.ask("held", tokens)
+    again = await onboarded(run, tokens, 128)
+    await run.generate("held", tokens)
     assert (run.sink.tiers(again), run.sink.tiers("held")) == ([0, 128], [128])
     counts = run.engine.tier_counts()
     assert counts is not None
@@ -115,31 +115,31 @@ async def test_onboarded_blocks_are_reported_by_tier(run: Run) -> None:
 
 async def test_the_kvbm_receives_the_speeds_of_vllm(run: Run) -> None:
     bus = await Bus.connect(run.mesh.options, "listener")
-    asked: list[Fetch] = []
+    fetches: list[Fetch] = []
 
-    def note(request: KvbmRequest) -> None:
+    def record(request: KvbmRequest) -> None:
         if isinstance(request, Fetch):
-            asked.append(request)
+            fetches.append(request)
 
-    await bus.subscribe(bus.subjects.expand("kvbm.>"), DECODER, note)
+    await bus.subscribe(bus.subjects.expand("kvbm.>"), DECODER, record)
     tokens = prompt(150, first=5)
-    await reloaded(run, tokens, 128)
-    await run.ask("last", prompt(150, first=6))
-    await eventually(lambda: asked and asked[-1].load_bps > 0, what="it tells both speeds")
-    assert asked[-1].compute_tps > 0
+    await onboarded(run, tokens, 128)
+    await run.generate("last", prompt(150, first=6))
+    await eventually(lambda: fetches and fetches[-1].load_bps > 0, what="vLLM reports both speeds")
+    assert fetches[-1].compute_tps > 0
     await bus.close()
 
 
 async def test_the_last_block_of_a_prompt_of_full_blocks_is_computed(run: Run) -> None:
-    await reloaded(run, prompt(128, first=7), 96)
+    await onboarded(run, prompt(128, first=7), 96)
 
 
 async def test_the_engine_runs_without_a_kvbm_and_attaches_to_the_next(run: Run) -> None:
     tokens = prompt(150, first=11)
-    expected = await run.ask("before", tokens)
+    expected = await run.generate("before", tokens)
     run.mesh.kill("kvbm-0")
-    await run.forget()
-    assert await run.ask("without", tokens) == expected
+    await run.clear_cache()
+    assert await run.generate("without", tokens) == expected
     run.mesh.restart("kvbm-0")
-    await run.forget()
-    await reloaded(run, tokens, 128)
+    await run.clear_cache()
+    await onboarded(run, tokens, 128)

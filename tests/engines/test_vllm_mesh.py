@@ -61,29 +61,29 @@ def chat(mesh: Mesh, messages: list[dict[str, str]]) -> dict[str, Any]:
     return post(mesh, "/v1/chat/completions", body)
 
 
-def latest(told: list[Decision | Outcome], turn: int) -> tuple[Decision, Outcome] | None:
-    """What was decided about the newest request and what came of it, once both are known."""
-    decisions = [event for event in told if isinstance(event, Decision)]
-    outcomes = [event for event in told if isinstance(event, Outcome)]
+def latest_request(routes: list[Decision | Outcome], turn: int) -> tuple[Decision, Outcome] | None:
+    """Decision and outcome of the newest request, once both are published."""
+    decisions = [event for event in routes if isinstance(event, Decision)]
+    outcomes = [event for event in routes if isinstance(event, Outcome)]
     return (decisions[-1], outcomes[-1]) if len(outcomes) == len(decisions) == turn + 1 else None
 
 
 async def test_prefix_hits_of_a_conversation_equal_the_expected_ones(mesh: Mesh) -> None:
     await mesh.ready(START_S)
     bus = await Bus.connect(mesh.options, "test")
-    told: list[Decision | Outcome] = []
+    routes: list[Decision | Outcome] = []
 
-    async def keep(event: Decision | Outcome) -> None:
-        told.append(event)
+    async def record(event: Decision | Outcome) -> None:
+        routes.append(event)
 
     decoder: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
-    await bus.subscribe(bus.subjects.route("tiny"), decoder, keep)
+    await bus.subscribe(bus.subjects.route("tiny"), decoder, record)
     messages = [{"role": "user", "content": "What is a mesh? " * 20}]
     for turn in range(4):
         answer = await asyncio.to_thread(chat, mesh, messages)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert (cached > 0) == (turn > 0)
-        found = await eventually(lambda: latest(told, turn), what="its outcome")  # noqa: B023
+        found = await eventually(lambda: latest_request(routes, turn), what="its outcome")  # noqa: B023
         assert found is not None
         decision, outcome = found
         assert outcome.cached_tokens == cached
@@ -112,7 +112,7 @@ async def test_a_killed_worker_leaves_no_engine_behind(mesh: Mesh) -> None:
     started = psutil.Process(mesh.processes["worker-0"].pid).children(recursive=True)
     assert any("EngineCore" in child.name() for child in started)
     mesh.kill("worker-0")
-    await eventually(lambda: not any(map(_runs, started)), what="all it started has ended")
+    await eventually(lambda: not any(map(_runs, started)), what="all its processes have ended")
 
 
 def _runs(process: Any) -> bool:
@@ -120,7 +120,7 @@ def _runs(process: Any) -> bool:
 
 
 @pytest.fixture
-def apart(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> Iterator[Mesh]:
+def disaggregated(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> Iterator[Mesh]:
     """One vLLM that prefills, one that decodes."""
     pytest.importorskip("nixl")
     made = make_mesh(nats_server, tmp_path, tiny_model, KVMESH_ROUTER_DISAGG_TOKENS="100")
@@ -131,17 +131,17 @@ def apart(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> Iterator
     made.stop()
 
 
-async def test_a_prompt_is_prefilled_by_another_vllm(apart: Mesh) -> None:
-    def both() -> bool:
-        return sum("worker_running_requests{" in key for key in apart.metrics()) == 2
+async def test_a_prompt_is_prefilled_by_another_vllm(disaggregated: Mesh) -> None:
+    def both_serve() -> bool:
+        return sum("worker_running_requests{" in key for key in disaggregated.metrics()) == 2
 
-    await apart.ready(START_S)
-    await eventually(both, timeout=START_S, what="both vLLM serve")
+    await disaggregated.ready(START_S)
+    await eventually(both_serve, timeout=START_S, what="both vLLM serve")
     messages = [{"role": "user", "content": "What is a mesh? " * 20}]
-    first = await asyncio.to_thread(chat, apart, messages)
-    assert apart.metric("kvmesh_frontend_prefills_total") == 1
+    first = await asyncio.to_thread(chat, disaggregated, messages)
+    assert disaggregated.metric("kvmesh_frontend_prefills_total") == 1
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert "was not computed" not in apart.logs()
-    again = await asyncio.to_thread(chat, apart, messages)
+    assert "was not computed" not in disaggregated.logs()
+    again = await asyncio.to_thread(chat, disaggregated, messages)
     assert again["choices"][0]["message"] == first["choices"][0]["message"]
-    assert apart.metric("kvmesh_frontend_prefills_total") == 1
+    assert disaggregated.metric("kvmesh_frontend_prefills_total") == 1

@@ -25,11 +25,11 @@ async def test_an_adapter_has_its_own_output_and_blocks(tiny_model: Path, tmp_pa
     run = await VllmRun.start(tiny_model, vllm=adapters)
     assert run.info.adapters == ["poet"]
     salt = PLAIN + 1
-    await run.do(work("plain", prompt(80)))
-    await run.do(work("adapted", prompt(80), adapter="poet", salt=salt))
+    await run.run_works(work("plain", prompt(80)))
+    await run.run_works(work("adapted", prompt(80), adapter="poet", salt=salt))
     assert run.sink.tokens("adapted") != run.sink.tokens("plain")
     assert run.sink.cached("adapted") == 0
-    await run.do(work("again", prompt(80), adapter="poet", salt=salt))
+    await run.run_works(work("again", prompt(80), adapter="poet", salt=salt))
     assert run.sink.cached("again") == 64
     assert run.sink.tokens("again") == run.sink.tokens("adapted")
     with pytest.raises(Rejected, match="no adapter critic"):
@@ -40,30 +40,34 @@ async def test_an_adapter_has_its_own_output_and_blocks(tiny_model: Path, tmp_pa
 async def test_each_rank_has_its_own_cache(tiny_model: Path) -> None:
     run = await VllmRun.start(tiny_model, "data_parallel_size=2")
     assert run.info.capacity.dp_ranks == 2
-    await run.do(work("first", prompt(80), rank=0))
-    await run.do(work("second", prompt(80), rank=1))
+    await run.run_works(work("first", prompt(80), rank=0))
+    await run.run_works(work("second", prompt(80), rank=1))
     assert run.sink.cached("second") == 0
-    await run.do(work("again", prompt(80), rank=1))
+    await run.run_works(work("again", prompt(80), rank=1))
     assert run.sink.cached("again") == 64
     assert run.sink.tokens("first") == run.sink.tokens("again")
     await eventually(lambda: len(run.sink.held) == 2, what="both ranks tell their blocks")
     assert [load.requests for load in run.engine.load("i")] == [1, 2]
-    assert not [place for place in listening() if speaks_zeromq(*place)]
+    assert not [address for address in listening() if speaks_zeromq(*address)]
     await asyncio.wait_for(run.engine.drain(), 60)
     await run.engine.close()
 
 
 def listening() -> list[tuple[str, int]]:
-    """Where others than this machine may connect to vLLM's processes."""
+    """Addresses at which other machines may connect to vLLM's processes."""
     psutil = pytest.importorskip("psutil")
     mine = psutil.Process()
     found = [c for p in (mine, *mine.children(recursive=True)) for c in p.net_connections("tcp")]
-    places = [tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN]
-    return [place for place in places if not place[0].startswith("127.") and place[0] != "::1"]
+    addresses = [tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN]
+    return [
+        address
+        for address in addresses
+        if not address[0].startswith("127.") and address[0] != "::1"
+    ]
 
 
 def speaks_zeromq(host: str, port: int) -> bool:
-    """Whether a publisher of events may be there: ZeroMQ says who it is before it is asked."""
+    """True if a ZeroMQ socket listens there: ZeroMQ sends its greeting first."""
     with socket.create_connection((host, port), timeout=5) as client:
         client.settimeout(1)
         try:

@@ -97,11 +97,11 @@ async def test_a_running_server_joins_through_the_sidecar(
     assert all(len(delta.logprobs or []) for delta in sink.deltas["rows"] if delta.tokens)
     for i in range(12):
         await run(f"flood{i}", prompt(300, first=100 + i))
-    await eventually(lambda: sink.removed > 0, what="evictions are told")
+    await eventually(lambda: sink.removed > 0, what="evictions are reported")
     engine.submit(work("long", prompt(40), max_tokens=400))
     await eventually(lambda: sink.tokens("long"))
     assert engine.abort("long")
     await asyncio.wait_for(engine.drain(), 10)
     process.kill()
-    await eventually(lambda: sink.errors, timeout=30, what="its death is told")
+    await eventually(lambda: sink.errors, timeout=30, what="the server's end is reported")
     await engine.close()

@@ -20,9 +20,9 @@ class Rank:
 
     def step(self, seconds: float, running: int, waiting: int = 0) -> None:
         self.now += seconds
-        told = {"num_running_reqs": running, "num_waiting_reqs": waiting}
+        counts = {"num_running_reqs": running, "num_waiting_reqs": waiting}
         more = {"num_skipped_waiting_reqs": 0, "kv_cache_usage": 0.0, "kv_connector_stats": None}
-        self.stats.record(SimpleNamespace(**told, **more), None)
+        self.stats.record(SimpleNamespace(**counts, **more), None)
 
 
 def test_the_first_step_of_an_idle_rank_is_timed_from_its_first_request(

@@ -21,8 +21,8 @@ import pytest
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.tenants import EVIL, FORGED, VICTIM
-from support.traffic import Traffic, questions
-from support.trials import there, trial_process
+from support.traffic import Traffic, distinct_prompts
+from support.trials import is_running, trial_process
 from support.wait import PATIENCE_S, eventually
 
 pytestmark = [
@@ -78,27 +78,27 @@ def _entry(name: str, **fields: Any) -> str:
 
 @asynccontextmanager
 async def traffic(mesh: Mesh) -> AsyncIterator[Traffic]:
-    """Streams without end: none fails, none is wrong, none pauses for longer than it may."""
-    clients = Traffic(mesh.url, questions(1, CLIENTS), CLIENTS, TOKENS)
+    """Endless streams; assert at the end that none failed, was wrong, or paused too long."""
+    clients = Traffic(mesh.url, distinct_prompts(1, CLIENTS), CLIENTS, TOKENS)
     await clients.start()
     try:
-        await clients.more(CLIENTS)
+        await clients.wait_for_outputs(CLIENTS)
         yield clients
     finally:
         await clients.stop()
-        print(f"{clients.whole} answers, longest pause {clients.longest:.2f} s")
+        print(f"{clients.completed} answers, longest pause {clients.longest_pause:.2f} s")
         assert clients.failed == []
-    assert clients.longest <= PAUSE_S + SLACK_S
+    assert clients.longest_pause <= PAUSE_S + SLACK_S
 
 
 async def serving(mesh: Mesh, count: int = 2) -> None:
-    """Wait until so many workers serve."""
+    """Wait until `count` workers serve."""
     await mesh.ready(START_S)
     await eventually(lambda: len(running(mesh)) == count, timeout=START_S, what=f"{count} serve")
 
 
 def running(mesh: Mesh) -> dict[str, float]:
-    """Running requests of each worker, as the frontend hears."""
+    """Running requests of each worker, as reported to the frontend."""
     name = "kvmesh_mesh_worker_running_requests{"
     return {key: count for key, count in mesh.metrics().items() if key.startswith(name)}
 
@@ -118,13 +118,13 @@ def post(mesh: Mesh, key: str, path: str, body: dict[str, Any], **headers: str) 
 
 
 def cached(mesh: Mesh, key: str, text: str, **headers: str) -> int:
-    """Ask for one token; how many of the prompt's were not computed."""
+    """Request one token; returns the prompt's cached tokens."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     usage = post(mesh, key, "/v1/chat/completions", body, **headers)["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def follow(mesh: Mesh, key: str, schema: dict[str, Any]) -> str:
+def generate_constrained(mesh: Mesh, key: str, schema: dict[str, Any]) -> str:
     """The answer to a request with this constraint, or its error's status and body."""
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -139,30 +139,30 @@ async def test_a_tenant_neither_hits_nor_clears_blocks_of_another(mesh: Mesh) ->
     await serving(mesh)
     text = "What nobody else may know of the victim. " * 20
 
-    def asks(key: str, **headers: str) -> int:
+    def cached_tokens(key: str, **headers: str) -> int:
         return cached(mesh, key, text, **headers)
 
-    def known(key: str, **headers: str) -> bool:
-        return asks(key, **headers) >= 4 * SIZE
+    def is_cached(key: str, **headers: str) -> bool:
+        return cached_tokens(key, **headers) >= 4 * SIZE
 
-    assert asks("victim") == 0
-    await eventually(lambda: known("victim"))
+    assert cached_tokens("victim") == 0
+    await eventually(lambda: is_cached("victim"))
     for claim in (FORGED, VICTIM, f"{EVIL}/{VICTIM}"):
-        assert asks("evil", **{"x-tenant-id": claim}) == 0
-        assert asks("operator", **{"x-tenant-id": claim}) == 0
-    assert asks("evil") == asks("operator") == 0
+        assert cached_tokens("evil", **{"x-tenant-id": claim}) == 0
+        assert cached_tokens("operator", **{"x-tenant-id": claim}) == 0
+    assert cached_tokens("evil") == cached_tokens("operator") == 0
     part = {"x-tenant-id": "part"}
-    assert asks("victim", **part) == 0
-    await eventually(lambda: known("victim", **part))
-    told = post(mesh, "evil", "/v1/cache/clear", {}, **{"x-tenant-id": FORGED})
-    assert "the vllm engine cannot clear a single namespace" in json.dumps(told)
-    assert known("victim")
-    assert known("victim", **part)
+    assert cached_tokens("victim", **part) == 0
+    await eventually(lambda: is_cached("victim", **part))
+    reply = post(mesh, "evil", "/v1/cache/clear", {}, **{"x-tenant-id": FORGED})
+    assert "the vllm engine cannot clear a single namespace" in json.dumps(reply)
+    assert is_cached("victim")
+    assert is_cached("victim", **part)
     with pytest.raises(urllib.error.HTTPError, match="403"):
         post(mesh, "evil", "/v1/cache/clear", {"all_tenants": True})
-    assert known("victim")
+    assert is_cached("victim")
     post(mesh, "operator", "/v1/cache/clear", {"all_tenants": True})
-    await eventually(lambda: asks("victim") == 0)
+    await eventually(lambda: cached_tokens("victim") == 0)
 
 
 async def test_incompatible_workers_are_refused_in_one_line(
@@ -204,16 +204,21 @@ async def test_slow_constraints_are_rejected_and_delay_no_other_request(
     ]
 
     async with traffic(mesh) as clients:
-        before = clients.whole
-        attacks = [asyncio.to_thread(follow, mesh, "evil", schema) for schema in hostile]
+        before = clients.completed
+        attacks = [
+            asyncio.to_thread(generate_constrained, mesh, "evil", schema) for schema in hostile
+        ]
         attacked = asyncio.gather(*attacks)
-        assert await asyncio.to_thread(follow, mesh, "victim", {"enum": ["yes"]}) == '"yes"'
+        assert (
+            await asyncio.to_thread(generate_constrained, mesh, "victim", {"enum": ["yes"]})
+            == '"yes"'
+        )
         for refusal in await attacked:
             assert refusal.startswith("400: ")
             assert "takes" in refusal
-        await clients.more(CLIENTS)
-        assert clients.whole > before
-        assert clients.longest <= PAUSE_S
+        await clients.wait_for_outputs(CLIENTS)
+        assert clients.completed > before
+        assert clients.longest_pause <= PAUSE_S
 
 
 async def test_constraints_are_tried_despite_frozen_trial_processes(
@@ -226,9 +231,11 @@ async def test_constraints_are_tried_despite_frozen_trial_processes(
     for process in frozen:
         os.kill(process, signal.SIGSTOP)
     for number in itertools.count():
-        answer = await asyncio.to_thread(follow, mesh, "victim", {"enum": [f"w{number}"]})
+        answer = await asyncio.to_thread(
+            generate_constrained, mesh, "victim", {"enum": [f"w{number}"]}
+        )
         assert answer == f'"w{number}"'
-        if not any(there(process) for process in frozen):
+        if not any(is_running(process) for process in frozen):
             break
 
 
@@ -241,12 +248,12 @@ async def test_streams_of_a_frozen_worker_migrate_and_it_stays_fenced_afterwards
         process.send_signal(signal.SIGSTOP)
         try:
             await eventually(lambda: len(running(mesh)) == 1, what="its lease has ended")
-            await clients.more(CLIENTS)
+            await clients.wait_for_outputs(CLIENTS)
         finally:
             process.send_signal(signal.SIGCONT)
         await serving(mesh)
         await eventually(lambda: "other processes considered this one dead" in mesh.logs())
-        await clients.more(CLIENTS)
+        await clients.wait_for_outputs(CLIENTS)
     await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
 
 
@@ -261,7 +268,7 @@ async def test_streams_of_a_stopped_or_killed_engine_migrate_and_its_worker_leav
         assert process.returncode == 1
         assert "vLLM has been stopped" in (mesh.folder / "worker-0.log").read_text()
         await eventually(lambda: not stopped.is_running(), what="the engine has ended with it")
-        await clients.more(CLIENTS)
+        await clients.wait_for_outputs(CLIENTS)
         mesh.restart("worker-0")
         await serving(mesh)
         process = mesh.processes["worker-1"]
@@ -269,4 +276,4 @@ async def test_streams_of_a_stopped_or_killed_engine_migrate_and_its_worker_leav
         await eventually(lambda: process.poll() is not None, what="its worker has left")
         assert process.returncode == 1
         assert "vLLM has died" in (mesh.folder / "worker-1.log").read_text()
-        await clients.more(CLIENTS)
+        await clients.wait_for_outputs(CLIENTS)

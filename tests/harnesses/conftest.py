@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from harnesses.scripts import SCRIPT
-from support.harness import KEY, Limited, Recorder, Workspace
+from support.harness import KEY, LimitedMesh, Recorder, Workspace
 from support.tap import Tap
 from support.up import Up
 
@@ -56,14 +56,14 @@ async def small(make_mesh: MakeMesh) -> Up:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def limited(make_mesh: MakeMesh, tmp_path_factory: pytest.TempPathFactory) -> Limited:
+async def limited(make_mesh: MakeMesh, tmp_path_factory: pytest.TempPathFactory) -> LimitedMesh:
     """A mesh that requires a key, which allows one request at a time."""
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     secret = hashlib.sha256(KEY.encode()).hexdigest()
     file.write_text(f'[[key]]\nname = "one"\nsha256 = "{secret}"\nconcurrency = 1\n')
     up = make_mesh("--frontend-keys-file", str(file), "--mock-speedup", "2")
     await up.ready()
-    return Limited(up.url)
+    return LimitedMesh(up.url)
 
 
 @pytest_asyncio.fixture(loop_scope="session")

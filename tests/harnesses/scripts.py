@@ -25,8 +25,8 @@ def loop(task: str, first: str, proof: str, last: str) -> list[Entry]:
 def shell(tool: str, key: str, name: str, **more: object) -> str:
     """Think, announce it, and write `name` into a file of that name."""
     command = f"echo made-by-{name} > {name}.txt && cat {name}.txt"
-    said = call(tool, **{key: command}, **more)
-    return f"{thought('I write the file first.')}I make the file.\n{said}"
+    written = call(tool, **{key: command}, **more)
+    return f"{thought('I write the file first.')}I make the file.\n{written}"
 
 
 def files(name: str, tool: str, key: str, **more: object) -> list[Entry]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from harnesses.conftest import SMALL
-from support.harness import KEY, Finished, Limited, Recorder, Seen, Workspace
+from support.harness import KEY, ClientResult, LimitedMesh, RecordedRequest, Recorder, Workspace
 from support.tap import Tap, assert_grows, shared
 from support.up import Up
 
@@ -23,7 +23,7 @@ SETTINGS = {
 }
 
 
-async def claude(url: str, workspace: Workspace, prompt: str, *flags: str) -> Finished:
+async def claude(url: str, workspace: Workspace, prompt: str, *flags: str) -> ClientResult:
     """Run it with one prompt; it may use its shell."""
     arguments = ("-p", prompt, "--output-format", "json", "--allowedTools", "Bash", *flags)
     return await workspace.run("claude", *arguments, env={**SETTINGS, "ANTHROPIC_BASE_URL": url})
@@ -39,7 +39,7 @@ async def test_it_uses_a_tool_and_answers(
     assert (result["is_error"], result["api_error_status"]) == (False, None)
     assert result["num_turns"] == 2
     assert (workspace.repository / "claude.txt").read_text() == "made-by-claude\n"
-    assert [seen.status for seen in recorder.seen] == [200, 200]
+    assert [seen.status for seen in recorder.requests] == [200, 200]
     works = tap.of(result["session_id"])
     assert_grows(works)
     assert result["usage"]["cache_read_input_tokens"] >= len(works[0].tokens) // 4
@@ -54,7 +54,7 @@ async def test_another_conversation_shares_tools_and_system_prompt(
     await claude(mesh.url, workspace, "Please make claude.txt")
     done = await claude(recorder.url, workspace, "Please make again.txt")
     assert done.status == 0, done
-    start, *_ = events(recorder.seen[0])
+    start, *_ = events(recorder.requests[0])
     usage = start["message"]["usage"]
     assert usage["cache_read_input_tokens"] > usage["cache_creation_input_tokens"]
 
@@ -63,9 +63,9 @@ async def test_it_shows_its_context(recorder: Recorder, workspace: Workspace) ->
     done = await claude(recorder.url, workspace, "/context")
     assert done.status == 0, done
     assert "System tools" in done.events[-1]["result"]
-    counted = recorder.to("/v1/messages/count_tokens")
+    counted = recorder.requests_to("/v1/messages/count_tokens")
     assert len(counted) > 10
-    assert {seen.status for seen in recorder.seen} == {200}
+    assert {seen.status for seen in recorder.requests} == {200}
     assert all(json.loads(seen.answer)["input_tokens"] > 0 for seen in counted)
 
 
@@ -76,7 +76,7 @@ async def test_a_subagent_belongs_to_its_parent(
     result = done.events[-1]
     assert result["result"] == "There are none.", done
     session = result["session_id"]
-    assert len(recorder.seen) == 4
+    assert len(recorder.requests) == 4
     helpers = {work.session for work in tap.works if work.session} - {session}
     assert len(helpers) == 1
     helper = helpers.pop()
@@ -93,9 +93,9 @@ async def test_tools_loaded_later_do_not_change_the_prompt_before_them(
     result = done.events[-1]
     assert result["result"] == "Nothing is planned.", done
     assert result["num_turns"] == 3
-    loaded = [tool["name"] for tool in recorder.seen[1].body["tools"]]
+    loaded = [tool["name"] for tool in recorder.requests[1].body["tools"]]
     assert "CronList" in loaded
-    assert "CronList" not in [tool["name"] for tool in recorder.seen[0].body["tools"]]
+    assert "CronList" not in [tool["name"] for tool in recorder.requests[0].body["tools"]]
     works = tap.of(result["session_id"])
     assert_grows(works)
     last = tap.text(works[-1])
@@ -134,19 +134,19 @@ async def test_it_falls_back_to_responses_without_streaming(
     done = await claude(recorder.url, workspace, "Please make claude.txt")
     assert done.status == 0, done
     assert done.events[-1]["result"] == "The file claude.txt is made."
-    whole = [json.loads(seen.answer) for seen in recorder.seen if not seen.body.get("stream")]
+    whole = [json.loads(seen.answer) for seen in recorder.requests if not seen.body.get("stream")]
     assert [answer["stop_reason"] for answer in whole] == ["tool_use", "end_turn"]
     assert whole[1]["usage"]["cache_read_input_tokens"] > 0
 
 
-async def test_it_waits_after_a_429(limited: Limited, workspace: Workspace) -> None:
-    async with limited.occupied() as recorder:
+async def test_it_waits_after_a_429(limited: LimitedMesh, workspace: Workspace) -> None:
+    async with limited.at_limit() as recorder:
         done = await claude(recorder.url, workspace, "Please make claude.txt")
     assert done.events[-1]["result"] == "The file claude.txt is made.", done
-    statuses = [seen.status for seen in recorder.seen]
+    statuses = [seen.status for seen in recorder.requests]
     assert statuses[0] == 429
     assert statuses[-2:] == [200, 200]
-    error = json.loads(recorder.seen[0].answer)
+    error = json.loads(recorder.requests[0].answer)
     assert (error["type"], error["error"]["type"]) == ("error", "rate_limit_error")
     assert error["request_id"]
 
@@ -155,8 +155,8 @@ async def test_it_requests_fewer_tokens_in_a_short_context(small: Up, workspace:
     async with Recorder(small.url).listening() as recorder:
         done = await claude(recorder.url, workspace, "Please make claude.txt")
     assert done.events[-1]["result"] == "The file claude.txt is made.", done
-    assert [seen.status for seen in recorder.seen][:2] == [400, 200]
-    assert recorder.seen[1].body["max_tokens"] < recorder.seen[0].body["max_tokens"]
+    assert [seen.status for seen in recorder.requests][:2] == [400, 200]
+    assert recorder.requests[1].body["max_tokens"] < recorder.requests[0].body["max_tokens"]
 
 
 async def test_it_reports_that_a_prompt_is_too_long(small: Up, workspace: Workspace) -> None:
@@ -166,7 +166,7 @@ async def test_it_reports_that_a_prompt_is_too_long(small: Up, workspace: Worksp
     assert f"(limit {SMALL})" in result["result"]
 
 
-def events(seen: Seen) -> list[dict[str, Any]]:
+def events(seen: RecordedRequest) -> list[dict[str, Any]]:
     """The events of a streamed response."""
     lines = seen.answer.decode().splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.harness import KEY, Finished, Limited, Recorder, Workspace
+from support.harness import KEY, ClientResult, LimitedMesh, Recorder, Workspace
 from support.tap import Tap, assert_grows, shared
 from support.up import Up
 
@@ -45,7 +45,7 @@ MODEL = {
 }
 
 
-async def codex(url: str, workspace: Workspace, *arguments: str) -> Finished:
+async def codex(url: str, workspace: Workspace, *arguments: str) -> ClientResult:
     """Run `codex exec` with its shell enabled."""
     configure(workspace.home / ".codex", url)
     flags = ("--json", "--dangerously-bypass-approvals-and-sandbox")
@@ -61,8 +61,8 @@ def configure(folder: Path, url: str) -> None:
     (folder / "config.toml").write_text(CONFIG.format(url=url, catalog=catalog))
 
 
-def said(done: Finished) -> list[str]:
-    """Its messages, once it has completed its turn without an error."""
+def agent_messages(done: ClientResult) -> list[str]:
+    """The agent's messages; asserts that its turn completed without an error."""
     kinds = [event["type"] for event in done.events]
     assert done.status == 0, done
     assert kinds[-1] == "turn.completed", done
@@ -75,9 +75,9 @@ async def test_it_uses_a_tool_and_answers(
     recorder: Recorder, tap: Tap, workspace: Workspace
 ) -> None:
     done = await codex(recorder.url, workspace, "Please make codex.txt")
-    assert said(done) == ["I make the file.", "The file codex.txt is made."]
+    assert agent_messages(done) == ["I make the file.", "The file codex.txt is made."]
     assert (workspace.repository / "codex.txt").read_text() == "made-by-codex\n"
-    assert [seen.status for seen in recorder.seen] == [200, 200]
+    assert [seen.status for seen in recorder.requests] == [200, 200]
     works = tap.of(done.events[0]["thread_id"])
     assert_grows(works)
     usage = done.events[-1]["usage"]
@@ -93,7 +93,7 @@ async def test_another_conversation_shares_tools_and_instructions(
     mesh: Up, tap: Tap, workspace: Workspace
 ) -> None:
     for _ in range(2):
-        said(await codex(mesh.url, workspace, "Please make codex.txt"))
+        agent_messages(await codex(mesh.url, workspace, "Please make codex.txt"))
     first, _, again, _ = tap.works
     assert again.tokens == first.tokens
 
@@ -102,9 +102,9 @@ async def test_it_patches_files_by_a_custom_tool(
     recorder: Recorder, tap: Tap, workspace: Workspace
 ) -> None:
     done = await codex(recorder.url, workspace, "Patch it")
-    assert said(done) == ["It is patched."]
+    assert agent_messages(done) == ["It is patched."]
     assert (workspace.repository / "patched.txt").read_text() == "made-by-patch\n"
-    kinds = [item["type"] for item in recorder.seen[1].body["input"]]
+    kinds = [item["type"] for item in recorder.requests[1].body["input"]]
     assert kinds[-2:] == ["custom_tool_call", "custom_tool_call_output"]
     assert_grows(tap.works)
 
@@ -113,9 +113,9 @@ async def test_a_subagent_belongs_to_its_parent(
     recorder: Recorder, tap: Tap, workspace: Workspace
 ) -> None:
     done = await codex(recorder.url, workspace, "Spawn one")
-    assert "The other has counted." in said(done)
+    assert "The other has counted." in agent_messages(done)
     parent = done.events[0]["thread_id"]
-    items = (item for seen in recorder.seen for item in seen.body["input"])
+    items = (item for seen in recorder.requests for item in seen.body["input"])
     call = next(item for item in items if item["type"] == "function_call")
     assert (call["namespace"], call["name"]) == ("multi_agent_v1", "spawn_agent")
     hints = {(d.hints.session, d.hints.parent_session) for d in tap.decisions}
@@ -129,26 +129,26 @@ async def test_it_compacts_a_long_conversation(
     recorder: Recorder, tap: Tap, workspace: Workspace
 ) -> None:
     done = await codex(recorder.url, workspace, "Count far")
-    assert said(done) == ["That was far."]
+    assert agent_messages(done) == ["That was far."]
     thread = done.events[0]["thread_id"]
     limit = ("-c", "model_auto_compact_token_limit=10000")
     done = await codex(recorder.url, workspace, *limit, "resume", thread, "What next?")
-    assert said(done) == ["Nothing more."]
-    kinds = [json.loads(seen.headers["x-codex-turn-metadata"]) for seen in recorder.seen]
+    assert agent_messages(done) == ["Nothing more."]
+    kinds = [json.loads(seen.headers["x-codex-turn-metadata"]) for seen in recorder.requests]
     assert [kind["request_kind"] for kind in kinds] == ["turn", "turn", "compaction", "turn"]
-    assert recorder.seen[2].body["tools"] == []
-    assert {seen.status for seen in recorder.seen} == {200}
+    assert recorder.requests[2].body["tools"] == []
+    assert {seen.status for seen in recorder.requests} == {200}
     assert shared(tap.works[0], tap.works[3]) > len(tap.works[0].tokens) // 8
 
 
-async def test_it_waits_after_a_429(limited: Limited, workspace: Workspace) -> None:
-    async with limited.occupied() as recorder:
+async def test_it_waits_after_a_429(limited: LimitedMesh, workspace: Workspace) -> None:
+    async with limited.at_limit() as recorder:
         done = await codex(recorder.url, workspace, "Please make codex.txt")
-    assert said(done)[-1] == "The file codex.txt is made."
-    statuses = [seen.status for seen in recorder.seen]
+    assert agent_messages(done)[-1] == "The file codex.txt is made."
+    statuses = [seen.status for seen in recorder.requests]
     assert statuses[0] == 429
     assert statuses[-2:] == [200, 200]
-    assert json.loads(recorder.seen[0].answer)["error"]["code"] == "rate_limit_exceeded"
+    assert json.loads(recorder.requests[0].answer)["error"]["code"] == "rate_limit_exceeded"
 
 
 async def test_it_reports_an_exceeded_context(small: Up, workspace: Workspace) -> None:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from support.harness import KEY, Finished, Limited, Recorder, Workspace
+from support.harness import KEY, ClientResult, LimitedMesh, Recorder, Workspace
 from support.tap import Tap, assert_grows
 
 pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
@@ -23,7 +23,7 @@ QUIET = {
 
 async def opencode(
     url: str, workspace: Workspace, prompt: str, package: str = "@ai-sdk/openai-compatible"
-) -> Finished:
+) -> ClientResult:
     configuration = json.dumps(configure(url, package))
     (workspace.repository / "opencode.json").write_text(configuration)
     return await workspace.run("opencode", "run", "--format", "json", prompt, env=QUIET)
@@ -46,8 +46,8 @@ def configure(url: str, package: str) -> dict[str, Any]:
     }
 
 
-def said(done: Finished) -> list[str]:
-    """Its texts, once it has ended without an error."""
+def texts(done: ClientResult) -> list[str]:
+    """The client's texts; asserts that it ended without an error."""
     assert done.status == 0, done
     assert not [event for event in done.events if event["type"] == "error"], done
     return [event["part"]["text"] for event in done.events if event["type"] == "text"]
@@ -58,9 +58,9 @@ async def test_it_uses_a_tool_and_answers(
     recorder: Recorder, tap: Tap, workspace: Workspace, package: str
 ) -> None:
     done = await opencode(recorder.url, workspace, "Please make opencode.txt", package)
-    assert said(done) == ["I make the file.", "The file opencode.txt is made."]
+    assert texts(done) == ["I make the file.", "The file opencode.txt is made."]
     assert (workspace.repository / "opencode.txt").read_text() == "made-by-opencode\n"
-    assert {(seen.path, seen.status) for seen in recorder.seen} == {(PATHS[package], 200)}
+    assert {(seen.path, seen.status) for seen in recorder.requests} == {(PATHS[package], 200)}
     works = tap.of(done.events[0]["sessionID"])
     assert_grows([work for work in works if "You are a title generator" not in tap.text(work)])
     steps = [event["part"]["tokens"] for event in done.events if event["type"] == "step_finish"]
@@ -71,7 +71,7 @@ async def test_a_subagent_belongs_to_its_parent(
     recorder: Recorder, tap: Tap, workspace: Workspace
 ) -> None:
     done = await opencode(recorder.url, workspace, "Delegate it")
-    assert said(done) == ["It is delegated."]
+    assert texts(done) == ["It is delegated."]
     parent = done.events[0]["sessionID"]
     hints = {(d.hints.session, d.hints.parent_session) for d in tap.decisions}
     assert len(hints) == 2
@@ -79,8 +79,8 @@ async def test_a_subagent_belongs_to_its_parent(
     assert parent in {above for _, above in hints}
 
 
-async def test_it_waits_after_a_429(limited: Limited, workspace: Workspace) -> None:
-    async with limited.occupied() as recorder:
+async def test_it_waits_after_a_429(limited: LimitedMesh, workspace: Workspace) -> None:
+    async with limited.at_limit() as recorder:
         done = await opencode(recorder.url, workspace, "Please make opencode.txt")
-    assert said(done)[-1] == "The file opencode.txt is made."
-    assert 429 in [seen.status for seen in recorder.seen]
+    assert texts(done)[-1] == "The file opencode.txt is made."
+    assert 429 in [seen.status for seen in recorder.requests]

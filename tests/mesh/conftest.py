@@ -9,7 +9,7 @@ import pytest_asyncio
 from support.kvbm_node import DISK_BYTES, HOST_BYTES, Node
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
-from support.worker import Crew, Desk
+from support.worker import ScriptedFrontend, Workers
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
@@ -50,19 +50,19 @@ async def bus(options: BusOptions, limits: StreamLimits) -> AsyncIterator[Bus]:
 
 
 @pytest_asyncio.fixture
-async def crew(bus: Bus, options: BusOptions, limits: StreamLimits) -> AsyncIterator[Crew]:
-    crew = Crew(options, limits)
-    yield crew
-    for started in crew.started:
+async def workers(bus: Bus, options: BusOptions, limits: StreamLimits) -> AsyncIterator[Workers]:
+    workers = Workers(options, limits)
+    yield workers
+    for started in workers.started:
         await started.stop()
 
 
 @pytest_asyncio.fixture
-async def desk(bus: Bus) -> AsyncIterator[Desk]:
-    desk = Desk(bus)
-    await desk.open()
-    yield desk
-    await desk.reader.close()
+async def frontend(bus: Bus) -> AsyncIterator[ScriptedFrontend]:
+    frontend = ScriptedFrontend(bus)
+    await frontend.open()
+    yield frontend
+    await frontend.reader.close()
 
 
 @pytest_asyncio.fixture

@@ -116,18 +116,18 @@ async def test_a_worker_of_another_kv_layout_is_refused(mesh: Mesh) -> None:
     mesh.start("worker", "worker-0", **torch)
     await eventually(lambda: "serving kvmesh-demo" in log(mesh, "worker-0"))
     mesh.start("worker", "worker-1", **torch, KVMESH_TORCH_DTYPE="bfloat16")
-    said = await refused(mesh, "worker-1: KV layout ")
-    assert re.search(r"KV layout bfloat16 .* differs from float32 .* of worker-0", said)
+    refusal = await refused(mesh, "worker-1: KV layout ")
+    assert re.search(r"KV layout bfloat16 .* differs from float32 .* of worker-0", refusal)
 
 
 async def refused(mesh: Mesh, words: str) -> str:
     """The one line in which `worker-1` reports its refusal."""
     assert await ended(mesh, "worker-1") == HOPELESS
-    (said,) = [line for line in log(mesh, "worker-1").splitlines() if words in line]
-    assert "(kvmesh-demo)" in said
-    assert "worker.served_name" in said
+    (refusal,) = [line for line in log(mesh, "worker-1").splitlines() if words in line]
+    assert "(kvmesh-demo)" in refusal
+    assert "worker.served_name" in refusal
     assert "Traceback" not in log(mesh, "worker-1")
-    return said
+    return refusal
 
 
 async def test_the_lease_of_a_dead_worker_excludes_no_worker(mesh: Mesh, other_model: Path) -> None:

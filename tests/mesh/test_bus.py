@@ -92,59 +92,59 @@ async def test_a_malformed_request_gets_a_reply_and_the_server_continues(bus: Bu
 
 
 async def test_a_plain_handler_may_reply_later_and_shares_its_queue_group(bus: Bus) -> None:
-    kept: list[Reply] = []
+    replies: list[Reply] = []
 
-    def keep(_: Ping, reply: Reply) -> None:
-        kept.append(reply)
+    def defer(_: Ping, reply: Reply) -> None:
+        replies.append(reply)
 
     subject = bus.subjects.ping("a")
     for _ in range(2):
-        await bus.serve(subject, PING, keep, "group", lambda why: ControlReply(False, why))
-    asked = asyncio.create_task(bus.request(subject, Ping(), CONTROL_REPLY, PATIENCE_S))
-    await eventually(lambda: kept)
-    kept[0](ControlReply(ok=True))
-    assert (await asked).ok
-    assert len(kept) == 1
+        await bus.serve(subject, PING, defer, "group", lambda why: ControlReply(False, why))
+    pending = asyncio.create_task(bus.request(subject, Ping(), CONTROL_REPLY, PATIENCE_S))
+    await eventually(lambda: replies)
+    replies[0](ControlReply(ok=True))
+    assert (await pending).ok
+    assert len(replies) == 1
     assert not (await bus.request(subject, {"type": "nonsense"}, CONTROL_REPLY, PATIENCE_S)).ok
 
 
 async def test_posts_keep_their_order_on_a_congested_connection(bus: Bus) -> None:
-    subject, heard, padding = bus.subjects.out("f"), [], "x" * 2000
+    subject, received, padding = bus.subjects.out("f"), [], "x" * 2000
 
-    def hear(event: SeqFree) -> None:
-        heard.append(int(event.request.rstrip("x")))
+    def receive(event: SeqFree) -> None:
+        received.append(int(event.request.rstrip("x")))
 
-    await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), hear)
+    await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), receive)
     for number in range(3000):
         bus.post(subject, SeqFree(f"{number}{padding}"))
-    await eventually(lambda: len(heard) == 3000)
-    assert heard == list(range(3000))
+    await eventually(lambda: len(received) == 3000)
+    assert received == list(range(3000))
 
 
 async def test_a_plain_handler_gets_all_messages_in_order_and_may_raise(bus: Bus) -> None:
-    subject, heard = bus.subjects.out("f"), []
+    subject, received = bus.subjects.out("f"), []
 
-    def hear(event: SeqFree) -> None:
-        heard.append(int(event.request))
+    def receive(event: SeqFree) -> None:
+        received.append(int(event.request))
         if event.request == "7":
             raise ValueError("seven")
 
-    await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), hear)
+    await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), receive)
     for number in range(0, 3000, 3):
         assert bus.client.try_publish(subject, encode(SeqFree(str(number))))
         bus.post(subject, SeqFree(str(number + 1)))
         await bus.client.publish(subject, encode(SeqFree(str(number + 2))), headers={"a": "b"})
-    await eventually(lambda: len(heard) == 3000)
-    assert heard == list(range(3000))
+    await eventually(lambda: len(received) == 3000)
+    assert received == list(range(3000))
 
 
 async def test_messages_posted_during_an_outage_are_sent_after_it(
     nats_server: NatsServer, bus: Bus
 ) -> None:
-    heard: list[str] = []
+    received: list[str] = []
     subject = bus.subjects.out("f")
     await bus.subscribe(
-        subject, msgspec.msgpack.Decoder(SeqFree), lambda event: heard.append(event.request)
+        subject, msgspec.msgpack.Decoder(SeqFree), lambda event: received.append(event.request)
     )
     await asyncio.to_thread(nats_server.stop)
     await eventually(lambda: not bus.connected)
@@ -152,20 +152,20 @@ async def test_messages_posted_during_an_outage_are_sent_after_it(
     bus.post(subject, SeqFree("a"))
     await asyncio.to_thread(nats_server.start)
     await eventually(lambda: bus.client.try_publish(subject, encode(SeqFree("b"))))
-    await eventually(lambda: heard == ["a", "b"])
+    await eventually(lambda: received == ["a", "b"])
 
 
 async def test_failed_connection_attempts_are_closed(nats_server: NatsServer, bus: Bus) -> None:
     attempts: list[asyncio.StreamReader] = []
 
-    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         attempts.append(reader)
         writer.write(b"hello\r\n")
         await reader.read()
         writer.close()
 
     await asyncio.to_thread(nats_server.stop)
-    async with await asyncio.start_server(babble, "127.0.0.1", nats_server.port):
+    async with await asyncio.start_server(send_garbage, "127.0.0.1", nats_server.port):
         await eventually(lambda: len(attempts) > 2)
         await eventually(lambda: all(reader.at_eof() for reader in attempts[:2]))
     await asyncio.to_thread(nats_server.start)
@@ -193,21 +193,26 @@ async def test_a_connection_to_a_silent_server_is_closed(options: BusOptions) ->
         await asyncio.wait_for(left.wait(), PATIENCE_S)
 
 
-class Reading:
+class CollectingReader:
     """A reader that collects the request ids of SeqFree events."""
 
     def __init__(self, bus: Bus, start: Start) -> None:
         self.ids: list[str] = []
         self.recreated = 0
         self.reader = StreamReader(
-            bus, bus.subjects.seq_stream, bus.subjects.seq_all, self._take, start, self._again
+            bus,
+            bus.subjects.seq_stream,
+            bus.subjects.seq_all,
+            self._receive,
+            start,
+            self._on_recreated,
         )
 
-    def _take(self, message: StreamMessage) -> None:
+    def _receive(self, message: StreamMessage) -> None:
         batch = msgspec.msgpack.decode(message.data, type=SeqBatch)
         self.ids.extend(event.request for event in batch.events)
 
-    def _again(self) -> None:
+    def _on_recreated(self) -> None:
         self.recreated += 1
 
 
@@ -230,13 +235,13 @@ async def test_store_returns_once_stored_and_raises_otherwise(bus: Bus) -> None:
 
 async def test_a_reader_replays_then_follows(bus: Bus) -> None:
     await free(bus, "a", "b")
-    reading = Reading(bus, Start())
+    reading = CollectingReader(bus, Start())
     await reading.reader.open()
     await asyncio.wait_for(reading.reader.caught_up.wait(), PATIENCE_S)
     assert reading.ids == ["a", "b"]
     await free(bus, "c")
     await eventually(lambda: reading.ids == ["a", "b", "c"])
-    resumed = Reading(bus, Start(after=reading.reader.last_seq - 1))
+    resumed = CollectingReader(bus, Start(after=reading.reader.last_seq - 1))
     await resumed.reader.open()
     await eventually(lambda: resumed.ids == ["c"])
     await reading.reader.close()
@@ -282,7 +287,7 @@ async def test_a_closed_reader_leaves_nothing_to_the_garbage_collector(bus: Bus)
 
 
 async def test_a_reader_survives_the_loss_of_its_consumer(bus: Bus) -> None:
-    reading = Reading(bus, Start())
+    reading = CollectingReader(bus, Start())
     await reading.reader.open()
     await free(bus, "a")
     await eventually(lambda: reading.ids == ["a"])
@@ -296,7 +301,7 @@ async def test_a_reader_survives_the_loss_of_its_consumer(bus: Bus) -> None:
 async def test_a_reader_starts_over_when_the_server_lost_the_stream(
     nats_server: NatsServer, bus: Bus, limits: StreamLimits
 ) -> None:
-    reading = Reading(bus, Start())
+    reading = CollectingReader(bus, Start())
     await reading.reader.open()
     await free(bus, "a", "b", "c")
     await eventually(lambda: len(reading.ids) == 3)
@@ -370,13 +375,13 @@ async def test_an_instance_reports_only_its_own_load(
         zeros = dict.fromkeys((field.name for field in fields(Load) if field.required), 0)
         return Load(**{**zeros, "instance": instance, "running": running})  # type: ignore[arg-type]
 
-    heard: list[Load] = []
-    await follow_loads(bus, heard.append)
+    received: list[Load] = []
+    await follow_loads(bus, received.append)
     bus.post(bus.subjects.load("a-1"), load("b-1", 99))
     await bus.client.publish(bus.subjects.load("a-1"), b"no load")
     bus.post(bus.subjects.load("b-1"), load("b-1", 1))
-    await eventually(lambda: heard)
-    assert heard == [load("b-1", 1)]
+    await eventually(lambda: received)
+    assert received == [load("b-1", 1)]
     assert "logged once: it describes b-1" in caplog.text
 
 
@@ -389,9 +394,9 @@ async def test_the_servers_clock_decides_which_instance_is_later(
         await lease.open()
     directory = Directory(bus, limits)
     await directory.open()
-    lives = sorted(directory.instances, key=lambda life: life.started)
-    assert [life.instance for life in lives] == ["w-1", "w-2"]
-    assert all(abs(life.started - time.time()) < PATIENCE_S for life in lives)
+    incarnations = sorted(directory.instances, key=lambda card: card.started)
+    assert [card.instance for card in incarnations] == ["w-1", "w-2"]
+    assert all(abs(card.started - time.time()) < PATIENCE_S for card in incarnations)
     await directory.close()
     for lease in (fast, slow):
         await lease.close()
@@ -498,7 +503,7 @@ async def test_leases_come_back_after_a_server_restart(
     await asyncio.to_thread(nats_server.restart)
     await eventually(lambda: bus.connected_for > limits.lease_s * 2)
     await eventually(lambda: [i.name for i in directory.instances] == ["w"])
-    assert not lapses, "the server forgot it; nobody took it for dead"
+    assert not lapses, "the lease was lost at the server only; it did not lapse"
     await directory.close()
     await lease.close()
 
@@ -544,11 +549,11 @@ async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(
 
     async def stopped() -> ControlReply:
         own = await Bus.connect(options, "stopped")
-        asked = asyncio.create_task(own.request(subject, Ping(), CONTROL_REPLY, 0.3))
+        pending = asyncio.create_task(own.request(subject, Ping(), CONTROL_REPLY, 0.3))
         await asyncio.sleep(0.05)  # it is sent, but not answered yet
         time.sleep(1.0)  # noqa: ASYNC251 (nothing runs here meanwhile, as while it is stopped)
         try:
-            return await asked
+            return await pending
         finally:
             await own.close()
 

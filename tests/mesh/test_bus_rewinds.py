@@ -26,12 +26,12 @@ class Follower:
             bus,
             bus.subjects.route_stream,
             bus.subjects.route_all,
-            self._take,
+            self._receive,
             start or Start(),
             self._on_recreated,
         )
 
-    def _take(self, message: StreamMessage) -> None:
+    def _receive(self, message: StreamMessage) -> None:
         self.texts.append(message.data.decode())
         self.last = message
 
@@ -44,17 +44,17 @@ async def write(bus: Bus, *texts: str) -> None:
         await bus.store(bus.subjects.route("m"), text.encode(), PATIENCE_S)
 
 
-async def keep(server: NatsServer, bus: Bus, copy: Path) -> None:
-    """Restart the server with a copy of its store as it was."""
+async def back_up(server: NatsServer, bus: Bus, copy: Path) -> None:
+    """Back up the server's store; return once the bus has reconnected."""
     made = bus.connected_at
-    await asyncio.to_thread(server.keep, copy)
+    await asyncio.to_thread(server.back_up, copy)
     await eventually(lambda: bus.connected_at > made)
 
 
 async def rewind(server: NatsServer, bus: Bus, copy: Path, *texts: str) -> None:
-    """Put the copy back, and have these written before those who were connected return."""
-    await asyncio.to_thread(server.put_back, copy)
-    with server.elsewhere() as url:
+    """Restore the copy, and write these texts before former clients reconnect."""
+    await asyncio.to_thread(server.restore, copy)
+    with server.at_another_address() as url:
         other = await Bus.connect(replace(bus.options, url=url), "other")
         await write(other, *texts)
         await other.close()
@@ -67,7 +67,7 @@ async def test_a_reader_starts_over_when_sequences_were_reused(
     follower = Follower(bus)
     await write(bus, "a", "b")
     await follower.reader.open()
-    await keep(nats_server, bus, tmp_path / "copy")
+    await back_up(nats_server, bus, tmp_path / "copy")
     await write(bus, "lost")
     await eventually(lambda: follower.texts == ["a", "b", "lost"])
     await rewind(nats_server, bus, tmp_path / "copy", "c", "d")
@@ -82,7 +82,7 @@ async def test_a_reader_that_resumes_from_a_sequence_notices_a_rewind(
     before = Follower(bus)
     await before.reader.open()
     await write(bus, "a")
-    await keep(nats_server, bus, tmp_path / "copy")
+    await back_up(nats_server, bus, tmp_path / "copy")
     await write(bus, "lost")
     await eventually(lambda: before.texts == ["a", "lost"])
     await before.reader.close()
@@ -137,7 +137,7 @@ async def test_many_reconnects_leave_one_consumer_per_reader(
 async def test_a_new_connection_ends_a_long_delay(
     nats_server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Patient(Backoff):
+    class SlowSecondDelay(Backoff):
         """The second delay of a series lasts an hour."""
 
         taken = 0
@@ -151,7 +151,7 @@ async def test_a_new_connection_ends_a_long_delay(
             return delays[-1]
 
     delays: list[float] = []
-    monkeypatch.setattr(reader, "Backoff", Patient)
+    monkeypatch.setattr(reader, "Backoff", SlowSecondDelay)
     follower = Follower(bus)
     await follower.reader.open()
     await bus.js.context.delete_stream(bus.subjects.route_stream)

@@ -40,7 +40,7 @@ Json = dict[str, Any]
 
 
 def unique(words: str = "Read the files and tell me all about them. ") -> str:
-    """A text of about 300 tokens with a beginning that no other has."""
+    """A text of about 300 tokens with a unique prefix."""
     return f"Task {secrets.token_hex(8)}. " + words * 30
 
 
@@ -57,13 +57,13 @@ class Stage:
     freed: list[SeqFree]
     instances: dict[str, str]
 
-    async def ask(self, api: Api, body: Json, **headers: str) -> Content:
-        """A response with the facts of cache and worker; its `cached` agrees with them.
+    async def send(self, api: Api, body: Json, **headers: str) -> Content:
+        """Send a request; check that `cached` of its response agrees with the cache report.
 
-        Until the end of the request is published, routers count it as load of its worker.
+        Returns once the end of the request is published: until then it counts as load.
         """
         nvext = {"extra_fields": ["worker_id", "cache"], **body.get("nvext", {})}
-        content = await api.ask(self.client, {**body, "nvext": nvext}, **headers)
+        content = await api.send(self.client, {**body, "nvext": nvext}, **headers)
         await eventually(
             lambda: [event for event in self.freed if event.request.startswith(content.id)],
             what="the request's end is published",
@@ -130,13 +130,13 @@ async def stage(
 
         instances = await eventually(found, what="both workers are known to the frontend")
         for instance in instances.values():
-            await eventually(partial(placed, client, instance), what="the router places on both")
+            await eventually(partial(is_placed, client, instance), what="the router places on both")
         yield Stage(client, freed, instances)
     mesh.stop()
     await bus.close()
 
 
-async def placed(client: Client, instance: str) -> bool:
+async def is_placed(client: Client, instance: str) -> bool:
     body = CHAT.body("Hi", 1, nvext={"backend_instance_id": instance})
     return (await client.post(CHAT.path, body))[0] == 200
 
@@ -148,9 +148,9 @@ async def placed(client: Client, instance: str) -> bool:
 @streamed
 async def test_usage_reports_the_cached_prefix(stage: Stage, api: Api, stream: bool) -> None:
     text = unique()
-    first = await stage.ask(api, api.body(text, 4, stream=stream))
-    again = await stage.ask(api, api.body(text, 4, stream=stream))
-    longer = await stage.ask(api, api.body(text + "And then?", 4, stream=stream))
+    first = await stage.send(api, api.body(text, 4, stream=stream))
+    again = await stage.send(api, api.body(text, 4, stream=stream))
+    longer = await stage.send(api, api.body(text + "And then?", 4, stream=stream))
     assert first.cached == 0
     assert again.cached == cachable(first) > 0
     assert (again.prompt, again.output) == (first.prompt, first.output)
@@ -162,24 +162,24 @@ async def test_usage_reports_the_cached_prefix(stage: Stage, api: Api, stream: b
 @pytest.mark.parametrize("api", [CHAT, MESSAGES, RESPONSES], ids=lambda api: api.name)
 async def test_a_prompt_of_one_api_is_cached_for_the_others(stage: Stage, api: Api) -> None:
     text = unique()
-    first = await stage.ask(api, api.body(text, 4))
+    first = await stage.send(api, api.body(text, 4))
     for other in (CHAT, MESSAGES, RESPONSES):
-        found = await stage.ask(other, other.body(text, 4))
+        found = await stage.send(other, other.body(text, 4))
         assert (found.prompt, found.cached) == (first.prompt, cachable(first))
     prompt = await stage.call("/v1/tokenize", CHAT.body(text))
-    found = await stage.ask(COMPLETIONS, COMPLETIONS.body("", 4, prompt=prompt["tokens"]))
+    found = await stage.send(COMPLETIONS, COMPLETIONS.body("", 4, prompt=prompt["tokens"]))
     assert (found.prompt, found.cached) == (first.prompt, cachable(first))
 
 
 # --- placement ---
 
 
-def turns(api: Api, text: str, said: list[str]) -> Json:
-    """A request of a conversation whose earlier answers are `said`."""
+def conversation(api: Api, text: str, answers: list[str]) -> Json:
+    """A request of a conversation whose earlier answers are `answers`."""
     if api is COMPLETIONS:
-        return api.body(text + "".join(f"{answer} Go on. " for answer in said), 4)
+        return api.body(text + "".join(f"{answer} Go on. " for answer in answers), 4)
     messages: list[Json] = [{"role": "user", "content": text}]
-    for answer in said:
+    for answer in answers:
         messages += [
             {"role": "assistant", "content": answer},
             {"role": "user", "content": "Go on."},
@@ -191,15 +191,15 @@ def turns(api: Api, text: str, said: list[str]) -> Json:
 @every_api
 async def test_every_turn_goes_to_the_worker_of_the_first(stage: Stage, api: Api) -> None:
     for instance in stage.instances.values():
-        text, said = unique(), list[str]()
+        text, answers = unique(), list[str]()
         nvext = {"backend_instance_id": instance}
-        first = await stage.ask(api, {**turns(api, text, said), "nvext": nvext})
+        first = await stage.send(api, {**conversation(api, text, answers), "nvext": nvext})
         cached = [first.cached]
-        said.append(first.text)
+        answers.append(first.text)
         for _ in range(3):
-            content = await stage.ask(api, turns(api, text, said))
+            content = await stage.send(api, conversation(api, text, answers))
             assert worker(content) == instance
-            said.append(content.text)
+            answers.append(content.text)
             cached.append(content.cached)
         assert cached[0] == 0 < cached[1]
         assert cached == sorted(cached)
@@ -208,16 +208,16 @@ async def test_every_turn_goes_to_the_worker_of_the_first(stage: Stage, api: Api
 @every_api
 async def test_constraints_outweigh_the_cache(stage: Stage, api: Api) -> None:
     text = unique()
-    home = worker(await stage.ask(api, api.body(text, 4)))
+    home = worker(await stage.send(api, api.body(text, 4)))
     (away,) = set(stage.instances.values()) - {home}
     for constraint in (
         {"backend_instance_id": away},
         {"routing_constraints": {"exclude": [home]}},
         {"routing_constraints": {"allow": [away]}},
     ):
-        content = await stage.ask(api, api.body(text, 4, nvext=constraint))
+        content = await stage.send(api, api.body(text, 4, nvext=constraint))
         assert worker(content) == away
-    back = await stage.ask(api, api.body(text, 4, nvext={"backend_instance_id": home}))
+    back = await stage.send(api, api.body(text, 4, nvext={"backend_instance_id": home}))
     assert (worker(back), back.cached) == (home, cachable(back))
 
 
@@ -225,7 +225,7 @@ async def test_constraints_outweigh_the_cache(stage: Stage, api: Api) -> None:
 async def test_labels_select_workers(stage: Stage, api: Api) -> None:
     for name, zone in zip(WORKERS, ("north", "south"), strict=True):
         nvext = {"routing_constraints": {"labels": {"zone": zone}}}
-        content = await stage.ask(api, api.body(unique(), 4, nvext=nvext))
+        content = await stage.send(api, api.body(unique(), 4, nvext=nvext))
         assert worker(content) == stage.instances[name]
 
 
@@ -260,11 +260,11 @@ async def test_after_clear_nothing_of_the_tenant_is_cached(stage: Stage, api: Ap
     text = unique()
     mine, other = {"X-Tenant-Id": f"m{api.name}"}, {"X-Tenant-Id": f"o{api.name}"}
     for headers in (mine, other):
-        await stage.ask(api, api.body(text, 4), **headers)
+        await stage.send(api, api.body(text, 4), **headers)
     cleared = await stage.call("/v1/cache/clear", {}, **mine)
     assert cleared["blocks"] > 0
-    assert (await stage.ask(api, api.body(text, 4), **mine)).cached == 0
-    kept = await stage.ask(api, api.body(text, 4), **other)
+    assert (await stage.send(api, api.body(text, 4), **mine)).cached == 0
+    kept = await stage.send(api, api.body(text, 4), **other)
     assert kept.cached == cachable(kept)
 
 
@@ -272,41 +272,41 @@ async def test_after_clear_nothing_of_the_tenant_is_cached(stage: Stage, api: Ap
 async def test_a_released_session_is_not_cached(stage: Stage, api: Api) -> None:
     text, name = unique(), secrets.token_hex(4)
     session = {"x-kvmesh-session-id": name}
-    await stage.ask(api, api.body(text, 4), **session)
-    again = await stage.ask(api, api.body(text, 4), **session)
+    await stage.send(api, api.body(text, 4), **session)
+    again = await stage.send(api, api.body(text, 4), **session)
     assert again.cached == cachable(again)
     released = await stage.call("/v1/sessions/release", {"sessions": [name]})
     assert released["blocks"] > 0
-    assert (await stage.ask(api, api.body(text, 4), **session)).cached == 0
+    assert (await stage.send(api, api.body(text, 4), **session)).cached == 0
 
 
 @every_api
 async def test_the_last_request_of_a_session_releases_it(stage: Stage, api: Api) -> None:
     text = unique()
     session = {"x-kvmesh-session-id": secrets.token_hex(4)}
-    await stage.ask(api, api.body(text, 4), **session)
+    await stage.send(api, api.body(text, 4), **session)
     final = {**session, "x-kvmesh-session-final": "true"}
-    last = await stage.ask(api, api.body(text, 4), **final)
+    last = await stage.send(api, api.body(text, 4), **final)
     assert last.cached == cachable(last)
 
-    async def forgotten() -> bool:
-        return (await stage.ask(api, api.body(text, 4), **final)).cached == 0
+    async def released() -> bool:
+        return (await stage.send(api, api.body(text, 4), **final)).cached == 0
 
-    await eventually(forgotten, what="the session is released")
+    await eventually(released, what="the session is released")
 
 
 @every_api
 async def test_a_pinned_prompt_outlives_its_session(stage: Stage, api: Api) -> None:
     text, name = unique(), secrets.token_hex(4)
     session = {"x-kvmesh-session-id": name}
-    await stage.ask(api, api.body(text, 4), **session)
+    await stage.send(api, api.body(text, 4), **session)
     pin = await stage.call("/v1/cache/pins", {"session": name, "ttl": "10m"})
     assert pin["affected"] == pin["requested"] > 0
     await stage.call("/v1/sessions/release", {"sessions": [name]})
-    pinned = await stage.ask(api, api.body(text, 4))
+    pinned = await stage.send(api, api.body(text, 4))
     assert pinned.cached == cachable(pinned)
-    gone = await stage.call(f"/v1/cache/pins/{pin['id']}", {}, "DELETE")
-    assert gone["affected"] == pin["requested"]
+    deleted = await stage.call(f"/v1/cache/pins/{pin['id']}", {}, "DELETE")
+    assert deleted["affected"] == pin["requested"]
 
 
 @every_api
@@ -324,7 +324,7 @@ async def test_a_prefetched_prompt_is_cached_in_the_engine(stage: Stage, api: Ap
         return bool(pin["affected"] >= pin["requested"] - 1)
 
     await eventually(done, what="the prompt is computed")
-    content = await stage.ask(api, body, **tenant)
+    content = await stage.send(api, body, **tenant)
     assert worker(content) == fetched["instance"]
     assert content.prompt == fetched["tokens"]
     assert content.cached == cachable(content)
@@ -347,19 +347,19 @@ async def test_speculative_prefill_raises_what_the_next_turn_finds_cached(
             {"role": "user", "content": "Think first."},
         ]
         nvext = {"agent_hints": {"speculative_prefill": hint}}
-        first = await stage.ask(api, api.body("", 900, messages=earlier, nvext=nvext))
+        first = await stage.send(api, api.body("", 900, messages=earlier, nvext=nvext))
         assert (first.thinking.strip(), first.text.strip()) == (THOUGHT.strip(), ANSWER.strip())
         answer = {"role": "assistant", "content": first.text}
         await asyncio.sleep(0.3)
         later = [*earlier, answer, {"role": "user", "content": "Thank you."}]
-        return (await stage.ask(api, api.body("", 4, messages=later))).cached
+        return (await stage.send(api, api.body("", 4, messages=later))).cached
 
     plain = await next_turn(False)
 
-    async def gained() -> bool:
+    async def caches_more() -> bool:
         return await next_turn(True) >= plain + 4 * BLOCK
 
-    await eventually(gained, what="the next turn's prompt is prefilled")
+    await eventually(caches_more, what="the next turn's prompt is prefilled")
 
 
 async def test_a_rewritten_history_supersedes_the_session_s_earlier_prompt(stage: Stage) -> None:
@@ -372,7 +372,7 @@ async def test_a_rewritten_history_supersedes_the_session_s_earlier_prompt(stage
             {"role": "assistant", "content": "Yes?"},
             {"role": "user", "content": tail},
         ]
-        return (await stage.ask(CHAT, CHAT.body("", 4, messages=messages), **headers)).cached
+        return (await stage.send(CHAT, CHAT.body("", 4, messages=messages), **headers)).cached
 
     session = {"x-kvmesh-session-id": secrets.token_hex(4)}
     assert await cached(tails[0], **session) == 0

@@ -47,7 +47,7 @@ class Command:
         async for line in self.process.stdout:
             self.lines.append(line.decode().rstrip("\n"))
 
-    def having(self, *parts: str) -> list[str]:
+    def lines_with(self, *parts: str) -> list[str]:
         return [line for line in self.lines if all(part in line for part in parts)]
 
     async def stop(self) -> None:
@@ -82,23 +82,23 @@ async def run(started: Up) -> AsyncIterator[Run]:
 
 async def test_the_tail_shows_a_request_from_decision_to_end(mesh: Up, run: Run) -> None:
     tail = await run("tail", "--nats", mesh.nats_url)
-    await eventually(lambda: tail.having("instances", "worker-0"))
+    await eventually(lambda: tail.lines_with("instances", "worker-0"))
     events = await asyncio.to_thread(mesh.complete, 40, "Tell me of rivers. " * 20)
     request = json.loads(events[0])["id"]
-    await eventually(lambda: tail.having(f"{request} ✓"))
-    assert tail.having("route", request, "→ worker-", "kv: cost", "2 candidates")
-    assert tail.having("seq", f"add {request}")
-    assert tail.having("seq", f"prefilled {request}")
-    assert tail.having("seq", f"free {request}")
-    await eventually(lambda: tail.having("kv ", "kvmesh-demo worker-", "+"))
+    await eventually(lambda: tail.lines_with(f"{request} ✓"))
+    assert tail.lines_with("route", request, "→ worker-", "kv: cost", "2 candidates")
+    assert tail.lines_with("seq", f"add {request}")
+    assert tail.lines_with("seq", f"prefilled {request}")
+    assert tail.lines_with("seq", f"free {request}")
+    await eventually(lambda: tail.lines_with("kv ", "kvmesh-demo worker-", "+"))
 
 
 async def test_the_tail_as_json_is_complete(mesh: Up, run: Run) -> None:
     tail = await run("tail", "route", "out", "load", "work", "--json", "--nats", mesh.nats_url)
-    await eventually(lambda: tail.having('"Load"'))
+    await eventually(lambda: tail.lines_with('"Load"'))
     events = await asyncio.to_thread(mesh.complete)
     request = json.loads(events[0])["id"]
-    await eventually(lambda: tail.having('"Outcome"', request))
+    await eventually(lambda: tail.lines_with('"Outcome"', request))
     shown = [json.loads(line) for line in tail.lines if line.startswith("{")]
     kinds = {line["message"]["type"] for line in shown}
     assert {"Load", "Work", "StepOutput", "Decision", "Outcome"} <= kinds
@@ -118,10 +118,10 @@ async def test_since_replays_the_streams_and_may_stop_at_the_present(mesh: Up, r
         assert await asyncio.wait_for(tail.process.wait(), PATIENCE_S) == 0
         await tail.reading
         found[:] = [tail]
-        return bool(tail.having(f"{request} ✓") and tail.having("seq", f"free {request}"))
+        return bool(tail.lines_with(f"{request} ✓") and tail.lines_with("seq", f"free {request}"))
 
     await eventually(ended)
-    assert found[0].having("route", request, "→")
+    assert found[0].lines_with("route", request, "→")
 
 
 async def test_past_messages_are_shown_in_order_of_time_before_new_ones(bus: Bus, run: Run) -> None:
@@ -159,14 +159,13 @@ async def test_control_messages_are_shown_and_watching_requests_is_announced(
 ) -> None:
     options = ("--nats", bus.options.url, "--nats-namespace", bus.options.namespace)
     tail = await run("tail", ">", *options)
-    await eventually(lambda: tail.having("tailing requests"))
+    await eventually(lambda: tail.lines_with("tailing requests"))
 
     async def seen() -> bool:
         await bus.client.publish(bus.subjects.ctl("w-1"), encode(Cancel("q1")))
         await bus.client.publish(bus.subjects.kv("a model", "w"), b"\xc1")
-        return bool(
-            tail.having("ctl", "w-1", "cancel q1") and tail.having("a model w", "undecodable")
-        )
+        cancelled = tail.lines_with("ctl", "w-1", "cancel q1")
+        return bool(cancelled and tail.lines_with("a model w", "undecodable"))
 
     await eventually(seen)
 
@@ -176,10 +175,10 @@ async def test_status_shows_members_streams_and_readers(mesh: Up, run: Run) -> N
     status = await run("status", "--nats", mesh.nats_url)
     assert await asyncio.wait_for(status.process.wait(), PATIENCE_S) == 0
     await status.reading
-    assert status.having("worker-1-", "worker", "ready", "kvmesh-demo", "0 running")
-    assert status.having("kvm-kvmesh-route")
-    assert status.having("indexer-0", "kvm-kvmesh-kv")
-    assert status.having("kvm-kvmesh-models", "object")
+    assert status.lines_with("worker-1-", "worker", "ready", "kvmesh-demo", "0 running")
+    assert status.lines_with("kvm-kvmesh-route")
+    assert status.lines_with("indexer-0", "kvm-kvmesh-kv")
+    assert status.lines_with("kvm-kvmesh-models", "object")
 
 
 async def test_status_as_json(mesh: Up, run: Run) -> None:

@@ -82,10 +82,10 @@ def instance(mesh: Mesh, worker: str) -> str:
 async def workers(mesh: Mesh, count: int) -> None:
     """Wait until the router can place requests on `count` workers."""
 
-    def known() -> bool:
+    def all_known() -> bool:
         return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
 
-    await eventually(known, what="every worker reports its load")
+    await eventually(all_known, what="every worker reports its load")
 
 
 async def test_only_long_prompts_are_prefilled_on_the_prefill_worker(mesh: Mesh) -> None:
@@ -107,11 +107,11 @@ async def test_no_request_is_lost_when_the_prefill_worker_is_killed(mesh: Mesh) 
     begin(mesh, KVMESH_MOCK_SPEEDUP="0.005")
     await mesh.ready()
     await workers(mesh, 2)
-    asking = [asyncio.create_task(complete(mesh, f"{i} {LONG}", tokens=2)) for i in range(6)]
+    pending = [asyncio.create_task(complete(mesh, f"{i} {LONG}", tokens=2)) for i in range(6)]
 
     await eventually(lambda: loaded(mesh, "prefill-0"), what="prompts have arrived")
     mesh.kill("prefill-0")
-    answers = await asyncio.gather(*asking)
+    answers = await asyncio.gather(*pending)
     assert all(answer["usage"]["completion_tokens"] == 2 for answer in answers)
     lost = prefills(mesh, "lost") + prefills(mesh, "gone") + prefills(mesh, "silent")
     assert lost + prefills(mesh, "done") == mesh.metric("kvmesh_frontend_prefills_total")

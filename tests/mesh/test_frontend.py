@@ -66,7 +66,7 @@ class Stage:
     router: ScriptedRouter
     a: ScriptedWorker
     b: ScriptedWorker
-    seen: list[SeqEvent]
+    sequence_events: list[SeqEvent]
     outcomes: list[Outcome]
 
 
@@ -94,7 +94,7 @@ async def shared(
 
 async def watch(stage: Stage) -> None:
     async def batch(message: SeqBatch) -> None:
-        stage.seen.extend(message.events)
+        stage.sequence_events.extend(message.events)
 
     async def outcome(message: RouteEvent) -> None:
         if isinstance(message, Outcome):
@@ -109,14 +109,14 @@ async def watch(stage: Stage) -> None:
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(shared: Stage) -> Stage:
     shared.router.order = [shared.a.instance, shared.b.instance]
-    shared.router.refusal, shared.router.parks = None, False
-    shared.router.asked.clear()
+    shared.router.refusal, shared.router.queues_all = None, False
+    shared.router.requests.clear()
     for worker in (shared.a, shared.b):
-        worker.status, worker.knows, worker.keeps = "accepted", True, False
+        worker.status, worker.control_ok, worker.stores_prompts = "accepted", True, False
         worker.works.clear()
         worker.cancelled.clear()
         worker.resends.clear()
-    shared.seen.clear()
+    shared.sequence_events.clear()
     shared.outcomes.clear()
     return shared
 
@@ -135,12 +135,12 @@ def text_of(chunks: list[Any]) -> str:
 
 
 async def test_a_whole_answer_states_text_finish_and_usage(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body(max_tokens=50)))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(max_tokens=50)))
     work = await stage.a.work()
     tokens = ids("Good day 🧿 to you")
     await stage.a.send(work, Chunk(work.request, 0, tokens[:2], cached=[16, 0]))
     await stage.a.send(work, Chunk(work.request, 2, tokens[2:], finish="stop"))
-    status, answer = await asking
+    status, answer = await pending
     assert status == 200
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"]["content"] == "Good day 🧿 to you"
@@ -152,8 +152,8 @@ async def test_a_whole_answer_states_text_finish_and_usage(stage: Stage) -> None
 
 
 async def test_a_stream_ends_with_finish_usage_and_done(stage: Stage) -> None:
-    asking = body(stream=True, stream_options={"include_usage": True})
-    response = await asyncio.create_task(started(stage, asking))
+    pending = body(stream=True, stream_options={"include_usage": True})
+    response = await asyncio.create_task(started(stage, pending))
     work = await stage.a.work()
     assert work.sampling.max_tokens == CONTEXT - len(work.tokens) // 4
     await stage.a.send(work, Chunk(work.request, 0, ids("One"), cached=[0]))
@@ -167,33 +167,33 @@ async def test_a_stream_ends_with_finish_usage_and_done(stage: Stage) -> None:
     assert chunks[-1] == "[DONE]"
 
 
-async def started(stage: Stage, asking: object) -> aiohttp.ClientResponse:
-    response = await stage.client.stream(CHAT, asking)
+async def started(stage: Stage, pending: object) -> aiohttp.ClientResponse:
+    response = await stage.client.stream(CHAT, pending)
     assert response.status == 200
     return response
 
 
 async def test_names_of_unknown_models_become_no_labels(stage: Stage) -> None:
     for path in (CHAT, "/v1/tokenize", "/v1/detokenize"):
-        asked = body(prompt="x", tokens=[1]) | {"model": "chosen-by-a-caller"}
-        status, _ = await stage.client.post(path, asked)
+        sent_body = body(prompt="x", tokens=[1]) | {"model": "chosen-by-a-caller"}
+        status, _ = await stage.client.post(path, sent_body)
         assert status == 404
     assert not [sample for sample in stage.mesh.metrics() if "chosen-by-a-caller" in sample]
 
 
 async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300], cached=[16]))
-    await eventually(lambda: SeqPrefilled(work.request) in stage.seen)
+    await eventually(lambda: SeqPrefilled(work.request) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, 1, [300], finish="stop"))
-    await asking
+    await pending
     of_this = await eventually(lambda: [o for o in stage.outcomes if o.request == work.request])
     outcome = of_this[0]
     assert outcome.instance == stage.a.instance
     assert (outcome.cached_tokens, outcome.output_tokens, outcome.finish) == (16, 2, "stop")
     assert outcome.ttft_s is not None
-    await eventually(lambda: SeqFree(work.request) in stage.seen)
+    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
     assert stage.a.cancelled == []
 
 
@@ -201,51 +201,53 @@ async def test_the_outcome_of_a_request_is_published(stage: Stage) -> None:
 async def test_a_prompt_counts_as_prefilled_from_the_first_token_on(
     stage: Stage, stream: bool
 ) -> None:
-    asking = asyncio.create_task(stage.client.stream(CHAT, body(stream=stream)))
+    pending = asyncio.create_task(stage.client.stream(CHAT, body(stream=stream)))
     work = await stage.a.work()
     if stream:
-        await asking  # the stream is open without an event
-    await told_all(stage)
-    assert SeqPrefilled(work.request) not in stage.seen
+        await pending  # the stream is open without an event
+    await events_published(stage)
+    assert SeqPrefilled(work.request) not in stage.sequence_events
     await stage.a.send(work, Chunk(work.request, 0, ids("One"), cached=[0]))
-    await eventually(lambda: SeqPrefilled(work.request) in stage.seen)
+    await eventually(lambda: SeqPrefilled(work.request) in stage.sequence_events)
     await stage.a.send(work, Chunk(work.request, len(ids("One")), ids(" two"), finish="stop"))
-    answer = await asking
+    answer = await pending
     assert answer.status == 200
     await answer.read()
 
 
-async def told_all(stage: Stage) -> None:
-    """Return once the mesh has heard all that the frontend had to tell by now."""
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+async def events_published(stage: Stage) -> None:
+    """Wait until all earlier events of the frontend are published, by those of one more request."""
+    request = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work(len(stage.a.works))
     await stage.a.send(work, Chunk(work.request, 0, ids("Done"), finish="stop"))
-    await asking
-    await eventually(lambda: SeqFree(work.request) in stage.seen)
+    await request
+    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
 
 
 @pytest.mark.parametrize("status", ["busy", "draining"])
 async def test_a_worker_that_refuses_is_excluded(stage: Stage, status: str) -> None:
     stage.a.status = status
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.b.work()
     await stage.b.send(work, Chunk(work.request, 0, [300], finish="stop"))
-    assert (await asking)[0] == 200
-    assert stage.router.asked[1].placement.exclude == [stage.a.instance]
-    first, second = stage.router.asked
+    assert (await pending)[0] == 200
+    assert stage.router.requests[1].placement.exclude == [stage.a.instance]
+    first, second = stage.router.requests
     assert first.request != second.request
-    await eventually(lambda: {SeqFree(first.request), SeqFree(second.request)} <= {*stage.seen})
+    await eventually(
+        lambda: {SeqFree(first.request), SeqFree(second.request)} <= {*stage.sequence_events}
+    )
 
 
 async def test_a_retained_prompt_is_sent_again_only_if_the_worker_has_lost_it(stage: Stage) -> None:
-    stage.a.keeps = True
+    stage.a.stores_prompts = True
     messages = [{"role": "user", "content": "Hello there. " * 50}]
     headers = {"x-session-id": "keeping"}
     for turn, number in ((1, 0), (2, 2)):
-        asking = asyncio.create_task(stage.client.stream(CHAT, body(messages=messages), **headers))
+        pending = asyncio.create_task(stage.client.stream(CHAT, body(messages=messages), **headers))
         work = await stage.a.work(number)
         await stage.a.send(work, Chunk(work.request, 0, [300], finish="stop"))
-        assert (await asking).status == 200
+        assert (await pending).status == 200
         messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": f"{turn}"}]
     first, short, whole = stage.a.works
     assert (first.base, short.base, whole.base) == ("", first.request, "")
@@ -259,7 +261,7 @@ async def test_constraints_that_no_worker_meets_are_refused_at_once(stage: Stage
     status, answer = await stage.client.post(CHAT, body())
     assert status == 503
     assert reason in answer["error"]["message"]
-    assert len(stage.router.asked) == 1
+    assert len(stage.router.requests) == 1
 
 
 async def test_an_unavailable_router_is_not_reported_as_a_lack_of_workers(stage: Stage) -> None:
@@ -290,11 +292,11 @@ async def test_a_router_s_refusal_reaches_the_client(stage: Stage, code: Any, st
 
 
 async def test_a_client_that_leaves_is_removed_from_the_queue(stage: Stage) -> None:
-    stage.router.parks = True
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
-    (asked,) = await eventually(lambda: stage.router.asked)
-    asking.cancel()
-    await eventually(lambda: SeqFree(asked.request) in stage.seen)
+    stage.router.queues_all = True
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
+    (sent_body,) = await eventually(lambda: stage.router.requests)
+    pending.cancel()
+    await eventually(lambda: SeqFree(sent_body.request) in stage.sequence_events)
     assert not stage.a.works
 
 
@@ -305,14 +307,14 @@ async def test_a_client_that_leaves_frees_the_engine(stage: Stage) -> None:
     await response.content.readany()
     response.close()
     await eventually(lambda: stage.a.cancelled == [work.request])
-    await eventually(lambda: SeqFree(work.request) in stage.seen)
+    await eventually(lambda: SeqFree(work.request) in stage.sequence_events)
 
 
 async def test_a_stop_string_ends_answer_and_engine(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body(stop=["two"])))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(stop=["two"])))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, ids("one two three")))
-    _, answer = await asking
+    _, answer = await pending
     assert answer["choices"][0]["message"]["content"] == "one "
     assert answer["choices"][0]["finish_reason"] == "stop"
     await eventually(lambda: stage.a.cancelled == [work.request])
@@ -337,10 +339,10 @@ async def test_without_parallel_calls_the_first_call_ends_the_answer(stage: Stag
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
     sent = body(tools=tools, parallel_tool_calls=False)
-    asking = asyncio.create_task(stage.client.post(CHAT, sent))
+    pending = asyncio.create_task(stage.client.post(CHAT, sent))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, ids(call + call)))
-    _, answer = await asking
+    _, answer = await pending
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     await eventually(lambda: stage.a.cancelled == [work.request])
@@ -348,18 +350,18 @@ async def test_without_parallel_calls_the_first_call_ends_the_answer(stage: Stag
 
 async def test_a_call_that_breaks_off_is_text_in_a_whole_answer(stage: Stage) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    asking = asyncio.create_task(stage.client.post(CHAT, body(tools=tools)))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(tools=tools)))
     work = await stage.a.work()
     begun = '<tool_call>\n{"name": "f", "arguments": {"a": 1'
     await stage.a.send(work, Chunk(work.request, 0, ids(begun), finish="length"))
-    choice = (await asking)[1]["choices"][0]
+    choice = (await pending)[1]["choices"][0]
     assert choice["message"].get("tool_calls") is None
     assert choice["message"]["content"] == begun
     assert choice["finish_reason"] == "length"
 
 
 async def test_missing_tokens_are_requested_again(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     tokens = ids("a lot of words to lose")
     await stage.a.send(work, Chunk(work.request, 0, tokens[:1]))
@@ -367,31 +369,31 @@ async def test_missing_tokens_are_requested_again(stage: Stage) -> None:
     resend = (await eventually(lambda: stage.a.resends))[0]
     assert resend.offset == 1
     await stage.a.send(work, Chunk(work.request, 1, tokens[1:], finish="stop"))
-    _, answer = await asking
+    _, answer = await pending
     assert answer["choices"][0]["message"]["content"] == "a lot of words to lose"
 
 
 async def test_a_request_unknown_to_its_worker_migrates(stage: Stage) -> None:
-    stage.a.knows = False
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    stage.a.control_ok = False
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300]))
     moved = await stage.b.work()
     assert moved.generated == 1
     await stage.b.send(moved, Chunk(moved.request, 1, [301], finish="stop"))
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
 
 
 @pytest.mark.parametrize("strict", [True, False])
 async def test_strict_tools_reach_the_engine_as_tags(stage: Stage, strict: bool) -> None:
     function = {"name": "f", "parameters": {"type": "object"}, "strict": strict}
     tools = [{"type": "function", "function": function}]
-    asking = asyncio.create_task(stage.client.post(CHAT, body(tools=tools)))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(tools=tools)))
     work = await stage.a.work()
     guided = work.sampling.guided
     assert (guided.kind if guided else None) == ("structural_tag" if strict else None)
     await stage.a.send(work, Chunk(work.request, 0, [300], finish="stop"))
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
 
 
 async def test_a_stream_survives_the_death_of_its_worker(stage: Stage) -> None:
@@ -399,16 +401,16 @@ async def test_a_stream_survives_the_death_of_its_worker(stage: Stage) -> None:
         stage.router.order.insert(0, mortal.instance)
         response = await started(stage, body(stream=True, max_tokens=20))
         work = await mortal.work()
-        tokens = ids("told by two workers, heard as one")
+        tokens = ids("sent by two workers, received as one")
         await mortal.send(work, Chunk(work.request, 0, tokens[:3], cached=[0]))
-        await mortal.deafen()
+        await mortal.unsubscribe()
         moved = await stage.a.work()
         assert moved.tokens[: len(work.tokens)] == work.tokens
         assert len(moved.tokens) == len(work.tokens) + 4 * 3
         assert (moved.generated, moved.sampling.max_tokens) == (3, 20)
         await stage.a.send(moved, Chunk(moved.request, 3, tokens[3:], finish="stop", cached=[0]))
-        assert text_of(await events(response)) == "told by two workers, heard as one"
-        assert mortal.instance in stage.router.asked[-1].placement.exclude
+        assert text_of(await events(response)) == "sent by two workers, received as one"
+        assert mortal.instance in stage.router.requests[-1].placement.exclude
 
 
 async def test_the_migrations_of_a_request_are_limited(stage: Stage) -> None:
@@ -447,13 +449,13 @@ async def test_a_client_that_does_not_read_is_disconnected(stage: Stage) -> None
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n\r\n"
         raw.sendall(head.encode() + payload)
         work = await stage.a.work()
-        flood = asyncio.create_task(pour(stage.a, work))
+        flood = asyncio.create_task(send_endlessly(stage.a, work))
         await eventually(lambda: stage.a.cancelled == [work.request])
         flood.cancel()
         await asyncio.wait([flood])
 
 
-async def pour(worker: ScriptedWorker, work: Any) -> None:
+async def send_endlessly(worker: ScriptedWorker, work: Any) -> None:
     offset = 0
     while True:
         await worker.send(work, Chunk(work.request, offset, [300] * 20_000))
@@ -495,7 +497,7 @@ async def test_bad_input_gets_a_clear_error(
         assert answer["error"]["param"] == param
     if code is not None:
         assert answer["error"]["code"] == code
-    assert stage.router.asked == []
+    assert stage.router.requests == []
 
 
 async def test_a_body_that_does_not_say_how_long_it_is_is_bounded(stage: Stage) -> None:
@@ -559,10 +561,10 @@ async def test_a_prompt_comes_back_from_its_tokens(stage: Stage) -> None:
 
 
 async def test_unknown_fields_are_accepted(stage: Stage) -> None:
-    asking = asyncio.create_task(stage.client.post(CHAT, body(whatever={"a": [1]}, stop=None)))
+    pending = asyncio.create_task(stage.client.post(CHAT, body(whatever={"a": [1]}, stop=None)))
     work = await stage.a.work()
     await stage.a.send(work, Chunk(work.request, 0, [300], finish="stop"))
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
 
 
 async def test_the_frontend_tells_its_state(stage: Stage) -> None:
@@ -625,11 +627,11 @@ async def test_a_frontend_that_stops_says_so_on_every_stream(stage: Stage, secon
         work = await stage.a.work(number)
         await stage.a.send(work, Chunk(work.request, 0, ids("One")))
     second.processes["frontend-1"].terminate()
-    said = "The server is stopping."
-    assert (await events(chat))[-2]["error"]["message"] == said
-    assert (await events(messages))[-1]["error"]["message"] == said
+    message = "The server is stopping."
+    assert (await events(chat))[-2]["error"]["message"] == message
+    assert (await events(messages))[-1]["error"]["message"] == message
     status, answer = await plain
-    assert (status, answer["error"]["message"]) == (503, said)
+    assert (status, answer["error"]["message"]) == (503, message)
     assert await asyncio.to_thread(second.processes["frontend-1"].wait, PATIENCE_S) == 0
 
 

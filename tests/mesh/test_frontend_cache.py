@@ -92,10 +92,10 @@ class ScriptedStore:
     """A block manager that only listens."""
 
     def __init__(self) -> None:
-        self.told: list[Control] = []
+        self.controls: list[Control] = []
 
     async def answer(self, control: Control, reply: Reply) -> None:
-        self.told.append(control)
+        self.controls.append(control)
         reply(ControlReply(ok=True, blocks=3))
 
 
@@ -187,40 +187,40 @@ async def serves(client: Client) -> bool:
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(shared: Stage) -> Stage:
     shared.router.order = [shared.a.instance, shared.b.instance]
-    shared.router.asked.clear()
+    shared.router.requests.clear()
     for worker in (shared.a, shared.b):
-        worker.knows, worker.blocks = True, 2
+        worker.control_ok, worker.blocks = True, 2
         worker.works.clear()
-        worker.told.clear()
-    shared.store.told.clear()
+        worker.controls.clear()
+    shared.store.controls.clear()
     return shared
 
 
-def told(holder: ScriptedWorker | ScriptedStore, kind: type[Kind]) -> list[Kind]:
-    return [control for control in holder.told if isinstance(control, kind)]
+def commands_received(holder: ScriptedWorker | ScriptedStore, kind: type[Kind]) -> list[Kind]:
+    return [control for control in holder.controls if isinstance(control, kind)]
 
 
-async def once(holder: ScriptedWorker | ScriptedStore, kind: type[Kind]) -> Kind:
+async def only_command(holder: ScriptedWorker | ScriptedStore, kind: type[Kind]) -> Kind:
     """The one command of a kind that arrives."""
-    found = await eventually(lambda: told(holder, kind), what=kind.__name__)
+    found = await eventually(lambda: commands_received(holder, kind), what=kind.__name__)
     assert len(found) == 1
     return found[0]
 
 
-async def turn(
-    stage: Stage, path: str, body: Any, key: str = "a", said: str = "Done.", **headers: str
+async def complete(
+    stage: Stage, path: str, body: Any, key: str = "a", output: str = "Done.", **headers: str
 ) -> tuple[Work, Any]:
     """A request that `a` answers; its work and the answer."""
     number = len(stage.a.works)
     sent = {"model": MODEL, "max_tokens": 99, **body}
-    asking = asyncio.create_task(stage.client.post(path, sent, **bearer(key), **headers))
+    pending = asyncio.create_task(stage.client.post(path, sent, **bearer(key), **headers))
     work = await stage.a.work(number)
-    ids = TOKENIZER.encode(said, add_special_tokens=False).ids
+    ids = TOKENIZER.encode(output, add_special_tokens=False).ids
     kept = ["clipped"] * bool(work.retention)
     chunk = Chunk(work.request, 0, ids, finish="stop", cached=[16, 32], retention=kept or None)
     chunk.decode = "honoured" if work.decode is not None else None
     await stage.a.send(work, chunk)
-    status, answer = await asking
+    status, answer = await pending
     assert status == 200, answer
     return work, answer
 
@@ -235,7 +235,7 @@ async def test_a_worker_receives_directives_and_the_caller_their_outcome(stage: 
         "retention": {"ranges": [{"start": 0, "end": 32}], "decode": {"priority": 7}},
     }
     body = {"system": marked, "messages": [{"role": "user", "content": "Hi"}], "nvext": nvext}
-    work, answer = await turn(stage, MESSAGES, body)
+    work, answer = await complete(stage, MESSAGES, body)
     system, marks, ranges = work.retention
     assert (system.kind, system.explicit) == ("system", False)
     assert (marks.start, marks.ttl_s, marks.explicit) == (0, 300.0, True)
@@ -245,8 +245,8 @@ async def test_a_worker_receives_directives_and_the_caller_their_outcome(stage: 
     assert answer["nvext"]["cache"]["tiers"] == [16, 32]
     outcomes = [entry["outcome"] for entry in answer["nvext"]["cache"]["retention"]]
     assert outcomes == ["clipped", "unsupported"]
-    said = {"priority": 7, "duration_s": None, "outcome": "honoured"}
-    assert answer["nvext"]["cache"]["decode"] == said
+    reported = {"priority": 7, "duration_s": None, "outcome": "honoured"}
+    assert answer["nvext"]["cache"]["decode"] == reported
     usage = answer["usage"]
     assert usage["cache_read_input_tokens"] == 48
     assert sum(v for k, v in usage.items() if k.endswith("input_tokens")) == len(work.tokens) // 4
@@ -256,27 +256,27 @@ async def test_a_worker_receives_directives_and_the_caller_their_outcome(stage: 
 
 async def test_sessions_are_scoped_to_their_tenant(stage: Stage) -> None:
     headers = {"x-kvmesh-session-id": "s", "x-kvmesh-parent-session-id": "p"}
-    work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **headers)
+    work, _ = await complete(stage, CHAT, {"messages": [ASK]}, **headers)
     assert (work.session, work.parent_session) == (f"{stage.team}\x1fs", f"{stage.team}\x1fp")
-    work, _ = await turn(stage, CHAT, {"messages": [ASK]}, "root", **headers)
+    work, _ = await complete(stage, CHAT, {"messages": [ASK]}, "root", **headers)
     assert (work.session, work.parent_session) == ("s", "p")
 
 
 async def test_no_caller_can_form_the_name_of_an_inferred_session(stage: Stage) -> None:
     words = {"role": "user", "content": f"Nobody has named this. {LONG}"}
-    await turn(stage, CHAT, {"messages": [words]}, "root")
+    await complete(stage, CHAT, {"messages": [words]}, "root")
     more = [words, {"role": "assistant", "content": "Done."}, ASK]
-    work, _ = await turn(stage, CHAT, {"messages": more}, "root")
+    work, _ = await complete(stage, CHAT, {"messages": more}, "root")
     assert work.session is not None
     assert "auto-" in work.session
     await stage.post("/v1/sessions/release", {"sessions": [work.session]}, "root")
-    assert work.session not in (await once(stage.a, Release)).sessions
+    assert work.session not in (await only_command(stage.a, Release)).sessions
 
 
 async def test_the_key_sets_the_fair_class_and_bounds_the_priority(stage: Stage) -> None:
     own = {"x-tenant-id": "part", "x-kvmesh-fair-class": "premium", "x-kvmesh-priority": "9"}
-    work, _ = await turn(stage, CHAT, {"messages": [ASK]}, "plain", **own)
-    hints = stage.router.asked[-1].hints
+    work, _ = await complete(stage, CHAT, {"messages": [ASK]}, "plain", **own)
+    hints = stage.router.requests[-1].hints
     assert (hints.tenant, hints.fair_class, hints.priority) == ("team-a", "premium", 2)
     assert owner(work.tenant) == stage.team != work.tenant
     steered = {"messages": [ASK], "nvext": {"policy": "random"}}
@@ -306,7 +306,7 @@ async def test_every_cache_endpoint_requires_a_key_with_the_scope(
     assert (status, answer["error"]["code"]) == (403, "scope_missing")
     status, _ = await stage.call(method, path, "nobody")
     assert status == 401
-    assert not stage.a.told + stage.store.told
+    assert not stage.a.controls + stage.store.controls
 
 
 # --- prefetch ---
@@ -325,26 +325,26 @@ PROMPTS: list[tuple[str, dict[str, Any]]] = [
 async def test_a_prefetch_has_the_prompt_of_its_request(
     stage: Stage, path: str, body: dict[str, Any]
 ) -> None:
-    work, _ = await turn(stage, path, body)
-    stage.a.told.clear()
+    work, _ = await complete(stage, path, body)
+    stage.a.controls.clear()
     status, answer = await stage.post("/v1/prefetch", {**body, "compute": 64, "deadline": 5})
     assert status == 200, answer
-    prefetch = await once(stage.a, Prefetch)
+    prefetch = await only_command(stage.a, Prefetch)
     assert (prefetch.tokens, prefetch.salt, prefetch.tenant) == (work.tokens, work.salt, stage.team)
     assert (prefetch.compute, prefetch.deadline_s, prefetch.at) == (64, 5, None)
     assert (answer["instance"], answer["tokens"]) == (stage.a.instance, len(work.tokens) // 4)
-    assert stage.router.asked[-1].sequence_hashes == stage.router.asked[-2].sequence_hashes
-    assert stage.router.asked[-1].salt == stage.router.asked[-2].salt == work.salt
+    assert stage.router.requests[-1].sequence_hashes == stage.router.requests[-2].sequence_hashes
+    assert stage.router.requests[-1].salt == stage.router.requests[-2].salt == work.salt
 
 
 async def test_every_frontend_resolves_a_session_s_last_prompt(stage: Stage) -> None:
-    work, _ = await turn(stage, CHAT, {"messages": [ASK]}, **{"x-kvmesh-session-id": "far"})
-    stage.a.told.clear()
+    work, _ = await complete(stage, CHAT, {"messages": [ASK]}, **{"x-kvmesh-session-id": "far"})
+    stage.a.controls.clear()
     at = time.time() + 60
     body = {"model": MODEL, "session": "far", "at": at}
     status, answer = await stage.other.post("/v1/prefetch", body, **bearer("a"))
     assert status == 200, answer
-    prefetch = await once(stage.a, Prefetch)
+    prefetch = await only_command(stage.a, Prefetch)
     assert (prefetch.tokens, prefetch.salt, prefetch.at) == (work.tokens, work.salt, at)
     assert prefetch.session == work.session
     status, answer = await stage.other.post("/v1/prefetch", body, **bearer("b"))
@@ -353,19 +353,19 @@ async def test_every_frontend_resolves_a_session_s_last_prompt(stage: Stage) -> 
 
 async def test_only_its_tenant_cancels_a_prefetch(stage: Stage) -> None:
     _, answer = await stage.post("/v1/prefetch", {"tokens": list(range(300, 400))})
-    sent = await once(stage.a, Prefetch)
+    sent = await only_command(stage.a, Prefetch)
     path = f"/v1/prefetch/{answer['id']}"
     status, answer = await stage.call("DELETE", path)
     assert (status, answer["cancelled"]) == (200, True)
     await stage.call("DELETE", path, "b")
-    await eventually(lambda: len(told(stage.a, Cancel)) == 2)
-    mine, theirs = told(stage.a, Cancel)
+    await eventually(lambda: len(commands_received(stage.a, Cancel)) == 2)
+    mine, theirs = commands_received(stage.a, Cancel)
     assert mine.request == sent.id != theirs.request
     assert (await stage.call("DELETE", "/v1/prefetch/pf_1"))[0] == 404
 
 
 async def test_a_worker_s_refusal_reaches_the_caller(stage: Stage) -> None:
-    stage.a.knows = False
+    stage.a.control_ok = False
     status, answer = await stage.post("/v1/prefetch", {"tokens": [300] * 40})
     assert (status, answer["error"]["code"]) == (503, "unavailable")
 
@@ -398,13 +398,13 @@ async def test_an_invalid_prompt_is_named(stage: Stage, body: dict[str, Any], wh
 
 
 async def test_a_pin_is_sent_to_all_holders_and_listed_for_its_tenant(stage: Stage) -> None:
-    work, _ = await turn(stage, CHAT, {"messages": [ASK]})
+    work, _ = await complete(stage, CHAT, {"messages": [ASK]})
     prompt: dict[str, Any] = {"messages": [ASK]}
     status, pin = await stage.post("/v1/cache/pins", {**prompt, "ttl": "10m", "priority": 90})
     assert status == 200, pin
     for holder in (stage.a, stage.b, stage.store):
-        sent = await once(holder, Pin)
-        assert sent.sequence_hashes == stage.router.asked[-1].sequence_hashes
+        sent = await only_command(holder, Pin)
+        assert sent.sequence_hashes == stage.router.requests[-1].sequence_hashes
         assert (sent.priority, sent.tenant) == (90, stage.team)
         assert 0 < sent.ttl_s <= 600
     assert pin["requested"] == len(work.tokens) // 4 // 16
@@ -416,7 +416,7 @@ async def test_a_pin_is_sent_to_all_holders_and_listed_for_its_tenant(stage: Sta
     assert (await stage.call("DELETE", f"/v1/cache/pins/{pin['id']}", "b"))[0] == 404
     assert (await stage.call("DELETE", "/v1/cache/pins", **prompt))[1]["deleted"]
     for holder in (stage.a, stage.b, stage.store):
-        assert (await once(holder, Unpin)).id == (told(holder, Pin)[0]).id
+        assert (await only_command(holder, Unpin)).id == (commands_received(holder, Pin)[0]).id
     assert (await stage.call("GET", "/v1/cache/pins"))[1]["data"] == []
 
 
@@ -428,11 +428,11 @@ async def test_pins_are_sent_to_new_instances_and_outlive_a_frontend(stage: Stag
     _, seen = await stage.call("GET", "/v1/cache/pins")
     assert [entry["id"] for entry in seen["data"]] == ["mine"]
     async with scripted_worker(stage.bus, LIMITS, "late", adapters=["tuned"]) as late:
-        sent = await eventually(lambda: told(late, Pin))
-        assert sent[0].id == told(stage.a, Pin)[0].id
+        sent = await eventually(lambda: commands_received(late, Pin))
+        assert sent[0].id == commands_received(stage.a, Pin)[0].id
         await stage.call("DELETE", "/v1/cache/pins/mine")
-        await eventually(lambda: told(late, Unpin))
-        assert len(told(late, Pin)) == 1  # of two frontends
+        await eventually(lambda: commands_received(late, Unpin))
+        assert len(commands_received(late, Pin)) == 1  # of two frontends
 
 
 async def test_the_parts_of_a_tenant_share_its_pins(stage: Stage) -> None:
@@ -475,12 +475,12 @@ async def test_a_tenant_clears_its_own_blocks(stage: Stage) -> None:
     status, answer = await stage.post("/v1/cache/clear", {})
     assert (status, answer["blocks"]) == (200, 2 * (2 + 2 + 3))
     for holder in (stage.a, stage.b, stage.store):
-        meant = {(command.salt, command.tenant) for command in told(holder, Clear)}
+        meant = {(command.salt, command.tenant) for command in commands_received(holder, Clear)}
         salts = [stage.tenants.salt(MODEL, adapter, stage.team) for adapter in ("", "tuned")]
         assert meant == {(salt, stage.team) for salt in salts}
-    stage.a.told.clear()
+    stage.a.controls.clear()
     await stage.post("/v1/cache/clear", {"model": "tuned", "tiers": [0]})
-    assert await once(stage.a, Clear) == Clear(salts[1], [0], MODEL, stage.team)
+    assert await only_command(stage.a, Clear) == Clear(salts[1], [0], MODEL, stage.team)
 
 
 async def test_tiers_are_cleared_on_the_instances_that_have_them(stage: Stage) -> None:
@@ -488,20 +488,20 @@ async def test_tiers_are_cleared_on_the_instances_that_have_them(stage: Stage) -
     assert [entry["role"] for entry in answer["instances"]] == ["kvbm"]
     _, answer = await stage.post("/v1/cache/clear", {"tiers": [1, 2]})
     assert {entry["name"] for entry in answer["instances"]} == {"store", "b"}
-    assert not stage.a.told
+    assert not stage.a.controls
 
 
 async def test_a_mistyped_field_clears_nothing(stage: Stage) -> None:
     status, answer = await stage.post("/v1/cache/clear", {"tier": [1]})
     assert status == 400
     assert "`tier`" in answer["error"]["message"]
-    assert not stage.a.told
+    assert not stage.a.controls
 
 
 async def test_clearing_all_tenants_requires_the_admin_scope(stage: Stage) -> None:
     assert (await stage.post("/v1/cache/clear", {"all_tenants": True}))[0] == 403
     assert (await stage.post("/v1/cache/clear", {"all_tenants": True}, "root"))[0] == 200
-    assert await once(stage.a, Clear) == Clear(None, [], MODEL)
+    assert await only_command(stage.a, Clear) == Clear(None, [], MODEL)
     log = (stage.mesh.folder / "frontend-0.log").read_text()
     assert f"key root cleared 7 blocks of {MODEL}, tenant: all, tiers: all, on 3 instances" in log
     body = {"model": "tuned", "all_tenants": True}
@@ -522,18 +522,18 @@ async def test_sessions_are_released_within_their_tenant(stage: Stage) -> None:
         successor=f"{stage.team}\x1ft",
     )
     for holder in (stage.a, stage.b, stage.store):
-        assert await once(holder, Release) == expected
+        assert await only_command(holder, Release) == expected
     assert (await stage.post("/v1/sessions/release", {"sessions": []}))[0] == 400
 
 
 async def test_a_final_turn_releases_its_session(stage: Stage) -> None:
     headers = {"x-kvmesh-session-id": "s", "x-kvmesh-session-final": "true"}
-    await turn(stage, CHAT, {"messages": [ASK]}, **headers)
-    assert await once(stage.store, Release) == Release(sessions=[f"{stage.team}\x1fs"])
-    await once(stage.b, Release)
+    await complete(stage, CHAT, {"messages": [ASK]}, **headers)
+    assert await only_command(stage.store, Release) == Release(sessions=[f"{stage.team}\x1fs"])
+    await only_command(stage.b, Release)
     control = {"session_id": "t", "action": "close"}
-    await turn(stage, CHAT, {"messages": [ASK], "nvext": {"session_control": control}})
-    assert await eventually(lambda: told(stage.a, Release)[1:])
+    await complete(stage, CHAT, {"messages": [ASK], "nvext": {"session_control": control}})
+    assert await eventually(lambda: commands_received(stage.a, Release)[1:])
 
 
 # --- speculative prefill ---
@@ -541,12 +541,12 @@ async def test_a_final_turn_releases_its_session(stage: Stage) -> None:
 
 async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(stage: Stage) -> None:
     hint = {"agent_hints": {"speculative_prefill": True}}
-    said = "It is a long answer about files. " * 8
-    thought = f"<think>\n{LONG}\n</think>\n\n{said}"
+    answer_text = "It is a long answer about files. " * 8
+    thought = f"<think>\n{LONG}\n</think>\n\n{answer_text}"
     earlier = [ASK, {"role": "assistant", "content": "Yes?"}, ASK]
     body: dict[str, Any] = {"messages": earlier, "nvext": hint, "max_tokens": 900}
-    work, answer = await turn(stage, CHAT, body, said=thought)
-    ahead = await once(stage.a, Prefetch)
+    work, answer = await complete(stage, CHAT, body, output=thought)
+    ahead = await only_command(stage.a, Prefetch)
     assert ahead.tokens.startswith(work.tokens)
     assert (ahead.salt, ahead.tenant) == (work.salt, work.tenant)
     assert ahead.compute > 0
@@ -554,9 +554,9 @@ async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(stag
     message = answer["choices"][0]["message"]
     spoken = {"role": "assistant", "content": message["content"]}
     following = {**body, "messages": [*earlier, spoken, ASK]}
-    real, _ = await turn(stage, CHAT, following)
+    real, _ = await complete(stage, CHAT, following)
     assert real.tokens.startswith(ahead.tokens)
-    assert ahead.id in [command.request for command in told(stage.a, Cancel)]
+    assert ahead.id in [command.request for command in commands_received(stage.a, Cancel)]
     await eventually(
         lambda: (
             stage.mesh.metric("kvmesh_frontend_speculative_tokens_total") == before + ahead.compute
@@ -570,8 +570,8 @@ async def test_speculative_prefill_counts_against_the_key(stage: Stage) -> None:
     messages = [ASK, {"role": "assistant", "content": "Yes?"}, ASK]
     thought = f"<think>\nHm.\n</think>\n\n{LONG * 2}"
     body: dict[str, Any] = {"messages": messages, "nvext": hint, "max_tokens": 900}
-    _, answer = await turn(stage, CHAT, body, key="thrifty", said=thought)
-    ahead = await once(stage.a, Prefetch)
+    _, answer = await complete(stage, CHAT, body, key="thrifty", output=thought)
+    ahead = await only_command(stage.a, Prefetch)
     used = answer["usage"]["total_tokens"]
     assert used < 1400 < 1600 < used + ahead.compute
 

@@ -154,7 +154,7 @@ async def stage(shared: Stage) -> Stage:
     shared.router.order = [shared.worker.instance]
     shared.router.refusal = None
     shared.worker.works.clear()
-    shared.worker.told.clear()
+    shared.worker.controls.clear()
     shared.worker.status = "accepted"
     return shared
 
@@ -197,7 +197,7 @@ async def test_a_refused_request_has_the_api_s_error(
     assert reply.status == status
     check_error(path, reply, kind)
     assert "Retry-After" not in reply.headers
-    assert not stage.router.asked or not stage.worker.works
+    assert not stage.router.requests or not stage.worker.works
 
 
 FAILURES: list[tuple[Kind, str, float, int, int]] = [
@@ -505,7 +505,7 @@ async def test_a_bad_cache_request_is_refused(
     assert (reply.status, reply.body["error"]["param"]) == (status, param)
     kinds: dict[int, Kind] = {400: "invalid_request", 403: "permission", 404: "not_found"}
     check_error(path, reply, kinds[status])
-    assert not stage.worker.told, "no command was sent"
+    assert not stage.worker.controls, "no command was sent"
 
 
 @pytest.mark.parametrize("sent", [b"", b"[]", b"{", b'{"model": "\xff"}'])

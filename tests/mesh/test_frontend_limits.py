@@ -50,9 +50,9 @@ class Stage:
         """The headers of a new key, once both frontends have loaded it."""
         made = await asyncio.to_thread(self.keys, "add", name, *options)
         assert made.returncode == 0, made.stderr
-        return await self.known(made.stdout.strip())
+        return await self.loaded_key(made.stdout.strip())
 
-    async def known(self, secret: str) -> dict[str, str]:
+    async def loaded_key(self, secret: str) -> dict[str, str]:
         headers = {"x-api-key": secret}
         for client in (self.a, self.b):
             await eventually_status(client, headers, 200)
@@ -62,12 +62,12 @@ class Stage:
 async def eventually_status(client: Client, headers: dict[str, str], status: int) -> None:
     """Wait for a status of /v1/models; it counts only against limits of requests per minute."""
 
-    async def asked() -> bool:
+    async def has_status() -> bool:
         async with client.session.get(client.url + "/v1/models", headers=headers) as answer:
             return answer.status == status
 
     async with asyncio.timeout(PATIENCE_S):
-        while not await asked():
+        while not await has_status():
             await asyncio.sleep(0.05)
 
 
@@ -175,10 +175,10 @@ async def test_a_key_is_listed_rotated_and_revoked(stage: Stage) -> None:
     assert f"tenant team, models {MODEL}, expires " in line
     assert old["x-api-key"] not in listed.stdout
     rotated = await asyncio.to_thread(stage.keys, "rotate", "ci", "--grace", "1h")
-    new = await stage.known(rotated.stdout.strip())
+    new = await stage.loaded_key(rotated.stdout.strip())
     assert await count(stage.a, old) == await count(stage.a, new) == 200
     at_once = await asyncio.to_thread(stage.keys, "rotate", "ci", "--grace", "0s")
-    newest = await stage.known(at_once.stdout.strip())
+    newest = await stage.loaded_key(at_once.stdout.strip())
     await eventually_status(stage.a, new, 401)
     await eventually_status(stage.b, old, 401)
     assert (await asyncio.to_thread(stage.keys, "revoke", "ci")).returncode == 0

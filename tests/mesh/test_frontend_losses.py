@@ -83,7 +83,7 @@ async def answer(worker: ScriptedWorker, number: int = 0) -> None:
     await worker.send(work, Chunk(work.request, work.generated, [300], finish="stop"))
 
 
-async def test_a_request_that_hangs_two_workers_is_offered_to_no_third(
+async def test_a_request_that_hangs_two_workers_gets_work_to_no_third(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:
     a, b, c = workers
@@ -99,7 +99,7 @@ async def test_a_request_that_hangs_two_workers_is_offered_to_no_third(
     assert [len(worker.works) for worker in (a, b, c)] == [1, 1, 0]
 
 
-async def test_a_request_that_crashes_two_engines_is_offered_to_no_third(
+async def test_a_request_that_crashes_two_engines_gets_work_to_no_third(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:
     a, b, c = workers
@@ -120,36 +120,36 @@ async def test_frozen_workers_are_passed_over_and_no_request_is_blamed(
 ) -> None:
     a, b, c = workers
     a.frozen = b.frozen = True
-    asking = [asyncio.create_task(stage.client.post(CHAT, body())) for _ in range(4)]
+    pending = [asyncio.create_task(stage.client.post(CHAT, body())) for _ in range(4)]
     for number in range(4):
         await answer(c, number)
-    assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 4
+    assert [status for status, _ in await asyncio.gather(*pending)] == [200] * 4
 
 
-async def test_a_frozen_worker_is_offered_no_work_until_it_replies(
+async def test_a_frozen_worker_gets_work_no_work_until_it_replies(
     stage: Stage, workers: list[ScriptedWorker]
 ) -> None:
     a, b, _ = workers
     a.frozen = True
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     await answer(b)
-    assert (await asking)[0] == 200
-    asking = asyncio.create_task(stage.client.post(CHAT, body()))
+    assert (await pending)[0] == 200
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
     await answer(b, 1)
-    assert (await asking)[0] == 200
+    assert (await pending)[0] == 200
     assert len(a.works) == 1
     a.frozen = False
 
-    async def is_offered() -> bool:
+    async def gets_work() -> bool:
         had, others = len(a.works), len(b.works)
-        asking = asyncio.create_task(stage.client.post(CHAT, body()))
+        pending = asyncio.create_task(stage.client.post(CHAT, body()))
         await eventually(lambda: len(a.works) > had or len(b.works) > others)
         offered = len(a.works) > had
         await answer(a if offered else b, had if offered else others)
-        assert (await asking)[0] == 200
+        assert (await pending)[0] == 200
         return offered
 
-    await eventually(is_offered, what="the worker gets work again")
+    await eventually(gets_work, what="the worker gets work again")
 
 
 async def test_late_tokens_of_a_lost_worker_are_dropped(

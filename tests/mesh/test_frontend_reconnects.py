@@ -38,14 +38,14 @@ class Stage:
     router: ScriptedRouter
     workers: list[ScriptedWorker]
 
-    def ask(self) -> asyncio.Task[tuple[int, object]]:
+    def send(self) -> asyncio.Task[tuple[int, object]]:
         return asyncio.create_task(self.client.post(CHAT, BODY))
 
-    async def answered(self, asking: asyncio.Task[tuple[int, object]], by: ScriptedWorker) -> int:
+    async def answered(self, pending: asyncio.Task[tuple[int, object]], by: ScriptedWorker) -> int:
         """The response's status, once this worker has received and ended the request."""
         work = await by.work()
         await by.send(work, Chunk(work.request, work.generated, [300], finish="stop"))
-        return (await asking)[0]
+        return (await pending)[0]
 
 
 @pytest_asyncio.fixture
@@ -76,21 +76,21 @@ async def test_a_request_is_dispatched_again_to_a_worker_that_reconnects_later(
 ) -> None:
     worker = stage.workers[0]
     stage.router.order = [worker.instance]
-    stage.router.parks = True
-    asking = stage.ask()
-    await eventually(lambda: stage.router.asked, what="the request waits in the router")
-    await worker.deafen()
-    stage.router.parks = False
+    stage.router.queues_all = True
+    pending = stage.send()
+    await eventually(lambda: stage.router.requests, what="the request waits in the router")
+    await worker.unsubscribe()
+    stage.router.queues_all = False
     stage.proxy.cut()
-    await eventually(lambda: passed_over(stage.router, worker), what="it did not reply")
+    await eventually(lambda: left_unanswered(stage.router, worker), what="it did not reply")
     await worker.listen()
-    assert await stage.answered(asking, worker) == 200
+    assert await stage.answered(pending, worker) == 200
     assert "is gone" not in stage.mesh.logs()
 
 
-def passed_over(router: ScriptedRouter, worker: ScriptedWorker) -> bool:
+def left_unanswered(router: ScriptedRouter, worker: ScriptedWorker) -> bool:
     """True if the worker was offered a request and did not reply."""
-    return worker.instance in router.asked[-1].placement.exclude
+    return worker.instance in router.requests[-1].placement.exclude
 
 
 async def test_no_request_is_suspected_for_an_answer_lost_with_the_connection(
@@ -98,10 +98,10 @@ async def test_no_request_is_suspected_for_an_answer_lost_with_the_connection(
 ) -> None:
     first, second, third = stage.workers
     first.frozen = True
-    asking = stage.ask()
+    pending = stage.send()
     await first.work()
     stage.proxy.cut()
     work = await second.work()
     failed = Chunk(work.request, 0, [300], finish="abort", error="the engine died")
     await second.send(work, failed)
-    assert await stage.answered(asking, third) == 200
+    assert await stage.answered(pending, third) == 200

@@ -137,8 +137,8 @@ async def test_an_invalid_entry_of_the_bucket_does_not_affect_other_keys(
     await bucket.delete("ci")
     await eventually(lambda: not knows(gate, "secret"))
     running.cancel()
-    said = [line for line in caplog.messages if "bad" in line]
-    assert len(said) == 1
+    warnings = [line for line in caplog.messages if "bad" in line]
+    assert len(warnings) == 1
 
 
 def key(secret: str, name: str) -> Key:

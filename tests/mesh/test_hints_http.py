@@ -114,7 +114,7 @@ class Stage:
     a: ScriptedWorker
     b: ScriptedWorker
 
-    async def ask(
+    async def send(
         self,
         api: Api,
         body: Json,
@@ -123,8 +123,8 @@ class Stage:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RouteRequest, Work, Content]:
         """A request that `a` answers with SAID: (route request, work, response)."""
-        works, asked = len(self.a.works), len(self.router.asked)
-        response = asyncio.create_task(api.ask(self.client, body, **bearer(key), **headers))
+        works, route_request = len(self.a.works), len(self.router.requests)
+        response = asyncio.create_task(api.send(self.client, body, **bearer(key), **headers))
         try:
             work = await self.a.work(works)
         except TimeoutError:
@@ -133,7 +133,7 @@ class Stage:
         first = {"cached": [16, 8], "finish": "stop", **(chunk or {})}
         await self.a.send(work, Chunk(work.request, 0, ids(SAID), **first))
         content = await response
-        return self.router.asked[asked], work, content
+        return self.router.requests[route_request], work, content
 
     async def refusal(self, api: Api, body: Json, key: str) -> tuple[int, Any]:
         return await self.client.post(api.path, body, **bearer(key))
@@ -176,7 +176,7 @@ async def shared(
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(shared: Stage) -> Stage:
     shared.router.order = [shared.a.instance, shared.b.instance]
-    shared.router.asked.clear()
+    shared.router.requests.clear()
     for worker in (shared.a, shared.b):
         worker.status = "accepted"
         worker.works.clear()
@@ -191,22 +191,26 @@ async def test_agent_hints_reach_router_and_worker(stage: Stage, api: Api) -> No
     hints = {"priority": 7, "strict_priority": 3, "latency_sensitivity": 0.5, "osl": 77}
     control = {"session_id": "child", "action": "bind"}
     body = api.body(TEXT, 9, nvext={"agent_hints": hints, "session_control": control})
-    asked, work, _ = await stage.ask(api, body)
-    found = asked.hints
+    route_request, work, _ = await stage.send(api, body)
+    found = route_request.hints
     assert (found.priority, found.strict_priority) == (7, 3)
     assert (found.latency_sensitivity, found.osl) == (0.5, 77)
     assert (found.session, found.parent_session, found.session_final) == ("child", None, False)
-    assert (asked.tokens, asked.max_tokens) == (len(work.tokens) // 4, 9)
+    assert (route_request.tokens, route_request.max_tokens) == (len(work.tokens) // 4, 9)
     assert (work.priority, work.session, work.rank) == (7, "child", 1)
 
 
 @every_api
 async def test_without_hints_router_and_worker_get_the_defaults(stage: Stage, api: Api) -> None:
-    asked, work, content = await stage.ask(api, api.body(TEXT, 9))
-    hints = asked.hints
+    route_request, work, content = await stage.send(api, api.body(TEXT, 9))
+    hints = route_request.hints
     assert (hints.priority, hints.strict_priority, hints.latency_sensitivity) == (0, 0, 0.0)
     assert (hints.osl, hints.parent_session, hints.session_final) == (None, None, False)
-    assert (asked.placement, asked.policy, asked.overrides) == (Placement(), None, {})
+    assert (route_request.placement, route_request.policy, route_request.overrides) == (
+        Placement(),
+        None,
+        {},
+    )
     assert (work.priority, work.decode, content.nvext) == (0, None, None)
     assert not [entry for entry in work.retention if entry.explicit]
 
@@ -229,11 +233,14 @@ async def test_headers_override_hints_of_the_body(stage: Stage, api: Api, prefix
         "worker-instance-id": "a-1",
     }
     headers = {f"{prefix}-{name}": value for name, value in names.items()}
-    asked, work, _ = await stage.ask(api, body, headers=headers)
-    found = asked.hints
+    route_request, work, _ = await stage.send(api, body, headers=headers)
+    found = route_request.hints
     assert (found.priority, found.strict_priority, found.osl) == (5, 4, 33)
     assert (found.session, found.parent_session, found.session_final) == ("child", "parent", True)
-    assert (asked.policy, asked.placement) == ("random", Placement(instance="a-1", rank=1))
+    assert (route_request.policy, route_request.placement) == (
+        "random",
+        Placement(instance="a-1", rank=1),
+    )
     assert (work.priority, work.session, work.parent_session) == (5, "child", "parent")
 
 
@@ -261,8 +268,8 @@ HARNESSES: list[tuple[dict[str, str], str, str | None]] = [
 async def test_the_session_of_every_harness_reaches_router_and_worker(
     stage: Stage, headers: dict[str, str], session: str, parent: str | None
 ) -> None:
-    asked, work, _ = await stage.ask(CHAT, CHAT.body(TEXT, 9), headers=headers)
-    assert (asked.hints.session, asked.hints.parent_session) == (session, parent)
+    route_request, work, _ = await stage.send(CHAT, CHAT.body(TEXT, 9), headers=headers)
+    assert (route_request.hints.session, route_request.hints.parent_session) == (session, parent)
     assert (work.session, work.parent_session) == (session, parent)
 
 
@@ -276,12 +283,12 @@ BODIES: list[tuple[Api, Json]] = [
 
 @pytest.mark.parametrize(("api", "fields"), BODIES, ids=[api.name for api, _ in BODIES])
 async def test_the_api_s_own_field_names_the_session(stage: Stage, api: Api, fields: Json) -> None:
-    asked, work, _ = await stage.ask(api, api.body(TEXT, 9, **fields))
-    assert asked.hints.session == work.session == "named"
+    route_request, work, _ = await stage.send(api, api.body(TEXT, 9, **fields))
+    assert route_request.hints.session == work.session == "named"
     nvext = {"session_control": {"session_id": "controlled", "action": "close"}}
-    asked, work, _ = await stage.ask(api, api.body(TEXT, 9, **fields, nvext=nvext))
-    assert asked.hints.session == work.session == "controlled"
-    assert asked.hints.session_final
+    route_request, work, _ = await stage.send(api, api.body(TEXT, 9, **fields, nvext=nvext))
+    assert route_request.hints.session == work.session == "controlled"
+    assert route_request.hints.session_final
 
 
 CAPS: list[tuple[str, int, int, float]] = [
@@ -298,14 +305,14 @@ async def test_a_key_bounds_hints(
 ) -> None:
     hints = {"priority": 99, "strict_priority": 88, "latency_sensitivity": 0.9}
     body = api.body(TEXT, 9, nvext={"agent_hints": hints})
-    asked, work, _ = await stage.ask(api, body, key)
-    found = asked.hints
+    route_request, work, _ = await stage.send(api, body, key)
+    found = route_request.hints
     assert (found.priority, found.strict_priority) == (priority, strict)
     assert found.latency_sensitivity == latency
     assert work.priority == priority
     lower = api.body(TEXT, 9, nvext={"agent_hints": {"priority": -4}})
-    asked, work, _ = await stage.ask(api, lower, key)
-    assert asked.hints.priority == work.priority == -4
+    route_request, work, _ = await stage.send(api, lower, key)
+    assert route_request.hints.priority == work.priority == -4
 
 
 # --- placement ---
@@ -327,20 +334,20 @@ async def test_placement_needs_the_scope_routing(
     stage: Stage, api: Api, nvext: Json, expected: Json
 ) -> None:
     body = api.body(TEXT, 9, nvext=nvext)
-    asked, _, _ = await stage.ask(api, body)
+    route_request, _, _ = await stage.send(api, body)
     for name, value in expected.items():
-        assert getattr(asked, name) == value
+        assert getattr(route_request, name) == value
     status, answer = await stage.refusal(api, body, "plain")
     assert (status, answer["error"]["type"]) == (403, "permission_error")
     assert "routing" in answer["error"]["message"]
-    assert len(stage.router.asked) == len(stage.a.works) == 1
+    assert len(stage.router.requests) == len(stage.a.works) == 1
 
 
 @every_api
 async def test_labels_need_no_scope(stage: Stage, api: Api) -> None:
     nvext = {"routing_constraints": {"labels": {"zone": "north"}}}
-    asked, _, _ = await stage.ask(api, api.body(TEXT, 9, nvext=nvext), "humble")
-    assert asked.placement == Placement(labels={"zone": "north"})
+    route_request, _, _ = await stage.send(api, api.body(TEXT, 9, nvext=nvext), "humble")
+    assert route_request.placement == Placement(labels={"zone": "north"})
 
 
 @every_api
@@ -352,7 +359,7 @@ async def test_busy_workers_make_an_overload(stage: Stage, api: Api, stream: boo
     assert response.status == (529 if api is MESSAGES else 429)
     assert response.headers["Retry-After"] == "2"
     assert (await response.json())["error"]["type"] == "overloaded_error"
-    assert [sorted(asked.placement.exclude) for asked in stage.router.asked] == [
+    assert [sorted(route_request.placement.exclude) for route_request in stage.router.requests] == [
         [],
         ["a-1"],
         ["a-1", "b-1"],
@@ -374,7 +381,7 @@ async def test_every_extra_field_is_in_the_response(stage: Stage, api: Api, stre
         "strange": 1,
     }
     body = api.body(TEXT, 9, stream=stream, nvext=nvext, zebra=1, aardvark=2)
-    _, work, content = await stage.ask(api, body)
+    _, work, content = await stage.send(api, body)
     found = content.nvext
     assert found is not None
     assert sorted(found) == sorted(fields)
@@ -404,9 +411,9 @@ async def test_only_requested_fields_are_in_the_response(
     stage: Stage, api: Api, stream: bool, fields: list[str]
 ) -> None:
     nvext = {"extra_fields": [*fields, "no_such_field"]}
-    asked, _, content = await stage.ask(api, api.body(TEXT, 9, stream=stream, nvext=nvext))
+    route_request, _, content = await stage.send(api, api.body(TEXT, 9, stream=stream, nvext=nvext))
     assert list(content.nvext or {}) == fields
-    assert asked.explain == ("routing" in fields)
+    assert route_request.explain == ("routing" in fields)
 
 
 STOPPED: list[tuple[Api, str, str]] = [
@@ -423,7 +430,7 @@ async def test_a_stop_string_is_the_stop_reason(
 ) -> None:
     nvext = {"extra_fields": ["stop_reason"]}
     body = api.body(TEXT, 99, stream=stream, nvext=nvext, **{field: ["never", " to y"]})
-    _, work, content = await stage.ask(api, body)
+    _, work, content = await stage.send(api, body)
     assert work.sampling.stop == ["never", " to y"]
     assert (content.text, content.finish) == ("Good day", finish)
     assert content.nvext == {"stop_reason": " to y"}
@@ -447,7 +454,7 @@ async def test_retention_ranges_reach_the_worker_and_outcomes_the_caller(
     nvext = {"retention": retention, "extra_fields": ["cache"]}
     chunk = {"retention": ["honoured", "clipped"], "decode": "unsupported"}
     body = api.body(TEXT, 9, stream=stream, nvext=nvext)
-    _, work, content = await stage.ask(api, body, chunk=chunk)
+    _, work, content = await stage.send(api, body, chunk=chunk)
     assert [entry for entry in work.retention if entry.explicit] == [
         Retain(0, 16, 90, 60.0, explicit=True),
         Retain(16, None, 10, None, explicit=True),
@@ -491,7 +498,7 @@ async def test_a_mark_of_the_request_retains_the_whole_prompt(
 ) -> None:
     nvext = {**fields.get("nvext", {}), "extra_fields": ["cache"]}
     body = api.body(TEXT, 9, **{**fields, "nvext": nvext})
-    _, work, content = await stage.ask(api, body, chunk={"retention": ["honoured"]})
+    _, work, content = await stage.send(api, body, chunk={"retention": ["honoured"]})
     (mark,) = [entry for entry in work.retention if entry.explicit]
     assert (mark.start, mark.priority, mark.ttl_s) == (0, 75, ttl_s)
     assert mark.end in (None, len(work.tokens) // 4)
@@ -504,7 +511,7 @@ async def test_a_mark_of_the_request_retains_the_whole_prompt(
 async def test_retention_in_memory_is_the_default(stage: Stage, api: Api) -> None:
     for value in ("in_memory", "in-memory"):
         body = api.body(TEXT, 9, prompt_cache_retention=value)
-        _, work, _ = await stage.ask(api, body)
+        _, work, _ = await stage.send(api, body)
         assert not [entry for entry in work.retention if entry.explicit]
 
 
@@ -526,7 +533,7 @@ async def test_a_breakpoint_retains_the_prompt_up_to_it(
     stage: Stage, api: Api, ttl: str | None
 ) -> None:
     body = {**api.body("", 9), **marked(api, ttl), "nvext": {"extra_fields": ["cache"]}}
-    _, work, content = await stage.ask(api, body, chunk={"retention": ["clipped"]})
+    _, work, content = await stage.send(api, body, chunk={"retention": ["clipped"]})
     (mark,) = [entry for entry in work.retention if entry.explicit]
     default = 300.0 if api is MESSAGES else 1800.0
     assert (mark.start, mark.priority, mark.ttl_s) == (0, 75, 3600.0 if ttl else default)
@@ -557,4 +564,4 @@ async def test_an_invalid_hint_is_named(stage: Stage, api: Api, nvext: Json, nam
     status, answer = await stage.refusal(api, api.body(TEXT, 9, nvext=nvext), "plain")
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert named in answer["error"]["message"]
-    assert not stage.router.asked
+    assert not stage.router.requests

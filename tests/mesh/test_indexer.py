@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import msgspec
 import pytest_asyncio
-from support.events import MODEL, Publisher, swallow
-from support.indexing import Replicas, ask, told
+from support.events import MODEL, Publisher, discard
+from support.indexing import Replicas, eventually_overlaps, find_overlaps
 from support.wait import PATIENCE_S
 
 from kvmesh.bus.client import Bus, BusOptions
@@ -28,9 +28,9 @@ async def test_a_stored_prompt_is_found_and_a_removed_one_is_not(
     await worker.open()
     await worker.store(1, 2, 3)
     await replicas.start()
-    await told(bus, [1, 2, 3, 4], {"w-1": 3})
+    await eventually_overlaps(bus, [1, 2, 3, 4], {"w-1": 3})
     await worker.drop(1, 2, 3)
-    await told(bus, [1, 2, 3], {})
+    await eventually_overlaps(bus, [1, 2, 3], {})
     await worker.close()
 
 
@@ -39,7 +39,7 @@ async def test_no_replica_answers_before_history_is_read_or_after_its_end(
 ) -> None:
     async def silent() -> bool:
         try:
-            await ask(bus, 1)
+            await find_overlaps(bus, 1)
         except NoResponder:
             return True
         return False
@@ -58,13 +58,13 @@ async def test_a_lost_batch_is_noticed_and_repaired_by_a_dump(
     worker = Publisher(bus, limits, "w", "w-1")
     await worker.open()
     await worker.store(1, 2)
-    await told(bus, [1, 2], {"w-1": 2})
-    worker.send = swallow
+    await eventually_overlaps(bus, [1, 2], {"w-1": 2})
+    worker.send = discard
     await worker.drop(1, 2)
     worker.send = worker.deliver
     await worker.store(5)
-    await told(bus, [5], {"w-1": 1})
-    assert await ask(bus, 1, 2) == {}
+    await eventually_overlaps(bus, [5], {"w-1": 1})
+    assert await find_overlaps(bus, 1, 2) == {}
     assert worker.dumps == 1
     await worker.close()
 
@@ -76,9 +76,9 @@ async def test_a_dead_worker_leaves_the_index(
     worker = Publisher(bus, limits, "w", "w-1")
     await worker.open()
     await worker.store(1)
-    await told(bus, [1], {"w-1": 1})
+    await eventually_overlaps(bus, [1], {"w-1": 1})
     await worker.close()
-    await told(bus, [1], {})
+    await eventually_overlaps(bus, [1], {})
 
 
 async def test_a_restarted_worker_replaces_its_former_instance(
@@ -88,14 +88,14 @@ async def test_a_restarted_worker_replaces_its_former_instance(
     first = Publisher(bus, limits, "w", "w-1")
     await first.open()
     await first.store(1)
-    await told(bus, [1], {"w-1": 1})
+    await eventually_overlaps(bus, [1], {"w-1": 1})
     second = Publisher(bus, limits, "w", "w-2")
     await second.open()
-    await told(bus, [1], {})
+    await eventually_overlaps(bus, [1], {})
     await second.store(1, 2)
-    await told(bus, [1, 2], {"w-2": 2})
+    await eventually_overlaps(bus, [1, 2], {"w-2": 2})
     await first.close()
-    await told(bus, [1, 2], {"w-2": 2})
+    await eventually_overlaps(bus, [1, 2], {"w-2": 2})
     await second.close()
 
 
@@ -108,7 +108,7 @@ async def test_a_new_replica_does_not_report_departed_workers(
     await worker.open()
     await worker.store(1)
     await replicas.start()
-    assert await ask(bus, 1) == {"w-1": 1}
+    assert await find_overlaps(bus, 1) == {"w-1": 1}
     await worker.close()
 
 
@@ -128,7 +128,7 @@ async def test_malformed_messages_and_queries_do_not_stop_the_service(
     )
     assert reply_ == OverlapReply([], [])
     await worker.store(1)
-    await told(bus, [1], {"w-1": 1})
+    await eventually_overlaps(bus, [1], {"w-1": 1})
     measures = replica.indexer.telemetry.read()
     assert measures["malformed"] == 3
     assert measures["bad_queries"] == 4

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
-from support.indexing import Replicas, ask, told
+from support.indexing import Replicas, eventually_overlaps, find_overlaps
 from support.nats import NatsServer
 from support.proxy import Proxy
 from support.wait import PATIENCE_S, eventually
@@ -64,13 +64,13 @@ async def test_prompts_of_a_missing_shard_have_no_overlaps(
     for blocks in PROMPTS:
         await worker.store(*blocks)
     part = await replicas.start(Settings(shards=2, shard=1, shard_by="root"))
-    found = [bool(await ask(bus, *blocks)) for blocks in PROMPTS]
+    found = [bool(await find_overlaps(bus, *blocks)) for blocks in PROMPTS]
     assert True in found
     assert False in found
     assert part.indexer.queries.counts.shard_errors == found.count(False)
     await replicas.start(Settings(shards=2, shard=0, shard_by="root"))
     for blocks in PROMPTS:
-        await told(bus, list(blocks), {"w-1": 3})
+        await eventually_overlaps(bus, list(blocks), {"w-1": 3})
     await worker.close()
 
 
@@ -91,20 +91,20 @@ async def test_a_silent_replica_of_a_shard_costs_no_overlaps(
         behind = Replicas(replace(options, url=proxy.url), limits, stack)
         part = Settings(shards=2, shard=1, shard_by="root")
         silent, other = await behind.start(part), await replicas.start(part)
-        asked = await replicas.start(
+        queried = await replicas.start(
             Settings(shards=2, shard=0, shard_by="root", shard_timeout_s=2.0)
         )
         both = {each.indexer._service.instance for each in (silent, other)}
-        known = asked.indexer.queries._replicas
+        known = queried.indexer.queries._replicas
         await eventually(lambda: all(name in known["root-1of2"] for name in both))
         proxy.hold()
-        subject = bus.subjects.index_at(asked.indexer._service.instance)
+        subject = bus.subjects.index_at(queried.indexer._service.instance)
         for blocks in PROMPTS * 2:
             query = OverlapQuery([prompt(blocks)])
             reply = await bus.request(subject, query, OVERLAP_REPLY, PATIENCE_S)
             assert depths(reply) == {"w-1": 3}
         assert not known["root-1of2"].trusts(silent.indexer._service.instance)
-        assert asked.indexer.queries.counts.shard_errors == 0
+        assert queried.indexer.queries.counts.shard_errors == 0
         proxy.release()
         await eventually(lambda: known["root-1of2"].trusts(silent.indexer._service.instance))
     await asyncio.to_thread(proxy.stop)
@@ -142,7 +142,7 @@ async def test_a_lagging_replica_withdraws_and_comes_back(
     slow = SlowIndex(replica.indexer.states.index)
     replica.indexer.states.index = slow  # type: ignore[assignment]
     await worker.store(1)
-    await told(bus, [1], {"w-1": 1})
+    await eventually_overlaps(bus, [1], {"w-1": 1})
     slow.seconds = 0.01
 
     async def publish() -> None:
@@ -153,5 +153,5 @@ async def test_a_lagging_replica_withdraws_and_comes_back(
     await asyncio.gather(publish(), eventually(lambda: not replica.indexer.ready))
     slow.seconds = 0.0
     await eventually(lambda: replica.indexer.ready)
-    await told(bus, [399], {"w-1": 1})
+    await eventually_overlaps(bus, [399], {"w-1": 1})
     await worker.close()

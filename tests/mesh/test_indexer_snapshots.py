@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from support.events import Publisher
-from support.indexing import Replica, Replicas, ask, overwrite_newest, told
+from support.indexing import Replica, Replicas, eventually_overlaps, find_overlaps, overwrite_newest
 from support.nats import NatsServer
 from support.wait import eventually
 
@@ -76,8 +76,8 @@ async def test_a_replica_restores_blocks_purged_from_the_stream(
     await fill(worker, 101, 3)
     await first.stop()
     second = await replicas.start(Settings())
-    assert await ask(bus, 1, 2) == {"w-1": 2}
-    assert await ask(bus, 103, 104) == {"w-1": 2}
+    assert await find_overlaps(bus, 1, 2) == {"w-1": 2}
+    assert await find_overlaps(bus, 103, 104) == {"w-1": 2}
     assert second.indexer.feed.counts.messages < 20
     assert worker.dumps == 0
 
@@ -98,24 +98,24 @@ async def test_the_stream_retains_the_messages_after_the_previous_snapshot(
     assert before < newest
 
 
-@pytest.mark.parametrize(("harm", "version"), [(b"damage", 1), (None, 999)])
+@pytest.mark.parametrize(("damage", "version"), [(b"damage", 1), (None, 999)])
 async def test_an_unusable_newest_snapshot_is_skipped(
     bus: Bus,
     worker: Publisher,
     replicas: Replicas,
-    harm: bytes | None,
+    damage: bytes | None,
     version: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = await replicas.start(OFTEN)
     await generations(bus, worker, 3)
     await first.stop()
-    await overwrite_newest(bus, harm, version)
+    await overwrite_newest(bus, damage, version)
     second = await replicas.start(Settings())
     assert second.indexer.telemetry.read()["snapshots_skipped"] == 1
     assert sum("skipped snapshot whole" in line for line in caplog.messages) == 1
-    assert await ask(bus, 1, 2) == {"w-1": 2}
-    assert await ask(bus, 30, 31) == {"w-1": 2}
+    assert await find_overlaps(bus, 1, 2) == {"w-1": 2}
+    assert await find_overlaps(bus, 30, 31) == {"w-1": 2}
     assert worker.dumps == 0
 
 
@@ -130,7 +130,7 @@ async def test_a_snapshot_whose_chunks_are_gone_is_skipped(
     await bus.js.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.C.{slot.nuid}")
     second = await replicas.start(Settings())
     assert second.indexer.snapshotter.counts.snapshots_skipped == 1
-    assert await ask(bus, 20, 21) == {"w-1": 2}
+    assert await find_overlaps(bus, 20, 21) == {"w-1": 2}
 
 
 async def test_chunks_without_an_object_are_purged(
@@ -179,7 +179,7 @@ async def test_a_stream_gap_is_repaired_by_dumps_even_of_idle_workers(
     await eventually(stored)  # or what comes later would be numbered from 6 on
     await bus.js.purge_stream(bus.subjects.kv_stream, seq=6)
     replica = await replicas.start(Settings())
-    await told(bus, [1, 2], {"w-1": 2, "idle-1": 2})
+    await eventually_overlaps(bus, [1, 2], {"w-1": 2, "idle-1": 2})
     assert (idle.dumps, worker.dumps) == (1, 1)
     assert replica.indexer.feed.counts.stream_gaps == 1
     await idle.close()
@@ -194,7 +194,7 @@ async def test_reset_states_starts_empty_and_requests_dumps(
     second = await replicas.start(Settings(reset_states=True))
     assert await covered(bus) == []
     assert second.indexer.snapshotter.covered == 0
-    await told(bus, [1, 2], {"w-1": 2})
+    await eventually_overlaps(bus, [1, 2], {"w-1": 2})
     assert worker.dumps == 1
 
 
@@ -209,14 +209,14 @@ async def test_a_deleted_stream_does_not_revive_its_snapshot(
     second = await replicas.start(Settings())
     assert second.indexer.snapshotter.counts.snapshots_skipped == 1
     await worker.store(500, 501)
-    await told(bus, [500, 501], {"w-1": 2})
-    assert await ask(bus, 1, 2) == {"w-1": 2}
+    await eventually_overlaps(bus, [500, 501], {"w-1": 2})
+    assert await find_overlaps(bus, 1, 2) == {"w-1": 2}
 
 
 async def rewind(server: NatsServer, bus: Bus, limits: StreamLimits, copy: Path) -> None:
     """Put the KV stream back to what it was; another worker uses its numbers again."""
-    await asyncio.to_thread(server.put_back, copy, bus.subjects.kv_stream)
-    with server.elsewhere() as url:
+    await asyncio.to_thread(server.restore, copy, bus.subjects.kv_stream)
+    with server.at_another_address() as url:
         other = await Bus.connect(replace(bus.options, url=url), "other")
         await ensure_streams(other, limits)
         before = await last_seq(other)
@@ -232,9 +232,9 @@ async def rewind(server: NatsServer, bus: Bus, limits: StreamLimits, copy: Path)
     await ensure_streams(bus, limits)
 
 
-async def keep(server: NatsServer, bus: Bus, copy: Path) -> None:
+async def back_up(server: NatsServer, bus: Bus, copy: Path) -> None:
     made = bus.connected_at
-    await asyncio.to_thread(server.keep, copy)
+    await asyncio.to_thread(server.back_up, copy)
     await eventually(lambda: bus.connected_at > made)
 
 
@@ -249,7 +249,7 @@ async def test_a_snapshot_of_messages_that_were_rewound_is_dropped_for_one_befor
     first = await replicas.start(OFTEN)
     await generations(bus, worker, 1)
     [sound] = await covered(bus)
-    await keep(nats_server, bus, tmp_path / "copy")
+    await back_up(nats_server, bus, tmp_path / "copy")
     await ensure_streams(bus, limits)
     await generations(bus, worker, 1, start=101)
     await first.stop()
@@ -259,7 +259,7 @@ async def test_a_snapshot_of_messages_that_were_rewound_is_dropped_for_one_befor
     assert await covered(bus) == [sound]
     await worker.store(500, 501)
     for start in (1, 101, 500):
-        await told(bus, [start, start + 1], {"w-1": 2})
+        await eventually_overlaps(bus, [start, start + 1], {"w-1": 2})
 
 
 async def test_a_leader_drops_its_snapshots_of_a_rewound_stream(
@@ -270,7 +270,7 @@ async def test_a_leader_drops_its_snapshots_of_a_rewound_stream(
     replicas: Replicas,
     tmp_path: Path,
 ) -> None:
-    await keep(nats_server, bus, tmp_path / "copy")
+    await back_up(nats_server, bus, tmp_path / "copy")
     await ensure_streams(bus, limits)
     leader = (await replicas.start(OFTEN)).indexer
     await generations(bus, worker, 2)
@@ -283,8 +283,8 @@ async def test_a_leader_drops_its_snapshots_of_a_rewound_stream(
 
     await eventually(replaced)
     await worker.store(500, 501)
-    await told(bus, [1, 2], {"w-1": 2})
-    await told(bus, [500, 501], {"w-1": 2})
+    await eventually_overlaps(bus, [1, 2], {"w-1": 2})
+    await eventually_overlaps(bus, [500, 501], {"w-1": 2})
 
 
 async def test_a_replica_without_messages_is_not_ready(
@@ -292,10 +292,10 @@ async def test_a_replica_without_messages_is_not_ready(
 ) -> None:
     replica = await replicas.start()
     await worker.store(1, 2)
-    await told(bus, [1, 2], {"w-1": 2})
+    await eventually_overlaps(bus, [1, 2], {"w-1": 2})
     await asyncio.to_thread(nats_server.kill)
     await eventually(lambda: not replica.indexer.ready)
     assert replica.indexer.feed.lag > 2
     await asyncio.to_thread(nats_server.start)
     await eventually(lambda: replica.indexer.ready)
-    await told(bus, [1, 2], {"w-1": 2})
+    await eventually_overlaps(bus, [1, 2], {"w-1": 2})

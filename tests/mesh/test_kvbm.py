@@ -58,7 +58,7 @@ async def test_a_prompt_may_be_sent_as_a_delta(node: Node) -> None:
     card = await node.start()
     one, other = await node.worker(), await node.worker()
     names = one.names(tokens(80))
-    assert await one.put(names.upto(70)) == 70
+    assert await one.put(names.prefix(70)) == 70
     assert await one.put(names, first=70, **names.after(66, of=70)) == 10
     assert (await one.get(names, **names.after(80, of=80))).tiers == [1] * 80
     empty = Offer(other.id, 70, b"", b"", b"", SALT)
@@ -76,8 +76,8 @@ async def test_a_prefix_is_computed_once(node: Node) -> None:
     names = one.names(tokens(20))
     assert not (await one.get(names, request="first")).blocks
     waiting = asyncio.create_task(other.get(names, request="second", wait_s=30.0))
-    await node.reaches("waits", 1)
-    assert await one.put(names.upto(12)) == 12
+    await node.wait_for_metric("waits", 1)
+    assert await one.put(names.prefix(12)) == 12
     assert await one.put(names, 12) == 8
     assert len((await waiting).blocks) == 20
 
@@ -88,9 +88,9 @@ async def test_waiting_ends_when_a_worker_stops_computing(node: Node) -> None:
     names = one.names(tokens(20))
     await one.get(names, request="first")
     waiting = asyncio.create_task(other.get(names, request="second", wait_s=30.0))
-    await node.reaches("waits", 1)
+    await node.wait_for_metric("waits", 1)
     queued = asyncio.create_task(third.get(names, request="third", wait_s=30.0))
-    await node.reaches("waits", 2)
+    await node.wait_for_metric("waits", 2)
     await one.computed("first")
     assert not (await waiting).blocks
     assert await other.put(names) == 20
@@ -101,14 +101,14 @@ async def test_a_parked_fetch_is_answered_when_its_ticket_ends(node: Node) -> No
     await node.start()
     first, second = await node.worker(), await node.worker()
     names = first.names(tokens(8))
-    assert await first.put(names.upto(4)) == 4
+    assert await first.put(names.prefix(4)) == 4
     await first.get(names, request="r1")
     fetched = await second.fetch(names, request="r2", wait_s=600.0)
     assert fetched.pending == 4
-    asked = node.metric("requests_total")
-    waiting = asyncio.create_task(second.ask(Await(second.id, fetched.ticket, 600.0), Fetched))
-    await node.reaches("requests_total", asked + 1)
-    await second.ask(Finish(second.id, fetched.ticket), Done)
+    prompt_bytes = node.metric("requests_total")
+    waiting = asyncio.create_task(second.request(Await(second.id, fetched.ticket, 600.0), Fetched))
+    await node.wait_for_metric("requests_total", prompt_bytes + 1)
+    await second.request(Finish(second.id, fetched.ticket), Done)
     with pytest.raises(AssertionError, match="the ticket has ended"):
         await waiting
 
@@ -121,23 +121,23 @@ async def test_the_index_receives_events_of_every_tier(node: Node) -> None:
     await worker.put(names)
     await node.on_disk(16)
 
-    async def are(*expected: int) -> None:
+    async def eventually_tiers(*expected: int) -> None:
         async def tiers() -> bool:
             found = await overlap(node.bus, names)
             return found == ({card.instance: expected} if expected else {})
 
         await eventually(tiers, what=f"tiers {expected}")
 
-    await are(0, 16, 0, 0)
+    await eventually_tiers(0, 16, 0, 0)
     assert (await node.control(Clear(tiers=[1]))).blocks == 16
-    await are(0, 0, 16, 0)
-    await worker.get(names.upto(6))
-    await are(0, 6, 10, 0)
+    await eventually_tiers(0, 0, 16, 0)
+    await worker.get(names.prefix(6))
+    await eventually_tiers(0, 6, 10, 0)
     assert (await node.dump(0)).ok
     assert not (await node.dump(1)).ok
-    await are(0, 6, 10, 0)
+    await eventually_tiers(0, 6, 10, 0)
     await node.control(Clear(salt=SALT))
-    await are()
+    await eventually_tiers()
 
 
 async def overlap(bus: Bus, names: Names) -> dict[str, tuple[int, ...]]:
@@ -181,16 +181,16 @@ async def test_sub_tenants_share_the_budget_of_their_tenant(node: Node) -> None:
     worker = await node.worker()
     share, retention = HOST_BYTES // 4, [Retain(0, 100 * SIZE, 80, explicit=True)]
 
-    async def keep(tenant: str, seed: int) -> float:
+    async def put_retained(tenant: str, seed: int) -> float:
         names = worker.names(tokens(100, seed), tenant)
         assert await worker.put(names, tenant=tenant, retention=retention) == 100
         return node.metric("retained_bytes", 'tier="1"')
 
-    asked = 100 * layout().block_bytes
-    assert await keep("a/one", 1) == asked
-    assert await keep("a/two", 2) == share
-    assert await keep("a", 3) == share
-    assert await keep("b/one", 4) == share + asked
+    prompt_bytes = 100 * layout().block_bytes
+    assert await put_retained("a/one", 1) == prompt_bytes
+    assert await put_retained("a/two", 2) == share
+    assert await put_retained("a", 3) == share
+    assert await put_retained("b/one", 4) == share + prompt_bytes
 
 
 async def test_retention_is_inherited(node: Node) -> None:
@@ -228,13 +228,13 @@ async def test_a_dead_workers_tickets_are_reclaimed(node: Node, act: str) -> Non
     process = victim(node, act)
     with process:
         assert await ticket_of(process)
-        await node.reaches("workers", 2)
+        await node.wait_for_metric("workers", 2)
         held = node.metric("write_tickets") + node.metric("read_tickets")
         process.send_signal(signal.SIGKILL)
     assert held == 1
-    await node.reaches("workers", 1)
-    await node.reaches("write_tickets", 0)
-    await node.reaches("read_tickets", 0)
+    await node.wait_for_metric("workers", 1)
+    await node.wait_for_metric("write_tickets", 0)
+    await node.wait_for_metric("read_tickets", 0)
     await node.control(Clear())
     assert node.metric("used_bytes") == 0
     assert await worker.put(worker.names(tokens(8, 77))) == 8
@@ -255,12 +255,12 @@ async def test_nothing_is_left_in_shared_memory(node: Node) -> None:
     killed = await node.start(KVMESH_KVBM_NODE="one")
     node.mesh.kill("kv")
     second = await node.start(KVMESH_KVBM_NODE="two")
-    assert [is_there(card) for card in (killed, second)] == [False, True]
+    assert [has_directory(card) for card in (killed, second)] == [False, True]
     node.mesh.kill("kv", signal.SIGTERM)
-    assert not is_there(second)
+    assert not has_directory(second)
 
 
-def is_there(card: Instance) -> bool:
+def has_directory(card: Instance) -> bool:
     assert card.store is not None
     return Path(card.store.directory).is_dir()
 
@@ -302,12 +302,12 @@ async def test_the_card_has_the_capacity_in_blocks(node: Node) -> None:
     for block_bytes in (8192, 4096):
         await node.worker(layout(block_bytes))
 
-        async def said(size: int = block_bytes) -> bool:
+        async def reports_blocks(size: int = block_bytes) -> bool:
             store = (await find_kvbm(node.bus, node.limits)).store
             assert store is not None
             return store.tier_blocks == [HOST_BYTES // size, DISK_BYTES // size, 0]
 
-        await eventually(said, what="the card has changed")
+        await eventually(reports_blocks, what="the card has changed")
 
 
 async def test_a_disk_that_is_too_small_is_not_used_and_logged(node: Node) -> None:
@@ -360,7 +360,7 @@ async def test_attachment_numbers_cannot_be_guessed(node: Node) -> None:
     stranger.close()
     for number in (*range(1, 20), worker.id - 1, worker.id + 1):
         with pytest.raises(AssertionError, match="no such attachment"):
-            await stranger.ask(Detach(number), Done)
+            await stranger.request(Detach(number), Done)
     second = await node.worker()
     assert abs(second.id - worker.id) > 1 << 20
     assert (await worker.fetch(worker.names(tokens(4)))).ticket == 0
@@ -374,12 +374,12 @@ async def test_invalid_messages_are_declined(node: Node) -> None:
     with pytest.raises(AssertionError, match="not of the same blocks"):
         await worker.fetch(torn)
     with pytest.raises(AssertionError, match="no such ticket"):
-        await worker.ask(Await(worker.id, 999, 0.0), Fetched)
+        await worker.request(Await(worker.id, 999, 0.0), Fetched)
     other = await node.worker()
     wanted = await worker.offer(names)
     with pytest.raises(AssertionError, match="no such ticket"):
-        await other.ask(Finish(other.id, wanted.ticket), Done)
+        await other.request(Finish(other.id, wanted.ticket), Done)
     with pytest.raises(AssertionError, match="not a multiple"):
-        await worker.ask(Commit(worker.id, wanted.ticket, b"odd"), Done)
+        await worker.request(Commit(worker.id, wanted.ticket, b"odd"), Done)
     sums = worker.write(names, wanted)
-    assert (await worker.ask(Commit(worker.id, wanted.ticket, sums), Done)).blocks == 4
+    assert (await worker.request(Commit(worker.id, wanted.ticket, sums), Done)).blocks == 4

@@ -61,14 +61,14 @@ async def test_a_corrupt_block_is_dropped(node: Node, tmp_path: Path) -> None:
     await worker.put(names)
     await node.on_disk(10)
     await node.control(Clear(tiers=[1]))
-    rot(tmp_path / "disk" / "blocks", names.digest(4))
+    corrupt_block(tmp_path / "disk" / "blocks", names.digest(4))
     assert len((await worker.get(names)).blocks) == 4
-    await node.reaches("corrupt_blocks", 1)
+    await node.wait_for_metric("corrupt_blocks", 1)
     assert await worker.put(names) == 1
     assert len((await worker.get(names)).blocks) == 10
 
 
-def rot(file: Path, digest: bytes) -> None:
+def corrupt_block(file: Path, digest: bytes) -> None:
     """Change one byte of the block that is filled with `digest`."""
     data = file.read_bytes()
     with file.open("r+b") as opened:
@@ -85,8 +85,8 @@ async def test_a_worker_reports_a_corrupt_block(node: Node) -> None:
     fetched = await worker.fetch(names)
     await worker.corrupt(fetched.ticket, names.digest(6))
     assert len((await worker.get(names)).blocks) == 6
-    await worker.ask(Finish(worker.id, fetched.ticket), Done)
-    await node.reaches("corrupt_blocks", 1)
+    await worker.request(Finish(worker.id, fetched.ticket), Done)
+    await node.wait_for_metric("corrupt_blocks", 1)
 
 
 async def test_a_full_disk_keeps_its_blocks(node: Node) -> None:
@@ -99,7 +99,7 @@ async def test_a_full_disk_keeps_its_blocks(node: Node) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (5 << 20, 5 << 20))
     for seed in range(2, 12):
         await worker.put(worker.names(tokens(100, seed)))
-        await node.reaches("moving_blocks", 0)
+        await node.wait_for_metric("moving_blocks", 0)
     assert (await node.control(Clear(model="other"))).ok
     assert node.log.count("the disk tier stays at") == 1
     assert node.metric("capacity_bytes", 'tier="2"') < DISK_BYTES
@@ -144,7 +144,7 @@ async def test_a_killed_kvbm_restores_its_disk(node: Node, tmp_path: Path) -> No
     taken = await again.get(names)
     assert (taken.tiers, taken.bad) == ([2] * 30, 0)
     worker.card = second
-    declined = await worker.ask(Await(worker.id + 100, half_done.ticket, 0.0), Declined)
+    declined = await worker.request(Await(worker.id + 100, half_done.ticket, 0.0), Declined)
     assert declined.code == "unknown"
 
 
@@ -180,7 +180,7 @@ async def test_a_false_journal_is_harmless(node: Node, tmp_path: Path) -> None:
     with (tmp_path / "disk" / "journal").open("ab") as journal:
         journal.write(b"half a reco")
     node.mesh.restart("kv")
-    await node.found()
+    await node.wait_for_card()
     again = await node.worker()
     assert not (await again.get(names)).blocks
     assert await again.put(names) == 30
@@ -207,7 +207,7 @@ async def test_a_smaller_tier_keeps_blocks_that_fit(node: Node, tmp_path: Path) 
     taken = await again.get(first)
     assert (taken.tiers, taken.bad) == ([2] * 500, 0)
     assert await again.put(again.names(tokens(100, 3))) == 100
-    await node.reaches("moving_blocks", 0)
+    await node.wait_for_metric("moving_blocks", 0)
     assert node.metric("used_bytes", 'tier="2"') <= 6 << 20
 
 
@@ -219,7 +219,7 @@ async def test_disk_space_that_others_need_is_freed(node: Node, tmp_path: Path) 
     await node.on_disk(100)
     await journaled(tmp_path, 100)
     await node.restart(KVMESH_KVBM_DISK_FREE_BYTES=str(1 << 60))
-    await node.reaches("blocks", 0, 'tier="2"')
+    await node.wait_for_metric("blocks", 0, 'tier="2"')
     blocks = tmp_path / "disk" / "blocks"
     await eventually(lambda: blocks.stat().st_size == 0, what="the file is cut")
     assert "100 blocks dropped" in node.log

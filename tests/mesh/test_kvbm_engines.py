@@ -113,10 +113,10 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[st
         server.kill()
 
 
-def agree(one: Host, other: Host, name: str) -> None:
+def check_equal_output(one: Host, other: Host, name: str) -> None:
     """Fail the test at once, even inside `eventually`, which retries failed assertions."""
     if one.answer(name) != other.answer(name):
-        pytest.fail(f"{name} was answered in two ways")
+        pytest.fail(f"{name} has two different outputs")
 
 
 @pytest.mark.parametrize("settings", ["folder", "redis", "memory"], indirect=True)
@@ -129,7 +129,7 @@ async def test_blocks_that_another_node_holds(
     one, two = await start("w-1"), await start("w-2", node="there")
     attempts = count()
 
-    async def ask_another() -> bool:
+    async def prompt_one_then_the_other() -> bool:
         """Send a prompt new to both; its blocks become available elsewhere after a varying time."""
         attempt = next(attempts)
         name, tokens = f"r{attempt}", prompt(200, attempt)
@@ -137,10 +137,10 @@ async def test_blocks_that_another_node_holds(
         await one.written()
         await asyncio.sleep(0.2 * attempt)
         await two.run(make_work(name, tokens))
-        agree(one, two, name)
+        check_equal_output(one, two, name)
         return two.cached(name) == [0, 0, 0, 192]
 
-    await eventually(ask_another, 60, "all comes from the other node")
+    await eventually(prompt_one_then_the_other, 60, "all comes from the other node")
     await two.written()
     await two.check_accounting()
 
@@ -153,18 +153,18 @@ async def test_blocks_that_another_node_computes(nodes: Nodes, start: Start) -> 
     one, two = await start("w-1"), await start("w-2", node="there")
     attempts = count()
 
-    async def ask_both() -> bool:
+    async def prompt_both_at_once() -> bool:
         """Send the same prompt to both at almost the same time, in any order."""
         attempt = next(attempts)
         name, tokens = f"r{attempt}", prompt(3000, attempt)
-        asking = asyncio.create_task(one.run(make_work(name, tokens)))
+        pending = asyncio.create_task(one.run(make_work(name, tokens)))
         await asyncio.sleep(0.02 * attempt)
         await two.run(make_work(name, tokens))
-        await asking
-        agree(one, two, name)
+        await pending
+        check_equal_output(one, two, name)
         return sorted([one.cached(name), two.cached(name)]) == [[0], [0, 0, 0, 2992]]
 
-    await eventually(ask_both, 120, "one computes it and the other loads it")
+    await eventually(prompt_both_at_once, 120, "one computes it and the other loads it")
     for host in (one, two):
         await host.written()
         await host.check_accounting()

@@ -72,8 +72,8 @@ class Nodes:
             KVMESH_KVBM_METRICS_PORT=str(self.ports[name]),
             **env,
         )
-        known = {worker.card.instance for worker in self.workers}
-        card = await find_kvbm(self.bus, self.limits, known)
+        instances = {worker.card.instance for worker in self.workers}
+        card = await find_kvbm(self.bus, self.limits, instances)
         worker = TestWorker(self.bus, card, shape or layout())
         self.workers.append(worker)
         await worker.attach()
@@ -93,16 +93,18 @@ class Nodes:
         return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
 
     async def reaches(self, node: str, sample: str, value: float) -> None:
-        def there() -> bool:
+        def has_value() -> bool:
             return self.metric(node, sample) == value
 
-        await eventually(lambda: asyncio.to_thread(there), what=f"{sample} of {node} is {value}")
+        await eventually(
+            lambda: asyncio.to_thread(has_value), what=f"{sample} of {node} is {value}"
+        )
 
     async def indexed(self, names: Names, *blocks: int) -> None:
         """Wait until the index knows of nodes with so many blocks of a prompt in their memory."""
         subject, query = self.bus.subjects.index("m"), OverlapQuery([names.sequence])
 
-        async def known() -> bool:
+        async def index_matches() -> bool:
             try:
                 reply = await self.bus.request(
                     subject, query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
@@ -112,7 +114,7 @@ class Nodes:
             rows = struct.iter_unpack("<5I", reply.rows[0])
             return sorted(arena for _, _, arena, _, _ in rows) == sorted(blocks)
 
-        await eventually(known)
+        await eventually(index_matches)
 
     async def shared(self, node: str, blocks: int) -> None:
         sample = 'blocks{tier="3"}'
@@ -147,8 +149,8 @@ async def test_a_node_loads_blocks_of_another(nodes: Nodes) -> None:
     await east.put(names)
     await nodes.shared("east", 50)
     west = await nodes.start("west")
-    taken = await west.get(names)
-    assert (taken.tiers, taken.bad) == ([3] * 50, 0)
+    result = await west.get(names)
+    assert (result.tiers, result.bad) == ([3] * 50, 0)
     assert (await west.get(names)).tiers == [1] * 50
     longer = west.names(tokens(60))
     assert await west.put(longer, 50) == 10
@@ -164,10 +166,10 @@ async def test_cleared_blocks_are_gone_everywhere(nodes: Nodes) -> None:
     await nodes.shared("east", 10)
     await nodes.clear(east)
 
-    async def gone() -> bool:
+    async def evicted() -> bool:
         return not (await west.get(names)).blocks
 
-    await eventually(gone)
+    await eventually(evicted)
 
 
 @pytest.mark.parametrize("url", ["redis"], indirect=True)
@@ -186,11 +188,11 @@ async def test_a_node_continues_without_its_store(nodes: Nodes, redis: RedisServ
     assert log.read_text().count("continuing without the remote tier") == 1
     redis.start()
 
-    async def again() -> bool:
+    async def recovered() -> bool:
         await east.get(east.names(tokens(4, next(seeds))))
         return "the remote tier works again" in log.read_text()
 
-    await eventually(again)
+    await eventually(recovered)
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
@@ -211,8 +213,8 @@ async def test_a_corrupt_or_forged_block_in_the_store_is_dropped(
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
     file.write_bytes(content)
-    taken = await east.get(names)
-    assert (len(taken.blocks), taken.bad) == (6, 0)
+    result = await east.get(names)
+    assert (len(result.blocks), result.bad) == (6, 0)
     await eventually(lambda: not file.exists())
     assert nodes.metric("east", "corrupt_blocks_total") == 1
 
@@ -227,9 +229,9 @@ async def test_a_node_reads_anothers_memory(nodes: Nodes) -> None:
     first, second = prompts
 
     async def loaded() -> bool:
-        taken = await west.get(first)
-        assert not taken.bad
-        return taken.tiers == [3] * 20
+        result = await west.get(first)
+        assert not result.bad
+        return result.tiers == [3] * 20
 
     await eventually(loaded)
     assert (await west.get(first)).tiers == [1] * 20
@@ -254,12 +256,12 @@ async def test_a_node_waits_for_blocks_that_another_computes(nodes: Nodes, url: 
     await compute(nodes, east, names)
     waiting = asyncio.create_task(west.get(names, wait_s=60.0))
     await nodes.reaches("west", "peer_waits_total", 1)
-    assert await east.put(names.upto(12)) == 12
+    assert await east.put(names.prefix(12)) == 12
     await nodes.reaches("west", 'blocks{tier="1"}', 12)
     assert await east.put(names, 12) == 8
     await east.computed("r")
-    taken = await waiting
-    assert (taken.tiers, taken.bad) == ([3] * 20, 0)
+    result = await waiting
+    assert (result.tiers, result.bad) == ([3] * 20, 0)
     await nodes.reaches("west", "peer_claims", 0)
     assert nodes.metric("east", "prepared_blocks_total") == 20
     await nodes.reaches("west", "in_progress_blocks", 0)
@@ -316,9 +318,9 @@ async def test_a_node_reads_anothers_disk(nodes: Nodes) -> None:
     await nodes.clear(east, 1)
 
     async def loaded() -> bool:
-        taken = await west.get(names, wait_s=30.0)
-        assert not taken.bad
-        return taken.tiers == [3] * 100
+        result = await west.get(names, wait_s=30.0)
+        assert not result.bad
+        return result.tiers == [3] * 100
 
     await eventually(loaded)
     assert nodes.metric("east", 'moved_blocks_total{source="2",target="1"}') == 100
@@ -350,23 +352,23 @@ async def test_a_node_of_another_layout_is_not_queried(nodes: Nodes) -> None:
     nodes.mesh.start("indexer", "indexer-0")
     other = await nodes.start("other", layout(weights="other"), **PEERS)
     alike, west = await nodes.start("alike", **PEERS), await nodes.start("west", **PEERS)
-    asked: list[bytes] = []
+    received: list[bytes] = []
 
-    async def hear(message: Msg) -> None:
-        asked.append(message.data)
+    async def record(message: Msg) -> None:
+        received.append(message.data)
 
     assert await other.put(other.names(tokens(20))) == 20
     assert await alike.put(alike.names(tokens(10))) == 10
     await nodes.indexed(west.names(tokens(20)), 20, 10)
-    await nodes.bus.client.subscribe(nodes.bus.subjects.kvbm(other.card.instance), cb=hear)
+    await nodes.bus.client.subscribe(nodes.bus.subjects.kvbm(other.card.instance), cb=record)
 
     async def loaded() -> bool:
-        taken = await west.get(west.names(tokens(20)), wait_s=30.0)
-        assert not taken.bad
-        return taken.tiers == [3] * 10
+        result = await west.get(west.names(tokens(20)), wait_s=30.0)
+        assert not result.bad
+        return result.tiers == [3] * 10
 
     await eventually(loaded)
-    assert not asked
+    assert not received
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)

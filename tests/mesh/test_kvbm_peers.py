@@ -1,4 +1,4 @@
-"""Reads from a peer that lies or fails: every move ends, and no copy stays in use."""
+"""Reads from a peer that sends wrong data or fails: every move ends, and no copy stays in use."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -45,13 +45,13 @@ async def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 async def answering(server: RedisServer) -> None:
     store = opened(server.url)
 
-    async def there() -> bool:
+    async def connected() -> bool:
         try:
             return await store.find([b"none"]) == 0
         except RemoteError:
             return False
 
-    await eventually(there)
+    await eventually(connected)
     await store.close()
 
 
@@ -128,12 +128,12 @@ async def test_a_lease_ends(url: str) -> None:
     store = opened(url, lease_s=0.05)
     await store.put([block(1)])
 
-    async def gone() -> bool:
+    async def expired() -> bool:
         into = buffers(1)
         await store.tend()
         return await store.get(names(1), into) == [None]
 
-    await eventually(gone)
+    await eventually(expired)
     assert await store.find(names(1)) == 0
     await store.close()
 

@@ -97,10 +97,10 @@ async def test_a_repeated_prompt_is_read_from_cache(client: AsyncOpenAI) -> None
     _, tokens, _, first = await stream(client, prompt, 4)
     assert first < 32
 
-    async def again() -> bool:
+    async def repeated() -> bool:
         return (await stream(client, prompt, 4))[3] >= tokens - 32
 
-    await eventually(again, what="cached tokens of a repeated prompt")
+    await eventually(repeated, what="cached tokens of a repeated prompt")
 
 
 async def test_ten_concurrent_streams_are_complete(client: AsyncOpenAI) -> None:

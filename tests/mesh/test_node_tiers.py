@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest_asyncio
-from support.events import Kvbm, Publisher, prompt, swallow
-from support.indexing import Replicas, ask, told
-from support.routers import placed, running_router
+from support.events import Kvbm, Publisher, discard, prompt
+from support.indexing import Replicas, eventually_overlaps, find_overlaps
+from support.routers import request_placement, running_router
 from support.routing import request
 from support.wait import eventually
 
@@ -40,7 +40,7 @@ async def credited(bus: Bus, blocks: list[int], expected: dict[str, list[int]]) 
 
     async def matches() -> bool:
         message = request("r", prompt(blocks), policy="round-robin", explain=True)
-        decision = (await placed(bus, message)).decision
+        decision = (await request_placement(bus, message)).decision
         assert decision is not None
         assert {c.instance: c.overlap for c in decision.candidates} == expected
         return True
@@ -59,7 +59,7 @@ async def test_workers_are_credited_with_blocks_of_their_node(
         await holders["ka"].close()
         none = [0, 0, 0, 0]
         await credited(bus, [1, 2, 3], {"a-1": [2, 0, 0, 0], "b-1": none, "c-1": none})
-        assert await ask(bus, 1, 2, 3) == {"a-1": 2}
+        assert await find_overlaps(bus, 1, 2, 3) == {"a-1": 2}
 
 
 async def test_gaps_are_healed_by_a_dump_and_snapshots_survive(
@@ -68,23 +68,23 @@ async def test_gaps_are_healed_by_a_dump_and_snapshots_survive(
     first = await replicas.start(Settings(snapshot_threshold=10))
     kvbm = holders["ka"]
     await eventually(lambda: kvbm.dumps, what="the dump requested of an idle holder")
-    asked = kvbm.dumps
-    kvbm.send = swallow
+    dumps_before = kvbm.dumps
+    kvbm.send = discard
     await kvbm.store(7)
     kvbm.send = kvbm.deliver
     await holders["a"].store(1, 2)
     await kvbm.store(1, 2, 3, 4, 5)
-    await told(bus, [1, 2, 3, 4, 5], {"a-1": 2, "ka-1": 5})
-    assert await ask(bus, 7) == {"ka-1": 1}
-    assert kvbm.dumps > asked
+    await eventually_overlaps(bus, [1, 2, 3, 4, 5], {"a-1": 2, "ka-1": 5})
+    assert await find_overlaps(bus, 7) == {"ka-1": 1}
+    assert kvbm.dumps > dumps_before
     for block in range(100, 112):
         await kvbm.store(block)
     await eventually(lambda: first.indexer.snapshotter.counts.snapshots)
-    asked = kvbm.dumps
+    dumps_before = kvbm.dumps
     await first.stop()
     second = await replicas.start(Settings())
     assert second.indexer.snapshotter.covered > 0
-    await told(bus, [1, 2, 3, 4, 5], {"a-1": 2, "ka-1": 5})
-    assert kvbm.dumps == asked
+    await eventually_overlaps(bus, [1, 2, 3, 4, 5], {"a-1": 2, "ka-1": 5})
+    assert kvbm.dumps == dumps_before
     async with running_router(options, predicted_ttl_s=0.0):
         await credited(bus, [1, 2, 3, 4, 5, 6], TIERS)

@@ -414,19 +414,19 @@ def test_bad_thresholds_change_nothing(
 
 def test_keys_are_added_listed_rotated_and_revoked(operator: Operator) -> None:
     assert operator.lines("keys", "list") == ["no keys"]
-    status, secret, said = operator("keys", "add", "ann", "--tenant", "team", "--scopes", "cache")
-    assert (status, said) == (0, "secret of ann, shown only once:\n")
+    status, secret, notice = operator("keys", "add", "ann", "--tenant", "team", "--scopes", "cache")
+    assert (status, notice) == (0, "secret of ann, shown only once:\n")
     digest = hashlib.sha256(secret.strip().encode()).hexdigest()
     (line,) = operator.lines("keys", "list")
     assert line == f"ann: sha256 {digest[:8]}…, tenant team, scopes cache"
-    _, newer, said = operator("keys", "rotate", "ann", "--grace", "2h")
+    _, newer, notice = operator("keys", "rotate", "ann", "--grace", "2h")
     assert newer != secret
-    assert said.startswith("the old secret is valid until ")
+    assert notice.startswith("the old secret is valid until ")
     (line,) = operator.lines("keys", "list")
     assert hashlib.sha256(newer.strip().encode()).hexdigest()[:8] in line
     assert "old secret until" in line
-    _, _, said = operator("keys", "rotate", "ann", "--grace", "0s")
-    assert said == "secret of ann, shown only once:\n"
+    _, _, notice = operator("keys", "rotate", "ann", "--grace", "0s")
+    assert notice == "secret of ann, shown only once:\n"
     assert operator.lines("keys", "revoke", "ann") == ["revoked ann"]
     assert operator.lines("keys", "list") == ["no keys"]
 

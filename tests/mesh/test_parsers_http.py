@@ -67,7 +67,7 @@ class Stage:
         worker = self.workers[model]
         number = len(worker.works)
         body = api.body("Weather?", 900, model=model, stream=stream, **fields)
-        response = asyncio.create_task(api.ask(self.client, body))
+        response = asyncio.create_task(api.send(self.client, body))
         work = await worker.work(number)
         tokens = TOKENIZER.encode(raw, add_special_tokens=False).ids
         for start in range(0, len(tokens), CHUNK):

@@ -83,7 +83,7 @@ async def shared(
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(shared: Stage) -> Stage:
     shared.worker.works.clear()
-    shared.router.asked.clear()
+    shared.router.requests.clear()
     return shared
 
 
@@ -237,7 +237,7 @@ async def test_a_choice_without_a_matching_tool_is_rejected(
     assert status == 400
     assert "tool_choice" in answer["error"]["message"]
     assert answer["error"]["type"] == "invalid_request_error"
-    assert stage.router.asked == []
+    assert stage.router.requests == []
 
 
 # --- context length ---
@@ -263,7 +263,7 @@ async def test_openai_apis_report_an_exceeded_context(
     assert status == 400
     assert answer["error"]["code"] == "context_length_exceeded"
     assert f"maximum context length is {CONTEXT} tokens" in answer["error"]["message"]
-    assert stage.router.asked == []
+    assert stage.router.requests == []
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ async def test_messages_reports_an_exceeded_context_in_anthropic_s_words(
     assert answer["error"]["type"] == "invalid_request_error"
     count = (await stage.client.post("/v1/messages/count_tokens", body))[1].get("input_tokens")
     assert message.format(count) in answer["error"]["message"]
-    assert stage.router.asked == []
+    assert stage.router.requests == []
 
 
 async def test_the_output_limit_is_the_rest_of_the_context(stage: Stage) -> None:
@@ -334,7 +334,7 @@ async def test_an_unusable_prompt_is_rejected(stage: Stage, prompt: Any) -> None
     status, answer = await stage.client.post(COMPLETIONS, {"model": MODEL, "prompt": prompt})
     assert status == 400
     assert answer["error"]["param"] == "prompt"
-    assert stage.router.asked == []
+    assert stage.router.requests == []
 
 
 # --- conversations ---

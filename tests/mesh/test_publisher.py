@@ -8,7 +8,7 @@ import msgspec
 import pytest_asyncio
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
-from support.worker import Desk
+from support.worker import ScriptedFrontend
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Cleared, KvBatch, KvEvent, Stored
@@ -19,7 +19,7 @@ RANK = "w-1", 0
 
 
 class Engine:
-    """Holds blocks of rank 0, tells of each, and of all when it is asked to."""
+    """Publishes each block that it holds on rank 0, and all of them as a dump."""
 
     def __init__(self, bus: Bus) -> None:
         self.held: list[KvEvent] = []
@@ -50,13 +50,13 @@ class Numbers:
     """First id and number of events of every batch on the stream, as a new reader finds them."""
 
     def __init__(self, bus: Bus) -> None:
-        self.seen: list[tuple[int, int]] = []
+        self.batches: list[tuple[int, int]] = []
         subjects = bus.subjects
-        self.reader = StreamReader(bus, subjects.kv_stream, subjects.kv_all, self._take, Start())
+        self.reader = StreamReader(bus, subjects.kv_stream, subjects.kv_all, self._receive, Start())
 
-    def _take(self, message: StreamMessage) -> None:
+    def _receive(self, message: StreamMessage) -> None:
         batch = msgspec.msgpack.decode(message.data, type=KvBatch)
-        self.seen.append((batch.first, len(batch.events)))
+        self.batches.append((batch.first, len(batch.events)))
 
 
 async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
@@ -64,34 +64,34 @@ async def test_a_loss_after_the_acknowledgement_shows_without_further_events(
 ) -> None:
     engine.store(1)
     await eventually(lambda: engine.publisher.published == 1)
-    await asyncio.to_thread(nats_server.keep, tmp_path / "copy")
+    await asyncio.to_thread(nats_server.back_up, tmp_path / "copy")
     await eventually(lambda: bus.connected)
     engine.store(2)
     await eventually(lambda: engine.publisher.published == 2)
-    await asyncio.to_thread(nats_server.put_back, tmp_path / "copy")
+    await asyncio.to_thread(nats_server.restore, tmp_path / "copy")
     made = bus.connected_at
     await asyncio.to_thread(nats_server.start)
     await eventually(lambda: bus.connected_at > made)
     numbers = Numbers(bus)
     await numbers.reader.open()
-    await eventually(lambda: numbers.seen[-1:] == [(2, 0)])
-    assert (1, 1) not in numbers.seen  # id 1 is missing, and every reader can see it
+    await eventually(lambda: numbers.batches[-1:] == [(2, 0)])
+    assert (1, 1) not in numbers.batches  # id 1 is missing, and every reader can see it
     await numbers.reader.close()
 
 
 async def test_a_lower_size_limit_leads_to_a_dump_in_smaller_parts(
-    nats_server: NatsServer, bus: Bus, desk: Desk, engine: Engine
+    nats_server: NatsServer, bus: Bus, frontend: ScriptedFrontend, engine: Engine
 ) -> None:
-    desk.contents.tolerant = True  # of the ids of what was too large
+    frontend.contents.tolerant = True  # of the ids of what was too large
     engine.store(1, 10_000)
-    await eventually(lambda: len(desk.contents.held.get(RANK, ())) == 10_000)
+    await eventually(lambda: len(frontend.contents.held.get(RANK, ())) == 10_000)
     nats_server.kill()
     await eventually(lambda: not bus.connected)
     engine.store(20_001, 10_000)  # one batch of 160 KB that the server would not take
     nats_server.max_payload = "64KB"
     try:
         await asyncio.to_thread(nats_server.start)
-        await eventually(lambda: len(desk.contents.held[RANK]) == 20_000)
+        await eventually(lambda: len(frontend.contents.held[RANK]) == 20_000)
         assert engine.dumps == 1
     finally:
         nats_server.max_payload = "8MB"

@@ -24,7 +24,7 @@ STEP = 2048  # tokens
 
 
 def unique(words: int) -> str:
-    """A text of about this many words with a beginning that no other has."""
+    """A text of about this many words with a unique prefix."""
     return f"Task {secrets.token_hex(8)}. " + "word " * words
 
 
@@ -41,12 +41,12 @@ class Stage:
     async def send(self, name: str, api: Api, body: dict[str, Any], **headers: str) -> None:
         """Start a request, which appends its name to `order` when it ends."""
 
-        async def ask() -> Content:
-            content = await api.ask(self.client, body, **headers)
+        async def run() -> Content:
+            content = await api.send(self.client, body, **headers)
             self.order.append(name)
             return content
 
-        self.tasks.append(asyncio.create_task(ask()))
+        self.tasks.append(asyncio.create_task(run()))
 
     async def queue(self, name: str, api: Api, nvext: dict[str, Any], **headers: str) -> None:
         """Send a request that waits in the router's queue behind the blocker."""

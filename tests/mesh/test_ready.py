@@ -53,7 +53,7 @@ def router(mesh: Mesh, path: str) -> str:
         return str(answer.read().decode())
 
 
-async def ask(mesh: Mesh, client: aiohttp.ClientSession, number: int) -> int:
+async def cached_tokens(mesh: Mesh, client: aiohttp.ClientSession, number: int) -> int:
     """The cached tokens of a prompt; every second response is streamed."""
     body: dict[str, Any] = {
         "model": "kvmesh-demo",
@@ -70,9 +70,9 @@ async def ask(mesh: Mesh, client: aiohttp.ClientSession, number: int) -> int:
     return int(json.loads(lines[-1])["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-async def ask_all(mesh: Mesh) -> list[int]:
+async def all_cached_tokens(mesh: Mesh) -> list[int]:
     async with client_session() as client:
-        return await asyncio.gather(*(ask(mesh, client, number) for number in PROMPTS))
+        return await asyncio.gather(*(cached_tokens(mesh, client, number) for number in PROMPTS))
 
 
 async def start(mesh: Mesh, *roles: str) -> None:
@@ -114,10 +114,10 @@ async def test_at_the_first_200_requests_are_served_with_the_index(
     assert health(mesh) == (0 if last == "frontend" else 503)
     mesh.start(last, f"{last}-0")
     await first_200(mesh)
-    assert await ask_all(mesh) == [0] * len(PROMPTS)
-    told = router(mesh, "/metrics")
-    assert 'kvmesh_router_index_failures_total{model="kvmesh-demo"} 0.0' in told
-    assert 'kvmesh_router_decisions_total{model="kvmesh-demo",policy="kv"} 8.0' in told
+    assert await all_cached_tokens(mesh) == [0] * len(PROMPTS)
+    metrics = router(mesh, "/metrics")
+    assert 'kvmesh_router_index_failures_total{model="kvmesh-demo"} 0.0' in metrics
+    assert 'kvmesh_router_decisions_total{model="kvmesh-demo",policy="kv"} 8.0' in metrics
 
 
 async def test_without_an_indexer_requests_are_served_and_its_absence_is_reported(
@@ -126,7 +126,7 @@ async def test_without_an_indexer_requests_are_served_and_its_absence_is_reporte
     await start(mesh, "frontend", "worker")
     mesh.start("router", "router-0")
     await first_200(mesh)
-    await ask_all(mesh)
+    await all_cached_tokens(mesh)
     words = "no reply from an indexer for kvmesh-demo"
     await eventually(lambda: words in router(mesh, "/health"))
     assert 'kvmesh_warnings{kind="no_index"} 1.0' in router(mesh, "/metrics")
@@ -141,10 +141,10 @@ async def test_a_restarted_process_knows_the_cached_prefixes(mesh: Mesh, role: s
     mesh.start("worker", "worker-1")
     mesh.start("frontend", "frontend-0")
     await first_200(mesh)
-    await ask_all(mesh)
+    await all_cached_tokens(mesh)
 
     async def cached() -> bool:
-        return min(await ask_all(mesh)) > 0
+        return min(await all_cached_tokens(mesh)) > 0
 
     await eventually(cached, what="the index knows the cached prompts")
     mesh.kill(f"{role}-0", signal.SIGTERM)
@@ -155,6 +155,6 @@ async def test_a_restarted_process_knows_the_cached_prefixes(mesh: Mesh, role: s
         await serves(mesh, role)
     await first_200(mesh)
     async with client_session() as client:  # one by one: under load, other workers may get them
-        assert min([await ask(mesh, client, number) for number in PROMPTS]) > 0
+        assert min([await cached_tokens(mesh, client, number) for number in PROMPTS]) > 0
     if role == "router":
         assert 'index_failures_total{model="kvmesh-demo"} 0.0' in router(mesh, "/metrics")

@@ -1,4 +1,4 @@
-"""Route queries to routers that fall silent, leave or return: one position in the queue, kept."""
+"""Route queries to routers that fall silent, leave or return: one lasting position in the queue."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,13 +46,13 @@ class Stage:
     """Two routers of one worker with capacity for one prompt of ten blocks at a time."""
 
     bus: Bus
-    asking: RouteClient
+    route_client: RouteClient
     proxy: Proxy
     routers: list[RunningRouter]
     decisions: Tail[Decision]
     attempts: dict[str, list[str]] = field(default_factory=dict)
 
-    def ask(self, name: str, blocks: int = 10) -> "asyncio.Task[Routed | Refused]":
+    def query(self, name: str, blocks: int = 10) -> "asyncio.Task[Routed | Refused]":
         """Query for a placement, as the frontend does for a request."""
         number = 100 * len(self.attempts)
         attempts = self.attempts[name] = [name]
@@ -63,29 +63,29 @@ class Stage:
             prompt = sequence(*range(number, number + blocks))
             return request(attempts[-1], prompt, deadline_s=DEADLINE_S, arrived=arrived)
 
-        return asyncio.create_task(self.asking.request("m", compose, DEADLINE_S))
+        return asyncio.create_task(self.route_client.request("m", compose, DEADLINE_S))
 
     async def fill(self) -> None:
         """Fill the worker with a request that every router counts."""
-        assert isinstance(await self.ask("first"), Routed)
+        assert isinstance(await self.query("first"), Routed)
         # a router replies before it informs the others
         await eventually(lambda: all(self.active(router) == 1 for router in self.routers))
 
-    async def wait_in_line(self, count: int) -> Answers:
+    async def queue_requests(self, count: int) -> Answers:
         """Query for more placements, each once the previous one is queued."""
-        asked = []
+        tasks = []
         for number in range(count):
-            asked.append(self.ask(f"q{number}"))
-            await self.all_know_of(number + 1)
-        return asked
+            tasks.append(self.query(f"q{number}"))
+            await self.all_queues_hold(number + 1)
+        return tasks
 
-    async def all_know_of(self, waiting: int) -> None:
+    async def all_queues_hold(self, waiting: int) -> None:
         """Wait until every router sees `waiting` requests in the queue."""
         await eventually(lambda: all(self.waiting(r) == waiting for r in self.routers))
 
     async def serves(self, router: RunningRouter) -> None:
         """Wait until a router may be queried."""
-        await eventually(lambda: router.service.instance in self.asking.routers)
+        await eventually(lambda: router.service.instance in self.route_client.routers)
         await eventually(lambda: router.router._router("m")._subscriptions)
         await router.service.bus.flush()  # the server knows them too
 
@@ -98,7 +98,7 @@ class Stage:
     def active(self, router: RunningRouter) -> int:
         return len(router.router._router("m").core.active)
 
-    async def let_all_go(self, count: int) -> list[str]:
+    async def free_in_turn(self, count: int) -> list[str]:
         """Free capacity for one request after the other; return the requests in their order."""
         for number in range(count):
             done = SeqPrefilled(self.decisions.seen[-1].request)
@@ -111,14 +111,14 @@ class Stage:
 
 
 @asynccontextmanager
-async def _asking(bus: Bus, limits: StreamLimits) -> AsyncIterator[RouteClient]:
+async def _route_client(bus: Bus, limits: StreamLimits) -> AsyncIterator[RouteClient]:
     tracker = SequenceEventPublisher(bus, "f")
-    asking = RouteClient(bus, tracker)
-    directory = Directory(bus, limits, asking.joined, asking.left)
-    await asking.open()
+    query_client = RouteClient(bus, tracker)
+    directory = Directory(bus, limits, query_client.joined, query_client.left)
+    await query_client.open()
     await directory.open()
-    tasks = [asyncio.create_task(asking.run()), asyncio.create_task(tracker.run())]
-    yield asking
+    tasks = [asyncio.create_task(query_client.run()), asyncio.create_task(tracker.run())]
+    yield query_client
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -137,13 +137,13 @@ async def stage(
         decisions = await stack.enter_async_context(
             Tail[Decision](bus, bus.subjects.route_stream, bus.subjects.route("m"), DECISIONS)
         )
-        asking = await stack.enter_async_context(_asking(bus, limits))
+        query_client = await stack.enter_async_context(_route_client(bus, limits))
         through = replace(options, url=proxy.url)
         routers = [
             await start_router(through, "r0", **QUEUE),
             await start_router(options, "r1", **QUEUE),
         ]
-        stage = Stage(bus, asking, proxy, routers, decisions)
+        stage = Stage(bus, query_client, proxy, routers, decisions)
         for router in routers:
             await stage.serves(router)
         yield stage
@@ -156,38 +156,38 @@ async def stage(
 
 async def test_a_query_without_a_reply_goes_to_another_router(stage: Stage) -> None:
     stage.proxy.hold()
-    answers = [await stage.ask(f"q{number}", blocks=1) for number in range(2)]
+    answers = [await stage.query(f"q{number}", blocks=1) for number in range(2)]
     assert all(isinstance(answer, Routed) for answer in answers)
-    assert not stage.asking.routers.trusts(stage.routers[0].service.instance)
+    assert not stage.route_client.routers.trusts(stage.routers[0].service.instance)
 
 
 async def test_a_silent_router_is_trusted_again_once_it_replies(stage: Stage) -> None:
     stage.proxy.hold()
     for number in range(2):
-        await stage.ask(f"q{number}", blocks=1)
+        await stage.query(f"q{number}", blocks=1)
     stage.proxy.release()
     instance = stage.routers[0].service.instance
-    await eventually(lambda: stage.asking.routers.trusts(instance))
+    await eventually(lambda: stage.route_client.routers.trusts(instance))
 
 
 async def test_requests_queued_in_a_silent_router_keep_their_order(stage: Stage) -> None:
     await stage.fill()
-    asked = await stage.wait_in_line(6)
+    tasks = await stage.queue_requests(6)
     assert stage.own(stage.routers[0])
     stage.proxy.hold()
     await eventually(lambda: stage.own(stage.routers[1]) == 6)
     await eventually(lambda: stage.waiting(stage.routers[1]) == 6)
-    assert await stage.let_all_go(6) == [f"q{number}" for number in range(6)]
-    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+    assert await stage.free_in_turn(6) == [f"q{number}" for number in range(6)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*tasks))
 
 
 async def test_a_thawed_router_places_no_request_that_others_have_placed(stage: Stage) -> None:
     await stage.fill()
-    asked = await stage.wait_in_line(6)
+    tasks = await stage.queue_requests(6)
     stage.proxy.hold()
     await eventually(lambda: stage.own(stage.routers[1]) == 6)
-    await stage.let_all_go(6)
-    await asyncio.gather(*asked)
+    await stage.free_in_turn(6)
+    await asyncio.gather(*tasks)
     stage.proxy.release()
     await eventually(lambda: stage.own(stage.routers[0]) == 0)
     # each request counts once, as its last attempt
@@ -196,13 +196,13 @@ async def test_a_thawed_router_places_no_request_that_others_have_placed(stage: 
 
 async def test_requests_queued_in_a_leaving_router_keep_their_order(stage: Stage) -> None:
     await stage.fill()
-    asked = await stage.wait_in_line(8)
+    tasks = await stage.queue_requests(8)
     assert stage.own(stage.routers[0])
     await stage.routers[0].stop()
     await eventually(lambda: stage.own(stage.routers[1]) == 8)
     assert stage.waiting(stage.routers[1]) == 8
-    assert await stage.let_all_go(8) == [f"q{number}" for number in range(8)]
-    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+    assert await stage.free_in_turn(8) == [f"q{number}" for number in range(8)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*tasks))
     assert [d.request for d in stage.decisions.seen] == ["first", *(f"q{n}" for n in range(8))]
 
 
@@ -210,25 +210,25 @@ async def test_after_a_lost_connection_each_request_still_waits_and_counts_once(
     stage: Stage,
 ) -> None:
     await stage.fill()
-    asked = await stage.wait_in_line(4)
+    tasks = await stage.queue_requests(4)
     for _ in range(3):
         for reconnected in stage.bus.on_reconnect:
             reconnected()
         await stage.bus.flush()
-    assert await stage.let_all_go(4) == [f"q{number}" for number in range(4)]
-    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*asked))
+    assert await stage.free_in_turn(4) == [f"q{number}" for number in range(4)]
+    assert all(isinstance(answer, Routed) for answer in await asyncio.gather(*tasks))
     assert all(len(names) == 1 for names in stage.attempts.values())
     await eventually(lambda: [stage.active(router) for router in stage.routers] == [5, 5])
 
 
 async def test_cancelled_queries_are_not_placed(stage: Stage) -> None:
     await stage.fill()
-    asked = await stage.wait_in_line(3)
+    tasks = await stage.queue_requests(3)
     stage.proxy.hold()
     await eventually(lambda: stage.own(stage.routers[1]) == 3)
-    for task in asked:
+    for task in tasks:
         task.cancel()
-    await asyncio.wait(asked)
+    await asyncio.wait(tasks)
     given_up: list[SeqEvent] = [
         SeqFree(names[-1]) for names in stage.attempts.values() if names[0] != "first"
     ]
@@ -243,26 +243,26 @@ async def test_a_full_queue_does_not_refuse_requests_queued_before(
     stage: Stage, options: BusOptions
 ) -> None:
     await stage.fill()
-    asked = await stage.wait_in_line(4)
+    tasks = await stage.queue_requests(4)
     full = await start_router(options, "r2", **QUEUE, queue_limit=1)
     await stage.serves(full)
     for router in stage.routers:
         await router.stop()
     await eventually(lambda: stage.own(full) == 4)
-    assert isinstance(await stage.ask("one more"), Refused)
-    assert await stage.let_all_go(4) == [f"q{number}" for number in range(4)]
-    await asyncio.gather(*asked)
+    assert isinstance(await stage.query("one more"), Refused)
+    assert await stage.free_in_turn(4) == [f"q{number}" for number in range(4)]
+    await asyncio.gather(*tasks)
     await full.stop()
 
 
 async def test_without_any_router_a_query_is_refused_at_once(
     bus: Bus, limits: StreamLimits
 ) -> None:
-    async with _asking(bus, limits) as asking:
+    async with _route_client(bus, limits) as query_client:
 
         def compose(_: bool, arrived: float | None) -> RouteRequest:
             return request("q", sequence(1), arrived=arrived)
 
-        answer = await asking.request("m", compose, DEADLINE_S)
+        answer = await query_client.request("m", compose, DEADLINE_S)
         assert isinstance(answer, Refused)
         assert answer.code == "unavailable"

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from support.routers import (
     Tail,
-    ask,
     caught_up,
-    placed,
+    query_router,
+    request_placement,
     running_router,
     running_workers,
     scripted_index,
@@ -64,7 +64,7 @@ async def test_a_request_is_placed_on_the_rank_with_its_prefix(
         decisions(bus) as routes,
         sequences(bus) as active,
     ):
-        reply = await placed(bus, request("1", TEN, explain=True))
+        reply = await request_placement(bus, request("1", TEN, explain=True))
         assert (reply.instance, reply.rank, reply.overlap) == ("b", 0, [6, 0, 0, 0])
         await eventually(lambda: len(routes.seen) == 1 and len(active.seen) == 1)
         assert reply.decision == routes.seen[0]
@@ -82,14 +82,14 @@ async def test_another_replica_counts_the_load_of_earlier_requests(
         async with running_router(options, "r1", predicted_ttl_s=0.0):
             pinned = Placement(instance="a")
             for name in ("1", "2"):
-                await placed(bus, request(name, TEN, placement=pinned))
+                await request_placement(bus, request(name, TEN, placement=pinned))
         async with running_router(
             options, "r2", predicted_ttl_s=0.0
         ):  # r1 is gone: this one replays the stream
-            assert (await placed(bus, request("3", TEN))).instance == "b"
+            assert (await request_placement(bus, request("3", TEN))).instance == "b"
             subject = bus.subjects.seq("m")
             bus.post(subject, SeqBatch("f", [SeqFree("1"), SeqFree("2")]))
-            reply = await placed(bus, request("4", TEN, explain=True))
+            reply = await request_placement(bus, request("4", TEN, explain=True))
             assert reply.instance == "a"
 
 
@@ -106,8 +106,8 @@ async def test_an_index_outage_is_logged_and_does_not_stop_routing(
         running_router(options, index_timeout_s=0.05),
     ):
         with caplog.at_level(logging.WARNING, "kvmesh.router"):
-            reply = await placed(bus, request("1", TEN, explain=True))
-            await placed(bus, request("2", TEN))
+            reply = await request_placement(bus, request("1", TEN, explain=True))
+            await request_placement(bus, request("2", TEN))
         assert reply.decision is not None
         assert "index unavailable" in (reply.decision.note or "")
         outages = [r for r in caplog.records if "without overlaps" in r.message]
@@ -116,7 +116,7 @@ async def test_an_index_outage_is_logged_and_does_not_stop_routing(
         await scripted_index(bus, {"a": (10,)})
 
         async def overlaps_again() -> bool:
-            return (await placed(bus, request("3", TEN))).overlap == [10, 0, 0, 0]
+            return (await request_placement(bus, request("3", TEN))).overlap == [10, 0, 0, 0]
 
         await eventually(overlaps_again)
 
@@ -138,9 +138,9 @@ async def test_an_intermittent_index_is_logged_once(
     ):
         with caplog.at_level(logging.INFO, "kvmesh.router.index_client"):
             for number in range(8):
-                await placed(bus, request(str(number), TEN))
-    told = [r.message for r in caplog.records if r.name == "kvmesh.router.index_client"]
-    assert len([line for line in told if "without overlaps" in line]) == 1
+                await request_placement(bus, request(str(number), TEN))
+    logged = [r.message for r in caplog.records if r.name == "kvmesh.router.index_client"]
+    assert len([line for line in logged if "without overlaps" in line]) == 1
 
 
 async def test_requests_do_not_wait_for_each_others_index_queries(
@@ -154,10 +154,10 @@ async def test_requests_do_not_wait_for_each_others_index_queries(
     decoder = msgspec.msgpack.Decoder(OverlapQuery)
     await bus.serve(bus.subjects.index("m"), decoder, hold, queue="index")
     async with running_workers(bus, limits, "a"), running_router(options, index_timeout_s=1.0):
-        await placed(bus, request("0", b"", tokens=3))
-        asked = [asyncio.create_task(placed(bus, request("1", TEN)))]
+        await request_placement(bus, request("0", b"", tokens=3))
+        asked = [asyncio.create_task(request_placement(bus, request("1", TEN)))]
         await eventually(lambda: len(held) == 1)
-        asked.append(asyncio.create_task(placed(bus, request("2", TEN))))
+        asked.append(asyncio.create_task(request_placement(bus, request("2", TEN))))
         await eventually(lambda: len(held) == 2)
         await asyncio.gather(*asked)
 
@@ -165,15 +165,15 @@ async def test_requests_do_not_wait_for_each_others_index_queries(
 async def test_refusals_have_a_reason(bus: Bus, options: BusOptions, limits: StreamLimits) -> None:
     async with running_router(options):
         async with running_workers(bus, limits, "a"):
-            await placed(bus, request("1", TEN))
-            bad = await ask(bus, request("2", TEN, policy="fastest"))
+            await request_placement(bus, request("1", TEN))
+            bad = await query_router(bus, request("2", TEN, policy="fastest"))
             assert isinstance(bad, Refused)
             assert (bad.code, "fastest" in bad.reason) == ("invalid", True)
             answer = await bus.client.request(bus.subjects.router("m"), b"\xc1", timeout=PATIENCE_S)
             assert msgspec.msgpack.decode(answer.data, type=Refused).code == "invalid"
 
         async def left() -> bool:
-            reply = await ask(bus, request("3", TEN))
+            reply = await query_router(bus, request("3", TEN))
             assert isinstance(reply, Refused)
             assert (reply.code, reply.reason) == ("no_workers", "no worker serves this model")
             return True
@@ -191,11 +191,11 @@ async def test_a_loaded_rank_gets_fewer_requests(
         output_tokens=0, requests=0,
     )  # fmt: skip
     async with running_workers(bus, limits, "a", "b"), running_router(options):
-        await placed(bus, request("0", TEN))
+        await request_placement(bus, request("0", TEN))
         bus.post(bus.subjects.load("a"), load)
 
         async def seen() -> bool:
-            reply = await placed(bus, request("1", TEN, explain=True))
+            reply = await request_placement(bus, request("1", TEN, explain=True))
             assert reply.decision is not None
             by_name = {c.instance: c for c in reply.decision.candidates}
             return by_name["a"].decode >= 900
@@ -203,7 +203,7 @@ async def test_a_loaded_rank_gets_fewer_requests(
         await eventually(seen)
 
 
-class Fragile(Policy):
+class FailingPolicy(Policy):
     """Fails in every method."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
@@ -231,19 +231,19 @@ class Fragile(Policy):
 async def test_each_kind_of_policy_failure_is_logged_once(
     bus: Bus, options: BusOptions, limits: StreamLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def told() -> list[str]:
+    def failing_hooks() -> list[str]:
         return sorted(str(r.exc_info[1]) for r in caplog.records if r.exc_info)
 
     async with (
         running_workers(bus, limits, "a"),
-        running_router(options, policy=f"{__name__}:Fragile", queue_threshold=1.0) as running,
+        running_router(options, policy=f"{__name__}:FailingPolicy", queue_threshold=1.0) as running,
     ):
         for name in ("1", "2", "3"):
-            assert isinstance(await ask(bus, request(name, TEN)), Routed)
+            assert isinstance(await query_router(bus, request(name, TEN)), Routed)
             bus.post(bus.subjects.seq("m"), SeqBatch("f", [SeqFree(name)]))
         await caught_up(bus, [running])
-        await eventually(lambda: {"tick", "state"} <= set(told()))
-    assert told() == ["admits", "choose", "freed", "placed", "shift", "state", "tick"]
+        await eventually(lambda: {"tick", "state"} <= set(failing_hooks()))
+    assert failing_hooks() == ["admits", "choose", "freed", "placed", "shift", "state", "tick"]
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
@@ -254,18 +254,18 @@ async def test_every_policy_serves(
     async with running_workers(bus, limits, "a", "b"), running_router(options, policy=policy):
         for number in range(8):
             message = request(str(number), sequence(number, 1, 2), hints=Hints(session="s"))
-            assert (await placed(bus, message)).instance in "ab"
+            assert (await request_placement(bus, message)).instance in "ab"
 
 
 async def test_without_kv_events_the_index_is_not_queried(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
     async with running_workers(bus, limits, "a", "b"), running_router(options, kv_events=False):
-        home = (await placed(bus, request("1", TEN))).instance
+        home = (await request_placement(bus, request("1", TEN))).instance
         bus.post(bus.subjects.seq("m"), SeqBatch("f", [SeqFree("1")]))
 
         async def known() -> bool:
-            reply = await placed(bus, request("2", TEN, explain=True))
+            reply = await request_placement(bus, request("2", TEN, explain=True))
             assert reply.decision is not None
             assert reply.decision.note is None
             by_name = {c.instance: c.overlap[0] for c in reply.decision.candidates}

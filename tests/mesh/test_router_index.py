@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest_asyncio
-from support.routers import QUERIES, placed, running_router, running_workers
+from support.routers import QUERIES, request_placement, running_router, running_workers
 from support.routing import overlaps, request, sequence
 from support.wait import eventually
 
@@ -23,7 +23,7 @@ HELD = overlaps({"a": (10,)})
 
 
 class Indexer:
-    """Knows that worker "a" holds ten blocks of every prompt; says so unless `silent`."""
+    """Replies that worker "a" holds ten blocks of every prompt, unless `silent`."""
 
     def __init__(self, name: str) -> None:
         self.instance = name
@@ -56,7 +56,7 @@ async def indexer(bus: Bus, limits: StreamLimits, name: str) -> AsyncIterator[In
 
 @pytest_asyncio.fixture
 async def two(bus: Bus, options: BusOptions, limits: StreamLimits) -> AsyncIterator[list[Indexer]]:
-    """Two indexers, a router and two workers; the router has asked both indexers."""
+    """Two indexers, a router and two workers; the router has queried both indexers."""
     async with AsyncExitStack() as stack:
         found = [await stack.enter_async_context(indexer(bus, limits, n)) for n in ("i0", "i1")]
         await stack.enter_async_context(running_workers(bus, limits, "a", "b"))
@@ -64,17 +64,17 @@ async def two(bus: Bus, options: BusOptions, limits: StreamLimits) -> AsyncItera
             running_router(options, predicted_ttl_s=0.0, index_timeout_s=1.0)
         )
 
-        async def both_asked() -> bool:
+        async def both_queried() -> bool:
             await _overlap(bus)
             return all(each.prompts for each in found)
 
-        await eventually(both_asked)
+        await eventually(both_queried)
         yield found
 
 
 async def _overlap(bus: Bus) -> int:
     """Number of blocks of a prompt that the chosen rank holds."""
-    routed = await placed(bus, request("q", sequence(*range(10))))
+    routed = await request_placement(bus, request("q", sequence(*range(10))))
     return sum(routed.overlap)
 
 
@@ -97,8 +97,8 @@ async def test_an_indexer_that_answers_again_is_queried_again(bus: Bus, two: lis
     two[0].silent = False
     before = two[0].prompts
 
-    async def asked_again() -> bool:
+    async def queried_again() -> bool:
         await _overlap(bus)
         return two[0].prompts > before
 
-    await eventually(asked_again)
+    await eventually(queried_again)

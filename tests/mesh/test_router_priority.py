@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from support.mesh import Mesh
 from support.nats import NatsServer
-from support.routers import ask
+from support.routers import query_router
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
@@ -70,7 +70,7 @@ async def serve(bus: Bus, name: str, hints: Hints, first_token: int) -> float:
         deadline_s=60.0, hints=hints,
     )  # fmt: skip
     started = time.monotonic()
-    routed = await ask(bus, message, timeout=60, model=MODEL)
+    routed = await query_router(bus, message, timeout=60, model=MODEL)
     assert isinstance(routed, Routed), routed
     sampling = Sampling(max_tokens=2, ignore_eos=True)
     work = new_work(name, f"f-{name}", prompt, sampling)
@@ -110,7 +110,7 @@ async def ready(bus: Bus, mesh: Mesh) -> None:
             request=name, model=MODEL, sequence_hashes=b"", tokens=9, max_tokens=1, deadline_s=9.0,
             policy="round-robin",
         )  # fmt: skip
-        reply = await ask(bus, message, model=MODEL)
+        reply = await query_router(bus, message, model=MODEL)
         if isinstance(reply, Routed):
             seen.add(reply.instance)
         bus.post(bus.subjects.seq(MODEL), SeqBatch("f", [SeqFree(name)]))

@@ -11,9 +11,9 @@ import pytest
 from support.routers import (
     RunningRouter,
     Tail,
-    ask,
     caught_up,
-    placed,
+    query_router,
+    request_placement,
     running_router,
     running_workers,
     scripted_index,
@@ -60,7 +60,7 @@ def prompts(kind: str) -> list[tuple[str, bytes]]:
 async def burst(bus: Bus, kind: str) -> Counter[str]:
     """Place 500 requests at once; returns how many each worker got."""
     replies = await asyncio.gather(
-        *(ask(bus, request(name, blocks), timeout=20) for name, blocks in prompts(kind))
+        *(query_router(bus, request(name, blocks), timeout=20) for name, blocks in prompts(kind))
     )
     assert all(isinstance(reply, Routed) for reply in replies)
     return Counter(reply.instance for reply in replies if isinstance(reply, Routed))
@@ -90,12 +90,12 @@ async def test_three_routers_place_a_burst_as_one_does(
 
 
 async def all_serve(bus: Bus, routes: Tail[Decision], routers: list[RunningRouter]) -> None:
-    """Return once each has taken its part, and all know that nothing is running."""
+    """Wait until each router has placed a request, and no router counts a running one."""
     probes: list[str] = []
 
     async def seen() -> bool:
         probes.append(f"probe{len(probes)}")
-        await ask(bus, request(probes[-1], b"", tokens=1))
+        await query_router(bus, request(probes[-1], b"", tokens=1))
         return {r.service.instance for r in routers} <= {d.router for d in routes.seen}
 
     await eventually(seen)
@@ -104,7 +104,7 @@ async def all_serve(bus: Bus, routes: Tail[Decision], routers: list[RunningRoute
 
 
 async def freed(bus: Bus, routers: list[RunningRouter], *requests: str) -> None:
-    """Free these, and wait until all routers know it."""
+    """Free these requests, and wait until all routers have read it."""
     batch = SeqBatch("f", [SeqFree(request) for request in requests])
     await bus.js.context.publish(bus.subjects.seq("m"), encode(batch))
     await caught_up(bus, routers)
@@ -122,12 +122,12 @@ async def test_a_killed_router_loses_no_accounting(
     async with running_workers(bus, limits, "a", "b"):
         settings = {"predicted_ttl_s": 0.0, "queue_threshold": 0.0}
         first = await start_router(options, "r1", **settings)
-        homes = [(await placed(bus, request(str(n), blocks))).instance for n in range(6)]
+        homes = [(await request_placement(bus, request(str(n), blocks))).instance for n in range(6)]
         second = await start_router(options, "r2", **settings)
         await first.kill()
 
         async def loads() -> dict[str, int]:
-            reply = await ask(bus, request("probe", b"", tokens=1, explain=True))
+            reply = await query_router(bus, request("probe", b"", tokens=1, explain=True))
             await freed(bus, [second], "probe")
             assert isinstance(reply, Routed)
             assert reply.decision is not None
@@ -151,10 +151,10 @@ async def test_a_request_that_is_never_freed_is_given_up(
     settings = {"sequence_ttl_s": 2.0, "predicted_ttl_s": 0.0, "queue_threshold": 0.0}
     async with running_workers(bus, limits, "a"):
         router = await start_router(options, "r1", **settings)
-        await placed(bus, request("lost", sequence(*range(10))))
+        await request_placement(bus, request("lost", sequence(*range(10))))
 
         async def given_up() -> bool:
-            reply = await placed(bus, request("probe", b"", tokens=1, explain=True))
+            reply = await request_placement(bus, request("probe", b"", tokens=1, explain=True))
             await freed(bus, [router], "probe")
             assert reply.decision is not None
             return reply.decision.chosen.requests == 0
@@ -171,12 +171,12 @@ async def test_sessions_are_known_to_every_replica_and_after_a_restart(
     async with running_workers(bus, limits, *WORKERS):
         first = await start_router(options, "r1", **session)
         message = request("1", b"", tokens=9, hints=Hints(session="s"))
-        home = (await placed(bus, message)).instance
+        home = (await request_placement(bus, message)).instance
         await first.stop()
         second = await start_router(options, "r2", **session)
         for number in range(12):
             again = msgspec.structs.replace(message, request=f"again{number}")
-            assert (await placed(bus, again)).instance == home
+            assert (await request_placement(bus, again)).instance == home
         await second.stop()
 
 
@@ -188,11 +188,11 @@ async def test_busy_thresholds_change_while_running(
     key = bus.subjects.busy_key("m")
     async with running_workers(bus, limits, "a"):
         router = await start_router(options, "r1")
-        await placed(bus, request("1", sequence(*range(10))))
+        await request_placement(bus, request("1", sequence(*range(10))))
         await bucket.put(key, msgspec.msgpack.encode(Thresholds(blocks=10)))
 
         async def overloaded() -> bool:
-            reply = await ask(bus, request("2", sequence(1)))
+            reply = await query_router(bus, request("2", sequence(1)))
             return getattr(reply, "code", "") == "overloaded"
 
         await eventually(overloaded)
@@ -202,7 +202,7 @@ async def test_busy_thresholds_change_while_running(
 
 
 async def placed_now(bus: Bus) -> bool:
-    return isinstance(await ask(bus, request("3", sequence(1))), Routed)
+    return isinstance(await query_router(bus, request("3", sequence(1))), Routed)
 
 
 async def test_waiting_requests_leave_in_one_order_over_all_routers(
@@ -221,15 +221,15 @@ async def test_waiting_requests_leave_in_one_order_over_all_routers(
         routers = [await start_router(options, f"r{n}", **queue) for n in range(3)]
         await all_serve(bus, routes, routers)
         probes = len(routes.seen)
-        await placed(bus, request("first", sequence(*range(10))))
+        await request_placement(bus, request("first", sequence(*range(10))))
         await eventually(lambda: "first" in _added(active))
         await caught_up(bus, routers)
         priorities = [(7 * n) % 15 for n in range(15)]
-        asked = []
+        tasks = []
         for n, priority in enumerate(priorities):
             blocks = sequence(n + 1, *range(9))
             message = request(f"p{priority}", blocks, hints=Hints(priority=priority), deadline_s=60)
-            asked.append(asyncio.create_task(ask(bus, message, timeout=60)))
+            tasks.append(asyncio.create_task(query_router(bus, message, timeout=60)))
         await eventually(lambda: len(_waiting(active)) == 15)
         # The server deals requests out at random: all fifteen on one router is a 1 in 10⁷ chance.
         assert len({w.router for w in _waiting(active)}) > 1
@@ -238,7 +238,7 @@ async def test_waiting_requests_leave_in_one_order_over_all_routers(
             await eventually(lambda n=turn: len(routes.seen) == probes + 1 + n)  # type: ignore[misc]
             done = SeqPrefilled(routes.seen[-1].request)
             bus.post(subject, SeqBatch("f", [done]))
-        await asyncio.gather(*asked)
+        await asyncio.gather(*tasks)
         order = [d.request for d in routes.seen[probes:]]
         assert order == ["first", *(f"p{n}" for n in reversed(range(15)))]
         for router in routers:
@@ -257,7 +257,7 @@ def bandit(name: str) -> RouterCore:
     return RouterCore("m", name, RouterSettings(policy="thompson"), Random(1))
 
 
-def taught(name: str) -> RouterCore:
+def trained_router(name: str) -> RouterCore:
     """A router whose bandit has seen one outcome."""
     core = bandit(name)
     core.join(worker("a"))
@@ -279,7 +279,7 @@ async def test_policy_state_survives_a_restart_and_reaches_a_replica(bus: Bus) -
     def sharing(name: str, core: RouterCore) -> "asyncio.Task[None]":
         return asyncio.create_task(PolicyState(bus, name, core).run())
 
-    first, replica = taught("r1"), bandit("r2")
+    first, replica = trained_router("r1"), bandit("r2")
     tasks = [sharing("r1", first), sharing("r2", replica)]
     await eventually(lambda: evidence(replica) == 1)
     tasks[0].cancel()
@@ -296,7 +296,7 @@ async def test_a_router_whose_clock_is_set_publishes_the_new_time(
     bus: Bus, options: BusOptions, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_workers(bus, limits, "a"), running_router(options) as running:
-        await placed(bus, request("x", sequence(1)))
+        await request_placement(bus, request("x", sequence(1)))
         [model] = running.router._models.values()
         before, clock = model.core.epoch, time.time
         later = SimpleNamespace(time=lambda: clock() + 3600)

@@ -93,7 +93,7 @@ async def shared(
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(shared: Stage) -> Stage:
     shared.worker.works.clear()
-    shared.router.asked.clear()
+    shared.router.requests.clear()
     return shared
 
 
@@ -221,7 +221,7 @@ async def test_an_invalid_field_is_named(stage: Stage, api: Api, fields: Json, n
     assert named in answer["error"]["message"]
     if api is not MESSAGES:
         assert answer["error"]["param"] == named
-    assert not stage.router.asked
+    assert not stage.router.requests
 
 
 # --- limits ---
@@ -232,7 +232,7 @@ async def test_without_a_limit_the_api_s_default_applies(stage: Stage, api: Api)
     (work,) = await stage.works(api, api.body(TEXT))
     rest = CONTEXT - len(work.tokens) // 4
     assert work.sampling.max_tokens == (16 if api is COMPLETIONS else rest)
-    assert stage.router.asked[-1].max_tokens == work.sampling.max_tokens
+    assert stage.router.requests[-1].max_tokens == work.sampling.max_tokens
 
 
 async def test_max_completion_tokens_takes_precedence(stage: Stage) -> None:
@@ -243,7 +243,7 @@ async def test_max_completion_tokens_takes_precedence(stage: Stage) -> None:
 @every_api
 @streamed
 async def test_an_output_cut_at_its_limit_says_so(stage: Stage, api: Api, stream: bool) -> None:
-    response = asyncio.create_task(api.ask(stage.client, api.body(TEXT, 2, stream=stream)))
+    response = asyncio.create_task(api.send(stage.client, api.body(TEXT, 2, stream=stream)))
     work = await stage.worker.work()
     await stage.worker.send(work, Chunk(work.request, 0, ids("Yes yes")[:2], finish="length"))
     content = await response
@@ -272,9 +272,9 @@ async def test_choices_are_told_apart_by_their_index(stage: Stage, api: Api, str
     body = api.body(TEXT, 9, n=2, seed=0, stream=stream, **options)
     response = asyncio.create_task(stage.client.stream(api.path, body))
     works = [await stage.worker.work(number) for number in range(2)]
-    said = {0: "Zero of two", 1: "One"}
+    texts_sent = {0: "Zero of two", 1: "One"}
     for work in works:
-        tokens = ids(said[work.sampling.seed or 0])
+        tokens = ids(texts_sent[work.sampling.seed or 0])
         await stage.worker.send(work, Chunk(work.request, 0, tokens, cached=[16], finish="stop"))
     answer = await response
     found: dict[int, str] = {}
@@ -289,8 +289,8 @@ async def test_choices_are_told_apart_by_their_index(stage: Stage, api: Api, str
         for choice in whole["choices"]:
             found[choice["index"]] = choice["message"]["content"] if api is CHAT else choice["text"]
         usage = whole["usage"]
-    assert found == said
-    assert usage["completion_tokens"] == sum(len(ids(text)) for text in said.values())
+    assert found == texts_sent
+    assert usage["completion_tokens"] == sum(len(ids(text)) for text in texts_sent.values())
     assert usage["prompt_tokens"] == len(works[0].tokens) // 4
 
 

@@ -71,7 +71,7 @@ async def mesh(
         mesh.stop()
 
 
-async def told(mesh: Mesh, prompt: str, tokens: int) -> tuple[int, int]:
+async def complete(mesh: Mesh, prompt: str, tokens: int) -> tuple[int, int]:
     """Completion tokens and cached tokens of one streamed response."""
     async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client:
         chunks = await client.chat.completions.create(
@@ -100,15 +100,15 @@ def run(server: SecuredServer, user: str, *arguments: str) -> subprocess.Complet
 
 async def test_the_whole_mesh_serves_without_a_refusal(mesh: Mesh, server: SecuredServer) -> None:
     prompt = "Explain this in detail. " * 40
-    assert await told(mesh, prompt, 40) == (40, 0)
+    assert await complete(mesh, prompt, 40) == (40, 0)
 
     async def cached() -> bool:
-        count, found = await told(mesh, prompt, 20)
+        count, found = await complete(mesh, prompt, 20)
         return count == 20 and found > 0
 
     await eventually(cached, what="the index knows the prompt")
     mesh.kill("worker-0")
-    assert (await told(mesh, prompt, 20))[0] == 20
+    assert (await complete(mesh, prompt, 20))[0] == 20
     mesh.restart("worker-0")
     await eventually(lambda: "serving" in mesh.logs().rpartition("--- worker-0")[2])
     assert "violation" not in mesh.logs().lower()
@@ -342,14 +342,14 @@ async def test_a_worker_cannot_put_its_bytes_into_a_bucket_of_others(
 
 
 async def forge(worker: Bus, entry: str) -> None:
-    """Have the server put bytes or a reply about them there, in each way open to a worker."""
+    """Try each way in which a worker could make the server write bytes, or a reply, to `entry`."""
     own = SUBJECTS.ping("worker-0-1f")
-    heard = await worker.client.subscribe(own)
+    received = await worker.client.subscribe(own)
     await worker.client.publish(own, b"", reply=entry)
-    asked = await heard.next_msg(timeout=5)
-    await worker.client.publish(asked.reply, FORGED)  # the reply to its own request
+    message = await received.next_msg(timeout=5)
+    await worker.client.publish(message.reply, FORGED)  # the reply to its own request
     assert await refused(worker)
-    await heard.unsubscribe()
+    await received.unsubscribe()
     piece, stream = f"$O.{SUBJECTS.model_bucket}.C.forged", f"OBJ_{SUBJECTS.model_bucket}"
     await worker.client.publish(piece, FORGED, reply=entry)
     kept = await worker.js.context.publish(piece, FORGED)
@@ -378,12 +378,12 @@ async def test_a_process_drops_messages_that_a_user_has_a_stream_deliver(
         server.connected(W0) as thief,
         server.connected(W1) as worker,
     ):
-        heard: list[Dump] = []
+        received: list[Dump] = []
 
         async def in_task(dump: Dump) -> None:
-            heard.append(dump)
+            received.append(dump)
 
-        await worker.subscribe(subject, decoder, heard.append)
+        await worker.subscribe(subject, decoder, received.append)
         await worker.subscribe(subject, decoder, in_task)
         await worker.client.flush()
         await thief.js.context.publish(piece, encode(Dump(666)))
@@ -401,8 +401,8 @@ async def test_a_process_drops_messages_that_a_user_has_a_stream_deliver(
 
         await eventually(delivered)
         frontend.post(subject, Dump(1))
-        await eventually(lambda: len(heard) >= 2)
-        assert heard == [Dump(1), Dump(1)]
+        await eventually(lambda: len(received) >= 2)
+        assert received == [Dump(1), Dump(1)]
 
 
 @pytest.mark.parametrize("user", sorted(EVERYBODY - {"operator"}))
@@ -436,10 +436,10 @@ async def test_a_reply_reaches_only_its_requester(mesh: Mesh, server: SecuredSer
         server.connected("indexer") as indexer,
         server.connected(W0) as worker,
     ):
-        overheard: list[object] = []
+        overreceived: list[object] = []
         for bus in (indexer, worker):
             for subject in ("_INBOX.frontend.>", "_INBOX.>"):
-                await bus.client.subscribe_direct(subject, overheard.append)
+                await bus.client.subscribe_direct(subject, overreceived.append)
                 assert await refused(bus)
         cards = await read_bucket(frontend, SUBJECTS.instances_bucket)
         key = next(key for key in cards if key.startswith("worker.worker-1."))
@@ -447,7 +447,7 @@ async def test_a_reply_reaches_only_its_requester(mesh: Mesh, server: SecuredSer
         reply = await frontend.request(SUBJECTS.ctl(instance), Resend("x", 0), CONTROL_REPLY, 5)
         assert not reply.ok
         await worker.client.flush()
-        assert overheard == []
+        assert overreceived == []
         with pytest.raises(NotPermitted, match="does not permit this process to publish on"):
             await worker.request(SUBJECTS.ctl(instance), Resend("x", 0), CONTROL_REPLY, 5)
 

@@ -34,7 +34,7 @@ def get(port: int, path: str) -> str:
         return str(answer.read().decode())
 
 
-async def ask(mesh: Mesh, client: aiohttp.ClientSession, number: int) -> str:
+async def serving_worker(mesh: Mesh, client: aiohttp.ClientSession, number: int) -> str:
     """The worker that served a unique prompt; every second response is streamed."""
     body = {
         "model": "kvmesh-demo",
@@ -77,7 +77,9 @@ async def test_a_slow_worker_is_reported_and_gets_a_share_by_its_speed(mesh: Mes
         async def batch() -> Counter[str]:
             nonlocal sent
             numbers, sent = range(sent, sent + BATCH), sent + BATCH
-            return Counter(await asyncio.gather(*(ask(mesh, client, n) for n in numbers)))
+            return Counter(
+                await asyncio.gather(*(serving_worker(mesh, client, n) for n in numbers))
+            )
 
         while f"{SLOW} rank 0 takes" not in get(port, "/health"):
             assert sent < 40 * BATCH, mesh.logs()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.growth import Growth, Visitors
+from support.growth import Growth, ShortLivedClients
 from support.mesh import Mesh
 from support.nats import NatsServer
 
@@ -56,12 +56,14 @@ async def test_no_process_grows_under_clients_that_come_and_go(
         pids = {name: process.pid for name, process in mesh.processes.items()}
         growth = Growth({**pids, "nats": nats_server.pid})
         began = time.monotonic()
-        async with Visitors(mesh.url, CLIENTS) as visitors:
+        async with ShortLivedClients(mesh.url, CLIENTS) as visitors:
             while (passed := time.monotonic() - began) < SOAK_S:
                 growth.sample(passed / 60)
                 await asyncio.sleep(SAMPLE_S)
         with capsys.disabled():
-            print(f"\n{visitors.served} answers in {SOAK_S:.0f} s, {visitors.left} left half-way")
+            print(
+                f"\n{visitors.served} answers in {SOAK_S:.0f} s, {visitors.abandoned} left half-way"
+            )
             print(growth.table(WARM))
         assert visitors.served > SOAK_S
         grown = {name: slope for name, slope in growth.slopes(WARM).items() if slope > BOUND}

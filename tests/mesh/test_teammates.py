@@ -101,7 +101,7 @@ async def team(
         team.mesh.stop()
 
 
-async def ask(
+async def complete(
     client: AsyncOpenAI, task: str, worker: str = "", system: str = SHARED
 ) -> tuple[str, int, int]:
     """Request an output, from this instance if given; returns its prompt and cached tokens."""
@@ -141,8 +141,8 @@ async def test_a_shared_prefix_is_computed_once(team: Team) -> None:
     computed, onboarded = team.computed(), team.onboarded()
     system = f"You are one of four. {SHARED}"
     async with AsyncOpenAI(base_url=f"{team.mesh.url}/v1", api_key="none", max_retries=0) as api:
-        asking = [ask(api, f"Task {i}.", worker, system) for i, worker in enumerate(workers)]
-        answers = await asyncio.gather(*asking)
+        outputs = [complete(api, f"Task {i}.", worker, system) for i, worker in enumerate(workers)]
+        answers = await asyncio.gather(*outputs)
     prompts = [prompt for _, prompt, _ in answers]
     cached = sorted(cached for _, _, cached in answers)
     assert min(prompts) > 2000
@@ -155,11 +155,11 @@ async def test_a_shared_prefix_is_computed_once(team: Team) -> None:
 async def test_killed_workers_cause_no_lost_or_wrong_answers(team: Team) -> None:
     tasks = [f"Task {i}: {'look again, ' * (3 * i)}done." for i in range(10)]
     async with AsyncOpenAI(base_url=f"{team.mesh.url}/v1", api_key="none", max_retries=0) as api:
-        expected = {task: (await ask(api, task))[0] for task in tasks}
+        expected = {task: (await complete(api, task))[0] for task in tasks}
 
         async def work() -> None:
             for task in tasks:
-                assert (await ask(api, task))[0] == expected[task]
+                assert (await complete(api, task))[0] == expected[task]
 
         working = [asyncio.create_task(work()) for _ in range(3)]
         for victim in ("kvbm-0", TEAM[1], "kvbm-0"):

@@ -68,7 +68,7 @@ class Stage:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
-    def ask(self, key: str, text: str, nvext: Any = None, **headers: str) -> list[int]:
+    def complete(self, key: str, text: str, nvext: Any = None, **headers: str) -> list[int]:
         """Request one token; returns the cached tokens by tier."""
         body = {
             "messages": [{"role": "user", "content": text}],
@@ -139,21 +139,21 @@ async def held_below(stage: Stage, text: str) -> None:
     """Wait until the victim's prompt has left its engine and is in a lower tier."""
 
     def found() -> bool:
-        stage.ask("victim", text)
+        stage.complete("victim", text)
         stage.clear("victim", 0)
-        return sum(stage.ask("victim", text)[1:]) > 0
+        return sum(stage.complete("victim", text)[1:]) > 0
 
-    await eventually(found, what="it is in a lower tier")
+    await eventually(found, what="the prompt is in a lower tier")
 
 
 async def test_no_claimed_tenant_name_finds_a_tenant_s_blocks(stage: Stage) -> None:
     text = secret()
-    stage.ask("victim", text)
+    stage.complete("victim", text)
     for key, headers in CLAIMS:
-        assert sum(stage.ask(key, text, **headers)) == 0, (key, headers)
-    assert sum(stage.ask("evil", text, {"cache_salt": FORGED[::-1]})) == 0
-    assert sum(stage.ask("victim", text, **{"x-tenant-id": "part"})) == 0
-    assert sum(stage.ask("twin", text)) > 0
+        assert sum(stage.complete(key, text, **headers)) == 0, (key, headers)
+    assert sum(stage.complete("evil", text, {"cache_salt": FORGED[::-1]})) == 0
+    assert sum(stage.complete("victim", text, **{"x-tenant-id": "part"})) == 0
+    assert sum(stage.complete("twin", text)) > 0
 
 
 async def test_no_claimed_tenant_name_finds_blocks_in_lower_tiers(stage: Stage) -> None:
@@ -161,8 +161,8 @@ async def test_no_claimed_tenant_name_finds_blocks_in_lower_tiers(stage: Stage) 
     await held_below(stage, text)
     stage.clear("victim", 0)
     for key, headers in CLAIMS:
-        assert sum(stage.ask(key, text, **headers)) == 0, (key, headers)
-    assert sum(stage.ask("twin", text)[1:]) > 0
+        assert sum(stage.complete(key, text, **headers)) == 0, (key, headers)
+    assert sum(stage.complete("twin", text)[1:]) > 0
 
 
 async def test_only_a_tenant_clears_its_blocks(stage: Stage) -> None:
@@ -171,30 +171,30 @@ async def test_only_a_tenant_clears_its_blocks(stage: Stage) -> None:
     for key, headers in CLAIMS:
         stage.clear(key, **headers)
         stage.clear(key, **headers)
-    assert sum(stage.ask("twin", text)) > 0
+    assert sum(stage.complete("twin", text)) > 0
     assert stage.call("evil", "/v1/cache/clear", {"all_tenants": True})[0] == 403
     stage.clear("victim")
-    assert sum(stage.ask("twin", text)) == 0
+    assert sum(stage.complete("twin", text)) == 0
 
 
 async def test_a_session_belongs_to_its_tenant(stage: Stage) -> None:
     text, name = secret(), f"s{next(_numbers)}"
-    stage.ask("victim", text, **{"x-kvmesh-session-id": name})
-    held = sum(stage.ask("twin", text))
+    stage.complete("victim", text, **{"x-kvmesh-session-id": name})
+    held = sum(stage.complete("twin", text))
     for key, headers in CLAIMS:
-        for said in (name, f"{VICTIM}\x1f{name}", f"\x1f{name}"):
-            prefetch = stage.call(key, "/v1/prefetch", {"session": said}, headers=headers)
+        for session in (name, f"{VICTIM}\x1f{name}", f"\x1f{name}"):
+            prefetch = stage.call(key, "/v1/prefetch", {"session": session}, headers=headers)
             assert (prefetch[0], prefetch[1]["error"]["code"]) == (404, "session_not_found")
-            body = {"sessions": [said]}
+            body = {"sessions": [session]}
             status, answer = stage.call(key, "/v1/sessions/release", body, headers=headers)
             assert (status, answer["blocks"]) == (200, 0)
-    assert sum(stage.ask("twin", text)) == held > 0
+    assert sum(stage.complete("twin", text)) == held > 0
     assert stage.call("twin", "/v1/prefetch", {"session": name})[0] == 200
 
 
 async def test_a_pin_belongs_to_its_tenant(stage: Stage) -> None:
     text, pins = secret(), "/v1/cache/pins"
-    stage.ask("victim", text)
+    stage.complete("victim", text)
     prompt = {"messages": [{"role": "user", "content": text}], "id": "mine", "ttl": "10m"}
     status, pin = stage.call("victim", pins, prompt)
     assert status == 200, pin
@@ -239,7 +239,7 @@ async def test_a_prefetch_belongs_to_its_tenant(stage: Stage) -> None:
     for key, headers in CLAIMS:
         status, answer = stage.call(key, path, method="DELETE", headers=headers)
         assert (status, answer["cancelled"]) == (200, False)
-        sum(stage.ask(key, text, **headers))
+        sum(stage.complete(key, text, **headers))
     assert stage.call("twin", path, method="DELETE")[1]["cancelled"]
 
 
@@ -258,11 +258,11 @@ async def test_the_names_that_a_caller_sends_are_bounded(stage: Stage) -> None:
 
 async def test_a_restarted_frontend_has_the_same_tenant_tags(stage: Stage) -> None:
     text = secret()
-    stage.ask("victim", text)
+    stage.complete("victim", text)
     stage.mesh.kill("frontend-0")
     stage.mesh.restart("frontend-0")
     await stage.mesh.ready()
-    assert sum(stage.ask("twin", text)) > 0
+    assert sum(stage.complete("twin", text)) > 0
 
 
 FLOOD = 24
@@ -287,19 +287,19 @@ async def test_a_tenant_that_floods_the_queue_does_not_hold_up_another(slow: Sta
     threads = ThreadPoolExecutor(FLOOD + 3)
     loop = asyncio.get_running_loop()
 
-    async def ask(key: str, number: int) -> None:
+    async def run_request(key: str, number: int) -> None:
         text = f"{key} {number}. " + "A long text that nobody has sent yet. " * 200
         own = {"x-kvmesh-fair-class": f"own{number}", "x-tenant-id": f"part{number}"}
-        asked = partial(slow.ask, key, text, **(own if key == "evil" else {}))
-        await loop.run_in_executor(threads, asked)
+        job = partial(slow.complete, key, text, **(own if key == "evil" else {}))
+        await loop.run_in_executor(threads, job)
         done.append(key)
 
-    flood = [asyncio.create_task(ask("evil", number)) for number in range(FLOOD)]
+    flood = [asyncio.create_task(run_request("evil", number)) for number in range(FLOOD)]
     active = "kvmesh_frontend_active_requests"
     await eventually(lambda: slow.mesh.metric(active) == FLOOD - len(done))
     before = len(done)
     assert before < FLOOD // 3
-    await asyncio.gather(*(ask("victim", number) for number in range(3)))
+    await asyncio.gather(*(run_request("victim", number) for number in range(3)))
     assert len(done) - before - 3 <= 8
     await asyncio.gather(*flood)
     threads.shutdown()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trials import there, trial_process
+from support.trials import is_running, trial_process
 from support.up import Up
 from support.wait import PATIENCE_S, eventually
 
@@ -124,7 +124,7 @@ async def test_constraints_are_tried_although_trial_processes_freeze(up: Up) -> 
     async def replaced() -> bool:
         word = next(words)
         assert word in follow(word)
-        return not any(there(process) for process in frozen)
+        return not any(is_running(process) for process in frozen)
 
     await eventually(replaced)
 
@@ -137,7 +137,7 @@ def metric(up: Up, name: str, label: str = "") -> float:
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-async def begun(up: Up) -> float:
+async def started_requests(up: Up) -> float:
     """Number of requests that the workers have started, once it no longer changes."""
     seen: list[float] = []
 
@@ -149,7 +149,7 @@ async def begun(up: Up) -> float:
     return seen[-1]
 
 
-async def rested(up: Up, requests: float) -> None:
+async def wait_until_idle(up: Up, requests: float) -> None:
     """Wait until the workers have started this many requests and none is left."""
     await eventually(
         lambda: (
@@ -164,28 +164,28 @@ async def rested(up: Up, requests: float) -> None:
 async def test_a_prefetched_prompt_is_computed_when_its_request_comes(up: Up) -> None:
     await up.ready()
     messages = [{"role": "user", "content": f"Ahead of time: {LONG}"}]
-    before = await begun(up)
+    before = await started_requests(up)
     sent = post(up, "/v1/prefetch", messages=messages, compute=4096)
-    await rested(up, before + 1)
-    there = {"backend_instance_id": sent["instance"]}
-    answer = post(up, "/v1/chat/completions", messages=messages, max_tokens=4, nvext=there)
+    await wait_until_idle(up, before + 1)
+    same_worker = {"backend_instance_id": sent["instance"]}
+    answer = post(up, "/v1/chat/completions", messages=messages, max_tokens=4, nvext=same_worker)
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == sent["blocks"] * 16
 
 
 async def test_a_hinted_turn_finds_its_prefix_computed(up: Up) -> None:
     await up.ready()
-    said = "Word for word, and nothing else than that. " * 4
-    schema = {"type": "object", "properties": {"a": {"enum": [said]}}, "required": ["a"]}
+    sentence = "Word for word, and nothing else than that. " * 4
+    schema = {"type": "object", "properties": {"a": {"enum": [sentence]}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
-    messages = [{"role": "user", "content": f"Please say: {said}"}]
+    messages = [{"role": "user", "content": f"Please say: {sentence}"}]
     hint = {"agent_hints": {"speculative_prefill": True}, "extra_fields": ["worker_id"]}
-    before = await begun(up)
+    before = await started_requests(up)
     first = chat_on(up, messages, response_format=form, max_tokens=900, nvext=hint)
-    await rested(up, before + 2)
+    await wait_until_idle(up, before + 2)
     messages += [first["choices"][0]["message"], {"role": "user", "content": "More."}]
-    there = {"backend_instance_id": first["nvext"]["worker_id"]["instance"]}
-    chat_on(up, messages, max_tokens=4, nvext=there)
+    same_worker = {"backend_instance_id": first["nvext"]["worker_id"]["instance"]}
+    chat_on(up, messages, max_tokens=4, nvext=same_worker)
     ahead = "kvmesh_frontend_speculative_tokens_total"
     await eventually(lambda: metric(up, ahead, "useful") > 0)
     assert metric(up, ahead, "wasted") == 0

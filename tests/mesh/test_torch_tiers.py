@@ -52,7 +52,7 @@ async def start(bus: Bus, limits: StreamLimits) -> AsyncIterator[Start]:
         await host.engine.close()
 
 
-async def cold(start: Start, tokens: list[int], max_tokens: int = 8) -> Answer:
+async def output_without_kvbm(start: Start, tokens: list[int], max_tokens: int = 8) -> Answer:
     """The output of an engine without the block manager's contents."""
     host = await start("cold", attach=False)
     work = make_work("cold", tokens, max_tokens, salt=99, tenant="nobody")
@@ -70,7 +70,7 @@ async def test_evicted_blocks_are_onboarded_from_lower_tiers(kvbm: SmallKvbm, st
     host.engine.clear()
     await host.run(make_work("again", tokens))
     assert host.cached("again") == [0, 96]
-    assert host.answer("again") == host.answer("first") == await cold(start, tokens)
+    assert host.answer("again") == host.answer("first") == await output_without_kvbm(start, tokens)
     assert host.lower_tiers.counts.loaded == [0, 6, 0, 0]
     assert kvbm.count(Await) == 1
     await eventually(lambda: kvbm.count(Computed) >= 2)
@@ -148,7 +148,7 @@ async def test_a_silent_kvbm_delays_but_loses_nothing(
     tokens = prompt(50)
     await host.run(make_work("a", tokens), make_work("b", prompt(40, 3)))
     kvbm.silent = set()
-    assert host.answer("a") == await cold(start, tokens)
+    assert host.answer("a") == await output_without_kvbm(start, tokens)
     await host.attached(2)
     host.engine.clear()
     await host.run(make_work("c", tokens))
@@ -170,7 +170,7 @@ async def test_an_abort_during_a_wait_leaves_nothing_behind(
     await host.check_accounting()
 
 
-def wish(tokens: list[int], **fields: object) -> Prefetch:
+def make_prefetch(tokens: list[int], **fields: object) -> Prefetch:
     base = Prefetch(id="p", tokens=array("I", tokens).tobytes(), salt=SALT)
     return msgspec.structs.replace(base, **fields)
 
@@ -180,7 +180,7 @@ async def test_a_prefetch_loads_before_the_request(kvbm: SmallKvbm, start: Start
     one, two = await start("w-1"), await start("w-2")
     await one.run(make_work("one", tokens))
     await eventually(lambda: len(kvbm.blocks) == 6)
-    assert not two.engine.prefetch(wish(tokens))
+    assert not two.engine.prefetch(make_prefetch(tokens))
     await eventually(lambda: two.lower_tiers.counts.loaded[1] == 6)
     await eventually(lambda: not two.engine.abort("p"), what="it has ended")
     await two.run(make_work("two", tokens))
@@ -194,13 +194,13 @@ async def test_a_prefetch_computes_up_to_its_limit(kvbm: SmallKvbm, start: Start
     one, two = await start("w-1"), await start("w-2")
     await one.run(make_work("one", tokens[:50]))
     await eventually(lambda: len(kvbm.blocks) == 3)
-    assert not two.engine.prefetch(wish(tokens, compute=30))
+    assert not two.engine.prefetch(make_prefetch(tokens, compute=30))
     await eventually(lambda: len(kvbm.blocks) == 4, what="a block is computed and written")
     await eventually(lambda: not two.engine.abort("p"), what="it has ended")
     await two.run(make_work("two", tokens))
     assert two.cached("two") == [64]
     assert list(two.sink.deltas) == ["two"]
-    assert two.answer("two") == await cold(start, tokens)
+    assert two.answer("two") == await output_without_kvbm(start, tokens)
 
 
 async def test_a_scheduled_prefetch_ends_by_command_and_by_request(
@@ -209,13 +209,13 @@ async def test_a_scheduled_prefetch_ends_by_command_and_by_request(
     tokens = prompt(100)
     host = await start("w-1")
     later = time.time() + 60
-    assert not host.engine.prefetch(wish(tokens, at=later))
+    assert not host.engine.prefetch(make_prefetch(tokens, at=later))
     assert host.engine.abort("p")
     assert not host.engine.abort("p")
-    assert not host.engine.prefetch(wish(tokens, at=later))
-    assert not host.engine.prefetch(wish(prompt(50, 1), id="other", at=later))
+    assert not host.engine.prefetch(make_prefetch(tokens, at=later))
+    assert not host.engine.prefetch(make_prefetch(prompt(50, 1), id="other", at=later))
     await host.run(make_work("request", [*tokens, 1, 2, 3]))
     assert not host.engine.abort("p")
     assert host.engine.abort("other")
-    assert host.engine.prefetch(wish(tokens[:15])) == "the prompt has no full block"
+    assert host.engine.prefetch(make_prefetch(tokens[:15])) == "the prompt has no full block"
     assert kvbm.count(Fetch) == 1

@@ -76,7 +76,7 @@ async def test_without_keys_it_prints_a_working_command_to_create_one(make: Fact
     up = make("--workers", "1", "--frontend-keys-bucket")
     await up.ready()
     assert "set KEY to" not in up.output
-    (said,) = (line for line in up.lines if "no API keys yet: export KEY=" in line)
+    (notice,) = (line for line in up.lines if "no API keys yet: export KEY=" in line)
     at = next(n for n, line in enumerate(up.lines) if "curl -N" in line)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PATH": path}
@@ -85,7 +85,7 @@ async def test_without_keys_it_prints_a_working_command_to_create_one(make: Fact
         run = partial(subprocess.run, shell=True, capture_output=True, text=True, check=True)
         return str(run(command, timeout=PATIENCE_S, env=environ).stdout).rstrip()
 
-    make_one = said.split("yet: ")[1].replace("NAME", "mine")
+    make_one = notice.split("yet: ")[1].replace("NAME", "mine")
     environ["KEY"] = await asyncio.to_thread(shell, f'{make_one}; echo "$KEY"')
 
     async def answered() -> bool:  # frontends follow within a second

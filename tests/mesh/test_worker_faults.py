@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
-from support.worker import FAST, SLOW, Crew, Desk, prompt, work
+from support.worker import FAST, SLOW, ScriptedFrontend, Workers, prompt, work
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
@@ -23,46 +23,52 @@ from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.settings.schema import WorkerSettings
 
 
-async def test_a_crash_fails_its_requests_with_the_reason(desk: Desk, crew: Crew) -> None:
-    started = await crew.start(replace(SLOW, crash_step=6))
-    await desk.offer("w-1", work("a", prompt(40), 100))
-    assert await eventually(lambda: desk.finish("a")) == "abort"
-    assert len(desk.tokens("a")) == 5
-    assert "injected crash" in (desk.chunks["a"][-1].error or "")
+async def test_a_crash_fails_its_requests_with_the_reason(
+    frontend: ScriptedFrontend, workers: Workers
+) -> None:
+    started = await workers.start(replace(SLOW, crash_step=6))
+    await frontend.dispatch("w-1", work("a", prompt(40), 100))
+    assert await eventually(lambda: frontend.finish("a")) == "abort"
+    assert len(frontend.tokens("a")) == 5
+    assert "injected crash" in (frontend.chunks["a"][-1].error or "")
     assert "injected crash at step 6" in str(started.ends[0])
-    assert (await desk.offer("w-1", work("b", prompt(40)))).status == "draining"
+    assert (await frontend.dispatch("w-1", work("b", prompt(40)))).status == "draining"
 
 
-async def test_a_hung_engine_is_detected_and_given_up(desk: Desk, crew: Crew) -> None:
-    started = await crew.start(replace(FAST, hang_step=4), WorkerSettings(hang_timeout_s=1.0))
-    await desk.offer("w-1", work("a", prompt(40), 100))
-    assert await eventually(lambda: desk.finish("a")) == "abort"
-    assert len(desk.tokens("a")) == 3
+async def test_a_hung_engine_is_detected_and_given_up(
+    frontend: ScriptedFrontend, workers: Workers
+) -> None:
+    started = await workers.start(replace(FAST, hang_step=4), WorkerSettings(hang_timeout_s=1.0))
+    await frontend.dispatch("w-1", work("a", prompt(40), 100))
+    assert await eventually(lambda: frontend.finish("a")) == "abort"
+    assert len(frontend.tokens("a")) == 3
     assert "took no step for 1 s" in str(started.ends[0])
 
 
-async def test_an_idle_engine_is_not_hung(desk: Desk, crew: Crew) -> None:
-    started = await crew.start(FAST, WorkerSettings(hang_timeout_s=0.05, load_interval_s=0.01))
-    seen = len(desk.loads)
-    await eventually(lambda: len(desk.loads) > seen + 1)
+async def test_an_idle_engine_is_not_hung(frontend: ScriptedFrontend, workers: Workers) -> None:
+    started = await workers.start(FAST, WorkerSettings(hang_timeout_s=0.05, load_interval_s=0.01))
+    seen = len(frontend.loads)
+    await eventually(lambda: len(frontend.loads) > seen + 1)
     assert not started.ends
     assert started.node.ready
 
 
-async def test_lost_events_show_as_a_gap_and_a_dump_repairs_it(desk: Desk, crew: Crew) -> None:
-    started = await crew.start(replace(FAST, lose_every=3))
-    desk.contents.tolerant = True
+async def test_lost_events_show_as_a_gap_and_a_dump_repairs_it(
+    frontend: ScriptedFrontend, workers: Workers
+) -> None:
+    started = await workers.start(replace(FAST, lose_every=3))
+    frontend.contents.tolerant = True
     for i in range(12):
-        await desk.offer("w-1", work(f"r{i}", prompt(100, first=i)))
-        await desk.done(f"r{i}")
-    await eventually(lambda: desk.contents.holes > 1)
-    assert (await desk.dump("w-1", 0)).ok
+        await frontend.dispatch("w-1", work(f"r{i}", prompt(100, first=i)))
+        await frontend.done(f"r{i}")
+    await eventually(lambda: frontend.contents.gaps > 1)
+    assert (await frontend.dump("w-1", 0)).ok
     (load,) = started.node.load()
-    await eventually(lambda: len(desk.contents.held["w-1", 0]) == load.cached_blocks)
+    await eventually(lambda: len(frontend.contents.held["w-1", 0]) == load.cached_blocks)
 
 
 async def test_a_backlog_beyond_its_bound_becomes_a_dump(
-    bus: Bus, desk: Desk, nats_server: NatsServer
+    bus: Bus, frontend: ScriptedFrontend, nats_server: NatsServer
 ) -> None:
     held: list[KvEvent] = []
 
@@ -76,31 +82,31 @@ async def test_a_backlog_beyond_its_bound_becomes_a_dump(
         event = Stored(0, None, i.to_bytes(8, "little"), bytes(8), 11)
         held.append(event)
         publisher.add(0, [event])
-    await eventually(lambda: len(desk.contents.held.get(("w-1", 0), ())) == 50)
+    await eventually(lambda: len(frontend.contents.held.get(("w-1", 0), ())) == 50)
     assert publisher.overflows == 1
-    assert desk.contents.dumps == 1
+    assert frontend.contents.dumps == 1
     await publisher.close()
 
 
 async def test_the_same_worker_comes_back_as_another_instance(
-    bus: Bus, desk: Desk, crew: Crew, limits: StreamLimits
+    bus: Bus, frontend: ScriptedFrontend, workers: Workers, limits: StreamLimits
 ) -> None:
-    first = await crew.start(FAST)
-    await desk.offer("w-1", work("a", prompt(100)))
-    tokens = await desk.done("a")
+    first = await workers.start(FAST)
+    await frontend.dispatch("w-1", work("a", prompt(100)))
+    tokens = await frontend.done("a")
     await first.node.drain(5)
     await first.stop()
     with pytest.raises(NoResponder):
-        await desk.offer("w-1", work("b", prompt(100)))
-    await crew.start(FAST, instance="w-2")
+        await frontend.dispatch("w-1", work("b", prompt(100)))
+    await workers.start(FAST, instance="w-2")
     directory = Directory(bus, limits)
     await directory.open()
     assert [card.instance for card in directory.instances] == ["w-2"]
     await directory.close()
-    await desk.offer("w-2", work("c", prompt(100)))
-    assert await desk.done("c") == tokens
-    assert desk.chunks["c"][0].cached == [0]
-    await eventually(lambda: desk.contents.next_id.get(("w-2", 0)))
+    await frontend.dispatch("w-2", work("c", prompt(100)))
+    assert await frontend.done("c") == tokens
+    assert frontend.chunks["c"][0].cached == [0]
+    await eventually(lambda: frontend.contents.next_id.get(("w-2", 0)))
 
 
 @pytest.fixture
@@ -118,24 +124,24 @@ async def test_a_process_drains_on_sigterm_and_exits_cleanly(
 ) -> None:
     bus = await Bus.connect(mesh.options, "test")
     mesh.start("worker", "w")
-    desk = Desk(bus)
+    frontend = ScriptedFrontend(bus)
     await eventually(lambda: _streams_exist(bus))
-    await desk.open()
+    await frontend.open()
     directory = Directory(bus, limits)
     await directory.open()
     instance = await _card(directory, "w")
     for i in range(5):
-        await desk.offer(instance, work(f"r{i}", prompt(100, first=i), 100))
-    await eventually(lambda: len(desk.chunks) == 5)
+        await frontend.dispatch(instance, work(f"r{i}", prompt(100, first=i), 100))
+    await eventually(lambda: len(frontend.chunks) == 5)
     process = mesh.processes["w"]
     process.send_signal(signal.SIGTERM)
     for i in range(5):
-        assert len(await desk.done(f"r{i}")) == 100
-        assert desk.finish(f"r{i}") == "length"
+        assert len(await frontend.done(f"r{i}")) == 100
+        assert frontend.finish(f"r{i}") == "length"
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
     await eventually(lambda: not directory.instances)
     await directory.close()
-    await desk.reader.close()
+    await frontend.reader.close()
     await bus.close()
 
 

@@ -1,4 +1,4 @@
-"""A worker that stood still beyond its lease: what it ran is over, what it holds counts."""
+"""A worker frozen beyond its lease: its requests have ended, its blocks stay in the index."""
 
 import asyncio
 import signal
@@ -11,7 +11,7 @@ import pytest_asyncio
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
 from support.wait import eventually
-from support.worker import SALT, Desk, prompt, work
+from support.worker import SALT, ScriptedFrontend, prompt, work
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
@@ -53,7 +53,7 @@ async def joined(directory: Directory, name: str) -> str:
     return found[0].instance
 
 
-async def held(bus: Bus, prompts: list[bytes]) -> list[int]:
+async def indexed_depths(bus: Bus, prompts: list[bytes]) -> list[int]:
     """Number of leading blocks of each prompt that the index knows."""
     query = OverlapQuery([block_hashes(tokens, 16, SALT)[1] for tokens in prompts])
     try:
@@ -67,7 +67,7 @@ async def held(bus: Bus, prompts: list[bytes]) -> list[int]:
 
 
 async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
-    bus: Bus, desk: Desk, mesh: Mesh, directory: Directory
+    bus: Bus, frontend: ScriptedFrontend, mesh: Mesh, directory: Directory
 ) -> None:
     mesh.start("indexer", "i")
     mesh.start("worker", "w")
@@ -75,11 +75,11 @@ async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
     await joined(directory, "i")
     prompts = [prompt(16 * BLOCKS, first=700 * number + number) for number in range(6)]
     for number, tokens in enumerate(prompts[:4]):
-        await desk.offer(instance, work(f"r{number}", tokens, 2))
-        await desk.done(f"r{number}")
+        await frontend.dispatch(instance, work(f"r{number}", tokens, 2))
+        await frontend.done(f"r{number}")
     await eventually(lambda: index_is(bus, prompts, [BLOCKS] * 4 + [0, 0]))
-    await desk.offer(instance, work("long", prompts[4], 5000))
-    await eventually(lambda: "long" in desk.chunks)
+    await frontend.dispatch(instance, work("long", prompts[4], 5000))
+    await eventually(lambda: "long" in frontend.chunks)
     process = mesh.processes["w"]
     process.send_signal(signal.SIGSTOP)
     try:
@@ -88,28 +88,30 @@ async def test_a_thawed_worker_aborts_its_requests_and_the_index_recovers(
     finally:
         process.send_signal(signal.SIGCONT)
     assert await joined(directory, "w") == instance
-    assert await eventually(lambda: desk.finish("long")) == "abort"
-    await eventually(lambda: not desk.loads[-1].running)
-    await desk.offer(instance, work("new", prompts[5], 2))
-    await desk.done("new")
+    assert await eventually(lambda: frontend.finish("long")) == "abort"
+    await eventually(lambda: not frontend.loads[-1].running)
+    await frontend.dispatch(instance, work("new", prompts[5], 2))
+    await frontend.done("new")
     await eventually(lambda: index_is(bus, prompts, [BLOCKS] * 6), what="the index is right again")
 
 
 async def index_is(bus: Bus, prompts: list[bytes], truth: list[int]) -> bool:
-    assert await held(bus, prompts) == truth
+    assert await indexed_depths(bus, prompts) == truth
     return True
 
 
 async def test_a_stopping_frontend_keeps_its_requests(
-    bus: Bus, desk: Desk, mesh: Mesh, directory: Directory, limits: StreamLimits
+    bus: Bus, frontend: ScriptedFrontend, mesh: Mesh, directory: Directory, limits: StreamLimits
 ) -> None:
     mesh.start("worker", "w")
     instance = await joined(directory, "w")
     card = Instance(instance="front", role=Role.FRONTEND, name="f", version="0", started=0.0)
     lease = Lease(bus, card, limits)
     await lease.open()
-    await asyncio.gather(*(desk.offer(instance, work(f"r{n}", prompt(20), 300)) for n in range(3)))
+    await asyncio.gather(
+        *(frontend.dispatch(instance, work(f"r{n}", prompt(20), 300)) for n in range(3))
+    )
     await lease.close()
     for number in range(3):
-        assert len(await desk.done(f"r{number}")) == 300
-        assert desk.finish(f"r{number}") == "length"
+        assert len(await frontend.done(f"r{number}")) == 300
+        assert frontend.finish(f"r{number}") == "length"

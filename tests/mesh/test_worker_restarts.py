@@ -28,7 +28,7 @@ async def mesh(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 class Load:
-    """Streams over the API, some running at any time; a quiet mesh gives their expected texts."""
+    """Streams over the API, some always running; expected texts come from an undisturbed mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._client = AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0)
@@ -48,7 +48,7 @@ class Load:
             parts += [c.delta.content for c in chunk.choices if c.delta.content]
         return "".join(parts)
 
-    async def keep(self, prompt: str) -> None:
+    async def record(self, prompt: str) -> None:
         self.texts[prompt] = await self.stream(prompt)
 
     async def check(self) -> None:
@@ -65,7 +65,7 @@ async def test_a_rolling_restart_loses_nothing(mesh: Mesh) -> None:
     await mesh.ready()
     load = Load(mesh)
     for number, name in enumerate(("worker-0", "worker-1")):
-        tasks = [asyncio.create_task(load.keep(f"restart {number} {i}")) for i in range(8)]
+        tasks = [asyncio.create_task(load.record(f"restart {number} {i}")) for i in range(8)]
         await eventually(lambda: mesh.metric("kvmesh_frontend_active_requests") >= 8)
         await asyncio.to_thread(mesh.kill, name, signal.SIGTERM)
         mesh.restart(name)
@@ -76,7 +76,7 @@ async def test_a_rolling_restart_loses_nothing(mesh: Mesh) -> None:
     await load.close()
 
 
-async def _survives(mesh: Mesh, fault: dict[str, str], said: str) -> None:
+async def _survives(mesh: Mesh, fault: dict[str, str], log_line: str) -> None:
     mesh.start("indexer", "indexer-0")
     mesh.start("router", "router-0")
     mesh.start("worker", "good")
@@ -86,8 +86,8 @@ async def _survives(mesh: Mesh, fault: dict[str, str], said: str) -> None:
     bad = mesh.folder / "bad.log"
     await eventually(lambda: "serving" in bad.read_text())
     load = Load(mesh)
-    await asyncio.gather(*(load.keep(f"fault {i}") for i in range(10)))
-    assert said in bad.read_text()
+    await asyncio.gather(*(load.record(f"fault {i}") for i in range(10)))
+    assert log_line in bad.read_text()
     assert await asyncio.to_thread(mesh.processes["bad"].wait, PATIENCE_S) == 1
     await load.check()
     await load.close()

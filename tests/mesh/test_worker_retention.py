@@ -3,7 +3,7 @@
 from array import array
 
 from support.wait import eventually
-from support.worker import FAST, SALT, Crew, Desk, prompt, work
+from support.worker import FAST, SALT, ScriptedFrontend, Workers, prompt, work
 
 from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
 from kvmesh.hashing import block_hashes
@@ -15,44 +15,48 @@ def blocks(tokens: bytes) -> list[int]:
     return list(array("Q", block_hashes(tokens, 16, SALT)[1]))
 
 
-async def test_release_removes_only_unshared_blocks_of_the_session(desk: Desk, crew: Crew) -> None:
-    await crew.start(FAST)
+async def test_release_removes_only_unshared_blocks_of_the_session(
+    frontend: ScriptedFrontend, workers: Workers
+) -> None:
+    await workers.start(FAST)
     shared = prompt(64)
     one, two = shared + prompt(64, first=900), shared + prompt(32, first=2000)
     for name, tokens in (("A", one), ("B", two)):
-        await desk.offer("w-1", work(name, tokens, max_tokens=1, session=name))
-        await desk.done(name)
+        await frontend.dispatch("w-1", work(name, tokens, max_tokens=1, session=name))
+        await frontend.done(name)
     everything = {*blocks(one), *blocks(two)}
-    await eventually(lambda: desk.contents.held.get(RANK) == everything)
-    reply = await desk.control("w-1", Release(sessions=["A"]))
+    await eventually(lambda: frontend.contents.held.get(RANK) == everything)
+    reply = await frontend.control("w-1", Release(sessions=["A"]))
     assert (reply.ok, reply.blocks) == (True, 4)
-    await eventually(lambda: desk.contents.held[RANK] == set(blocks(two)))
-    told = desk.contents.next_id[RANK]
+    await eventually(lambda: frontend.contents.held[RANK] == set(blocks(two)))
+    published = frontend.contents.next_id[RANK]
     for sessions in (["A"], ["unknown", "A"]):
-        reply = await desk.control("w-1", Release(sessions=sessions, reason="compaction"))
+        reply = await frontend.control("w-1", Release(sessions=sessions, reason="compaction"))
         assert (reply.ok, reply.blocks) == (True, 0)
-    await desk.offer("w-1", work("B2", two, max_tokens=1, session="B"))
-    await desk.done("B2")
-    assert desk.chunks["B2"][0].cached == [80]
-    assert desk.contents.next_id[RANK] == told
+    await frontend.dispatch("w-1", work("B2", two, max_tokens=1, session="B"))
+    await frontend.done("B2")
+    assert frontend.chunks["B2"][0].cached == [80]
+    assert frontend.contents.next_id[RANK] == published
 
 
-async def test_pins_and_directives_are_answered(desk: Desk, crew: Crew) -> None:
-    started = await crew.start(FAST)
+async def test_pins_and_directives_are_answered(
+    frontend: ScriptedFrontend, workers: Workers
+) -> None:
+    started = await workers.start(FAST)
     kept = [Retain(0, None, 80, 60.0, explicit=True)]
-    await desk.offer("w-1", work("a", prompt(64), max_tokens=1, retention=kept, tenant="t"))
-    await desk.done("a")
-    assert desk.chunks["a"][0].retention == ["honoured"]
+    await frontend.dispatch("w-1", work("a", prompt(64), max_tokens=1, retention=kept, tenant="t"))
+    await frontend.done("a")
+    assert frontend.chunks["a"][0].retention == ["honoured"]
     pin = Pin(
         id="p", sequence_hashes=array("Q", blocks(prompt(64))).tobytes(), ttl_s=60, tenant="t"
     )
-    assert (await desk.control("w-1", pin)).blocks == 4
-    ragged = await desk.control("w-1", Pin(id="q", sequence_hashes=b"abc", ttl_s=60))
+    assert (await frontend.control("w-1", pin)).blocks == 4
+    ragged = await frontend.control("w-1", Pin(id="q", sequence_hashes=b"abc", ttl_s=60))
     assert ragged.reason == "invalid: 3 bytes are not a list of block hashes"
     (state,) = started.node.retention()
     assert (state.pins, state.charged_blocks, state.outcomes["honoured"]) == (1, 4, 2)
-    assert (await desk.control("w-1", Unpin("p"))).blocks == 4
-    assert (await desk.control("w-1", Clear(salt=SALT + 1))).blocks == 0
-    assert (await desk.control("w-1", Clear(salt=SALT))).blocks == 0
-    assert (await desk.control("w-1", Clear(salt=SALT, tenant="t"))).blocks == 4
-    await eventually(lambda: not desk.contents.held[RANK])
+    assert (await frontend.control("w-1", Unpin("p"))).blocks == 4
+    assert (await frontend.control("w-1", Clear(salt=SALT + 1))).blocks == 0
+    assert (await frontend.control("w-1", Clear(salt=SALT))).blocks == 0
+    assert (await frontend.control("w-1", Clear(salt=SALT, tenant="t"))).blocks == 4
+    await eventually(lambda: not frontend.contents.held[RANK])

@@ -31,19 +31,19 @@ def test_an_indexer_survives_a_stale_read_of_its_stored_snapshot(
 
 
 def test_an_event_without_resend_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def offer(self: KvPublisher, payload: bytes, quiet: bool) -> bool:
+    async def store_once(self: KvPublisher, payload: bytes, quiet: bool) -> bool:
         with contextlib.suppress(Exception):
             await self._bus.store(self._subject, payload, ACK_TIMEOUT_S)
         return True
 
-    monkeypatch.setattr(KvPublisher, "_store", offer)
+    monkeypatch.setattr(KvPublisher, "_store", store_once)
     monkeypatch.setitem(faults.RATES, "loss", 0.05)
     assert any("are not on the stream" in text for text in broken({"loss"}))
 
 
 def test_an_unread_message_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamReader, "_start_over", lambda self, fault: None)
-    assert any("has not read message" in text for text in broken({"rewind", "recreate"}))
+    assert any("has not read the stored message" in text for text in broken({"rewind", "recreate"}))
 
 
 def test_a_second_reply_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_second_reply_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         reply(self, ticket)
 
     monkeypatch.setattr(ModelRouter, "_reply", twice)
-    assert any("answers to one question" in text for text in broken(set()))
+    assert any("replies to one query" in text for text in broken(set()))
 
 
 def test_a_request_left_in_the_ledger_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +63,11 @@ def test_a_request_left_in_the_ledger_is_detected(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unfreed_request_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell = SequenceEventPublisher.event
+    publish = SequenceEventPublisher.event
 
     def event(self: SequenceEventPublisher, model: str, event: SeqEvent) -> None:
         if not isinstance(event, SeqFree):
-            tell(self, model, event)
+            publish(self, model, event)
 
     monkeypatch.setattr(SequenceEventPublisher, "event", event)
     assert any("without events" in text for text in broken(set()))

@@ -15,10 +15,10 @@ MANY = 10_000
 ROOT = Path(__file__).parents[2]
 
 
-def told(result: Result) -> str:
+def report(result: Result) -> str:
     """The command to repeat the run, and the run's log."""
     again = f".venv/bin/pytest tests/simulation -k one_seed --seed {result.seed}"
-    return "\n".join([str(result), *result.log, f"digest {result.digest}; again: {again}"])
+    return "\n".join([str(result), *result.log, f"digest {result.digest}; repeat: {again}"])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,7 +32,7 @@ def test_the_mesh_heals_and_answers_each_request_once(
     last = min(first + CHUNK, pytestconfig.getoption("--seeds"))
     for seed in range(first, last):
         result = simulate(seed)
-        assert not result.broken, told(result)
+        assert not result.broken, report(result)
 
 
 def test_one_seed(pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +42,7 @@ def test_one_seed(pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str
         pytest.skip("no --seed is given")
     result = simulate(seed)
     with capsys.disabled():
-        print(told(result))
+        print(report(result))
     assert not result.broken
 
 
@@ -57,7 +57,7 @@ def collect_rarely() -> None:
 def test_many_seeds() -> None:
     with ProcessPoolExecutor(os.cpu_count(), initializer=collect_rarely) as pool:
         for result in pool.map(simulate, range(MANY), chunksize=CHUNK):
-            assert not result.broken, told(result)
+            assert not result.broken, report(result)
 
 
 def test_a_seed_replays_to_the_byte_in_any_process() -> None:

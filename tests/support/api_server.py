@@ -25,10 +25,10 @@ def next_token(tokens: list[int]) -> int:
 
 def continuation(tokens: list[int], count: int) -> list[int]:
     """The tokens that the model generates for a prompt."""
-    whole = list(tokens)
+    extended = list(tokens)
     for _ in range(count):
-        whole.append(next_token(whole))
-    return whole[len(tokens) :]
+        extended.append(next_token(extended))
+    return extended[len(tokens) :]
 
 
 @dataclass
@@ -206,7 +206,7 @@ class ApiServer:
                     self.held[name] -= 1
                     self.held.move_to_end(name)
 
-    # its HTTP
+    # the HTTP API
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
@@ -337,10 +337,10 @@ vllm:iteration_tokens_total_sum{{engine="0"}} {self.steps}
 
     async def reset(self) -> None:
         """Drop every unused block."""
-        gone = [name for name, users in self.held.items() if not users]
-        for name in gone:
+        unused = [name for name, users in self.held.items() if not users]
+        for name in unused:
             del self.held[name]
-        removed = {"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU"}
+        removed = {"type": "BlockRemoved", "block_hashes": unused, "medium": "GPU"}
         await self.events.send(removed)
 
 

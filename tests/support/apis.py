@@ -51,8 +51,8 @@ class Api:
         base: Json = {"model": MODEL, **self.prompt(text)}
         return base | ({self.limit: tokens} if tokens else {}) | fields
 
-    async def ask(self, client: Client, body: Json, **headers: str) -> Content:
-        """Send a request and read its response; `body` says if it is a stream."""
+    async def send(self, client: Client, body: Json, **headers: str) -> Content:
+        """Send a request and read its response; a stream if `body` has `stream`."""
         if body.get("stream") and self.name in ("chat", "completions"):
             body = {**body, "stream_options": {"include_usage": True}}
         response = await client.stream(self.path, body, **headers)

@@ -30,7 +30,7 @@ SHORTEST: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole HTTP response."""
+    """A complete HTTP response."""
 
     status: int
     headers: dict[str, str]
@@ -40,7 +40,7 @@ class Reply:
         return msgspec.json.decode(self.body, type=dict[str, object])
 
 
-def short(path: str, tokens: int, stream: bool = False) -> bytes:
+def short_body(path: str, tokens: int, stream: bool = False) -> bytes:
     """A valid body for a generating endpoint that requests `tokens` tokens."""
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     return json.dumps({**SHORTEST[path], limit: tokens, "stream": stream}).encode()
@@ -89,7 +89,7 @@ def check_refused_or_served(path: str, reply: Reply) -> None:
         assert reply.json()
 
 
-async def idle(mesh: Mesh, timeout: float = PATIENCE_S) -> None:
+async def wait_until_idle(mesh: Mesh, timeout: float = PATIENCE_S) -> None:
     """Wait until no process of the mesh holds state of any request."""
     for name in (
         "kvmesh_frontend_active_requests",
@@ -100,7 +100,9 @@ async def idle(mesh: Mesh, timeout: float = PATIENCE_S) -> None:
 
 
 @contextmanager
-def raw(mesh: Mesh, timeout: float = PATIENCE_S, receive_buffer: int = 0) -> Iterator[socket]:
+def raw_connection(
+    mesh: Mesh, timeout: float = PATIENCE_S, receive_buffer: int = 0
+) -> Iterator[socket]:
     """A TCP connection with at most `receive_buffer` bytes of kernel buffer on this side."""
     with create_connection(("127.0.0.1", mesh.port), timeout=timeout) as connection:
         yield connection
@@ -119,7 +121,7 @@ def head(path: str, length: int | None = None, *lines: str) -> bytes:
     return ("\r\n".join(text) + "\r\n\r\n").encode()
 
 
-def whole(path: str, body: bytes, *lines: str) -> bytes:
+def post_request(path: str, body: bytes, *lines: str) -> bytes:
     return head(path, len(body), *lines) + body
 
 

@@ -22,7 +22,7 @@ SALT = 77
 
 
 @dataclass
-class Started:
+class StartedEngine:
     """A started engine of 64 blocks and 512 tokens of context, and its recorder."""
 
     engine: Engine
@@ -35,7 +35,7 @@ class Started:
         return self.info.block_size
 
     @property
-    def held(self) -> set[int]:
+    def held_hashes(self) -> set[int]:
         """Sequence hashes of the blocks that the engine holds according to its events."""
         return self.sink.sequences
 
@@ -60,37 +60,37 @@ class Started:
 
         await eventually(over, what=f"end of {names}")
 
-    async def begun(self, name: str) -> None:
+    async def wait_for_tokens(self, name: str) -> None:
         await eventually(lambda: self.sink.tokens(name), what=f"tokens of {name}")
 
-    async def settled(self) -> None:
-        """Wait until every event so far has arrived."""
+    async def wait_for_events(self) -> None:
+        """Wait until every event so far has been received."""
 
     def load(self) -> Load:
         return self.engine.load("i")[0]
 
 
-Factory = Callable[[], Awaitable[Started]]
+Factory = Callable[[], Awaitable[StartedEngine]]
 
 
-async def start_mock(**options: object) -> Started:
+async def start_mock(**options: object) -> StartedEngine:
     mock = replace(
         MockSettings(blocks=64, max_sequences=4, max_batched_tokens=256, speedup=20), **options
     )
     settings = Settings(mock=mock, worker=WorkerSettings(block_size=16, context=512))
     engine, sink = create_engine(EngineContext(settings, model_dir())), Recorder()
-    return Started(engine, await engine.start(sink), sink)
+    return StartedEngine(engine, await engine.start(sink), sink)
 
 
-async def start_torch() -> Started:
+async def start_torch() -> StartedEngine:
     torch = TorchSettings(blocks=64, max_sequences=4, max_batched_tokens=256, threads=1)
     worker = WorkerSettings(engine="torch", block_size=16, context=512)
     context = EngineContext(Settings(torch=torch, worker=worker), tiny_model())
     engine, sink = create_engine(context), Recorder()
-    return Started(engine, await engine.start(sink), sink)
+    return StartedEngine(engine, await engine.start(sink), sink)
 
 
-async def start_mock_tiers() -> Started:
+async def start_mock_tiers() -> StartedEngine:
     return await start_mock(host_blocks=96, disk_blocks=256)
 
 
@@ -103,7 +103,7 @@ ENGINES = sorted(FACTORIES)
 
 
 @asynccontextmanager
-async def running(name: str) -> AsyncIterator[Started]:
+async def running(name: str) -> AsyncIterator[StartedEngine]:
     """The engine of that name, closed at the end; skips the test if it is not installed."""
     if name == "torch":
         pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
@@ -127,5 +127,5 @@ def sequence(tokens: bytes, salt: int = SALT, size: int = 16) -> list[int]:
     return list(array("Q", block_hashes(tokens, size, salt)[1]))
 
 
-def wish(tokens: bytes, name: str = "p", **fields: object) -> Prefetch:
+def make_prefetch(tokens: bytes, name: str = "p", **fields: object) -> Prefetch:
     return replace(Prefetch(id=name, tokens=tokens, salt=SALT), **fields)

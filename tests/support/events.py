@@ -1,4 +1,4 @@
-"""A publisher of blocks as the indexer sees it: numbered KV events, dumps, its true contents."""
+"""Publishers of numbered KV events and dumps, with their true contents."""
 
 import struct
 import time
@@ -42,13 +42,13 @@ def prompt(blocks: Iterable[int]) -> bytes:
     return sequence_hashes(pack(blocks), SALT)
 
 
-def depths(reply: OverlapReply, place: int = 0) -> dict[str, int]:
+def depths(reply: OverlapReply, index: int = 0) -> dict[str, int]:
     """Number of leading blocks of a prompt that each instance holds, in all tiers."""
-    rows = struct.iter_unpack("<5I", reply.rows[place])
+    rows = struct.iter_unpack("<5I", reply.rows[index])
     return {reply.ranks[rank].instance: sum(tiers) for rank, *tiers in rows}
 
 
-class Contents:
+class TierContents:
     """Contents of one tier: sequence hash of each block to its parent and its local hash.
 
     Each change returns its events. Engine hashes differ from sequence hashes.
@@ -105,10 +105,10 @@ class Contents:
 
     def dump(self) -> list[KvEvent]:
         events: list[KvEvent] = [Cleared()]
-        told: set[int | None] = {None}
+        sent: set[int | None] = {None}
         for hash_, (before, _) in self.blocks.items():
-            events.append(self._stored([hash_], detached=before not in told))
-            told.add(hash_)
+            events.append(self._stored([hash_], detached=before not in sent))
+            sent.add(hash_)
         return events
 
 
@@ -125,12 +125,12 @@ class Publisher:
         self.name = name
         self.instance = instance
         self.node = node
-        self.contents = Contents(self.tier)
-        self.next = 0
+        self.contents = TierContents(self.tier)
+        self.next_event_id = 0
         self.dumps = 0
         self.lease = Lease(bus, self._card(), limits)
         self.send: Callable[[KvBatch], Awaitable[None]] = self.deliver
-        self._asked: Subscription | None = None
+        self._subscription: Subscription | None = None
 
     def _card(self) -> Instance:
         return Instance(
@@ -146,14 +146,14 @@ class Publisher:
 
     async def open(self) -> None:
         subject = self.bus.subjects.dump(self.instance)
-        self._asked = await self.bus.serve(subject, DUMPS, self._on_dump)
+        self._subscription = await self.bus.serve(subject, DUMPS, self._on_dump)
         await self.lease.open()
 
     async def close(self) -> None:
         await self.lease.close()
-        if self._asked is not None:
-            await self._asked.unsubscribe()
-            self._asked = None
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+            self._subscription = None
 
     async def _on_dump(self, message: Dump, reply: Reply) -> None:
         if message.rank == self.rank:
@@ -164,7 +164,7 @@ class Publisher:
         reply(ControlReply(True))
 
     async def store(self, *blocks: int) -> None:
-        """Store one whole prompt."""
+        """Store one prompt."""
         await self.publish(self.contents.store(blocks))
 
     async def drop(self, *blocks: int) -> None:
@@ -172,8 +172,8 @@ class Publisher:
         await self.publish(self.contents.drop(blocks))
 
     async def publish(self, events: list[KvEvent]) -> None:
-        batch = self._batch(self.rank, self.next, events)
-        self.next += len(events)
+        batch = self._batch(self.rank, self.next_event_id, events)
+        self.next_event_id += len(events)
         await self.send(batch)
 
     def _batch(self, rank: int, first: int, events: list[KvEvent]) -> KvBatch:
@@ -202,5 +202,5 @@ class Kvbm(Publisher):
         )
 
 
-async def swallow(_: KvBatch) -> None:
-    """Replaces `send`: the batch never leaves the worker."""
+async def discard(_: KvBatch) -> None:
+    """Replacement for `send` that loses the batch."""

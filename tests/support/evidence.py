@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SHOWN = 200  # last lines of each log
-_kept: "weakref.WeakSet[Evidence]" = weakref.WeakSet()
+_live: "weakref.WeakSet[Evidence]" = weakref.WeakSet()
 
 
 class Evidence:
-    """Shown with every failing test while it is referenced; `tell` returns texts by name."""
+    """Texts by name, shown with every failing test while the object is referenced."""
 
-    def __init__(self, tell: Callable[[], dict[str, str]]) -> None:
-        self.tell = tell
-        _kept.add(self)
+    def __init__(self, read_texts: Callable[[], dict[str, str]]) -> None:
+        self.read_texts = read_texts
+        _live.add(self)
 
 
 def log_files(folder: Path) -> dict[str, str]:
@@ -23,6 +23,6 @@ def log_files(folder: Path) -> dict[str, str]:
 
 def sections() -> Iterator[tuple[str, str]]:
     """Headings and the last lines of each text."""
-    for evidence in list(_kept):
-        for name, text in evidence.tell().items():
+    for evidence in list(_live):
+        for name, text in evidence.read_texts().items():
             yield f"End of {name}", "\n".join(text.splitlines()[-SHOWN:])

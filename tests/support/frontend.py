@@ -46,19 +46,19 @@ PINGS = msgspec.msgpack.Decoder(Ping)
 class ScriptedRouter:
     """Routes to the first of `order` that is not excluded; `refusal` overrides it.
 
-    It reports `overlap` blocks per tier. With `parks`, every request waits in the queue.
+    It reports `overlap` blocks per tier. With `queues_all`, every request waits in the queue.
     """
 
     def __init__(self) -> None:
         self.order: list[str] = []
         self.refusal: Refused | None = None
-        self.parks = False
+        self.queues_all = False
         self.overlap = [0, 0, 0, 0]
-        self.asked: list[RouteRequest] = []
+        self.requests: list[RouteRequest] = []
 
     async def answer(self, request: RouteRequest, reply: Reply) -> None:
-        self.asked.append(request)
-        if not self.parks:
+        self.requests.append(request)
+        if not self.queues_all:
             reply(self.choose(request))
 
     def choose(self, request: RouteRequest) -> RouteReply:
@@ -73,21 +73,21 @@ class ScriptedRouter:
 class ScriptedWorker:
     """Replies to work with `status` and sends exactly the chunks of the test.
 
-    With `keeps` it reports stored prompts, but replies "incomplete" to work with a `base`. While
-    `frozen` it does not reply; with `hangs` it freezes at the first work.
+    With `stores_prompts` it reports stored prompts, but replies "incomplete" to work with a `base`.
+    While `frozen` it does not reply; with `hangs` it freezes at the first work.
     """
 
     def __init__(self, bus: Bus, name: str) -> None:
         self.bus = bus
         self.instance = f"{name}-1"
         self.status = "accepted"
-        self.knows = True
-        self.keeps = False
+        self.control_ok = True
+        self.stores_prompts = False
         self.frozen = self.hangs = False
         self.works: list[Work] = []
         self.cancelled: list[str] = []
         self.resends: list[Resend] = []
-        self.told: list[Control] = []
+        self.controls: list[Control] = []
         self.blocks = 0
         self._arrived = asyncio.Condition()
         self._subscriptions: list[Any] = []
@@ -100,7 +100,7 @@ class ScriptedWorker:
             await self.bus.serve(subjects.ping(self.instance), PINGS, self._ping),
         ]
 
-    async def deafen(self) -> None:
+    async def unsubscribe(self) -> None:
         """Unsubscribe, as a killed process does."""
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
@@ -109,7 +109,7 @@ class ScriptedWorker:
         self.frozen = self.frozen or self.hangs
         status = "incomplete" if work.base else self.status
         if not self.frozen:
-            reply(WorkReply(status=status, stored=self.keeps))
+            reply(WorkReply(status=status, stored=self.stores_prompts))
         async with self._arrived:
             self.works.append(work)
             self._arrived.notify_all()
@@ -121,8 +121,8 @@ class ScriptedWorker:
             self.cancelled.append(control.request)
         if isinstance(control, Resend):
             self.resends.append(control)
-        self.told.append(control)
-        reply(ControlReply(ok=self.knows, blocks=self.blocks))
+        self.controls.append(control)
+        reply(ControlReply(ok=self.control_ok, blocks=self.blocks))
 
     async def _ping(self, _: Ping, reply: Reply) -> None:
         if not self.frozen:

@@ -1,8 +1,8 @@
 """Memory of processes over time, and a steady load of short-lived clients.
 
-The measure of a process is its minimum in each minute, the memory that it needs. Go's garbage
-collector varies the memory of a NATS server by a third within a minute, so a line through all
-samples of a few minutes rises or falls by chance.
+The measure of a process is its minimum in each minute, the memory that the process needs. Go's
+garbage collector varies the memory of a NATS server by a third within a minute, so a line through
+all samples of a few minutes rises or falls by chance.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ class Growth:
 
     def slopes(self, since: int) -> dict[str, float]:
         """MiB per minute of each process from minute `since` on, by least squares."""
-        return {name: _slope(_lows(samples, since)) for name, samples in self.samples.items()}
+        return {name: _slope(_minima(samples, since)) for name, samples in self.samples.items()}
 
     def table(self, since: int) -> str:
         """The measurements, one line per process."""
         slopes = self.slopes(since)
         return "\n".join(
-            f"{name:12} {samples[0][1]:6.1f} MiB at first; least in each minute from {since} on: "
-            f"{' '.join(f'{low:.1f}' for _, low in _lows(samples, since))}; "
+            f"{name:12} {samples[0][1]:6.1f} MiB at first; minimum of each minute from {since} on: "
+            f"{' '.join(f'{low:.1f}' for _, low in _minima(samples, since))}; "
             f"{slopes[name]:+.2f} MiB a minute"
             for name, samples in self.samples.items()
         )
 
 
-def _lows(samples: list[tuple[float, float]], since: int) -> list[tuple[float, float]]:
+def _minima(samples: list[tuple[float, float]], since: int) -> list[tuple[float, float]]:
     """The minimum of each whole minute."""
     lows: dict[int, float] = {}
     for minute, size in samples:
@@ -66,8 +66,8 @@ def _slope(samples: list[tuple[float, float]]) -> float:
     return sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread if spread else 0.0
 
 
-class Visitors:
-    """Clients of one mesh: each makes a few requests, then another takes its place."""
+class ShortLivedClients:
+    """Clients of one mesh; each sends a few requests and is then replaced by another."""
 
     def __init__(self, url: str, count: int, seed: int = 0) -> None:
         self._url = url
@@ -75,10 +75,10 @@ class Visitors:
         self._random = random.Random(seed)
         self._tasks: list[asyncio.Task[None]] = []
         self.served = 0
-        self.left = 0
+        self.abandoned = 0
 
-    async def __aenter__(self) -> "Visitors":
-        self._tasks = [asyncio.create_task(self._visit_for_ever()) for _ in range(self._count)]
+    async def __aenter__(self) -> "ShortLivedClients":
+        self._tasks = [asyncio.create_task(self._run_client()) for _ in range(self._count)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -86,7 +86,7 @@ class Visitors:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _visit_for_ever(self) -> None:
+    async def _run_client(self) -> None:
         while True:
             async with aiohttp.ClientSession() as session:
                 for _ in range(self._random.randint(1, 6)):
@@ -94,12 +94,12 @@ class Visitors:
 
     async def _request(self, session: aiohttp.ClientSession) -> None:
         chance = self._random
-        family, turn = chance.randrange(40), chance.randrange(1 << 30)
+        family, number = chance.randrange(40), chance.randrange(1 << 30)
         body = {
             "model": MODEL,
             "messages": [
                 {"role": "system", "content": f"You are helper {family}. " * 40},
-                {"role": "user", "content": f"Question {turn}: what is next?"},
+                {"role": "user", "content": f"Question {number}: what is next?"},
             ],
             "max_tokens": chance.choice([1, 4, 16]),
             "stream": chance.random() < 0.7,
@@ -110,7 +110,7 @@ class Visitors:
         async with session.post(url, data=data, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             if chance.random() < 0.1:
-                self.left += 1  # leave in the middle of the response
+                self.abandoned += 1  # disconnect in the middle of the response
                 return
             await answer.read()
             self.served += 1

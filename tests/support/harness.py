@@ -20,7 +20,7 @@ OWN_HEADERS = {"host", "content-length", "transfer-encoding", "accept-encoding",
 
 
 @dataclass(frozen=True)
-class Finished:
+class ClientResult:
     """The result of a client that has ended."""
 
     status: int
@@ -48,7 +48,7 @@ class Workspace:
 
     async def run(
         self, program: str, *arguments: str, env: dict[str, str], timeout: float = 90.0
-    ) -> Finished:
+    ) -> ClientResult:
         """Run an installed client to its end; raises TimeoutError after killing it."""
         command = INSTALLED / program
         assert command.exists(), f"{command} is missing: run `make agents`"
@@ -67,7 +67,7 @@ class Workspace:
         finally:
             _kill_group(process.pid)
         assert process.returncode is not None
-        return Finished(process.returncode, output.decode(), errors.decode())
+        return ClientResult(process.returncode, output.decode(), errors.decode())
 
 
 def _kill_group(pid: int) -> None:
@@ -79,7 +79,7 @@ def _kill_group(pid: int) -> None:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RecordedRequest:
     """A request as the client sent it, and the status and body that it received."""
 
     path: str
@@ -99,7 +99,7 @@ class Recorder:
     """
 
     def __init__(self, target: str, refused: asyncio.Event | None = None) -> None:
-        self.seen: list[Seen] = []
+        self.requests: list[RecordedRequest] = []
         self.intervene: Intervene | None = None
         self.url = ""
         self._target = target
@@ -124,7 +124,9 @@ class Recorder:
         own = self.intervene(request.path, body) if self.intervene is not None else None
         if own is not None:
             answer = own.body if isinstance(own.body, bytes) else b""
-            self.seen.append(Seen(request.path_qs, headers, body, own.status, answer))
+            self.requests.append(
+                RecordedRequest(request.path_qs, headers, body, own.status, answer)
+            )
             return own
         return await self._forward(request, raw, body, headers)
 
@@ -144,38 +146,40 @@ class Recorder:
             async for part in answer.content.iter_any():
                 parts.append(part)
                 await response.write(part)
-            whole = b"".join(parts)
-            self.seen.append(Seen(request.path_qs, headers, body, answer.status, whole))
+            answered = b"".join(parts)
+            self.requests.append(
+                RecordedRequest(request.path_qs, headers, body, answer.status, answered)
+            )
             if answer.status == 429 and self._refused is not None:
                 self._refused.set()
             await response.write_eof()
             return response
 
-    def to(self, path: str) -> list[Seen]:
+    def requests_to(self, path: str) -> list[RecordedRequest]:
         """Requests to one path, with any query."""
-        return [seen for seen in self.seen if seen.path.partition("?")[0] == path]
+        return [request for request in self.requests if request.path.partition("?")[0] == path]
 
 
-class Limited:
+class LimitedMesh:
     """A mesh with a single key that allows one request at a time."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     @asynccontextmanager
-    async def occupied(self) -> AsyncIterator[Recorder]:
-        """Hold the one request until another is rejected; yields the recorder for the other."""
+    async def at_limit(self) -> AsyncIterator[Recorder]:
+        """Occupy the key until another request is rejected; yields a recorder for the other."""
         refused = asyncio.Event()
         async with (
             Recorder(self._url, refused).listening() as recorder,
             asyncio.TaskGroup() as tasks,
         ):
-            held = asyncio.Event()
-            tasks.create_task(self._hold(held, refused))
-            await held.wait()
+            occupied = asyncio.Event()
+            tasks.create_task(self._occupy(occupied, refused))
+            await occupied.wait()
             yield recorder
 
-    async def _hold(self, held: asyncio.Event, refused: asyncio.Event) -> None:
+    async def _occupy(self, occupied: asyncio.Event, refused: asyncio.Event) -> None:
         body = {"model": "kvmesh-demo", "prompt": "Go on", "max_tokens": 100_000, "stream": True}
         body["ignore_eos"] = True
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -185,5 +189,5 @@ class Limited:
             session.post(url, json=body) as answer,
         ):
             assert answer.status == 200
-            held.set()
+            occupied.set()
             await asyncio.wait_for(refused.wait(), 60)

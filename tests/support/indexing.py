@@ -41,7 +41,7 @@ class Replicas:
         self._stack = stack
 
     async def start(self, settings: IndexerSettings | None = None, ready: bool = True) -> Replica:
-        """Start another replica and wait until it is ready, unless told not to wait."""
+        """Start another replica and wait until it is ready, unless `ready` is false."""
         bus = await Bus.connect(self._options, "indexer")
         service = Service(bus, Settings(indexer=settings or IndexerSettings()), "indexer")
         service.limits = self._limits
@@ -53,7 +53,7 @@ class Replicas:
         return replica
 
 
-async def ask(bus: Bus, *blocks: int) -> dict[str, int]:
+async def find_overlaps(bus: Bus, *blocks: int) -> dict[str, int]:
     """Number of leading blocks of a prompt that each instance holds, according to the mesh."""
     query = OverlapQuery([prompt(list(blocks))])
     return depths(
@@ -63,27 +63,27 @@ async def ask(bus: Bus, *blocks: int) -> dict[str, int]:
     )
 
 
-async def told(bus: Bus, blocks: list[int], expected: dict[str, int]) -> None:
+async def eventually_overlaps(bus: Bus, blocks: list[int], expected: dict[str, int]) -> None:
     """Wait until the mesh returns this result."""
 
     async def matches() -> bool:
         try:
-            found = await ask(bus, *blocks)
+            found = await find_overlaps(bus, *blocks)
         except BusError as error:
-            raise AssertionError(f"no answer: {error}") from error
+            raise AssertionError(f"no reply: {error}") from error
         assert found == expected
         return True
 
     await eventually(matches, what=f"{blocks} held as {expected}")
 
 
-async def overwrite_newest(bus: Bus, harm: bytes | None = None, version: int = 1) -> None:
+async def overwrite_newest(bus: Bus, damage: bytes | None = None, version: int = 1) -> None:
     """Corrupt the newest snapshot in the middle, or change its format version."""
     slot = (await SnapshotStore(bus).slots("whole"))[0]
     data = bytearray(await SnapshotStore(bus).read(slot))
-    if harm is None:
+    if damage is None:
         data[8:10] = struct.pack("<H", version)
     else:
-        data[len(data) // 2 : len(data) // 2 + len(harm)] = harm
+        data[len(data) // 2 : len(data) // 2 + len(damage)] = damage
     bucket = await bus.js.object_store(bus.subjects.index_bucket)
     await bucket.put(slot.name, bytes(data), {"covered": str(slot.covered)})

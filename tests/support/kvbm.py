@@ -1,6 +1,6 @@
 """A worker for tests of a kvbm: a lock, a mapping of the arena, and the protocol's messages.
 
-`python -m support.kvbm` runs one as a process that opens a ticket and then waits to be killed.
+`python -m support.kvbm` runs one as a process that holds a ticket until it is killed.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class Names:
     def digest(self, index: int) -> bytes:
         return self.digests[16 * index : 16 * index + 16]
 
-    def upto(self, count: int) -> "Names":
+    def prefix(self, count: int) -> "Names":
         return Names(
             self.digests[: 16 * count], self.sequence[: 8 * count], self.local[: 8 * count]
         )
@@ -110,7 +110,7 @@ def content(digest: bytes, size: int) -> bytes:
 
 
 @dataclass
-class Taken:
+class FetchResult:
     """Result of a fetch: bytes and source tiers of all its blocks, and its ticket."""
 
     ticket: int
@@ -138,7 +138,7 @@ class TestWorker:
         self.attached: Attached | None = None
         self._map: mmap.mmap | None = None
 
-    async def ask(self, message: object, reply: type[T], timeout: float = 10.0) -> T:
+    async def request(self, message: object, reply: type[T], timeout: float = 10.0) -> T:
         subject = self.bus.subjects.kvbm(self.card.instance)
         answer = await self.bus.request(subject, message, _replies, timeout)
         assert isinstance(answer, reply), answer
@@ -146,7 +146,7 @@ class TestWorker:
 
     async def attach(self) -> Attached:
         message = Attach(self.name, "m", self.shape, f"{self.name}.lock")
-        self.attached = await self.ask(message, Attached)
+        self.attached = await self.request(message, Attached)
         file = os.open(self.directory / self.attached.arena, os.O_RDWR)
         self._map = mmap.mmap(file, self.attached.arena_bytes)
         os.close(file)
@@ -163,7 +163,7 @@ class TestWorker:
 
     async def offer(self, names: Names, first: int = 0, **more: object) -> Wanted:
         message = Offer(self.id, first, names.digests, names.sequence, names.local, SALT)
-        return await self.ask(msgspec.structs.replace(message, **more), Wanted)
+        return await self.request(msgspec.structs.replace(message, **more), Wanted)
 
     def write(self, names: Names, wanted: Wanted) -> bytes:
         """Copy blocks into the arena; return their checksums."""
@@ -183,48 +183,48 @@ class TestWorker:
         if not wanted.ticket:
             return 0
         sums = self.write(names, wanted)
-        return (await self.ask(Commit(self.id, wanted.ticket, sums), Done)).blocks
+        return (await self.request(Commit(self.id, wanted.ticket, sums), Done)).blocks
 
     async def fetch(self, names: Names, held: int = 0, **more: object) -> Fetched:
         message = Fetch(
             self.id, "r", held, names.digests, names.sequence, names.local, SALT, 0.0, 0.0, 0.0
         )
         fetch = msgspec.structs.replace(message, **more)
-        return await self.ask(fetch, Fetched, 30.0 + fetch.wait_s)
+        return await self.request(fetch, Fetched, 30.0 + fetch.wait_s)
 
-    def read(self, names: Names, first: int, fetched: Fetched, taken: Taken) -> None:
+    def read(self, names: Names, first: int, fetched: Fetched, result: FetchResult) -> None:
         """Read and verify the blocks of a reply."""
         assert self._map is not None
         offsets, sums = array("Q", fetched.offsets), array("Q", fetched.checksums)
         for index, (offset, checksum) in enumerate(zip(offsets, sums, strict=True)):
             data = self._map[offset : offset + self.shape.block_bytes]
             if xxh3(data) != checksum:
-                taken.bad += 1
-            assert taken.bad or data == content(names.digest(first + index), len(data))
-            taken.blocks.append(data)
-        taken.tiers += fetched.tiers
+                result.bad += 1
+            assert result.bad or data == content(names.digest(first + index), len(data))
+            result.blocks.append(data)
+        result.tiers += fetched.tiers
 
-    async def get(self, names: Names, held: int = 0, **more: object) -> Taken:
+    async def get(self, names: Names, held: int = 0, **more: object) -> FetchResult:
         """Fetch all available blocks and finish the ticket."""
         fetched = await self.fetch(names, held, **more)
-        taken = Taken(fetched.ticket)
+        result = FetchResult(fetched.ticket)
         while True:
-            self.read(names, held + len(taken.blocks), fetched, taken)
+            self.read(names, held + len(result.blocks), fetched, result)
             if not fetched.pending:
                 break
-            fetched = await self.ask(Await(self.id, taken.ticket, 5.0), Fetched)
-        if taken.ticket:
-            await self.ask(Finish(self.id, taken.ticket), Done)
-        return taken
+            fetched = await self.request(Await(self.id, result.ticket, 5.0), Fetched)
+        if result.ticket:
+            await self.request(Finish(self.id, result.ticket), Done)
+        return result
 
     async def corrupt(self, ticket: int, digests: bytes) -> None:
-        await self.ask(Corrupt(self.id, ticket, digests), Done)
+        await self.request(Corrupt(self.id, ticket, digests), Done)
 
     async def computed(self, request: str) -> None:
-        await self.ask(Computed(self.id, request), Done)
+        await self.request(Computed(self.id, request), Done)
 
     async def detach(self) -> None:
-        await self.ask(Detach(self.id), Done)
+        await self.request(Detach(self.id), Done)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -232,24 +232,24 @@ class TestWorker:
             self._map.close()
 
 
-async def find_kvbm(bus: Bus, limits: StreamLimits, but: Collection[str] = ()) -> Instance:
+async def find_kvbm(bus: Bus, limits: StreamLimits, excluded: Collection[str] = ()) -> Instance:
     """The card of a kvbm other than these instances."""
     directory = Directory(bus, limits)
     await directory.open()
 
-    def there() -> Instance | None:
+    def other_kvbm() -> Instance | None:
         cards = directory.instances
-        return next((c for c in cards if c.role is Role.KVBM and c.instance not in but), None)
+        return next((c for c in cards if c.role is Role.KVBM and c.instance not in excluded), None)
 
     try:
-        found = await eventually(there, what="a kvbm")
+        found = await eventually(other_kvbm, what="a kvbm")
         assert found is not None
         return found
     finally:
         await directory.close()
 
 
-async def stand_still(url: str, namespace: str, act: str) -> None:
+async def hold_ticket(url: str, namespace: str, act: str) -> None:
     """Attach, open a write (`offer`) or read (`fetch`) ticket, print it, and wait."""
     bus = await Bus.connect(BusOptions(url=url, namespace=namespace), "victim")
     worker = TestWorker(bus, await find_kvbm(bus, StreamLimits()), layout())
@@ -261,4 +261,4 @@ async def stand_still(url: str, namespace: str, act: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(stand_still(*sys.argv[1:4]))
+    asyncio.run(hold_ticket(*sys.argv[1:4]))

@@ -35,14 +35,14 @@ class Node:
     async def start(self, **env: str) -> Instance:
         env = {"KVMESH_KVBM_METRICS_PORT": str(self.port), **env}
         self.mesh.start("kvbm", "kv", **env)
-        return await self.found()
+        return await self.wait_for_card()
 
     async def restart(self, **env: str) -> Instance:
         """Kill and restart the kvbm, optionally with other settings."""
         self.mesh.kill("kv")
         return await self.start(**{**self.mesh.commands["kv"][1], **env})
 
-    async def found(self) -> Instance:
+    async def wait_for_card(self) -> Instance:
         self.card = await find_kvbm(self.bus, self.limits, self.former)
         self.former.add(self.card.instance)
         return self.card
@@ -72,7 +72,7 @@ class Node:
         found = (line.rpartition(" ") for line in lines if line.startswith(f"kvmesh_kvbm_{name}"))
         return sum(float(value) for sample, _, value in found if labels in sample)
 
-    async def reaches(self, name: str, value: float, labels: str = "") -> None:
+    async def wait_for_metric(self, name: str, value: float, labels: str = "") -> None:
         await eventually(
             lambda: asyncio.to_thread(lambda: self.metric(name, labels) == value),
             what=f"{name}{labels} is {value}",
@@ -80,8 +80,8 @@ class Node:
 
     async def on_disk(self, count: int) -> None:
         """Wait until `count` blocks are on disk and no move runs."""
-        await self.reaches("blocks", count, 'tier="2"')
-        await self.reaches("moving_blocks", 0)
+        await self.wait_for_metric("blocks", count, 'tier="2"')
+        await self.wait_for_metric("moving_blocks", 0)
 
     @property
     def log(self) -> str:

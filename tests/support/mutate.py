@@ -269,7 +269,7 @@ def _overwrite(data: bytes, at: int, junk: bytes) -> bytes:
     return data[:at] + junk + data[at + len(junk) :]
 
 
-WAYS: list[Callable[[bytes, int, bytes], bytes]] = [_cut, _insert, _overwrite]
+MUTATIONS: list[Callable[[bytes, int, bytes], bytes]] = [_cut, _insert, _overwrite]
 JUNK = [
     *(b"\x00", b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\\ud800", b"NaN", b"-Infinity", b"1e999"),
     *(b"[" * 5000, b'{"a":' * 5000, b"]", b'"', b",", b"9" * 400, b"\xef\xbb\xbf", b"/**/"),
@@ -280,7 +280,7 @@ JUNK = [
 def broken_bytes(draw: DrawFn, body: dict[str, Any]) -> bytes:
     """A truncated body, or one with stray bytes."""
     data = json.dumps(body).encode()
-    way = draw(st.sampled_from(WAYS))
+    way = draw(st.sampled_from(MUTATIONS))
     junk = draw(st.sampled_from(JUNK) | st.binary(min_size=1, max_size=8))
     return way(data, draw(st.integers(0, len(data))), junk)
 

@@ -20,7 +20,7 @@ SERVER = Path(sys.executable).with_name("nats-server")
 
 
 _ports = random.SystemRandom()
-_given: set[int] = set()
+_returned: set[int] = set()
 
 
 def free_port() -> int:
@@ -31,8 +31,8 @@ def free_port() -> int:
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = _ports.randrange(10_000 + process % 8, 32_768, 8)
-        if port not in _given and _is_free(port):
-            _given.add(port)
+        if port not in _returned and _is_free(port):
+            _returned.add(port)
             return port
 
 
@@ -54,7 +54,7 @@ class NatsServer:
         self.max_payload = "8MB"
         self.jetstream: str | None = ""  # further settings of JetStream; None: without it
         self.settings = ""  # further settings
-        self.environ: Mapping[str, str] | None = None  # None: that of the tests
+        self.environ: Mapping[str, str] | None = None  # None: that of this process
         self.evidence = Evidence(partial(log_files, store))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -108,22 +108,22 @@ class NatsServer:
         self.kill()
         self.start()
 
-    def keep(self, copy: Path) -> None:
-        """Restart, and copy the store in between."""
+    def back_up(self, copy: Path) -> None:
+        """Copy the store while the server is stopped, then start it again."""
         self.kill()
         shutil.copytree(self.store / "js", copy)
         self.start()
 
-    def put_back(self, copy: Path, stream: str = "") -> None:
+    def restore(self, copy: Path, stream: str = "") -> None:
         """Stop, and restore the store, or one stream, from a copy: later messages are lost."""
         self.kill()
-        place = Path("jetstream", "$G", "streams", stream) if stream else Path()
-        shutil.rmtree(self.store / "js" / place)
-        shutil.copytree(copy / place, self.store / "js" / place)
+        folder = Path("jetstream", "$G", "streams", stream) if stream else Path()
+        shutil.rmtree(self.store / "js" / folder)
+        shutil.copytree(copy / folder, self.store / "js" / folder)
 
     @contextmanager
-    def elsewhere(self) -> Iterator[str]:
-        """Run temporarily at another address, which it yields; clients of the old one wait."""
+    def at_another_address(self) -> Iterator[str]:
+        """Run at another address while the block runs; yields its URL."""
         port, self.port = self.port, free_port()
         self.start()
         try:

@@ -72,12 +72,12 @@ class Cluster:
         for member in self.members:
             member.start()
 
-    def _link(self, here: Member, there: Member) -> int:
-        proxy = Proxy(there.route_port)
+    def _link(self, first: Member, second: Member) -> int:
+        proxy = Proxy(second.route_port)
         proxy.start()
         self._proxies.append(proxy)
-        here.links.append(proxy)
-        there.links.append(proxy)
+        first.links.append(proxy)
+        second.links.append(proxy)
         return proxy.port
 
     def stop(self) -> None:
@@ -95,17 +95,17 @@ class Cluster:
         leader = await self.leader(bus, stream)
         return next(m for m in self.members if m is not leader)
 
-    async def whole(self, bus: Bus, stream: str) -> bool:
+    async def is_current(self, bus: Bus, stream: str) -> bool:
         """True if the stream has a leader and every replica is current."""
         cluster = (await bus.js.stream_info(stream)).cluster
         replicas = (cluster.replicas or []) if cluster is not None else []
         return len(replicas) == SERVERS - 1 and all(peer.current for peer in replicas)
 
 
-async def settled(cluster: Cluster, bus: Bus, stream: str) -> bool:
-    """Like `whole`, but waits for a running election."""
+async def is_settled(cluster: Cluster, bus: Bus, stream: str) -> bool:
+    """Like `is_current`, but fails as an assertion during an election."""
     try:
         async with asyncio.timeout(5):
-            return await cluster.whole(bus, stream)
+            return await cluster.is_current(bus, stream)
     except Exception as error:
         raise AssertionError(f"not yet: {error!r}") from error

@@ -1,4 +1,4 @@
-"""The block manager's rules in their plainest form: the reference for the fast implementation."""
+"""A simple reference implementation of the block manager."""
 
 from array import array
 from collections import Counter, OrderedDict
@@ -69,14 +69,14 @@ class PlainBlocks:
 
 def changes(events: list[KvEvent]) -> list[Change]:
     """Events as block-by-block changes; a `Cleared` has none."""
-    told: list[Change] = []
+    found: list[Change] = []
     for event in events:
         if isinstance(event, Removed):
-            told += [("removed", block, None) for block in array("Q", event.engine)]
+            found += [("removed", block, None) for block in array("Q", event.engine)]
         elif isinstance(event, Stored):
             blocks = array("Q", event.engine)
             parents = [event.parent, *blocks[:-1]]
-            told += [("stored", b, p) for b, p in zip(blocks, parents, strict=True)]
+            found += [("stored", b, p) for b, p in zip(blocks, parents, strict=True)]
         else:
             assert event == Cleared()
-    return told
+    return found

@@ -86,23 +86,23 @@ class Proxy:
         """Forward one connection until either side ends it."""
         writers = [writer]
         try:
-            far_reader, far_writer = await asyncio.open_connection(*self._target)
-            writers.append(far_writer)
-            there = asyncio.create_task(self._carry(reader, far_writer))
-            back = asyncio.create_task(self._carry(far_reader, writer))
+            target_reader, target_writer = await asyncio.open_connection(*self._target)
+            writers.append(target_writer)
+            outbound = asyncio.create_task(self._forward(reader, target_writer))
+            inbound = asyncio.create_task(self._forward(target_reader, writer))
             try:
-                await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([outbound, inbound], return_when=asyncio.FIRST_COMPLETED)
             finally:
-                there.cancel()
-                back.cancel()
-                await asyncio.wait([there, back])
+                outbound.cancel()
+                inbound.cancel()
+                await asyncio.wait([outbound, inbound])
         except OSError:
-            return  # the server is away: the client sees its connection end
+            return  # the server is down: the client's connection ends
         finally:
             for each in writers:
                 each.transport.abort()
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward one direction until its end."""
         chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_CHUNKS)
         sending = asyncio.create_task(self._send(chunks, writer))

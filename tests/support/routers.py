@@ -41,7 +41,7 @@ class RunningRouter:
         self.task = asyncio.create_task(self.router.run())
 
     @property
-    def read(self) -> int:
+    def last_read(self) -> int:
         """Stream sequence of the last active-sequence message read."""
         return self.router._sequences.last_seq
 
@@ -69,7 +69,7 @@ async def start_router(options: BusOptions, name: str = "r", **router: Any) -> R
 async def caught_up(bus: Bus, routers: list[RunningRouter]) -> None:
     """Wait until all routers have read the active-sequence stream to its present end."""
     last = (await bus.js.stream_info(bus.subjects.seq_stream)).state.last_seq
-    await eventually(lambda: all(router.read >= last for router in routers))
+    await eventually(lambda: all(router.last_read >= last for router in routers))
 
 
 @asynccontextmanager
@@ -108,7 +108,7 @@ async def scripted_index(bus: Bus, held: dict[str, tuple[int, ...]]) -> None:
     await bus.serve(bus.subjects.index("m"), QUERIES, find, queue="index")
 
 
-async def ask(
+async def query_router(
     bus: Bus, message: RouteRequest, timeout: float = 5.0, model: str = "m"
 ) -> Routed | Refused:
     """The reply of a router; retries while none serves, or after one died with the request."""
@@ -123,9 +123,9 @@ async def ask(
             await asyncio.sleep(0.02)
 
 
-async def placed(bus: Bus, message: RouteRequest) -> Routed:
+async def request_placement(bus: Bus, message: RouteRequest) -> Routed:
     """The placement of a request that must not be refused."""
-    reply = await ask(bus, message)
+    reply = await query_router(bus, message)
     assert isinstance(reply, Routed), reply
     return reply
 

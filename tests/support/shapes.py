@@ -31,9 +31,9 @@ class Shape(Protocol):
 
     def body(self) -> Json: ...
 
-    def take(self, events: list[Event]) -> None: ...
+    def receive(self, events: list[Event]) -> None: ...
 
-    def ask(self, text: str) -> None: ...
+    def add_user_message(self, text: str) -> None: ...
 
 
 class ClaudeCode:
@@ -49,13 +49,13 @@ class ClaudeCode:
         self._messages: list[Json] = []
         self._loaded: list[Json] = []
 
-    def ask(self, text: str) -> None:
+    def add_user_message(self, text: str) -> None:
         reminder = {"type": "text", "text": "<system-reminder>\nBe brief.\n</system-reminder>\n"}
-        asked = [reminder, {"type": "text", "text": text}]
-        self._messages.append({"role": "user", "content": asked})
+        content = [reminder, {"type": "text", "text": text}]
+        self._messages.append({"role": "user", "content": content})
         if len(self._messages) == 1:
-            place = {"type": "text", "text": "# Environment\nA machine.\n"}
-            self._messages.append({"role": "system", "content": [place]})
+            environment = {"type": "text", "text": "# Environment\nA machine.\n"}
+            self._messages.append({"role": "system", "content": [environment]})
 
     def change_tools(self, added: str, removed: str) -> None:
         """Add the tools of one server and remove another's in mid-conversation."""
@@ -70,7 +70,7 @@ class ClaudeCode:
     def body(self) -> Json:
         mark = {"cache_control": {"type": "ephemeral"}}
         billing = f"x-anthropic-billing-header: cc_version=2.1; cch={secrets.token_hex(3)};"
-        who = {"device_id": "d", "account_uuid": "", "session_id": self._session}
+        user_id = {"device_id": "d", "account_uuid": "", "session_id": self._session}
         return {
             "model": MODEL,
             "messages": self._marked(mark),
@@ -86,7 +86,7 @@ class ClaudeCode:
                 {**self._tool("Placeholder"), "defer_loading": True},
                 self._tool("Write"),
             ],
-            "metadata": {"user_id": json.dumps(who)},
+            "metadata": {"user_id": json.dumps(user_id)},
             "max_tokens": 32000,
             "thinking": {"type": "adaptive", "display": "omitted"},
             "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -106,7 +106,7 @@ class ClaudeCode:
                 message["content"] = message["content"][0]["text"]
         return messages
 
-    def take(self, events: list[Event]) -> None:
+    def receive(self, events: list[Event]) -> None:
         blocks = message_blocks(events)
         self._messages.append({"role": "assistant", "content": blocks})
         calls = [block for block in blocks if block["type"] == "tool_use"]
@@ -138,7 +138,7 @@ class OpencodeMessages:
         self.headers = opencode_headers(session)
         self._messages: list[Json] = []
 
-    def ask(self, text: str) -> None:
+    def add_user_message(self, text: str) -> None:
         self._messages.append({"role": "user", "content": [{"type": "text", "text": text}]})
 
     def body(self) -> Json:
@@ -156,7 +156,7 @@ class OpencodeMessages:
             "stream": True,
         }
 
-    def take(self, events: list[Event]) -> None:
+    def receive(self, events: list[Event]) -> None:
         blocks = message_blocks(events)
         self._messages.append({"role": "assistant", "content": blocks})
         results = [
@@ -177,7 +177,7 @@ class OpencodeChat:
         self.headers = opencode_headers(session)
         self._messages: list[Json] = [{"role": "system", "content": MANUAL}]
 
-    def ask(self, text: str) -> None:
+    def add_user_message(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})
 
     def body(self) -> Json:
@@ -192,13 +192,13 @@ class OpencodeChat:
             "stream_options": {"include_usage": True},
         }
 
-    def take(self, events: list[Event]) -> None:
+    def receive(self, events: list[Event]) -> None:
         deltas = [choice["delta"] for event in events for choice in event["choices"]]
-        said: Json = {"role": "assistant"}
+        message: Json = {"role": "assistant"}
         for key in ("content", "reasoning_content"):
-            said[key] = "".join(delta.get(key) or "" for delta in deltas)
+            message[key] = "".join(delta.get(key) or "" for delta in deltas)
         calls = self._calls([call for delta in deltas for call in delta.get("tool_calls") or []])
-        self._messages.append({**said, "tool_calls": calls} if calls else said)
+        self._messages.append({**message, "tool_calls": calls} if calls else message)
         for call in calls:
             result = {"role": "tool", "tool_call_id": call["id"], "content": RESULT}
             self._messages.append(result)
@@ -226,7 +226,7 @@ class OpencodeResponses:
         self._session = session
         self._input: list[Json] = [{"role": "system", "content": MANUAL}]
 
-    def ask(self, text: str) -> None:
+    def add_user_message(self, text: str) -> None:
         self._input.append({"role": "user", "content": [{"type": "input_text", "text": text}]})
 
     def body(self) -> Json:
@@ -242,12 +242,12 @@ class OpencodeResponses:
             "stream": True,
         }
 
-    def take(self, events: list[Event]) -> None:
+    def receive(self, events: list[Event]) -> None:
         items = output_items(events)
-        self._input += [self._bare(item) for item in items]
+        self._input += [self._without_ids(item) for item in items]
         self._input += [tool_output(item) for item in items if "call_id" in item]
 
-    def _bare(self, item: Json) -> Json:
+    def _without_ids(self, item: Json) -> Json:
         if item["type"] == "message":
             text = "".join(part["text"] for part in item["content"])
             content = [{"type": "output_text", "text": text}]
@@ -283,7 +283,7 @@ class Codex:
         content = [{"type": "input_text", "text": text} for text in texts]
         return {"type": "message", "role": role, "content": content}
 
-    def ask(self, text: str) -> None:
+    def add_user_message(self, text: str) -> None:
         self._input.append(self._message("user", text))
 
     def body(self) -> Json:
@@ -316,7 +316,7 @@ class Codex:
             {"type": "of_tomorrow", "unheard": [1]},
         ]
 
-    def take(self, events: list[Event]) -> None:
+    def receive(self, events: list[Event]) -> None:
         items = output_items(events)
         self._input += items
         self._input += [tool_output(item) for item in items if "call_id" in item]
@@ -344,7 +344,7 @@ def message_blocks(events: list[Event]) -> list[Json]:
             _, (key, text) = event["delta"].items()
             blocks[-1]["input" if key == "partial_json" else key] += text
     for block in blocks:
-        written = block.pop("input")
+        arguments = block.pop("input")
         if block["type"] == "tool_use":
-            block["input"] = json.loads(written or "{}")
+            block["input"] = json.loads(arguments or "{}")
     return blocks

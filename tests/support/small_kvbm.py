@@ -48,7 +48,7 @@ Requests = msgspec.msgpack.Decoder[KvbmRequest]
 
 @dataclass
 class SmallKvbm:
-    """`blocks` maps digests to (offset, checksum); `asked` lists all requests."""
+    """`blocks` maps digests to (offset, checksum); `requests` lists all requests."""
 
     bus: Bus
     limits: StreamLimits
@@ -59,9 +59,9 @@ class SmallKvbm:
     part: int = 4
     declines: Declined | None = None
     silent: set[type] = field(default_factory=set)
-    asked: list[KvbmRequest] = field(default_factory=list)
+    requests: list[KvbmRequest] = field(default_factory=list)
     blocks: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    keeps: int = 1 << 16
+    stored_prompts: int = 1 << 16
     attached: dict[int, Attach] = field(default_factory=dict)
     prompts: dict[int, BlockPromptCache] = field(default_factory=dict)
     tickets: dict[int, list[bytes]] = field(default_factory=dict)
@@ -104,10 +104,10 @@ class SmallKvbm:
         return self.folder / f"{self.instance}.arena"
 
     def count(self, kind: type) -> int:
-        return sum(isinstance(request, kind) for request in self.asked)
+        return sum(isinstance(request, kind) for request in self.requests)
 
     def locked(self, attachment: int) -> bool:
-        """True while the worker holds the lock that it named."""
+        """True while the worker holds the lock file named in its `Attach`."""
         path = self.folder / self.attached[attachment].lock
         if not path.exists():
             return False
@@ -119,7 +119,7 @@ class SmallKvbm:
         return False
 
     async def _serve(self, request: KvbmRequest, reply: Reply) -> None:
-        self.asked.append(request)
+        self.requests.append(request)
         if type(request) not in self.silent:
             reply(self._answer(request))
 
@@ -129,10 +129,10 @@ class SmallKvbm:
                 return self.declines
             number = next(self.numbers)
             self.attached[number] = request
-            self.prompts[number] = BlockPromptCache(self.keeps)
-            return Attached(number, self.arena.name, 1 << 22, KEY, self.keeps)
+            self.prompts[number] = BlockPromptCache(self.stored_prompts)
+            return Attached(number, self.arena.name, 1 << 22, KEY, self.stored_prompts)
         if isinstance(request, Lend | Prepare):
-            return Declined("invalid", "nothing is lent here")
+            return Declined("invalid", "this node lends no memory")
         if request.attachment not in self.attached:
             return Declined("unknown", "who are you?")
         return self._do(request)
@@ -157,11 +157,11 @@ class SmallKvbm:
     def _describe(self, request: Offer | Fetch) -> object:
         prompts = self.prompts[request.attachment]
         rest = BlockHashes(request.digests, request.sequence_hashes, request.local)
-        whole = prompts.complete(request.base, request.shared, rest)
-        if whole is None:
+        prompt = prompts.complete(request.base, request.shared, rest)
+        if prompt is None:
             return Incomplete()
-        prompts.store(whole, request.base)
-        digests = split_digests(whole.digests)
+        prompts.store(prompt, request.base)
+        digests = split_digests(prompt.digests)
         if isinstance(request, Offer):
             return self._offer(request, digests)
         return self._fetch(request, digests)
@@ -196,13 +196,13 @@ class SmallKvbm:
 
     def _next(self, ticket: int) -> Fetched:
         digests, start = self.tickets[ticket], self.served[ticket]
-        now = digests[start : start + self.part]
-        self.served[ticket] += len(now)
-        places = [self.blocks[digest] for digest in now]
+        part = digests[start : start + self.part]
+        self.served[ticket] += len(part)
+        locations = [self.blocks[digest] for digest in part]
         return Fetched(
             ticket,
-            array("Q", [offset for offset, _ in places]).tobytes(),
-            array("Q", [checksum for _, checksum in places]).tobytes(),
-            bytes([1]) * len(now),
-            len(digests) - start - len(now),
+            array("Q", [offset for offset, _ in locations]).tobytes(),
+            array("Q", [checksum for _, checksum in locations]).tobytes(),
+            bytes([1]) * len(part),
+            len(digests) - start - len(part),
         )

@@ -30,22 +30,22 @@ class Tap:
         route = msgspec.msgpack.Decoder(Decision | Outcome)
 
         async def on_work(message: Work) -> None:
-            self.works.append(self._whole(message))
+            self.works.append(self._complete(message))
 
         async def on_route(message: Decision | Outcome) -> None:
-            known = self.decisions if isinstance(message, Decision) else self.outcomes
-            known.append(message)  # type: ignore[arg-type]
+            messages = self.decisions if isinstance(message, Decision) else self.outcomes
+            messages.append(message)  # type: ignore[arg-type]
 
         await bus.subscribe(bus.subjects.expand("work.>"), work, on_work)
         await bus.subscribe(bus.subjects.route_all, route, on_route)
         yield self
         await bus.close()
 
-    def _whole(self, work: Work) -> Work:
-        """The work with its whole prompt, if only a delta was sent."""
+    def _complete(self, work: Work) -> Work:
+        """The work with its complete prompt, if only a delta was sent."""
         if not work.base:
             return work
-        base = next(known for known in reversed(self.works) if known.request == work.base)
+        base = next(each for each in reversed(self.works) if each.request == work.base)
         tokens = base.tokens[: 4 * work.shared] + work.tokens
         return msgspec.structs.replace(work, tokens=tokens, base="", shared=0)
 
@@ -75,4 +75,4 @@ def assert_grows(works: list[Work]) -> None:
     assert len(works) > 1
     for before, after in pairwise(works):
         assert len(after.tokens) > len(before.tokens)
-        assert after.tokens.startswith(before.tokens), f"turn {after.turn} rewrites its past"
+        assert after.tokens.startswith(before.tokens), f"turn {after.turn} changes an earlier token"

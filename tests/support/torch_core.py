@@ -55,7 +55,7 @@ def hashes(tokens: list[int]) -> tuple[bytes, bytes]:
     return block_hashes(array("I", tokens).tobytes(), BLOCK, SALT)
 
 
-class Taken(NamedTuple):
+class CopiedBlocks(NamedTuple):
     """Blocks outside an engine."""
 
     layout: KvLayout
@@ -83,11 +83,11 @@ class Driver:
 
     def step(self) -> None:
         step, events = self.core.plan(0.0)
-        self.note(events)
+        self.record(events)
         if step.entries:
             self.core.run(step)
             deltas, events = self.core.commit(step, 0.0)
-            self.note(events)
+            self.record(events)
             for delta in deltas:
                 self.deltas[delta.request].append(delta)
 
@@ -99,19 +99,19 @@ class Driver:
             if not self.core.busy:
                 return
             self.step()
-        raise AssertionError("the core does not come to an end")
+        raise AssertionError("the core does not become idle")
 
     def answer(self, name: str) -> list[tuple[int, dict[int, float]]]:
         """(token, log probabilities) of each output token, bit-exact."""
-        told = self.deltas[name]
-        tokens = itertools.chain.from_iterable(delta.tokens for delta in told)
-        rows = itertools.chain.from_iterable(delta.logprobs or [] for delta in told)
+        deltas = self.deltas[name]
+        tokens = itertools.chain.from_iterable(delta.tokens for delta in deltas)
+        rows = itertools.chain.from_iterable(delta.logprobs or [] for delta in deltas)
         return list(zip(tokens, rows, strict=True))
 
     def cached(self, name: str) -> int:
         return sum(self.deltas[name][0].cached or [])
 
-    def note(self, events: list[KvEvent]) -> None:
+    def record(self, events: list[KvEvent]) -> None:
         self.events += events
         for event in events:
             if isinstance(event, Cleared):
@@ -125,25 +125,25 @@ class Driver:
                 assert not new & self.held
                 self.held |= new
 
-    def take_out(self, tokens: list[int]) -> "Taken":
+    def copy_out(self, tokens: list[int]) -> "CopiedBlocks":
         """Copy the blocks held of a prompt."""
         local, sequence = (array("Q", packed) for packed in hashes(tokens))
         fingerprints = self.fingerprints(tokens)
         held, block_ids = block_io.lock_held_prefix(self.core, sequence, fingerprints)
         data = self.core.model.pool.save(block_ids)
         self.core.blocks.unlock(held)
-        return Taken(self.core.model.layout, held, local[: len(held)], tokens, data)
+        return CopiedBlocks(self.core.model.layout, held, local[: len(held)], tokens, data)
 
-    def bring_in(self, taken: "Taken") -> int:
+    def copy_in(self, copied: "CopiedBlocks") -> int:
         """Store copied blocks that are not held; returns how many of them are held then."""
-        block_io.check_layout(self.core, taken.layout)
+        block_io.check_layout(self.core, copied.layout)
         self.core.physical_blocks.release_idle()
-        fingerprints = self.fingerprints(taken.tokens)
+        fingerprints = self.fingerprints(copied.tokens)
         prefix = block_io.HeldPrefix(
-            self.core, taken.sequence, taken.local, fingerprints, SALT, "", self.take_events
+            self.core, copied.sequence, copied.local, fingerprints, SALT, "", self.take_events
         )
-        block_ids = prefix.reserve(len(taken.data) - prefix.held)
-        data = taken.data[prefix.held : prefix.held + len(block_ids)]
+        block_ids = prefix.reserve(len(copied.data) - prefix.held)
+        data = copied.data[prefix.held : prefix.held + len(block_ids)]
         self.core.model.pool.load(block_ids, data)
         prefix.commit(block_ids, len(block_ids))
         prefix.release()
@@ -155,4 +155,4 @@ class Driver:
         return fingerprints.upto(array("I", tokens), len(tokens) // BLOCK)
 
     def take_events(self) -> None:
-        self.note(self.core.take_events())
+        self.record(self.core.take_events())

@@ -82,7 +82,7 @@ class Host:
     async def attached(self, times: int = 1) -> None:
         await eventually(
             lambda: self.client.key is not None and self.client.attachments >= times,
-            what="it attaches",
+            what="the engine attaches",
         )
 
     @property
@@ -98,7 +98,7 @@ class Host:
             await eventually(partial(self.ended, work.request), what=work.request)
 
     async def written(self) -> None:
-        await eventually(lambda: self.lower_tiers.writer.idle, what="all is written")
+        await eventually(lambda: self.lower_tiers.writer.idle, what="all blocks are written")
 
     def ended(self, name: str) -> str | None:
         assert not self.sink.failures
@@ -119,7 +119,7 @@ class Host:
     async def check_accounting(self) -> None:
         """Wait until no block is referenced and every block is accounted for."""
         core = self.engine._core
-        await eventually(lambda: core.blocks.active == 0, what="all blocks are given back")
+        await eventually(lambda: core.blocks.active == 0, what="all blocks are freed")
         assert core.physical_blocks.contents == core.blocks.contents
         assert (
             core.physical_blocks.free + len(core.physical_blocks.contents) == core.blocks.capacity

@@ -1,4 +1,4 @@
-"""Clients of a mesh that know the right outputs and measure every pause."""
+"""Clients that check the outputs of a mesh and measure pauses in its streams."""
 
 import asyncio
 import itertools
@@ -13,8 +13,8 @@ CLIENTS = 16
 TOKENS = 60
 
 
-def questions(each: int = 1, clients: int = CLIENTS) -> list[str]:
-    """Prompts, of which every client has `each` of its own."""
+def distinct_prompts(each: int = 1, clients: int = CLIENTS) -> list[str]:
+    """`each` distinct prompts per client."""
     return [
         f"Question {number}, and what is asked in it. " * 20 for number in range(each * clients)
     ]
@@ -29,7 +29,7 @@ class Traffic:
     def __init__(
         self,
         url: str,
-        prompts: Sequence[str] = tuple(questions()),
+        prompts: Sequence[str] = tuple(distinct_prompts()),
         clients: int = CLIENTS,
         tokens: int = TOKENS,
         model: str = "kvmesh-demo",
@@ -43,35 +43,35 @@ class Traffic:
         self._answers = {} if answers is None else answers
         self._running = True
         self._tasks: list[asyncio.Task[None]] = []
-        self.whole = 0
+        self.completed = 0
         self.failed: list[str] = []
-        self.longest = 0.0
+        self.longest_pause = 0.0
 
     async def start(self) -> None:
         """Learn unknown right outputs, then start the clients."""
         unknown = [prompt for prompt in self._prompts if prompt not in self._answers]
         answers = await asyncio.gather(*(self.stream(prompt) for prompt in unknown))
         self._answers.update(zip(unknown, answers, strict=True))
-        self.longest = 0.0
+        self.longest_pause = 0.0
         for number in range(self._clients):
             own = self._prompts[number :: self._clients]
-            self._tasks.append(asyncio.create_task(self._ask(own)))
+            self._tasks.append(asyncio.create_task(self._run_client(own)))
 
-    async def _ask(self, prompts: Sequence[str]) -> None:
+    async def _run_client(self, prompts: Sequence[str]) -> None:
         for prompt in itertools.cycle(prompts):
             if not self._running:
                 return
             try:
                 answer = await self.stream(prompt)
                 assert answer == self._answers[prompt], f"{answer!r} to {prompt!r}"
-                self.whole += 1
+                self.completed += 1
             except (OpenAIError, AssertionError) as error:
                 self.failed.append(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
 
     async def stream(self, prompt: str, tokens: int = 0) -> str:
-        """A whole output; raises OpenAIError, or AssertionError if it is incomplete."""
-        heard = time.monotonic()
+        """A complete output; raises OpenAIError, or AssertionError if it is incomplete."""
+        received = time.monotonic()
         most = tokens or self._tokens
         chunks = await self._client.chat.completions.create(
             model=self._model,
@@ -84,23 +84,23 @@ class Traffic:
         )
         text, count = "", 0
         async for chunk in chunks:
-            self.longest = max(self.longest, time.monotonic() - heard)
-            heard = time.monotonic()
+            self.longest_pause = max(self.longest_pause, time.monotonic() - received)
+            received = time.monotonic()
             count = chunk.usage.completion_tokens if chunk.usage else count
             text += "".join(choice.delta.content or "" for choice in chunk.choices)
-        assert count == most, f"the stream broke off after {count} tokens"
+        assert count == most, f"the stream ended after {count} tokens"
         return text
 
-    async def more(self, count: int = 2 * CLIENTS) -> None:
+    async def wait_for_outputs(self, count: int = 2 * CLIENTS) -> None:
         """Wait for `count` more complete outputs."""
-        target = self.whole + count
-        await eventually(lambda: self.whole >= target, what=f"{self.failed[-5:]}")
+        target = self.completed + count
+        await eventually(lambda: self.completed >= target, what=f"{self.failed[-5:]}")
 
-    async def pass_by(self, seconds: float) -> None:
-        """Let traffic run for at least this long, and until some outputs are complete."""
+    async def run_for(self, seconds: float) -> None:
+        """Run for at least this long, then wait for as many outputs as there are clients."""
         ends = time.monotonic() + seconds
         await eventually(lambda: time.monotonic() > ends)
-        await self.more(self._clients)
+        await self.wait_for_outputs(self._clients)
 
     async def stop(self) -> None:
         """Let the running requests end."""
@@ -111,6 +111,6 @@ class Traffic:
 
     def check(self, pause: float) -> None:
         """Assert that no request failed and none paused for longer than `pause`."""
-        print(f"{self.whole} answers, longest pause {self.longest:.2f} s")
+        print(f"{self.completed} answers, longest pause {self.longest_pause:.2f} s")
         assert self.failed == []
-        assert self.longest <= pause
+        assert self.longest_pause <= pause

@@ -11,12 +11,12 @@ def trial_process(worker: int) -> int:
             command = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:  # it has ended meanwhile
             continue
-        if parent == worker and any(word.endswith(b".trial") for word in command):
+        if parent == worker and any(part.endswith(b".trial") for part in command):
             return int(folder.name)
-    raise AssertionError(f"no child of {worker} tries constraints")
+    raise AssertionError(f"no child of {worker} is a constraint trial process")
 
 
-def there(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """True while a process runs."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -160,16 +160,16 @@ class LLM:
             if event["type"] == "BlockRemoved":
                 self.emit({"type": "removed", "block_hashes": hashes})
                 continue
-            blocks = [self._block(event, place) for place in range(len(hashes))]
+            blocks = [self._block(event, index) for index in range(len(hashes))]
             parent = event["parent_block_hash"]
             self.emit({"type": "stored", "parent_hash": parent, "blocks": blocks})
 
-    def _block(self, event: dict[str, Any], place: int) -> dict[str, Any]:
-        tokens = event["token_ids"][place * self.size : (place + 1) * self.size]
+    def _block(self, event: dict[str, Any], index: int) -> dict[str, Any]:
+        tokens = event["token_ids"][index * self.size : (index + 1) * self.size]
         unique = {"type": "unique_token", "token_extra_id": 0}
         return {
             "type": "stored_block",
-            "block_hash": event["block_hashes"][place],
+            "block_hash": event["block_hashes"][index],
             "tokens": [unique | {"token_id": token} for token in tokens],
             "cache_level": 0,
             "priority": 35,

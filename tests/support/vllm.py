@@ -11,7 +11,7 @@ from kvmesh.settings import Settings
 from kvmesh.settings.schema import VllmSettings, WorkerSettings
 from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine
 from support import engines
-from support.engines import Started, prompt
+from support.engines import StartedEngine, prompt
 from support.recorder import Recorder
 from support.wait import eventually
 
@@ -35,7 +35,7 @@ def sequence(tokens: bytes, seed: int = PLAIN) -> list[int]:
     return engines.sequence(tokens, seed, SIZE)
 
 
-class VllmRun(Started):
+class VllmRun(StartedEngine):
     """A vLLM and a record of its output."""
 
     def __init__(self, engine: Engine, info: EngineInfo, sink: Recorder) -> None:
@@ -50,21 +50,21 @@ class VllmRun(Started):
         engine, sink = create_engine(EngineContext(settings, model)), Recorder()
         return cls(engine, await engine.start(sink), sink)
 
-    async def do(self, *items: Work) -> None:
+    async def run_works(self, *items: Work) -> None:
         """Submit requests and wait for their ends."""
         for item in items:
             self.engine.submit(item)
         await self.ended(*(item.request for item in items))
 
-    async def settled(self) -> None:
-        """Wait until all events so far have arrived, by the event of a marker prompt."""
+    async def wait_for_events(self) -> None:
+        """Wait until all events so far have been received, by the event of a marker prompt."""
         self.markers += 1
         tokens = array("I", [4000 + self.markers] * (SIZE + 1)).tobytes()
-        await self.do(work(f"marker{self.markers}", tokens, max_tokens=1))
-        await eventually(lambda: sequence(tokens)[0] in self.held, what="the marker's event")
+        await self.run_works(work(f"marker{self.markers}", tokens, max_tokens=1))
+        await eventually(lambda: sequence(tokens)[0] in self.held_hashes, what="the marker's event")
 
     def depth(self, tokens: bytes) -> int:
         """Leading tokens of a prompt that vLLM could reuse according to its events."""
-        hashes, held = sequence(tokens), self.held
+        hashes, held = sequence(tokens), self.held_hashes
         count = next((i for i, hash_ in enumerate(hashes) if hash_ not in held), len(hashes))
         return min(count, (len(tokens) // 4 - 1) // SIZE) * SIZE

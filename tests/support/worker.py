@@ -52,24 +52,24 @@ def work(name: str, tokens: bytes, max_tokens: int = 20, **fields: object) -> Wo
 
 
 @dataclass
-class Contents:
+class StreamedContents:
     """Contents of each rank according to the KV stream; fails on gaps unless `tolerant`."""
 
     held: dict[tuple[str, int], set[int]] = field(default_factory=dict)
     next_id: dict[tuple[str, int], int] = field(default_factory=dict)
     dumps: int = 0
-    holes: int = 0
+    gaps: int = 0
     tolerant: bool = False
 
-    def take(self, message: StreamMessage) -> None:
+    def receive(self, message: StreamMessage) -> None:
         batch = msgspec.msgpack.decode(message.data, type=KvBatch)
         key = (batch.instance, batch.rank)
         expected = self.next_id.setdefault(key, 0)
         if batch.first + len(batch.events) == expected:
             return  # a duplicate, resent after a lost acknowledgement
         if batch.first != expected:
-            assert self.tolerant, f"a hole before {batch.first}: {expected}"
-            self.holes += 1
+            assert self.tolerant, f"a gap before {batch.first}: {expected}"
+            self.gaps += 1
         self.next_id[key] = batch.first + len(batch.events)
         for event in batch.events:
             self._apply(self.held.setdefault(key, set()), event)
@@ -86,16 +86,16 @@ class Contents:
             held.update(array("Q", event.engine))
 
 
-class Desk:
+class ScriptedFrontend:
     """The frontend's side of a worker's messages, and a reader of the KV stream."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.chunks: dict[str, list[Chunk]] = {}
         self.loads: list[Load] = []
-        self.contents = Contents()
+        self.contents = StreamedContents()
         self.reader = StreamReader(
-            bus, bus.subjects.kv_stream, bus.subjects.kv_all, self.contents.take, Start()
+            bus, bus.subjects.kv_stream, bus.subjects.kv_all, self.contents.receive, Start()
         )
 
     async def open(self) -> None:
@@ -113,7 +113,7 @@ class Desk:
         await self.bus.subscribe(subjects.load_all, msgspec.msgpack.Decoder(Load), on_load)
         await self.reader.open()
 
-    async def offer(self, instance: str, item: Work, timeout: float = PATIENCE_S) -> WorkReply:
+    async def dispatch(self, instance: str, item: Work, timeout: float = PATIENCE_S) -> WorkReply:
         return await self.bus.request(
             self.bus.subjects.work(instance), item, msgspec.msgpack.Decoder(WorkReply), timeout
         )
@@ -146,7 +146,7 @@ class Desk:
 
 
 @dataclass
-class Started:
+class RunningWorker:
     """A worker in this process with its own connection."""
 
     bus: Bus
@@ -162,17 +162,17 @@ class Started:
         await self.bus.close()
 
 
-class Crew:
+class Workers:
     """Starts workers and stops them after the test."""
 
     def __init__(self, options: BusOptions, limits: StreamLimits) -> None:
         self._options = options
         self._limits = limits
-        self.started: list[Started] = []
+        self.started: list[RunningWorker] = []
 
     async def start(
         self, mock: MockSettings, worker: WorkerSettings | None = None, instance: str = "w-1"
-    ) -> Started:
+    ) -> RunningWorker:
         settings = Settings(mock=mock, worker=worker or WorkerSettings())
         bus = await Bus.connect(self._options, "worker")
         ends: list[EngineError | None] = []
@@ -180,7 +180,7 @@ class Crew:
         node = WorkerNode(
             bus, engine, settings, model_dir(), "w", instance, self._limits, ends.append
         )
-        started = Started(bus, node, ends)
+        started = RunningWorker(bus, node, ends)
         self.started.append(started)
         await node.start()
         return started

@@ -47,11 +47,13 @@ class EngineCache:
             **fields,
         }
 
-    def removed(self, tokens: list[int], *places: int, extra: str | None = None) -> dict[str, Any]:
+    def removed(
+        self, tokens: list[int], *positions: int, extra: str | None = None
+    ) -> dict[str, Any]:
         names = self.hashes(tokens, extra)
         return {
             "type": "BlockRemoved",
-            "block_hashes": [names[place] for place in places],
+            "block_hashes": [names[position] for position in positions],
             "medium": "GPU",
         }
 
@@ -61,14 +63,14 @@ def hash_text(text: str) -> int:
 
 
 class ZmqPublisher:
-    """Publishes on `endpoint`; with `keep`, repeats the newest messages on `replay` on request."""
+    """Publishes on `endpoint`; repeats the newest `retained` messages on `replay` on request."""
 
-    def __init__(self, folder: Path, keep: int = 1000) -> None:
+    def __init__(self, folder: Path, retained: int = 1000) -> None:
         self.endpoint = f"ipc://{folder}/events"
         self.replay = f"ipc://{folder}/replay"
         self.sent: dict[int, bytes] = {}
         self.next = 0
-        self._keep = keep
+        self._retained = retained
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.bind(self.endpoint)
@@ -91,12 +93,12 @@ class ZmqPublisher:
     async def send_raw(self, payload: bytes, lose: bool = False) -> None:
         number = self.next.to_bytes(8, "big")
         self.sent[self.next] = payload
-        self.sent.pop(self.next - self._keep, None)
+        self.sent.pop(self.next - self._retained, None)
         self.next += 1
         if not lose:
             await self._pub.send_multipart([b"", number, payload])
 
-    def begin_anew(self) -> None:
+    def restart_numbering(self) -> None:
         self.next = 0
         self.sent.clear()
 

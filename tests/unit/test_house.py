@@ -5,29 +5,30 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ("libs", "services", "tools")
 INTERROGATIVES = ("What", "Which", "Who", "Whose", "How", "Where", "Whether", "Why", "When")
 
 
-def modules() -> list[Path]:
-    """All source modules, relative to the root."""
-    found = [path for top in ("libs", "services", "tools") for path in (ROOT / top).rglob("*.py")]
+def modules(*folders: str) -> list[Path]:
+    """All modules below the folders, or below those of the sources, relative to the root."""
+    found = [path for folder in folders or SOURCES for path in (ROOT / folder).rglob("*.py")]
     return sorted(path.relative_to(ROOT) for path in found)
 
 
 def test_public_classes_have_unique_names() -> None:
-    places: defaultdict[str, list[str]] = defaultdict(list)
+    defined: defaultdict[str, list[str]] = defaultdict(list)
     for module in modules():
         for node in ast.parse((ROOT / module).read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(str(module))
-    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+                defined[node.name].append(str(module))
+    assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
 
 
 def test_no_docstring_begins_with_an_interrogative() -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
         (str(module), text)
-        for module in modules()
+        for module in modules(*SOURCES, "tests", "benchmarks")
         for node in ast.walk(ast.parse((ROOT / module).read_text()))
         if isinstance(node, documented) and (text := ast.get_docstring(node))
     ]

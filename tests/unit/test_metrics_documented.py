@@ -1,4 +1,4 @@
-"""The metrics that processes export and those that the documentation names are the same."""
+"""The documented metrics are exactly the exported ones."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

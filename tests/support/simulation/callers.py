@@ -25,7 +25,7 @@ from support.events import MODEL, SALT, prompt
 from support.simulation.faults import Faults
 from support.simulation.processes import BLOCK, SETTINGS
 
-Form = tuple[Hints, Placement]
+Options = tuple[Hints, Placement]
 DEADLINE_S = 20.0
 VANISHES = 0.15
 
@@ -43,7 +43,7 @@ def prompts() -> list[list[int]]:
 
 
 class Caller:
-    """One client process; `hold` makes a worker compute a prompt."""
+    """One client process; `store_prompt` makes a worker compute a prompt."""
 
     def __init__(
         self,
@@ -51,27 +51,27 @@ class Caller:
         bus: Bus,
         random: Random,
         faults: Faults,
-        hold: Callable[[str, list[int]], None],
+        store_prompt: Callable[[str, list[int]], None],
     ) -> None:
         self.name = name
         self._random = random
         self._faults = faults
-        self._hold = hold
+        self._store_prompt = store_prompt
         self._tracker = SequenceEventPublisher(bus, name)
-        self._asking = RouteClient(bus, self._tracker)
+        self._route_client = RouteClient(bus, self._tracker)
         limits = stream_limits(SETTINGS.streams)
-        self._directory = Directory(bus, limits, self._asking.joined, self._asking.left)
+        self._directory = Directory(bus, limits, self._route_client.joined, self._route_client.left)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.asked = 0
+        self.sent = 0
         self.placed = 0
         self.refused: list[Refused] = []
-        self.open = 0
+        self.open_requests = 0
 
     async def start(self) -> None:
         """Load the cards of the mesh."""
         self._spawn(self._tracker.run())
-        await self._asking.open()
-        self._spawn(self._asking.run())
+        await self._route_client.open()
+        self._spawn(self._route_client.run())
         await self._directory.open()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -81,7 +81,7 @@ class Caller:
         return task
 
     async def run(self, pause: float) -> None:
-        """Start one request after another until the mesh heals, and follow them to their end."""
+        """Start one request after another until the mesh heals, and wait until all have ended."""
         requests = []
         while not self._faults.healing:
             requests.append(self._spawn(self.request()))
@@ -90,29 +90,30 @@ class Caller:
 
     async def request(self) -> None:
         """One request from its route query to its last token."""
-        self.asked += 1
-        self.open += 1
-        number, blocks, form = self.asked, self._prompt(), self._form()
-        began = asyncio.get_running_loop().time()
+        self.sent += 1
+        self.open_requests += 1
+        number, blocks, options = self.sent, self._prompt(), self._options()
+        started = asyncio.get_running_loop().time()
         attempts = 0
 
         def compose(anew: bool, arrived: float | None) -> RouteRequest:
             nonlocal attempts
             attempts += anew
-            left = began + DEADLINE_S - asyncio.get_running_loop().time()
-            return self._message(f"{self.name}-{number}.{attempts}", blocks, left, arrived, form)
+            left = started + DEADLINE_S - asyncio.get_running_loop().time()
+            attempt = f"{self.name}-{number}.{attempts}"
+            return self._message(attempt, blocks, left, arrived, options)
 
         try:
-            answer = await self._asking.request(MODEL, compose, DEADLINE_S)
+            answer = await self._route_client.request(MODEL, compose, DEADLINE_S)
             request = f"{self.name}-{number}.{attempts}"
             if isinstance(answer, Routed):
                 self.placed += 1
                 await self._follow(request, answer, blocks)
             else:
                 self.refused.append(answer)
-                self._tell(SeqFree(request))
+                self._publish(SeqFree(request))
         finally:
-            self.open -= 1
+            self.open_requests -= 1
 
     def _prompt(self) -> list[int]:
         """A prompt that workers may hold, or a new one that makes others wait."""
@@ -121,20 +122,20 @@ class Caller:
         first = self._random.randrange(1 << 20, 1 << 40)
         return list(range(first, first + 8))
 
-    def _form(self) -> Form:
-        """The fields that every attempt of a request has in common."""
+    def _options(self) -> Options:
+        """The fields that are equal in every attempt of a request."""
         hints = Hints(
             priority=self._random.choice([0, 0, 0, 3]),
             strict_priority=self._random.choice([0, 0, 0, 1]),
             tenant=self._random.choice(["red", "blue"]),
         )
-        label = self._random.random() < 0.15
-        return hints, Placement(exclude=["nobody"]) if label else Placement()
+        excludes = self._random.random() < 0.15
+        return hints, Placement(exclude=["absent"]) if excludes else Placement()
 
     def _message(
-        self, request: str, blocks: list[int], left: float, arrived: float | None, form: Form
+        self, request: str, blocks: list[int], left: float, arrived: float | None, options: Options
     ) -> RouteRequest:
-        hints, placement = form
+        hints, placement = options
         return RouteRequest(
             request=request,
             model=MODEL,
@@ -150,13 +151,13 @@ class Caller:
 
     async def _follow(self, request: str, routed: Routed, blocks: list[int]) -> None:
         await asyncio.sleep(self._random.uniform(0.02, 0.3))
-        self._hold(routed.instance, blocks)
-        self._tell(SeqPrefilled(request))
+        self._store_prompt(routed.instance, blocks)
+        self._publish(SeqPrefilled(request))
         await asyncio.sleep(self._random.uniform(0.02, 0.5))
-        self._tell(SeqProgress(request, 8))
+        self._publish(SeqProgress(request, 8))
         if self._faults.on("vanish") and self._random.random() < VANISHES:
             return
-        self._tell(SeqFree(request))
+        self._publish(SeqFree(request))
 
-    def _tell(self, event: SeqEvent) -> None:
+    def _publish(self, event: SeqEvent) -> None:
         self._tracker.event(MODEL, event)

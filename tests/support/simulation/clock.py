@@ -12,10 +12,10 @@ from kvmesh._native import Watchdog
 from support.simulation.loop import NODE, SimLoop
 
 EPOCH = 1_800_000_000.0
-SUBJECT = ("kvmesh.", "support.", "nats.js.object_store")  # modules with simulated clocks
+SIMULATED_MODULES = ("kvmesh.", "support.", "nats.js.object_store")  # modules with simulated clocks
 
 
-class _Asleep:
+class NullWatchdog:
     """Replaces the watchdog, which uses the machine's time and would end pytest."""
 
     def __init__(self, step: float, looks: int) -> None:
@@ -32,8 +32,7 @@ class _Asleep:
 def simulated_clocks(loop: SimLoop, skews: dict[str, float]) -> Iterator[None]:
     """While open, `time.time` of a node is off by its skew; `monotonic` is the loop's time.
 
-    Random names are the seed's.
-    pytest and asyncio keep the machine's clocks.
+    Random names depend on the seed. pytest and asyncio use the machine's clocks.
     """
 
     def monotonic() -> float:
@@ -57,11 +56,11 @@ def simulated_clocks(loop: SimLoop, skews: dict[str, float]) -> Iterator[None]:
         ("monotonic", time.monotonic, monotonic),
         ("datetime", datetime, Datetime),
         ("secrets", secrets, names),
-        ("Watchdog", Watchdog, _Asleep),
+        ("Watchdog", Watchdog, NullWatchdog),
     ]
     replaced: list[tuple[ModuleType, str, object]] = []
     for name, module in list(sys.modules.items()):
-        if not name.startswith(SUBJECT):
+        if not name.startswith(SIMULATED_MODULES):
             continue
         for attribute, real, stand_in in stand_ins:
             if vars(module).get(attribute) is real:

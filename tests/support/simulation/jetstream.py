@@ -51,12 +51,12 @@ class Consumer:
     name: str
     deliver: str
     filter: str
-    todo: deque[int]
+    pending: deque[int]
     sent: int = 0
     unanswered: int = 0
     stalled: str = ""
-    heard: float = 0.0  # time of its last message
-    wanted: float = 0.0  # time of its last subscriber
+    last_sent: float = 0.0  # time of its last message
+    last_subscribed: float = 0.0  # time of its last subscriber
     threshold: float = 30.0
 
 
@@ -98,7 +98,7 @@ class Stream:
 
 
 class JetStream:
-    """Answers the API, stores what its streams capture, and feeds their consumers."""
+    """Serves the API, stores the messages of its streams, and sends them to their consumers."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -146,7 +146,7 @@ class JetStream:
         stream.messages[stream.last] = Message(subject, data, headers, self._loop.now)
         for consumer in stream.consumers.values():
             if matches(consumer.filter, subject):
-                consumer.todo.append(stream.last)
+                consumer.pending.append(stream.last)
                 self._feed(stream, consumer)
 
     def _remove(self, stream: Stream, chosen: Callable[[int], bool]) -> None:
@@ -232,12 +232,12 @@ class JetStream:
             config["deliver_subject"],
             pattern,
             deque(self._start(stream, config, pattern)),
-            heard=self._loop.now,
-            wanted=self._loop.now,
+            last_sent=self._loop.now,
+            last_subscribed=self._loop.now,
             threshold=config.get("inactive_threshold", 30e9) / 1e9,
         )
         stream.consumers[name] = consumer
-        pending = len(consumer.todo)
+        pending = len(consumer.pending)
         self._network.later(0.0, self._feed, stream, consumer)
         return {
             "stream_name": stream.config["name"],
@@ -277,16 +277,16 @@ class JetStream:
     def _feed(self, stream: Stream, consumer: Consumer) -> None:
         if stream.consumers.get(consumer.name) is not consumer:
             return
-        while consumer.todo and not consumer.stalled:
-            seq = consumer.todo.popleft()
+        while consumer.pending and not consumer.stalled:
+            seq = consumer.pending.popleft()
             message = stream.messages.get(seq)
             if message is not None:
                 self._send(stream, consumer, seq, message)
 
     def _send(self, stream: Stream, consumer: Consumer, seq: int, message: Message) -> None:
         consumer.sent += 1
-        consumer.heard = self._loop.now
-        stamp, pending = round((EPOCH + message.time) * 1e9), len(consumer.todo)
+        consumer.last_sent = self._loop.now
+        stamp, pending = round((EPOCH + message.time) * 1e9), len(consumer.pending)
         of = f"{stream.config['name']}.{consumer.name}"
         reply = f"$JS.ACK.{of}.1.{seq}.{consumer.sent}.{stamp}.{pending}"
         self._deliver(consumer, message.subject, message.data, reply, message.headers)
@@ -315,23 +315,23 @@ class JetStream:
     def _sweep(self) -> None:
         self._network.later(SWEEP_S, self._sweep)
         for stream in list(self.streams.values()):
-            self._age(stream)
+            self._expire(stream)
             for consumer in list(stream.consumers.values()):
                 if self._network.listeners(consumer.deliver):
-                    consumer.wanted = self._loop.now
-                elif self._loop.now - consumer.wanted > consumer.threshold:
+                    consumer.last_subscribed = self._loop.now
+                elif self._loop.now - consumer.last_subscribed > consumer.threshold:
                     del stream.consumers[consumer.name]
-                if self._loop.now - consumer.heard >= 1.0:
-                    self._beat(consumer)
+                if self._loop.now - consumer.last_sent >= 1.0:
+                    self._send_heartbeat(consumer)
 
-    def _beat(self, consumer: Consumer) -> None:
-        consumer.heard = self._loop.now
+    def _send_heartbeat(self, consumer: Consumer) -> None:
+        consumer.last_sent = self._loop.now
         headers = {"Status": "100", "Nats-Last-Consumer": str(consumer.sent)}
         if consumer.stalled:
             headers["Nats-Consumer-Stalled"] = consumer.stalled
         self._deliver(consumer, consumer.deliver, b"", "", headers)
 
-    def _age(self, stream: Stream) -> None:
+    def _expire(self, stream: Stream) -> None:
         """Expire leases: the bucket publishes a marker for each."""
         most = stream.config.get("max_age", 0) / 1e9
         if not most:
@@ -340,11 +340,11 @@ class JetStream:
             if self._loop.now - message.time <= most:
                 break
             del stream.messages[seq]
-            marks = stream.config.get("subject_delete_marker_ttl") and message.data
-            if marks and stream.last_of(message.subject) is None:
+            has_marker = stream.config.get("subject_delete_marker_ttl") and message.data
+            if has_marker and stream.last_of(message.subject) is None:
                 self.store(stream, message.subject, b"", {"Nats-Marker-Reason": "MaxAge"})
 
-    # --- operators and crashes
+    # --- administration and crashes
 
     def purge_half(self, stream: Stream) -> None:
         """Purge the older half of a stream's messages."""

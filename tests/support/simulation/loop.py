@@ -53,8 +53,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self.dead.add(node)
         self._queues.pop(node, None)
 
-    def note(self, *facts: object) -> None:
-        """Add a value to the digest of this run."""
+    def add_to_digest(self, *facts: object) -> None:
+        """Add values to the digest of this run."""
         self._digest.update(repr(facts).encode())
 
     @property
@@ -156,7 +156,7 @@ class SimLoop(asyncio.BaseEventLoop):
                 _, _, other, due = heapq.heappop(self._timers)
                 self._enqueue(other, due)
             return
-        raise RuntimeError("the simulation waits for something that will never be")
+        raise RuntimeError("deadlock in the simulation: nothing is ready and no timer is set")
 
     def _enqueue(self, node: str, handle: asyncio.Handle) -> None:
         if node in self.dead:

@@ -33,10 +33,10 @@ def matches(pattern: str, subject: str) -> bool:
     if pattern == subject:
         return True
     parts, names = pattern.split("."), subject.split(".")
-    for at, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part == ">":
-            return len(names) > at
-        if at >= len(names) or part not in ("*", names[at]):
+            return len(names) > index
+        if index >= len(names) or part not in ("*", names[index]):
             return False
     return len(parts) == len(names)
 
@@ -49,8 +49,8 @@ class Network:
         self.faults = faults
         self.clients: list[SimClient] = []
         self._exact: dict[str, list[SimSubscription]] = {}
-        self._wild: list[SimSubscription] = []
-        self._heard_wild: dict[str, list[SimSubscription]] = {}
+        self._wildcard: list[SimSubscription] = []
+        self._wildcard_matches: dict[str, list[SimSubscription]] = {}
         self.taps: list[Callable[[str, bytes, str], None]] = []
         self.serve: Callable[[str, bytes, str, Headers | None], bool] = lambda *_: False
         self.context = copy_context()
@@ -60,9 +60,9 @@ class Network:
         """Schedule an action of the server."""
         self.loop.call_later(delay, callback, *args, context=self.context)
 
-    def arrive(self, subject: str, data: bytes, reply: str, headers: Headers | None) -> None:
+    def receive(self, subject: str, data: bytes, reply: str, headers: Headers | None) -> None:
         """Receive a client's message at the server."""
-        self.loop.note(subject, data, reply)
+        self.loop.add_to_digest(subject, data, reply)
         for tap in self.taps:
             tap(subject, data, reply)
         served = self.serve(subject, data, reply, headers)
@@ -84,30 +84,31 @@ class Network:
         return bool(found)
 
     def listeners(self, subject: str) -> "list[SimSubscription]":
-        """Matching subscriptions that the server knows."""
-        wild = self._heard_wild.get(subject)
-        if wild is None:
-            wild = [s for s in self._wild if matches(s.subject, subject)]
-            self._heard_wild[subject] = wild
-        return self._exact.get(subject, []) + wild
+        """Matching subscriptions registered at the server."""
+        found = self._wildcard_matches.get(subject)
+        if found is None:
+            found = [s for s in self._wildcard if matches(s.subject, subject)]
+            self._wildcard_matches[subject] = found
+        return self._exact.get(subject, []) + found
 
-    def _place(self, subscription: "SimSubscription") -> "list[SimSubscription]":
+    def _list_of(self, subscription: "SimSubscription") -> "list[SimSubscription]":
+        """The list that contains the subscription while it is registered."""
         subject = subscription.subject
         if "*" not in subject and ">" not in subject:
             return self._exact.setdefault(subject, [])
-        self._heard_wild.clear()
-        return self._wild
+        self._wildcard_matches.clear()
+        return self._wildcard
 
-    def learn(self, subscription: "SimSubscription") -> None:
+    def register(self, subscription: "SimSubscription") -> None:
         """Register a subscription at the server."""
-        self._place(subscription).append(subscription)
-        subscription.client.known.append(subscription)
+        self._list_of(subscription).append(subscription)
+        subscription.client.registered.append(subscription)
 
-    def forget(self, subscription: "SimSubscription") -> None:
+    def unregister(self, subscription: "SimSubscription") -> None:
         """Remove a subscription at the server."""
-        if subscription in subscription.client.known:
-            subscription.client.known.remove(subscription)
-            self._place(subscription).remove(subscription)
+        if subscription in subscription.client.registered:
+            subscription.client.registered.remove(subscription)
+            self._list_of(subscription).remove(subscription)
 
 
 class SimSubscription:
@@ -130,7 +131,7 @@ class SimSubscription:
         self._waiting: deque[Msg] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def take(self, msg: Msg) -> None:
+    def receive(self, msg: Msg) -> None:
         if self not in self.client.subscriptions:
             return
         if self._handle is not None:
@@ -148,7 +149,7 @@ class SimSubscription:
     async def unsubscribe(self, limit: int = 0) -> None:
         if self in self.client.subscriptions:
             self.client.subscriptions.remove(self)
-            self.client.send(self.client.network.forget, self)
+            self.client.send(self.client.network.unregister, self)
 
     drain = unsubscribe
 
@@ -173,7 +174,7 @@ class SimClient:
         self.options = {"name": node}
         self.connected_server_version = SimpleNamespace(major=2, minor=12, patch=0)
         self.subscriptions: list[SimSubscription] = []
-        self.known: list[SimSubscription] = []  # subscriptions known to the server
+        self.registered: list[SimSubscription] = []  # at the server
         self.max_payload = 1 << 20
         self.is_connected = True
         self.is_closed = False
@@ -218,7 +219,7 @@ class SimClient:
     def _publish(self, subject: str, payload: bytes, reply: str, headers: Headers | None) -> None:
         if self.network.faults.strikes("loss"):
             return
-        self.send(self.network.arrive, subject, payload, reply, headers)
+        self.send(self.network.receive, subject, payload, reply, headers)
 
     async def subscribe(
         self,
@@ -236,7 +237,7 @@ class SimClient:
     def _subscribe(self, subscription: SimSubscription) -> SimSubscription:
         self.subscriptions.append(subscription)
         if self.is_connected:  # else the next connection registers it with the others
-            self.send(self.network.learn, subscription)
+            self.send(self.network.register, subscription)
         return subscription
 
     async def request(
@@ -249,7 +250,7 @@ class SimClient:
     ) -> Msg:
         if not self._inbox:
             self._inbox = self.new_inbox()
-            await self.subscribe_direct(f"{self._inbox}.*", self._land)
+            await self.subscribe_direct(f"{self._inbox}.*", self._on_reply)
         reply = f"{self._inbox}.{self._nuid.next().decode()}"
         future: asyncio.Future[Msg] = self.loop.create_future()
         self._waiting[reply] = future
@@ -261,7 +262,7 @@ class SimClient:
             timer.cancel()
             del self._waiting[reply]
 
-    def _land(self, msg: Msg) -> None:
+    def _on_reply(self, msg: Msg) -> None:
         future = self._waiting.get(msg.subject)
         if future is None or future.done():
             return
@@ -274,7 +275,7 @@ class SimClient:
         return None
 
     async def close(self) -> None:
-        self.leave()
+        self.terminate()
 
     # --- the wire
 
@@ -316,9 +317,9 @@ class SimClient:
 
     def _arrived(self, epoch: int, subscription: SimSubscription, msg: Msg) -> None:
         if epoch == self._epoch:
-            subscription.take(msg)
+            subscription.receive(msg)
 
-    # --- its end
+    # --- disconnection
 
     def cut(self) -> None:
         """Break the connection: messages in flight are lost, and it reconnects a little later."""
@@ -326,8 +327,8 @@ class SimClient:
             return
         self._epoch += 1
         self.is_connected = False
-        for subscription in list(self.known):
-            self.network.forget(subscription)
+        for subscription in list(self.registered):
+            self.network.unregister(subscription)
         delay = RECONNECT_S * self.loop.random.uniform(1, 5)
         self.loop.call_later(delay, self._reconnect, self._epoch, context=self._context)
 
@@ -337,7 +338,7 @@ class SimClient:
         self.is_connected = True
         self._sent_until = self._arrives = self.loop.now
         for subscription in self.subscriptions:
-            self.send(self.network.learn, subscription)
+            self.send(self.network.register, subscription)
         unsent, self._unsent = self._unsent, []
         for action, args in unsent:
             self.send(action, *args)
@@ -346,13 +347,13 @@ class SimClient:
         for callback in self.bus.on_reconnect:
             callback()
 
-    def leave(self) -> None:
+    def terminate(self) -> None:
         """End the connection permanently."""
         self._epoch += 1
         self.is_connected = False
         self.is_closed = True
-        for subscription in list(self.known):
-            self.network.forget(subscription)
+        for subscription in list(self.registered):
+            self.network.unregister(subscription)
         if self in self.network.clients:
             self.network.clients.remove(self)
 

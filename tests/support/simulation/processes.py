@@ -19,7 +19,7 @@ from kvmesh.indexer.service import IndexerService
 from kvmesh.router.service import RouterService
 from kvmesh.runtime.service import Service
 from kvmesh.settings.schema import IndexerSettings, RouterSettings, Settings, StreamSettings
-from support.events import DUMPS, MODEL, Contents
+from support.events import DUMPS, MODEL, TierContents
 from support.simulation.loop import NODE
 from support.simulation.network import Network, SimClient
 
@@ -59,9 +59,9 @@ class Process:
             await ensure_streams(self.bus, self.service.limits)
             await self.run()
         except OUTAGES as error:
-            log.warning("ends: %r", error)
+            log.warning("process ended: %r", error)
         except Exception:
-            log.exception("fails")
+            log.exception("process failed")
         finally:
             self.ended = True
         await self.service.close()
@@ -79,8 +79,8 @@ class RouterProcess(Process):
         self.router = RouterService(self.service)
         await self.router.run()
 
-    def knows(self) -> set[str]:
-        """The workers on which it would place requests."""
+    def known_workers(self) -> set[str]:
+        """The workers to which the router can send requests."""
         return set(self.router._model_of) if self.router is not None else set()
 
 
@@ -95,7 +95,7 @@ class IndexerProcess(Process):
 
 
 class AuditorProcess(Process):
-    """Reads whole streams and stores their messages since creation, by sequence."""
+    """Reads whole streams and stores their messages since creation by stream sequence."""
 
     ready = False
 
@@ -113,23 +113,23 @@ class AuditorProcess(Process):
     async def _follow(self, stream: str, subject: str) -> None:
         read = self.read[stream] = {}
 
-        def take(message: StreamMessage) -> None:
+        def receive(message: StreamMessage) -> None:
             if message.seq <= max(read, default=0):
-                log.error("%s: %d is read after %d", stream, message.seq, max(read))
+                log.error("%s: %d read after %d", stream, message.seq, max(read))
             read[message.seq] = message.data
 
-        await StreamReader(self.bus, stream, subject, take, Start(), read.clear).open()
+        await StreamReader(self.bus, stream, subject, receive, Start(), read.clear).open()
 
 
 class WorkerProcess(Process):
     """An engine's cache and the real publisher of its events."""
 
-    contents: Contents
+    contents: TierContents
     publisher: KvPublisher
     ready = False
 
     async def run(self) -> None:
-        self.contents = Contents()
+        self.contents = TierContents()
         self.context = copy_context()
         subject = self.bus.subjects.kv(MODEL, self.name)
         self.publisher = KvPublisher(
@@ -156,15 +156,15 @@ class WorkerProcess(Process):
     def _dump(self, rank: int) -> None:
         self.publisher.add(rank, self.contents.dump())
 
-    def _on_dump(self, asked: Dump, reply: Reply) -> None:
-        self._dump(asked.rank)
+    def _on_dump(self, message: Dump, reply: Reply) -> None:
+        self._dump(message.rank)
         reply(ControlReply(True))
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def store(self, blocks: Sequence[int]) -> None:
         """Store a prompt that the engine has computed."""
         self.publisher.add(0, self.contents.store(blocks))
 
-    def lose(self, choose: Callable[[list[int]], int]) -> None:
+    def evict(self, choose: Callable[[list[int]], int]) -> None:
         """Evict a block at any position of a prompt."""
         if events := self.contents.evict(choose):
             self.publisher.add(0, events)

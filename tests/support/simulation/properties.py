@@ -32,71 +32,77 @@ if TYPE_CHECKING:
 
 SEQ = Subjects("sim").seq_stream
 KV = Subjects("sim").kv_stream
-Booked: TypeAlias = tuple[float, float, float]
-LOSING = {"rewind", "recreate", "purge"}  # faults that remove messages from the KV stream
+RankLoad: TypeAlias = tuple[float, float, float]
+LOSSY_FAULTS = {"rewind", "recreate", "purge"}  # faults that remove messages from the KV stream
 _batches = msgspec.msgpack.Decoder(KvBatch)
 
 
-def wrong(world: "World") -> list[str]:
+def violations(world: "World") -> list[str]:
     """Violated properties of a healed mesh without requests."""
     found = [f"{p.node} has ended" for p in world.processes if p.ended]
-    found += [
-        f"there is no stream {name}" for name in (KV, SEQ) if name not in world.server.streams
-    ]
+    found += [f"no stream {name}" for name in (KV, SEQ) if name not in world.server.streams]
     if found:
         return found
-    found += [f"{c.name} has {c.open} open requests" for c in world.callers if c.open]
+    found += [
+        f"{c.name} has {c.open_requests} open requests" for c in world.callers if c.open_requests
+    ]
     workers = world.alive(WorkerProcess)
     found += [f"{w.node} is not up" for w in workers if not w.ready]
     if not all(w.ready for w in workers):
         return found
     for auditor in world.alive(AuditorProcess):
-        found += _unread(auditor, world.server) if auditor.ready else [f"{auditor.node} is not up"]
-    if not world.faults.chosen & LOSING:
-        found += _holes(world.server.streams[KV])
+        found += (
+            _unread_messages(auditor, world.server)
+            if auditor.ready
+            else [f"{auditor.node} is not up"]
+        )
+    if not world.faults.chosen & LOSSY_FAULTS:
+        found += _event_gaps(world.server.streams[KV])
     for process in world.alive(IndexerProcess):
         indexer = process.indexer
         if indexer is None or not indexer.ready:
             found.append(f"{process.node} is not ready")
         else:
-            found += [f"{process.node} {text}" for text in _untrue(indexer, workers)]
+            found += [f"{process.node} {text}" for text in _index_errors(indexer, workers)]
     for router in world.alive(RouterProcess):
         model = _model(router)
         if model is None:
             found.append(f"{router.node} is not ready")
         else:
-            found += [f"{router.node} {text}" for text in _unsettled(model)]
+            found += [f"{router.node} {text}" for text in _leftover_load(model)]
             if router.router is not None and router.router._sequences._stale.is_set():
                 found.append(f"{router.node} does not read the active sequences yet")
-            if router.knows() != {worker.node for worker in workers}:
-                found.append(f"{router.node} knows the workers {router.knows()}")
+            if router.known_workers() != {worker.node for worker in workers}:
+                found.append(f"{router.node} has the workers {router.known_workers()}")
     return found
 
 
-def _untrue(indexer: IndexerService, workers: list[WorkerProcess]) -> list[str]:
+def _index_errors(indexer: IndexerService, workers: list[WorkerProcess]) -> list[str]:
     """Differences between the stored blocks and those that the index finds."""
     holdings = indexer.states
     found = [f"does not know {holdings.unknown} ranks"] if holdings.unknown else []
     for blocks in prompts():
         truth = {w.node: w.contents.depth(blocks) for w in workers}
         truth = {node: depth for node, depth in truth.items() if depth}
-        told = depths(answer(holdings.index, holdings.keys, OverlapQuery([prompt(blocks)]), 0.0))
-        if told != truth:
-            found.append(f"reports {told} for {blocks[0]}/{len(blocks)} instead of {truth}")
+        overlaps = depths(
+            answer(holdings.index, holdings.keys, OverlapQuery([prompt(blocks)]), 0.0)
+        )
+        if overlaps != truth:
+            found.append(f"reports {overlaps} for {blocks[0]}/{len(blocks)} instead of {truth}")
     return found
 
 
-def _unread(auditor: AuditorProcess, server: JetStream) -> list[str]:
+def _unread_messages(auditor: AuditorProcess, server: JetStream) -> list[str]:
     """Messages of a stream that its readers have not read."""
     return [
-        f"{auditor.node} has not read message {seq} of {name} as it is stored"
+        f"{auditor.node} has not read the stored message {seq} of {name}"
         for name, read in auditor.read.items()
         for seq, message in server.streams[name].messages.items()
         if read.get(seq) != message.data
     ][:3]
 
 
-def _holes(stream: Stream) -> list[str]:
+def _event_gaps(stream: Stream) -> list[str]:
     """Gaps in the numbering of a worker's events."""
     found, expected = [], dict[str, int]()
     for message in stream.messages.values():
@@ -108,16 +114,16 @@ def _holes(stream: Stream) -> list[str]:
     return found
 
 
-def _unsettled(model: ModelRouter) -> list[str]:
-    """Bookings and waiting requests although nothing runs."""
+def _leftover_load(model: ModelRouter) -> list[str]:
+    """Load and waiting requests of a router although nothing runs."""
     table, waiting = model.core.table, model.queue.waiting
     found = [f"has {waiting} requests waiting"] if waiting else []
     if len(model.core.active):
-        found.append(f"books {len(model.core.active)} active requests")
+        found.append(f"has {len(model.core.active)} active requests")
     for column in ("requests", "prefill_tokens", "active_blocks"):
         total = float(abs(getattr(table, column)).sum())
         if total:
-            found.append(f"books {column} of {total:g}")
+            found.append(f"has {column} of {total:g}")
     return found
 
 
@@ -126,56 +132,56 @@ def _model(process: RouterProcess) -> ModelRouter | None:
     return router._models.get(MODEL) if router is not None and router.ready else None
 
 
-def miscounted(world: "World") -> list[str]:
-    """Differences between a router's load of a rank and the sum of its bookings, at any time."""
+def accounting_errors(world: "World") -> list[str]:
+    """Differences between a rank's load in a router's table and the sum over its requests."""
     models = {p.node: _model(p) for p in world.alive(RouterProcess)}
     return [
-        f"{node} books {booked} for slot {slot} instead of {summed}"
+        f"{node} has a load of {recorded} for slot {slot} instead of {summed}"
         for node, model in models.items()
         if model is not None
-        for slot, booked, summed in _books(model)
-        if not all(map(_near, booked, summed))
+        for slot, recorded, summed in _accounting(model)
+        if not all(map(_is_close, recorded, summed))
     ]
 
 
-def _near(booked: float, summed: float) -> bool:
-    return math.isclose(booked, summed, rel_tol=1e-5, abs_tol=1e-8)
+def _is_close(recorded: float, summed: float) -> bool:
+    return math.isclose(recorded, summed, rel_tol=1e-5, abs_tol=1e-8)
 
 
-def _books(model: ModelRouter) -> Iterator[tuple[int, Booked, Booked]]:
+def _accounting(model: ModelRouter) -> Iterator[tuple[int, RankLoad, RankLoad]]:
     """Requests, prefill tokens and blocks by slot: from the table, and summed."""
     table, active = model.core.table, model.core.active
     running = defaultdict[int, list[TrackedRequest]](list)
     for each in active._active.values():
         running[each.slot].append(each)
-    for slot, there in running.items():
-        nodes = {id(node): node for each in there for node in _upwards(each.prefix_end)}
+    for slot, tracked in running.items():
+        nodes = {id(node): node for each in tracked for node in _ancestors(each.prefix_end)}
         shared = sum(len(node.label) // HASH_BYTES for node in nodes.values())
-        blocks = shared + sum(each.partial_blocks + each.output_blocks for each in there)
-        summed = len(there), sum(each.prefill_tokens for each in there), blocks
+        blocks = shared + sum(each.partial_blocks + each.output_blocks for each in tracked)
+        summed = len(tracked), sum(each.prefill_tokens for each in tracked), blocks
         columns = (table.requests, table.prefill_tokens, table.active_blocks)
         requests, prefill, held = (float(column[slot]) for column in columns)
         yield slot, (requests, prefill, held), summed
 
 
-def _upwards(node: PrefixNode | None) -> Iterator[PrefixNode]:
+def _ancestors(node: PrefixNode | None) -> Iterator[PrefixNode]:
     while node is not None:
         yield node
         node = node.parent
 
 
-def disagreement(world: "World") -> list[str]:
-    """Replicas with the same events and entries but different orders."""
+def order_differences(world: "World") -> list[str]:
+    """Replicas with the same events and queue entries but different orders."""
     last = world.server.streams[SEQ].last if SEQ in world.server.streams else -1
     models = [
         _model(p)
         for p in world.alive(RouterProcess)
         if p.router is not None and p.router._sequences.last_seq == last
     ]
-    dispatchers = [m.queue for m in models if m is not None]
-    if len(dispatchers) < 2:
+    queues = [m.queue for m in models if m is not None]
+    if len(queues) < 2:
         return []
-    first, *others = dispatchers
+    first, *others = queues
     entries = _entries(first)
     same = [_order(other) for other in others if entries and _entries(other) == entries]
     world.compared += len(same) if len(entries) > 1 else 0
@@ -187,24 +193,26 @@ def disagreement(world: "World") -> list[str]:
     ]
 
 
-def _entries(dispatcher: PlacementQueue) -> dict[str, SeqWait]:
-    return dispatcher._queue.entries
+def _entries(queue: PlacementQueue) -> dict[str, SeqWait]:
+    return queue._queue.entries
 
 
-def _order(dispatcher: PlacementQueue) -> dict[tuple[int, str], list[str]]:
+def _order(queue: PlacementQueue) -> dict[tuple[int, str], list[str]]:
     """The order in which the requests of each tier and class would leave.
 
-    Which class has its turn may differ for a moment: a replica counts its own placements before
-    they come back from the stream.
+    The order of classes may differ for a moment: a replica counts its own placements before it
+    reads them from the stream.
     """
-    shared = {id(entry): entry for entry in _entries(dispatcher).values()}  # they are never changed
-    queue, order = deepcopy(dispatcher._queue, shared), dict[tuple[int, str], list[str]]()
-    while (head := queue.head(0.0)) is not None:
+    shared = {
+        id(entry): entry for entry in _entries(queue).values()
+    }  # never changed, so not copied
+    copied, order = deepcopy(queue._queue, shared), dict[tuple[int, str], list[str]]()
+    while (head := copied.head(0.0)) is not None:
         order.setdefault((head.tier, head.fair_class), []).append(head.request)
-        queue.remove(head.request, placed=True)
+        copied.remove(head.request, placed=True)
     return order
 
 
-def double(answers: Counter[str]) -> list[str]:
+def duplicate_replies(answers: Counter[str]) -> list[str]:
     """Queries with more than one reply."""
-    return [f"{n} answers to one question" for n in answers.values() if n > 1]
+    return [f"{n} replies to one query" for n in answers.values() if n > 1]

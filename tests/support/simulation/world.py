@@ -28,7 +28,7 @@ from support.simulation.processes import (
     connect,
 )
 
-CAST = {"router": 2, "indexer": 2, "worker": 3, "auditor": 1}
+PROCESSES = {"router": 2, "indexer": 2, "worker": 3, "auditor": 1}
 CALLERS = 2
 CALL_S = 0.4
 EVICTS = 0.2
@@ -38,7 +38,7 @@ HEAL_S = 45.0
 BURST = 24
 KV = Subjects("sim").kv_stream
 ROUTE = Subjects("sim").router("m")
-KEPT_LINES = 300
+LOG_LINES = 300
 # a router logs this for requests whose end it did not receive
 GIVEN_UP = re.compile(r"gave up \d+ requests without events, such as (\S+)")
 P = TypeVar("P", bound=Process)
@@ -55,11 +55,11 @@ class Result:
     broken: list[str]
     log: list[str]
     steps: int
-    asked: int
+    requests: int
 
     def __str__(self) -> str:
-        what = "\n".join(f"  {line}" for line in self.broken)
-        return f"seed {self.seed} with {', '.join(self.faults) or 'no faults'}:\n{what}"
+        violated = "\n".join(f"  {line}" for line in self.broken)
+        return f"seed {self.seed} with {', '.join(self.faults) or 'no faults'}:\n{violated}"
 
 
 def simulate(seed: int, only: frozenset[str] | None = None) -> Result:
@@ -94,29 +94,29 @@ class World:
         self.processes: list[Process] = []
         self.callers: list[Caller] = []
         self.broken: list[str] = []
-        self.log: deque[str] = deque(maxlen=KEPT_LINES)
-        self._lives = 0
-        self._asked: set[str] = set()
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self._processes_started = 0
+        self._reply_subjects: set[str] = set()
         self.answers: Counter[str] = Counter()
         self.compared = 0
-        self._asked_before: dict[str, int] | None = None  # it had healed
+        self._requests_before_healing: dict[str, int] | None = None  # None: faults may still occur
 
     @contextmanager
     def environment(self) -> Iterator[None]:
         """Virtual clocks, and one log of all processes."""
-        logger, keeper = logging.getLogger("kvmesh"), Keeper(self)
+        logger, recorder = logging.getLogger("kvmesh"), LogRecorder(self)
         before = logger.level, logger.propagate
-        logger.addHandler(keeper)
+        logger.addHandler(recorder)
         logger.setLevel(logging.WARNING)
         logger.propagate = False
         try:
             with simulated_clocks(self.loop, self.skews):
                 yield
         finally:
-            logger.removeHandler(keeper)
+            logger.removeHandler(recorder)
             logger.level, logger.propagate = before
 
-    def say(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         """Add a line to the log of this run."""
         self.log.append(f"{self.loop.now:9.4f} {NODE.get():12} {text}")
 
@@ -125,50 +125,53 @@ class World:
     async def run(self) -> None:
         """The whole run."""
         self.faults.healing = True
-        for kind, count in CAST.items():
+        for kind, count in PROCESSES.items():
             for number in range(count):
                 self._start(kind, f"{kind}{number}")
-        await self._reached("start", START_S)
+        await self._wait_for_properties("start", START_S)
         await asyncio.gather(*(self._caller(f"caller{number}") for number in range(CALLERS)))
         self.faults.healing = False
-        chaos = [asyncio.create_task(self._repeat(name)) for name in sorted(self.faults.chosen)]
+        chaos = [asyncio.create_task(self._inject(name)) for name in sorted(self.faults.chosen)]
         chaos.append(asyncio.create_task(self._supervise()))
         calls = [self.loop.spawn(caller.name, caller.run(CALL_S)) for caller in self.callers]
         await asyncio.sleep(CHAOS_S)
         self._heal()
         await asyncio.wait(calls)
-        await self._reached("healed", HEAL_S)
+        await self._wait_for_properties("healed", HEAL_S)
         if not self.broken:
-            self._asked_before = {caller.name: caller.asked for caller in self.callers}
+            self._requests_before_healing = {caller.name: caller.sent for caller in self.callers}
         await self._burst()
-        await self._reached("after a burst", HEAL_S)
+        await self._wait_for_properties("after a burst", HEAL_S)
         for task in chaos:
             task.cancel()
-        self._judge()
+        self._check_end()
 
-    async def _reached(self, when: str, patience: float) -> None:
+    async def _wait_for_properties(self, when: str, patience: float) -> None:
         """Wait until all properties hold; record the violated ones at the timeout."""
         ends = self.loop.now + patience
-        while wrong := properties.wrong(self):
+        while wrong := properties.violations(self):
             if self.loop.now > ends:
                 self.broken += [f"{when}: {text}" for text in wrong]
                 return
             await asyncio.sleep(0.25)
 
     def is_lost(self, request: str) -> bool:
-        """True if a router may not give the request up: it was sent after the last fault."""
+        """True if the request was sent after the last fault, so that no router may give it up."""
         name, _, number = request.partition(".")[0].rpartition("-")
-        return self._asked_before is not None and int(number) > self._asked_before[name]
+        return (
+            self._requests_before_healing is not None
+            and int(number) > self._requests_before_healing[name]
+        )
 
-    def _judge(self) -> None:
+    def _check_end(self) -> None:
         self.broken += self.loop.failures
-        self.broken += properties.double(self.answers)
+        self.broken += properties.duplicate_replies(self.answers)
 
     def result(self) -> Result:
-        asked = sum(caller.asked for caller in self.callers)
+        requests = sum(caller.sent for caller in self.callers)
         faults, digest = sorted(self.faults.chosen), self.loop.digest
         return Result(
-            self.seed, faults, digest, self.broken, list(self.log), self.loop.steps, asked
+            self.seed, faults, digest, self.broken, list(self.log), self.loop.steps, requests
         )
 
     # --- processes
@@ -177,8 +180,8 @@ class World:
         return [p for p in self.processes if isinstance(p, kind) and not p.ended]
 
     def _start(self, kind: str, name: str) -> None:
-        self._lives += 1
-        node = f"{name}-{self._lives}"
+        self._processes_started += 1
+        node = f"{name}-{self._processes_started}"
         if "skew" in self.faults.chosen:
             self.skews[node] = self.random.uniform(-3.0, 3.0)
         client, bus = connect(self.network, node)
@@ -192,36 +195,36 @@ class World:
             await asyncio.sleep(0.5)
             for process in [p for p in self.processes if p.ended]:
                 self.processes.remove(process)
-                process.client.leave()
+                process.client.terminate()
                 await asyncio.sleep(self.random.uniform(0.2, 2.0))
                 self._start(process.kind, process.name)
 
     def _caller(self, name: str) -> asyncio.Task[None]:
         _, bus = connect(self.network, name)
-        caller = Caller(name, bus, self.random, self.faults, self._hold)
+        caller = Caller(name, bus, self.random, self.faults, self._store_prompt)
         self.callers.append(caller)
         return self.loop.spawn(name, caller.start())
 
-    def _hold(self, instance: str, blocks: list[int]) -> None:
+    def _store_prompt(self, instance: str, blocks: list[int]) -> None:
         """Store a computed prompt at a worker, which may evict a block for it."""
         worker = next((w for w in self.alive(WorkerProcess) if w.node == instance), None)
         if worker is not None and worker.ready:
-            self.loop.call_soon(worker.hold, blocks, context=worker.context)
+            self.loop.call_soon(worker.store, blocks, context=worker.context)
             if self.random.random() < EVICTS:
-                self.loop.call_soon(worker.lose, self.random.choice, context=worker.context)
+                self.loop.call_soon(worker.evict, self.random.choice, context=worker.context)
 
     # --- faults
 
-    async def _repeat(self, name: str) -> None:
+    async def _inject(self, name: str) -> None:
         action = getattr(self, f"_{name}", None)
         while action is not None and not self.faults.healing:
             await asyncio.sleep(self.faults.interval(name))
             if self.faults.on(name):
-                self.say(f"fault: {name}")
+                self.log_line(f"fault: {name}")
                 action()
 
     def _heal(self) -> None:
-        self.say("healing")
+        self.log_line("healing")
         self.faults.healing = True
         self.loop.frozen.clear()
 
@@ -242,7 +245,7 @@ class World:
     def _kill(self) -> None:
         process = self.random.choice(self.processes)
         self.loop.kill(process.node)
-        process.client.leave()
+        process.client.terminate()
         process.ended = True
 
     def _restart(self) -> None:
@@ -267,7 +270,7 @@ class World:
     # --- the end
 
     async def _burst(self) -> None:
-        """Send more requests at once than fit: each is placed, in one order for all."""
+        """Send more requests at once than fit; all replicas place them in one order."""
         before = [(c.placed, len(c.refused)) for c in self.callers]
         tasks = [
             self.loop.spawn(caller.name, caller.request())
@@ -276,25 +279,25 @@ class World:
         ]
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0.01)
-            self.broken += properties.disagreement(self) + properties.miscounted(self)
+            self.broken += properties.order_differences(self) + properties.accounting_errors(self)
         for caller, (placed, refused) in zip(self.callers, before, strict=True):
-            if (told := caller.placed - placed) != BURST:
+            if (count := caller.placed - placed) != BURST:
                 reasons = [refusal.reason for refusal in caller.refused[refused:]]
-                self.broken.append(f"{caller.name}: {told} of {BURST} were placed: {reasons[:3]}")
+                self.broken.append(f"{caller.name}: {count} of {BURST} were placed: {reasons[:3]}")
 
     def _tap(self, subject: str, data: bytes, reply: str) -> None:
         """Record the queries and replies that reach the server."""
         if subject.startswith(ROUTE):
-            self._asked.add(reply)
-        elif subject in self._asked and not isinstance(_news.decode(data), Parked):
+            self._reply_subjects.add(reply)
+        elif subject in self._reply_subjects and not isinstance(_news.decode(data), Parked):
             self.answers[subject] += 1
 
 
-class Keeper(logging.Handler):
+class LogRecorder(logging.Handler):
     """Records the processes' log; an error counts as a violated property.
 
-    So does a router that gives up a request sent after the mesh had healed: the sender frees it.
-    The end of an earlier request may be lost.
+    A request that a router gives up counts as well, if it was sent after the mesh had healed: its
+    sender frees it. The free message of an earlier request may be lost.
     """
 
     def __init__(self, world: World) -> None:
@@ -302,7 +305,7 @@ class Keeper(logging.Handler):
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._world.say(f"{record.levelname} {record.getMessage()}")
+        self._world.log_line(f"{record.levelname} {record.getMessage()}")
         if record.levelno >= logging.ERROR:
             cause = record.exc_info[1] if record.exc_info else ""
             self._world.broken.append(f"{NODE.get()}: {record.getMessage()} {cause!r}")

@@ -13,7 +13,7 @@ ELSEWHERE = {"expand", "parse", "owns", "everything", "namespace"}  # no names o
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Every name that the mesh has on the bus, of samples of whatever it is about."""
+    """Every subject and bucket of the mesh, for sample arguments."""
     for name, member in inspect.getmembers(Subjects):
         if name.startswith("_") or name in ELSEWHERE:
             continue

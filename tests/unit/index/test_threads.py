@@ -1,4 +1,4 @@
-"""Readers against writers through the Python face: exact for what rests, sane for what moves."""
+"""Concurrent readers and writers: exact results for static ranks, consistent ones for others."""
 
 import random
 from collections.abc import Callable

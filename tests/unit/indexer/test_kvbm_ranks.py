@@ -35,7 +35,9 @@ def stored(tier: int, *blocks: int, model: str = "m") -> Stored:
     return Stored(tier, None, pack(*blocks), pack(*blocks), SALTS[model])
 
 
-def tell(states: RankStates, instance: str, first: int, *events: KvEvent, model: str = "m") -> None:
+def publish(
+    states: RankStates, instance: str, first: int, *events: KvEvent, model: str = "m"
+) -> None:
     rank = list(SALTS).index(model)
     states.apply(Events(EventSource(model, "k"), instance, rank, first, 0.0, events))
 
@@ -48,7 +50,7 @@ def held(states: RankStates, *blocks: int, model: str = "m") -> dict[str, tuple[
     }
 
 
-def make(*cards: Instance) -> RankStates:
+def states_of(*cards: Instance) -> RankStates:
     states = RankStates(create_index())
     for lease in cards:
         states.joined(lease)
@@ -56,64 +58,64 @@ def make(*cards: Instance) -> RankStates:
 
 
 def test_each_model_is_a_rank_with_tiers_of_its_own() -> None:
-    states = make(card("k-1"))
-    tell(states, "k-1", 0, stored(1, 1, 2), stored(2, 1, 2, 3))
-    tell(states, "k-1", 0, stored(3, 1, model="other"), model="other")
+    states = states_of(card("k-1"))
+    publish(states, "k-1", 0, stored(1, 1, 2), stored(2, 1, 2, 3))
+    publish(states, "k-1", 0, stored(3, 1, model="other"), model="other")
     assert held(states, 1, 2, 3) == {"k-1/0": (0, 2, 1, 0)}
     assert held(states, 1, 2, 3, model="other") == {"k-1/1": (0, 0, 0, 1)}
 
 
 @pytest.mark.parametrize("events_first", [False, True])
 def test_the_death_or_restart_of_a_kvbm_drops_all_its_models(events_first: bool) -> None:
-    states = make()
+    states = states_of()
     if not events_first:
         states.joined(card("k-1"))
-    tell(states, "k-1", 0, stored(1, 1))
-    tell(states, "k-1", 0, stored(1, 1, model="other"), model="other")
+    publish(states, "k-1", 0, stored(1, 1))
+    publish(states, "k-1", 0, stored(1, 1, model="other"), model="other")
     if events_first:
         states.joined(card("k-1"))
     states.joined(card("k-2", started=1.0))
     assert held(states, 1) == held(states, 1, model="other") == {}
-    tell(states, "k-1", 1, stored(1, 5))
+    publish(states, "k-1", 1, stored(1, 5))
     assert held(states, 5) == {}, "its late events do not count"
-    tell(states, "k-2", 0, stored(1, 1))
+    publish(states, "k-2", 0, stored(1, 1))
     assert held(states, 1) == {"k-2/0": (0, 1, 0, 0)}
     states.left(card("k-2", started=1.0))
     assert held(states, 1) == {}
 
 
 def test_a_gap_makes_one_model_unknown_until_its_dump() -> None:
-    states = make(card("k-1"))
-    tell(states, "k-1", 0, stored(1, 1))
-    tell(states, "k-1", 0, stored(1, 1, model="other"), model="other")
-    tell(states, "k-1", 5, stored(1, 2))
+    states = states_of(card("k-1"))
+    publish(states, "k-1", 0, stored(1, 1))
+    publish(states, "k-1", 0, stored(1, 1, model="other"), model="other")
+    publish(states, "k-1", 5, stored(1, 2))
     assert held(states, 1) == {}
     assert held(states, 1, model="other") == {"k-1/1": (0, 1, 0, 0)}
     assert states.due_dumps(0.0, 0.0) == [RankKey("k-1", 0)]
-    tell(states, "k-1", 6, Cleared(), stored(1, 1, 2))
+    publish(states, "k-1", 6, Cleared(), stored(1, 1, 2))
     assert held(states, 1, 2) == {"k-1/0": (0, 2, 0, 0)}
 
 
 def test_after_a_stream_gap_dumps_of_all_models_are_requested() -> None:
-    states = make(card("k-1"))
-    tell(states, "k-1", 0, stored(1, 1))
+    states = states_of(card("k-1"))
+    publish(states, "k-1", 0, stored(1, 1))
     states.mark_all_unknown()
     assert set(states.due_dumps(0.0, 0.0)) == {RankKey("k-1", 0), RankKey("k-1", 1)}
 
 
 def test_no_dump_is_requested_of_a_kvbm_without_models() -> None:
-    states = make(card("k-1", models=0))
+    states = states_of(card("k-1", models=0))
     states.mark_all_unknown()
     assert states.due_dumps(0.0, 0.0) == []
 
 
 def test_a_kvbm_that_reports_more_blocks_than_its_tiers_is_unknown() -> None:
-    states = make(card("k-1"))
+    states = states_of(card("k-1"))
     most = 2 * 300 + 4096
-    tell(states, "k-1", 0, stored(1, 1, model="other"), model="other")
-    tell(states, "k-1", 0, stored(2, *range(most)))
+    publish(states, "k-1", 0, stored(1, 1, model="other"), model="other")
+    publish(states, "k-1", 0, stored(2, *range(most)))
     assert states.mark_excessive_unknown() == []
-    tell(states, "k-1", 1, stored(3, most))
+    publish(states, "k-1", 1, stored(3, most))
     assert states.mark_excessive_unknown() == [RankKey("k-1", 0)]
     assert held(states, 1) == {}
     assert held(states, 1, model="other") == {"k-1/1": (0, 1, 0, 0)}
@@ -121,14 +123,14 @@ def test_a_kvbm_that_reports_more_blocks_than_its_tiers_is_unknown() -> None:
 
 
 def test_a_snapshot_restores_tiers_and_holders() -> None:
-    before = make(card("k-1"))
-    tell(before, "k-1", 0, stored(1, 1, 2), stored(3, 1, 2, 3))
-    tell(before, "k-1", 0, stored(2, 4, model="other"), model="other")
+    before = states_of(card("k-1"))
+    publish(before, "k-1", 0, stored(1, 1, 2), stored(3, 1, 2, 3))
+    publish(before, "k-1", 0, stored(2, 4, model="other"), model="other")
     packer = Packer()
     for image in capture(before):
         packer.add(image)
     data = packer.finish(Header("whole", "s", 3, 0.0, []))
-    after = make()
+    after = states_of()
     assert restore(after, data, "whole", "s") == 3
     after.joined(card("k-1"))
     after.reconcile()

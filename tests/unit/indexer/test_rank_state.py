@@ -51,7 +51,7 @@ def card(instance: str, name: str = "w", ranks: int = 1, started: float = 0.0) -
 
 
 class Mesh:
-    """Holdings plus the short hand of these tests."""
+    """Rank states, with shorthand methods."""
 
     def __init__(self) -> None:
         self.states = RankStates(create_index())
@@ -158,19 +158,19 @@ def test_an_empty_batch_reveals_a_gap(mesh: Mesh) -> None:
 def test_dump_requests_back_off_and_then_accept_any_dump(mesh: Mesh) -> None:
     mesh.batch(0, stored(1))
     mesh.batch(1 << 40, stored(2))  # nonsense that moves the next id out of reach
-    asked = [now for now in range(40) if mesh.due(float(now))]
-    assert asked == [0, 1, 3, 7, 12, 17, 22, 27, 32, 37]
+    requested = [now for now in range(40) if mesh.due(float(now))]
+    assert requested == [0, 1, 3, 7, 12, 17, 22, 27, 32, 37]
     mesh.batch(2, Cleared(), stored(3))
     assert mesh.held(3) == {"w-1/0": 1}
 
 
 def test_dumps_of_one_rank_are_requested_at_most_once_a_second(mesh: Mesh) -> None:
-    asked = 0
+    requested = 0
     for i, first in zip(range(100), count(1, 3), strict=False):
         mesh.batch(first, Cleared(), stored(1))
         mesh.batch(first + 3, stored(1))
-        asked += len(mesh.due(i / 10))
-    assert asked == 10
+        requested += len(mesh.due(i / 10))
+    assert requested == 10
 
 
 def test_ranks_are_independent(mesh: Mesh) -> None:

@@ -29,10 +29,10 @@ def test_a_prompt_is_stored_and_looked_up_in_one_shard(
     assert len(owners) == 1
     prompt = sequence_hashes(pack(*local), salt)
     for query in (OverlapQuery([prompt]), OverlapQuery([prompt], salt)):
-        asked = Shard(0, count, by).owners(query)
-        assert asked[owners[0]] == [0]
+        owned = Shard(0, count, by).owners(query)
+        assert owned[owners[0]] == [0]
         if by == "root" or query.salt is not None:
-            assert asked.keys() == {owners[0]}
+            assert owned.keys() == {owners[0]}
 
 
 def test_a_query_of_many_prompts_is_split() -> None:

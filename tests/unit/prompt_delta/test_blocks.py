@@ -19,7 +19,7 @@ MOST = 8 * MIN_BLOCKS
 
 
 def named(*parts: tuple[int, int]) -> BlockHashes:
-    """A prompt of so many blocks of each seed, one after the other."""
+    """A prompt of consecutive runs of blocks: (seed, number of blocks)."""
     digests, previous = bytearray(), b""
     for seed, count in parts:
         for _ in range(count):
@@ -37,8 +37,8 @@ def fetch(names: BlockHashes) -> Fetch:
     return Fetch(1, "r", 0, names.digests, names.sequence_hashes, names.local, 5, 0.0, 0.0, 0.0)
 
 
-def told(received: BlockPromptCache, message: Offer | Fetch) -> BlockHashes | None:
-    """What one who keeps prompts makes of a message."""
+def completed(received: BlockPromptCache, message: Offer | Fetch) -> BlockHashes | None:
+    """The complete prompt of a message, stored; None if its base is missing."""
     rest = BlockHashes(message.digests, message.sequence_hashes, message.local)
     whole = received.complete(message.base, message.shared, rest)
     if whole is not None:
@@ -47,13 +47,13 @@ def told(received: BlockPromptCache, message: Offer | Fetch) -> BlockHashes | No
 
 
 def exchange(sent: SentBlockPromptCache, received: BlockPromptCache, names: BlockHashes) -> Offer:
-    """Tell of a prompt, again if need be; returns what was sent in the end."""
+    """Send a prompt, again in full if incomplete; returns the last message."""
     message = sent.shorten(offer(names))
-    whole = told(received, message)
+    whole = completed(received, message)
     if whole is None:
         sent.forget(message.base)
         message = offer(names)
-        whole = told(received, message)
+        whole = completed(received, message)
     assert whole == names
     sent.store(names.digests, message.base)
     return message
@@ -80,7 +80,7 @@ def test_in_order_nothing_is_sent_twice(told_of: list[list[tuple[int, int]]], mo
     for parts in told_of:
         names = named(*parts)
         message = sent.shorten(offer(names))
-        assert told(received, message) == names
+        assert completed(received, message) == names
         sent.store(names.digests, message.base)
         assert received.blocks == sent.blocks
 

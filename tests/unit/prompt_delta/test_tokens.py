@@ -24,7 +24,7 @@ def prompt(length: int, first: int = 0) -> bytes:
 
 
 def grown(length: int, loose: int = 0) -> bytes:
-    """A prompt whose last `loose` tokens are none that a longer one has in their place."""
+    """A prompt whose last `loose` tokens differ from those of a longer one."""
     return prompt(length - loose) + prompt(loose, first=1 << 20)
 
 

@@ -40,11 +40,13 @@ def directive(tenant: str = "t") -> Directive:
 
 
 @given(st.lists(st.tuples(WISHES, st.integers(0, 20)), max_size=6), st.integers(0, 30))
-def test_the_highest_valid_claim_counts(asked: list[tuple[RetentionWish, int]], later: int) -> None:
+def test_the_highest_valid_claim_counts(
+    requested: list[tuple[RetentionWish, int]], later: int
+) -> None:
     keep, promises = BlockRetention("t"), RetentionBudget(max_size=10, unlimited_ttl_s=inf)
     used = 0
     held: list[RetentionWish] = []
-    for wish, wait in asked:
+    for wish, wait in requested:
         used += wait
         held = [old for old in held if old.ttl_s is None or old.ttl_s > wait]
         if wish.needs_budget:
@@ -151,26 +153,26 @@ def test_the_budget_of_a_tenant_is_never_exceeded(
 
 
 def test_a_directive_over_budget_is_clipped() -> None:
-    told: list[tuple[Directive, DirectiveOutcome]] = []
+    reported: list[tuple[Directive, DirectiveOutcome]] = []
     promises = RetentionBudget(
-        max_size=3, on_outcome=lambda asked, outcome: told.append((asked, outcome))
+        max_size=3, on_outcome=lambda requested, outcome: reported.append((requested, outcome))
     )
-    asked = directive()
-    assert promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, asked)
-    assert not promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, asked)
+    requested = directive()
+    assert promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, requested)
+    assert not promises.claim(BlockRetention("t"), 2, RetentionWish(80), 0.0, requested)
     assert promises.grantable(BlockRetention("t"), 2, RetentionWish(80)) == 1
     assert promises.claim(BlockRetention("other"), 2, RetentionWish(80), 0.0)
-    assert promises.outcomes.record_grant(asked) == DirectiveOutcome.CLIPPED
-    assert told == [(asked, DirectiveOutcome.CLIPPED)]
-    assert (asked.granted_blocks, asked.requested_blocks) == (2, 4)
+    assert promises.outcomes.record_grant(requested) == DirectiveOutcome.CLIPPED
+    assert reported == [(requested, DirectiveOutcome.CLIPPED)]
+    assert (requested.granted_blocks, requested.requested_blocks) == (2, 4)
 
 
 def test_a_directive_ends_once() -> None:
-    promises, asked = RetentionBudget(max_size=10), directive()
+    promises, requested = RetentionBudget(max_size=10), directive()
     one, two = BlockRetention("t"), BlockRetention("t")
     for keep in (one, two):
-        promises.claim(keep, 1, RetentionWish(80, 10.0), 0.0, asked)
-    assert promises.outcomes.record_grant(asked) == DirectiveOutcome.HONOURED
+        promises.claim(keep, 1, RetentionWish(80, 10.0), 0.0, requested)
+    assert promises.outcomes.record_grant(requested) == DirectiveOutcome.HONOURED
     promises.on_evicted(one, 1, now=5.0)
     promises.expire(two, 1, now=11.0)
     assert promises.outcomes.counts[DirectiveOutcome.EVICTED] == 1
@@ -235,10 +237,10 @@ def brute_force(retention: list[Retain], tokens: int, size: int) -> list[Retenti
         for token in range(retain.start, min(tokens, retain.end or tokens)):
             wishes[token] = wish
     blocks = [wishes[i : i + size] for i in range(0, len(wishes), size)]
-    return [max(block, key=worth) for block in blocks]
+    return [max(block, key=wish_order) for block in blocks]
 
 
-def worth(wish: RetentionWish) -> tuple[int, float]:
+def wish_order(wish: RetentionWish) -> tuple[int, float]:
     ttl = wish.ttl_s
     return wish.level, (0.0 if wish.level == 35 else inf) if ttl is None else ttl
 
@@ -249,11 +251,11 @@ def test_a_block_takes_the_highest_wish_of_its_tokens(
     retention: list[Retain], tokens: int, size: int
 ) -> None:
     retention = [r for r in retention if r.end != 0]
-    expected = [worth(wish) for wish in brute_force(retention, tokens, size)]
-    found = [worth(RetentionWish())] * len(expected)
+    expected = [wish_order(wish) for wish in brute_force(retention, tokens, size)]
+    found = [wish_order(RetentionWish())] * len(expected)
     for segment in segments(retention, None, tokens, size):
         for block in range(segment.first, len(found) if segment.end is None else segment.end):
-            found[block] = worth(segment.wish)
+            found[block] = wish_order(segment.wish)
     assert found == expected
 
 
@@ -285,9 +287,9 @@ def test_only_blocks_wholly_inside_thinking_count_as_such() -> None:
 
 def test_preceding_blocks_are_retained_and_charged() -> None:
     retention = [Retain(0, 32, 50, explicit=True), Retain(48, 80, 90, 60.0, explicit=True)]
-    asked = segments([*retention, Retain(80, 96, kind="thinking")], None, 112, 16)
+    requested = segments([*retention, Retain(80, 96, kind="thinking")], None, 112, 16)
     first, second = RetentionWish(90, 60.0, 0), RetentionWish(90, 60.0, 1)
-    assert with_prefix(asked) == [
+    assert with_prefix(requested) == [
         RetentionSegment(0, 2, first),
         RetentionSegment(2, 5, second),
         RetentionSegment(5, 6, RetentionWish(THINKING_LEVEL)),

@@ -18,7 +18,7 @@ STANDINGS = st.one_of(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A tree of keys, all idle or out; times are small integers, so that many things expire."""
+    """A tree of keys, each idle or in use; times are small integers, so that many claims expire."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.order)
     @rule(data=st.data())
     def use_and_return(self, data: st.DataObject) -> None:
-        """A key and all before it are used, and come back last block first."""
+        """Use a key and all before it, then return them, the last block first."""
         key: int | None = data.draw(st.sampled_from(self.order))
         while key is not None:
             standing = self._standing(key)
@@ -71,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        """Plain keys are used at once; some are not here."""
+        """Touch keys without claims; some are not in the pool."""
         keys = data.draw(st.lists(st.sampled_from([0, *self.order]), unique=True))
         self.pool.touch(keys)
         for key in filter(None, keys):
@@ -94,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.order)
     @rule(count=st.integers(1, 5))
     def evict(self, count: int) -> None:
-        """As many as are here can always go, in the order of the model."""
+        """All keys in the pool can be evicted, in the order of the model."""
         for _ in range(min(count, len(self.order))):
             expected = self._expected()
             key = self.pool.next_victim(self.now)
@@ -107,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.unblock(parent)
 
     @invariant()
-    def holds_the_same(self) -> None:
+    def contents_are_equal(self) -> None:
         assert len(self.pool) == len(self.order)
         assert all(key in self.pool for key in self.order)
 
@@ -116,13 +116,13 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def loose() -> EvictionPool[bytes]:
+def unclaimed_pool() -> EvictionPool[bytes]:
     return EvictionPool(lambda _: False, lambda _key, _now: UNCLAIMED)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=3), unique=True, min_size=1))
 def test_unclaimed_keys_are_evicted_by_recency(keys: list[bytes]) -> None:
-    pool = loose()
+    pool = unclaimed_pool()
     for key in keys:
         pool.add(key)
     gone = []
@@ -133,7 +133,7 @@ def test_unclaimed_keys_are_evicted_by_recency(keys: list[bytes]) -> None:
 
 
 def test_eviction_order_of_levels() -> None:
-    pool = loose()
+    pool = unclaimed_pool()
     inf = float("inf")
     pool.add(b"kept", EvictionRank(80, inf))
     pool.add(b"short", EvictionRank(35, 10.0))
@@ -148,7 +148,7 @@ def test_eviction_order_of_levels() -> None:
 
 
 def test_memory_is_proportional_to_the_keys() -> None:
-    pool = loose()
+    pool = unclaimed_pool()
     for i in range(10_000):
         pool.add(b"a", EvictionRank(50, 100.0 + i))
         pool.discard(b"a")

@@ -10,7 +10,7 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
 def chain(tokens: list[int]) -> list[int]:
-    """Hashes over whole prefixes, as block hashes are."""
+    """Hashes over whole prefixes, like sequence hashes."""
     return [hash(tuple(tokens[: end + 1])) for end in range(len(tokens))]
 
 

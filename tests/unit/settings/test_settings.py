@@ -1,4 +1,4 @@
-"""Settings: where they come from, which source wins, and what a mistake is answered with."""
+"""Settings: their sources, the order of precedence, and error messages."""
 
 import logging
 from pathlib import Path

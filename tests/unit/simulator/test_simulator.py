@@ -141,11 +141,11 @@ def test_blocks_of_ended_sessions_only_are_released() -> None:
     workload = conversations(5, 3)
     silent, _ = run(workload, options())
     workload.sessions = [msgspec.structs.replace(s, ends=True) for s in workload.sessions]
-    told, _ = run(workload, options())
-    _check_caches(told)
+    publishing, _ = run(workload, options())
+    _check_caches(publishing)
     held, dropped = (
         sum(worker.core.blocks.cached for worker in simulation.workers.values())
-        for simulation in (silent, told)
+        for simulation in (silent, publishing)
     )
     assert held > 0
     assert dropped == 0

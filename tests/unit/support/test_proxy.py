@@ -1,4 +1,4 @@
-"""The proxy that other tests put between a process and its server does what it says."""
+"""The proxy between a process and its server: delay, throttling, partition and cuts."""
 
 import asyncio
 import contextlib

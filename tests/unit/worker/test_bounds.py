@@ -37,15 +37,15 @@ def test_a_pin_table_is_bounded_and_returns_the_pins_it_replaces(
 
 
 class Loader:
-    """An engine that never comes to its prefetches."""
+    """An engine that never starts a prefetch."""
 
     def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
         return None
 
-    def estimate_seconds(self, wish: Prefetch, hashes: "array[int]") -> float:
+    def estimate_seconds(self, item: Prefetch, hashes: "array[int]") -> float:
         return 0.0
 
-    async def load(self, wish: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
+    async def load(self, item: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
         await asyncio.Event().wait()
         return 0
 
@@ -66,8 +66,8 @@ def test_no_more_prefetches_are_under_way_than_there_are_slots(
         for starts, name, tenant in steps:
             if starts:
                 tokens = int(name).to_bytes(4, "little")
-                wish = Prefetch(id=name, tokens=tokens, salt=1, tenant=tenant, deadline_s=60.0)
-                refused = bool(under_way.start(wish))
+                item = Prefetch(id=name, tokens=tokens, salt=1, tenant=tenant, deadline_s=60.0)
+                refused = bool(under_way.start(item))
             else:
                 under_way.cancel(name)
             count = len(under_way._tasks)

@@ -1,4 +1,4 @@
-"""The worker's import order: service → node → roles → engine contract; engines stand apart."""
+"""The worker's import order: service → node → roles → engine contract ← engines."""
 
 import ast
 from collections.abc import Iterator

@@ -50,7 +50,7 @@ def body(api: Api, **fields: Any) -> bytes:
 
 
 def stream(renderer: Renderer, answer: list[AnswerEvent], ending: Ending) -> list[Any]:
-    """What a client gets, event by event."""
+    """The client's events of a streamed answer, in order."""
     frames = renderer.begin() + renderer.started(USAGE)
     frames += b"".join(renderer.events(0, [event], []) for event in answer)
     frames += renderer.end(0, ending) + renderer.done(AnswerSummary(USAGE))

@@ -175,9 +175,9 @@ def test_a_deferred_tool_is_shown_where_it_is_referenced() -> None:
 
 def test_ids_depend_only_on_the_index_of_a_call() -> None:
     def prompt(one: str, two: str) -> str:
-        said = assistant(call("a", one), call("b", two))
+        reply = assistant(call("a", one), call("b", two))
         back = [result("1", one), result("2", two)]
-        return template("mistral").render(request(user("hi"), said, *back), TODAY)
+        return template("mistral").render(request(user("hi"), reply, *back), TODAY)
 
     assert prompt("toolu_1", "toolu_2") == prompt("x", "y")
     assert "[CALL_ID]call00001[ARGS]" in prompt("x", "y")
@@ -237,19 +237,19 @@ def test_templates_with_parts_and_images() -> None:
     image = Message(role="user", blocks=[Text("see"), Image("data:x"), Text("?")])
     assert template("parts").render(request(image), TODAY) == "<user>see<image>?"
     assert template("parts").render(request(user("hi")), TODAY) == "<user>hi"
-    told = template("parts").render(
+    rendered_prompt = template("parts").render(
         request(system("Be brief."), user("hi"), tools=[tool("read")]), TODAY
     )
-    assert told.startswith("<system>Be brief.")
-    assert '"name": "read"' in told
+    assert rendered_prompt.startswith("<system>Be brief.")
+    assert '"name": "read"' in rendered_prompt
 
 
 def test_thinking_and_text_and_calls_keep_their_order() -> None:
-    said = assistant(
+    reply = assistant(
         Thinking("one"), call("f", "1"), Thinking("two"), "said", call("g", "2"), "after"
     )
     prompt = template("demo").render(
-        request(user("a"), said, result("r", "1"), result("s", "2")), TODAY
+        request(user("a"), reply, result("r", "1"), result("s", "2")), TODAY
     )
     places = [prompt.index(word) for word in ("one", '"f"', "two", "said", '"g"', "after")]
     assert places == sorted(places)
@@ -282,12 +282,12 @@ def test_the_last_assistant_message_can_be_continued() -> None:
 def test_namespaced_and_free_text_tools_are_functions_to_the_model() -> None:
     patch = Tool("apply_patch", "Patch.", {}, custom=True, grammar="start: line+")
     remote = Tool("read", "Read.", {"type": "object"}, namespace="files")
-    said = assistant(
+    reply = assistant(
         ToolCall("1", "apply_patch", "*** Begin", custom=True),
         ToolCall("2", "read", '{"p": 1}', namespace="files"),
         ToolCall("3", "read", "not json", namespace="files"),
     )
-    prompt = template("chatml").render(request(user("a"), said, tools=[patch, remote]), TODAY)
+    prompt = template("chatml").render(request(user("a"), reply, tools=[patch, remote]), TODAY)
     assert '{"name": "apply_patch", "arguments": {"input": "*** Begin"}}' in prompt
     assert '{"name": "files__read", "arguments": {"p": 1}}' in prompt
     assert '{"name": "files__read", "arguments": {"input": "not json"}}' in prompt
@@ -314,9 +314,9 @@ def test_a_template_with_one_call_per_message_gets_each_with_its_result() -> Non
         "({{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }})"
         "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
     )
-    said = assistant("Look.", call("f", "1"), call("g", "2"))
+    reply = assistant("Look.", call("f", "1"), call("g", "2"))
     back = [result("r", "1"), result("s", "2")]
-    prompt = from_source(source).render(request(user("a"), said, *back, user("b")), TODAY)
+    prompt = from_source(source).render(request(user("a"), reply, *back, user("b")), TODAY)
     assert prompt == "[a][Look.](f {})[r](g {})[s][b]"
 
 
@@ -327,8 +327,8 @@ def test_a_template_with_either_thinking_or_text_gets_both_as_thinking() -> None
         "{% for c in m.tool_calls or [] %}({{ c.function.name }} "
         "{{ c.function.arguments | tojson }}){% endfor %}{% endfor %}"
     )
-    said = assistant(Thinking("t"), "Look.", call("f"))
-    prompt = from_source(source).render(request(user("a"), said, result("r")), TODAY)
+    reply = assistant(Thinking("t"), "Look.", call("f"))
+    prompt = from_source(source).render(request(user("a"), reply, result("r")), TODAY)
     assert prompt == "<>[a]<t\n\nLook.>[](f {})<>[r]"
 
 

@@ -174,8 +174,8 @@ def test_values_between_tags_are_typed_by_the_schema() -> None:
         "e": {"enum": ["1", "2"]},
     }
     schema = {"properties": kinds, "$defs": {"thing": {"type": "object"}}}
-    said = {"s": "42", "i": "42", "n": "None", "b": "True", "o": "{'k': 1}", "e": "1", "u": "7"}
-    raw = "".join(f"<parameter={k}>{v}</parameter>" for k, v in said.items())
+    shown = {"s": "42", "i": "42", "n": "None", "b": "True", "o": "{'k': 1}", "e": "1", "u": "7"}
+    raw = "".join(f"<parameter={k}>{v}</parameter>" for k, v in shown.items())
     grammar = choose_grammar("", tool_parser="qwen3_coder")
     found = pieces(read(grammar.parser([Tool("f", "", schema)]), f"<function=f>{raw}</function>"))
     expected = {"s": "42", "i": 42, "n": None, "b": True, "o": {"k": 1}, "e": "1", "u": 7}
@@ -249,10 +249,10 @@ def test_the_end_of_the_prompt_shows_whether_thinking_has_begun(
 
 def test_only_possible_markers_are_held_back() -> None:
     fed = parser("hermes", "basic")
-    said = [
+    shown = [
         "".join(getattr(e, "text", "") for e in fed.feed(c)) for c in ["Hel", "lo <", "b> ", "x"]
     ]
-    assert said == ["Hel", "lo", " <b>", " x"]
+    assert shown == ["Hel", "lo", " <b>", " x"]
 
 
 SOUP = ['{"name": "f", "arguments": {', '"a": "', *'"}][()', "f(a=", *" \nx:,1", "</think>"]
@@ -269,8 +269,8 @@ def test_no_sequence_of_markers_breaks_a_parser(tool: str, data: st.DataObject) 
     found = whole(tool, raw, "basic")
     assert pieces(read(parser(tool, "basic", eager=False), [raw[:cut], raw[cut:]])) == found
     if not any(kind == "call" for kind, _, _ in found) and tool != "harmony":
-        said = "".join(content for _, _, content in found)
-        assert _solid(said) == _solid(raw) or "think>" in raw
+        shown = "".join(content for _, _, content in found)
+        assert _solid(shown) == _solid(raw) or "think>" in raw
     read(parser(tool, "basic", eager=True), raw)
 
 

@@ -47,8 +47,8 @@ def test_a_name_identifies_the_family(model: str, tool: str | None, reasoning: s
 def test_the_card_overrides_the_template_and_the_template_the_name() -> None:
     chatml = template("chatml")
     assert choose_grammar("mistral-small", chatml).tool_parser == "hermes"
-    told = choose_grammar("mistral-small", chatml, tool_parser="glm47", reasoning_parser="none")
-    assert (told.tool_parser, told.reasoning_parser) == ("glm45", None)
+    chosen = choose_grammar("mistral-small", chatml, tool_parser="glm47", reasoning_parser="none")
+    assert (chosen.tool_parser, chosen.reasoning_parser) == ("glm45", None)
 
 
 def test_the_demo_model_has_its_parsers() -> None:

@@ -34,12 +34,12 @@ def answers(draw: st.DrawFn, number: int) -> list[Message]:
     names = draw(st.lists(st.sampled_from(["read", "search"]), max_size=2))
     ids = [f"call_{number}_{place}_{draw(st.integers(0, 9))}" for place in range(len(names))]
     calls: list[Block] = [call(n, i, path="a/b") for n, i in zip(names, ids, strict=True)]
-    said = thinking + text + calls or [Text("ok")]
+    answer_blocks = thinking + text + calls or [Text("ok")]
     results: list[Block] = [ToolResult(i, list(draw(st.lists(TEXT, max_size=2)))) for i in ids]
     if draw(st.booleans()):
-        spoken = [Message(role="assistant", blocks=[block]) for block in said]
+        spoken = [Message(role="assistant", blocks=[block]) for block in answer_blocks]
     else:
-        spoken = [Message(role="assistant", blocks=said)]
+        spoken = [Message(role="assistant", blocks=answer_blocks)]
     return spoken + draw(_back(results))
 
 

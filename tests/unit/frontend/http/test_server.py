@@ -1,4 +1,4 @@
-"""What a connection does when its client goes away."""
+"""Connections whose client disconnects."""
 
 import asyncio
 import logging

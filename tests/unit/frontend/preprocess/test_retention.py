@@ -132,8 +132,8 @@ def test_marks_of_one_ttl_are_merged_and_the_longer_ttl_wins() -> None:
 
 
 def test_a_mark_on_a_short_text_retains_only_that_text() -> None:
-    said = [block("ok", **MARK), *exchange(0)[0]["content"]]
-    messages = [*conversation(1), {"role": "assistant", "content": said}, *conversation(1)]
+    reply = [block("ok", **MARK), *exchange(0)[0]["content"]]
+    messages = [*conversation(1), {"role": "assistant", "content": reply}, *conversation(1)]
     prompt, _ = prepared(Messages(), max_tokens=1, messages=messages)
     (kept,) = explicit(prompt)
     assert text(prompt, 0, kept.end).endswith("<|im_start|>assistant\nok")
@@ -141,10 +141,10 @@ def test_a_mark_on_a_short_text_retains_only_that_text() -> None:
 
 def test_a_mark_on_a_rewritten_block_ends_before_or_with_it() -> None:
     call = {"type": "tool_use", "id": "c", "name": "read", "input": {"path": LONG}, **MARK}
-    said = {"role": "assistant", "content": [block("Let me see."), call, call]}
+    reply = {"role": "assistant", "content": [block("Let me see."), call, call]}
     result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "c"}
     back = {"role": "user", "content": [result]}
-    prompt, _ = prepared(Messages(), max_tokens=1, messages=[*conversation(1), said, back])
+    prompt, _ = prepared(Messages(), max_tokens=1, messages=[*conversation(1), reply, back])
     (kept,) = explicit(prompt)
     assert text(prompt, 0, kept.end).rstrip().endswith("Let me see.")
     result["content"] = [block("", **MARK)]

@@ -92,9 +92,9 @@ def messages_next(body: dict[str, Any], answer: Any, results: list[str]) -> dict
         {"type": "tool_result", "tool_use_id": call["id"], "content": text}
         for call, text in zip(calls, results, strict=False)
     ]
-    said = {"role": "assistant", "content": answer["content"]}
+    reply = {"role": "assistant", "content": answer["content"]}
     after = {"role": "user", "content": back} if back else ASK
-    return {**body, "messages": [*body["messages"], said, after]}
+    return {**body, "messages": [*body["messages"], reply, after]}
 
 
 def responses_next(body: dict[str, Any], answer: Any, results: list[str]) -> dict[str, Any]:
@@ -128,12 +128,12 @@ APIS: dict[str, tuple[Api, dict[str, Any], Any]] = {
 
 
 async def tokens_ahead(model: ServedModel, api: Api, body: Any, answer: Any) -> bytes:
-    said = Transcript()
+    transcript = Transcript()
     for event in answer:
-        said.add(event)
+        transcript.add(event)
     preparer = Preprocessor(1 << 20, TenantNamespaces())
     prepared = await preparer.prepare(api.parse(encode(body), {}, STAMP).request, model, None)
-    following = successor(prepared.request, said.blocks(api.in_order))
+    following = successor(prepared.request, transcript.blocks(api.in_order))
     assert following is not None
     return await preparer.tokens_before(following, model, CUT)
 

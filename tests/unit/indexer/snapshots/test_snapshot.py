@@ -91,7 +91,7 @@ def test_an_empty_index_has_a_snapshot_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "harm",
+    "damage",
     [
         lambda data: b"",
         lambda data: data[:10],
@@ -102,8 +102,10 @@ def test_an_empty_index_has_a_snapshot_too() -> None:
         lambda data: data[:-5] + bytes([data[-5] ^ 128]) + data[-4:],
     ],
 )
-def test_a_damaged_snapshot_is_refused(states: RankStates, harm: Callable[[bytes], bytes]) -> None:
-    data = harm(snapshot(states))
+def test_a_damaged_snapshot_is_refused(
+    states: RankStates, damage: Callable[[bytes], bytes]
+) -> None:
+    data = damage(snapshot(states))
     with pytest.raises(DamagedSnapshot):
         restore(RankStates(create_index()), data, "whole", STREAM)
 

@@ -10,7 +10,7 @@ from kvmesh.settings.schema import RouterSettings
 
 
 def sibling(number: int) -> bytes:
-    """40 blocks in common, 8 of its own."""
+    """A prompt with 40 common and 8 own blocks."""
     return sequence(*range(40), *(1000 * number + own for own in range(8)))
 
 

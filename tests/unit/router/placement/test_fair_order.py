@@ -1,4 +1,4 @@
-"""Order of the waiting requests, worked by hand; and no request is lost, starved or doubled."""
+"""Order of the waiting requests, computed by hand; none is lost, starved or duplicated."""
 
 from random import Random
 from typing import Any
@@ -21,8 +21,8 @@ def lane(
     return made
 
 
-def leave(waiting: FairOrder, time: float = 0.0) -> list[str]:
-    """The order in which all entries leave."""
+def drain(waiting: FairOrder, time: float = 0.0) -> list[str]:
+    """Remove all entries; returns their order."""
     order = []
     while (head := waiting.head(time)) is not None:
         waiting.remove(head.request, placed=True)
@@ -33,12 +33,12 @@ def leave(waiting: FairOrder, time: float = 0.0) -> list[str]:
 
 def test_lower_keys_leave_first_and_equal_ones_by_arrival() -> None:
     waiting = lane(entry("late", key=5), entry("b", key=1, arrived=2), entry("a", key=1, arrived=1))
-    assert leave(waiting) == ["a", "b", "late"]
+    assert drain(waiting) == ["a", "b", "late"]
 
 
 def test_a_higher_tier_always_leaves_first() -> None:
     waiting = lane(entry("a"), entry("b", tier=2, key=9), entry("c", tier=1), entry("d", tier=2))
-    assert leave(waiting) == ["d", "b", "c", "a"]
+    assert drain(waiting) == ["d", "b", "c", "a"]
 
 
 def test_fair_classes_take_turns_by_cost() -> None:
@@ -47,7 +47,7 @@ def test_fair_classes_take_turns_by_cost() -> None:
         *(entry(f"x{i}", fair_class="x", key=i, cost=100) for i in range(3)),
         *(entry(f"y{i}", fair_class="y", key=i, cost=50) for i in range(4)),
     )
-    assert leave(waiting) == ["x0", "y0", "y1", "x1", "y2", "y3", "x2"]
+    assert drain(waiting) == ["x0", "y0", "y1", "x1", "y2", "y3", "x2"]
 
 
 def test_a_large_request_waits_for_enough_deficit() -> None:
@@ -56,7 +56,7 @@ def test_a_large_request_waits_for_enough_deficit() -> None:
         *(entry(f"y{i}", fair_class="y", key=i, cost=100) for i in range(5)),
     )
     # x has 100, then 200, then 300 tokens to its credit.
-    assert leave(waiting) == ["y0", "y1", "big", "y2", "y3", "y4"]
+    assert drain(waiting) == ["y0", "y1", "big", "y2", "y3", "y4"]
 
 
 def test_rounds_without_a_placement_are_skipped_at_once() -> None:
@@ -66,7 +66,7 @@ def test_rounds_without_a_placement_are_skipped_at_once() -> None:
         entry("z", fair_class="z", cost=2 * 10**9),
         quantum=1,
     )
-    assert leave(waiting) == ["y", "x", "z"]
+    assert drain(waiting) == ["y", "x", "z"]
 
 
 def test_weights_multiply_the_quantum() -> None:
@@ -75,12 +75,12 @@ def test_weights_multiply_the_quantum() -> None:
         *(entry(f"f{i}", fair_class="free", key=i) for i in range(2)),
         weights={"gold": 2.0},
     )
-    assert leave(waiting) == ["g0", "g1", "f0", "g2", "g3", "f1"]
+    assert drain(waiting) == ["g0", "g1", "f0", "g2", "g3", "f1"]
 
 
 def test_an_old_entry_goes_before_all_others() -> None:
     waiting = lane(entry("old", key=1e9, arrived=0.0), entry("vip", tier=9, arrived=25), bound=30.0)
-    assert leave(waiting, time=31.0) == ["old", "vip"]
+    assert drain(waiting, time=31.0) == ["old", "vip"]
 
 
 @pytest.mark.parametrize("bound", [1e9, 0.0])
@@ -96,7 +96,7 @@ def test_an_entry_can_move_and_be_cancelled() -> None:
     waiting.push(entry("c", key=0))
     waiting.push(entry("b", key=2, tier=1))
     waiting.remove("a", placed=False)
-    assert leave(waiting) == ["b", "c"]
+    assert drain(waiting) == ["b", "c"]
 
 
 @given(
@@ -114,13 +114,13 @@ def test_the_order_depends_on_the_events_alone(
         entry(f"e{i}", tier=tier, fair_class=str(fair), key=float(i), cost=cost, arrived=float(i))
         for i, (tier, fair, cost) in enumerate(drawn)
     ]
-    quiet, asked = lane(), lane()
+    quiet, queried = lane(), lane()
     for one in entries:
         quiet.push(one)
-        asked.push(one)
+        queried.push(one)
         if rng.random() < 0.5:
-            asked.head(0.0)
-    assert leave(quiet) == leave(asked)
+            queried.head(0.0)
+    assert drain(quiet) == drain(queried)
 
 
 @given(
@@ -162,7 +162,7 @@ def test_subdividing_a_class_gains_nothing(weight: float) -> None:
     greedy = [entry(f"x{n}", fair_class=f"x\x1fown{n}") for n in range(12)]
     modest = [entry(f"y{n}", fair_class="y") for n in range(12)]
     mixed = [one for pair in zip(greedy, modest, strict=True) for one in pair]
-    order = [name[0] for name in leave(lane(*mixed, weights={"x": weight}))]
+    order = [name[0] for name in drain(lane(*mixed, weights={"x": weight}))]
     share = weight / (weight + 1)
     for count in range(1, round(12 / share)):
         assert abs(order[:count].count("x") - share * count) <= 2

@@ -1,4 +1,4 @@
-"""Placement queue, worked by hand; and replicas agree on one order."""
+"""Placement queue, computed by hand; replicas agree on one order."""
 
 from random import Random
 from typing import Any
@@ -45,11 +45,11 @@ class Replicas:
         self.done: list[Ticket] = []
         self.events: list[SeqEvent] = []
 
-    def take(self, steps: QueueActions, now: float) -> None:
+    def apply_actions(self, steps: QueueActions, now: float) -> None:
         self.done += steps.done
-        self.tell(now, *steps.events)
+        self.broadcast(now, *steps.events)
 
-    def tell(self, now: float, *events: SeqEvent) -> None:
+    def broadcast(self, now: float, *events: SeqEvent) -> None:
         for event in events:
             self.events.append(event)
             for replica in self.replicas:
@@ -57,12 +57,12 @@ class Replicas:
 
     def submit(self, message: RouteRequest, now: float = 0.0, to: int = 0) -> Ticket:
         ticket = Ticket(message, now)
-        self.take(self.replicas[to].submit(ticket, now), now)
+        self.apply_actions(self.replicas[to].submit(ticket, now), now)
         return ticket
 
     def place_ready(self, now: float = 0.0) -> None:
         for replica in self.replicas:
-            self.take(replica.place_ready(now), now)
+            self.apply_actions(replica.place_ready(now), now)
 
     @property
     def order(self) -> list[str]:
@@ -75,9 +75,9 @@ def prompt(name: str, blocks: int = 10, **hints: Any) -> RouteRequest:
 
 
 def prefill_done(mesh: Replicas, now: float = 0.0) -> None:
-    """Everything placed so far reaches its first token, then whoever may goes."""
+    """All placed requests reach their first token; then place the next ones."""
     for name in mesh.order:
-        mesh.tell(now, SeqPrefilled(name))
+        mesh.broadcast(now, SeqPrefilled(name))
     mesh.place_ready(now)
 
 
@@ -93,7 +93,7 @@ def test_requests_wait_only_while_every_worker_is_past_the_threshold() -> None:
     assert [isinstance(t.result, Decision) for t in tickets] == [True, True, False]
     mesh.place_ready()
     assert mesh.order == ["1", "2"]
-    mesh.tell(0.0, SeqPrefilled("1"))
+    mesh.broadcast(0.0, SeqPrefilled("1"))
     mesh.place_ready(0.5)
     assert isinstance(tickets[2].result, Decision)
     assert tickets[2].result.wait_s == 0.5
@@ -143,7 +143,7 @@ def test_a_constrained_request_does_not_hold_up_the_others() -> None:
     pinned = mesh.submit(replace(prompt("2"), placement=Placement(instance="a")))
     free = mesh.submit(prompt("3"))
     assert (pinned.result, isinstance(free.result, Decision)) == (None, True)
-    mesh.tell(0.0, SeqPrefilled("1"))
+    mesh.broadcast(0.0, SeqPrefilled("1"))
     mesh.place_ready()
     assert isinstance(pinned.result, Decision)
 
@@ -169,9 +169,9 @@ def test_constrained_requests_get_their_share_of_a_worker_that_is_never_idle(kin
             message = replace(message, **CONSTRAINED[kind])
         (constrained if step % 10 == 5 else plain).append(mesh.submit(message, now))
         if step % 5 and mesh.order:
-            mesh.tell(now, SeqPrefilled(mesh.order[-1]))
+            mesh.broadcast(now, SeqPrefilled(mesh.order[-1]))
         mesh.place_ready(now)
-        mesh.take(mesh.replicas[0].expire(now), now)
+        mesh.apply_actions(mesh.replicas[0].expire(now), now)
 
     def placed(tickets: list[Ticket]) -> float:
         return sum(isinstance(t.result, Decision) for t in tickets) / len(tickets)
@@ -195,7 +195,7 @@ def test_a_new_request_does_not_overtake_a_ready_one_of_another_lane() -> None:
     mesh = Replicas(queue())
     mesh.submit(prompt("1"))
     waiting = mesh.submit(replace(prompt("2"), placement=Placement(instance="a")))
-    mesh.tell(0.5, SeqPrefilled("1"))
+    mesh.broadcast(0.5, SeqPrefilled("1"))
     later = mesh.submit(prompt("3"), 0.6)
     mesh.place_ready(0.7)
     assert (isinstance(waiting.result, Decision), later.result) == (True, None)
@@ -206,7 +206,7 @@ def test_a_request_queued_elsewhere_before_keeps_its_position_and_passes_the_lim
     mesh.submit(prompt("0"))
     mesh.submit(prompt("mine"), 5.0)
     moved = Ticket(replace(prompt("moved"), arrived=1.0), 6.0, queued_since=1.0)
-    mesh.take(mesh.replicas[0].submit(moved, 6.0), 6.0)
+    mesh.apply_actions(mesh.replicas[0].submit(moved, 6.0), 6.0)
     assert drain(mesh, 7.0) == ["0", "moved", "mine"]
 
 
@@ -216,7 +216,7 @@ def test_a_full_queue_refuses_with_the_time_it_needs() -> None:
     for number in range(30):  # 160 tokens each second go out
         now = float(number)
         mesh.submit(prompt(f"n{number}"), now)
-        mesh.tell(now, SeqPrefilled(f"n{number}"))
+        mesh.broadcast(now, SeqPrefilled(f"n{number}"))
     mesh.submit(prompt("blocker"), now)
     for name in ("w1", "w2"):
         assert mesh.submit(prompt(name, 50), now).result is None
@@ -231,7 +231,7 @@ def test_a_request_is_refused_at_its_deadline() -> None:
     mesh.submit(prompt("1"))
     ticket = mesh.submit(replace(prompt("2"), deadline_s=3.0), 1.0)
     assert mesh.replicas[0].expire(3.9).done == []
-    mesh.take(mesh.replicas[0].expire(4.0), 4.0)
+    mesh.apply_actions(mesh.replicas[0].expire(4.0), 4.0)
     assert isinstance(ticket.result, Refused)
     assert ticket.result.code == "deadline"
     assert mesh.replicas[0].waiting == 0
@@ -242,7 +242,7 @@ def test_a_free_for_a_waiting_request_cancels_it() -> None:
     mesh.submit(prompt("1"))
     ticket = mesh.submit(prompt("2"))
     assert [d.waiting for d in mesh.replicas] == [1, 1]
-    mesh.tell(0.0, SeqFree("2"))
+    mesh.broadcast(0.0, SeqFree("2"))
     drain(mesh)
     assert (ticket.result, [d.waiting for d in mesh.replicas]) == (None, [0, 0])
 
@@ -266,7 +266,7 @@ def test_overlaps_of_waiting_requests_are_refreshed() -> None:
     mesh.submit(prompt("3", 40))
     assert replica.due_for_rescore(5.0) == []
     assert [t.request.request for t in replica.due_for_rescore(5.1)] == ["2", "3"]
-    mesh.take(replica.rescore(ticket, overlaps({"a": (45,)}), 5.1), 5.1)
+    mesh.apply_actions(replica.rescore(ticket, overlaps({"a": (45,)}), 5.1), 5.1)
     assert drain(mesh, 6.0) == ["1", "2", "3"]
 
 
@@ -275,7 +275,7 @@ def test_a_rescore_without_workers_leaves_the_request_in_the_queue() -> None:
     mesh.submit(prompt("1"))
     ticket = mesh.submit(prompt("2"))
     mesh.replicas[0].core.leave("a")
-    mesh.take(mesh.replicas[0].rescore(ticket, None, 6.0), 6.0)
+    mesh.apply_actions(mesh.replicas[0].rescore(ticket, None, 6.0), 6.0)
     assert not any(done is ticket for done in mesh.done)
     mesh.place_ready(6.0)
     assert isinstance(ticket.result, Refused)
@@ -316,14 +316,14 @@ def test_a_dead_replica_does_not_block_the_others() -> None:
     mesh.submit(prompt("0"))
     mesh.submit(prompt("lost"), 1.0, to=1)
     mine = mesh.submit(prompt("mine"), 2.0)
-    mesh.tell(3.0, SeqPrefilled("0"))
+    mesh.broadcast(3.0, SeqPrefilled("0"))
     alive = mesh.replicas[0]
     assert alive.place_ready(3.0).done == []
     assert alive.place_ready(3.2).done == []
     assert [t.request.request for t in alive.place_ready(3.3).done] == ["mine"]
     assert isinstance(mine.result, Decision)
     assert alive.waiting == 0
-    mesh.tell(4.0, replace(entry("back", router="dead"), arrived=4.0))
+    mesh.broadcast(4.0, replace(entry("back", router="dead"), arrived=4.0))
     assert alive.waiting == 1
     alive.retain_routers({"r"}, 8.9)
     assert alive.waiting == 1, "its card may still be on its way"
@@ -338,10 +338,10 @@ def test_a_skipped_replica_is_not_waited_for_again_soon() -> None:
     mesh.submit(prompt("mine"), 2.0)
     mesh.submit(prompt("next"), 2.5)
     alive = mesh.replicas[0]
-    mesh.tell(3.0, SeqPrefilled("0"))
+    mesh.broadcast(3.0, SeqPrefilled("0"))
     alive.place_ready(3.0)
     assert [t.request.request for t in alive.place_ready(3.3).done] == ["mine"]
-    mesh.tell(3.4, entry("late", router="frozen", key=2.2, arrived=2.2), SeqPrefilled("mine"))
+    mesh.broadcast(3.4, entry("late", router="frozen", key=2.2, arrived=2.2), SeqPrefilled("mine"))
     assert [t.request.request for t in alive.place_ready(3.4).done] == ["next"]
 
 
@@ -353,8 +353,8 @@ def test_a_replica_is_waited_for_only_if_its_request_has_capacity() -> None:
     there = Placement(instance="a")
     theirs = mesh.submit(replace(prompt("theirs"), placement=there), 1.0, to=1)
     mine = mesh.submit(prompt("mine"), 2.0)
-    mesh.tell(3.0, SeqPrefilled("at b"))
-    mesh.take(mesh.replicas[0].place_ready(3.0), 3.0)
+    mesh.broadcast(3.0, SeqPrefilled("at b"))
+    mesh.apply_actions(mesh.replicas[0].place_ready(3.0), 3.0)
     assert (theirs.result, isinstance(mine.result, Decision)) == (None, True)
 
 
@@ -365,7 +365,7 @@ def test_a_slow_replica_keeps_its_turn_while_capacity_lacks() -> None:
     mesh.submit(prompt("mine"), 2.0)
     for tenth in range(30):
         assert mesh.replicas[0].place_ready(3.0 + tenth / 10).done == []
-    mesh.tell(6.0, SeqPrefilled("0"))
+    mesh.broadcast(6.0, SeqPrefilled("0"))
     assert mesh.replicas[0].place_ready(6.1).done == []
     assert mesh.replicas[1].place_ready(6.2).done == [theirs]
 
@@ -405,11 +405,11 @@ def test_any_interleaving_conserves_requests_and_replicas_agree(steps: list[Step
             message = replace(prompt(name, 1 + number, **hints), placement=placement)
             tickets[name] = mesh.submit(message, now, replica)
         elif kind == "prefilled":
-            mesh.tell(now, SeqPrefilled(name))
+            mesh.broadcast(now, SeqPrefilled(name))
         elif kind == "free":
-            mesh.tell(now, SeqFree(name))
+            mesh.broadcast(now, SeqFree(name))
         elif kind == "place":
-            mesh.take(mesh.replicas[replica].place_ready(now), now)
+            mesh.apply_actions(mesh.replicas[replica].place_ready(now), now)
         else:
             now += number / 10
     counts = [tuple(d.core.table.requests[:2]) for d in mesh.replicas]
@@ -418,7 +418,7 @@ def test_any_interleaving_conserves_requests_and_replicas_agree(steps: list[Step
     added = [e.request for e in mesh.events if isinstance(e, SeqAdd)]
     assert len(added) == len(set(added)), "placed twice"
     for name in tickets:
-        mesh.tell(now, SeqFree(name))
+        mesh.broadcast(now, SeqFree(name))
     for replica_ in mesh.replicas:
         assert replica_.waiting == 0
         table = replica_.core.table

@@ -20,7 +20,7 @@ TEN = sequence(*range(10))
 
 
 def core(*names: str, **config: object) -> RouterCore:
-    """A core of workers by name; nothing is predicted, nor weighted, unless a test asks for it."""
+    """A core of workers by name; by default without predictions and weights."""
     plain: dict[str, object] = {"predicted_ttl_s": 0.0, "prefill_weight": 1.0}
     settings = RouterSettings(**{**plain, **config})  # type: ignore[arg-type]
     router = RouterCore("m", "r", settings, Random(7))
@@ -120,7 +120,7 @@ def report(
     waiting: int = 0,
     total: int = 1024,
 ) -> None:
-    """What engine a says of itself."""
+    """A load report of engine a."""
     load = Load(
         instance="a", rank=0, running=running, waiting=waiting, active_blocks=blocks,
         cached_blocks=0,
@@ -141,7 +141,7 @@ def test_the_capacity_is_that_of_the_engines_report() -> None:
 
 
 def seen(router: RouterCore, now: float = 0.0) -> tuple[float, float]:
-    """Prefill and decode blocks on a, less those of the one block that asks."""
+    """Prefill and decode blocks on a, without the one block of the probe."""
     decision = router.decide(request("probe", sequence(99)), None, now)
     (candidate,) = (c for c in decision.candidates if c.instance == "a")
     return candidate.prefill, candidate.decode - 1

@@ -1,4 +1,4 @@
-"""Formula and behaviour of each policy on small cases worked by hand."""
+"""Formula and behaviour of each policy on small cases computed by hand."""
 
 import logging
 import sys
@@ -248,7 +248,7 @@ def session(router: RouterCore, name: str, now: float, **hints: Any) -> Decision
     return place(router, name, now=now, hints=Hints(**hints))
 
 
-def burden(router: RouterCore, instance: str, blocks: int) -> None:
+def add_load(router: RouterCore, instance: str, blocks: int) -> None:
     place(router, f"load-{instance}", sequence(*range(1000, 1000 + blocks)),
           placement=Placement(instance=instance))  # fmt: skip
 
@@ -256,7 +256,7 @@ def burden(router: RouterCore, instance: str, blocks: int) -> None:
 def test_a_hard_session_stays_whatever_the_load() -> None:
     router = core("a", "b", policy="session", session_mode="hard")
     home = session(router, "1", 0.0, session="s").chosen.instance
-    burden(router, home, 500)
+    add_load(router, home, 500)
     assert session(router, "2", 1.0, session="s").chosen.instance == home
     router.leave(home)
     assert session(router, "3", 2.0, session="s").chosen.instance != home
@@ -266,12 +266,12 @@ def test_a_soft_session_stays_unless_another_rank_is_cheaper_by_the_spill() -> N
     router = core("a", "b", policy="session", session_mode="soft", session_spill=1.0)
     home = session(router, "1", 0.0, session="s").chosen.instance
     router.apply(SeqFree("1"), 0.0)
-    burden(router, home, 4)  # 8 dearer there, less than the prompt of 10
+    add_load(router, home, 4)  # 8 dearer there, less than the prompt of 10
     stays = session(router, "2", 1.0, session="s")
     assert (stays.chosen.instance, stays.note) == (home, "session affinity")
     router.apply(SeqFree("2"), 1.0)
     router.apply(SeqFree(f"load-{home}"), 1.0)
-    burden(router, home, 6)  # 12 dearer
+    add_load(router, home, 6)  # 12 dearer
     leaves = session(router, "3", 2.0, session="s")
     assert (leaves.chosen.instance != home, leaves.note) == (True, "session spilled over")
 
@@ -279,7 +279,7 @@ def test_a_soft_session_stays_unless_another_rank_is_cheaper_by_the_spill() -> N
 def test_a_binding_lapses_and_is_refreshed_by_use() -> None:
     router = core("a", "b", policy="session", session_mode="hard", session_ttl_s=10.0)
     home = session(router, "1", 0.0, session="s").chosen.instance
-    burden(router, home, 500)
+    add_load(router, home, 500)
     assert session(router, "2", 9.0, session="s").chosen.instance == home
     assert session(router, "3", 18.0, session="s").chosen.instance == home
     assert session(router, "4", 40.0, session="s").chosen.instance != home
@@ -288,7 +288,7 @@ def test_a_binding_lapses_and_is_refreshed_by_use() -> None:
 def test_subagents_start_beside_their_parent_and_a_final_request_unbinds() -> None:
     router = core("a", "b", "c", policy="session", session_mode="hard")
     home = session(router, "1", 0.0, session="lead").chosen.instance
-    burden(router, home, 500)
+    add_load(router, home, 500)
     child = session(router, "2", 1.0, session="sub", parent_session="lead")
     assert child.chosen.instance == home
     session(router, "3", 2.0, session="lead", session_final=True)
@@ -388,38 +388,38 @@ def test_remote_prefill_counts_until_the_first_token() -> None:
 # --- foreign policies
 
 
-class Broken(Policy):
+class RaisingPolicy(Policy):
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         raise RuntimeError("no idea")
 
 
-class Astray(Policy):
+class OutOfRangePolicy(Policy):
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(99, np.zeros(len(candidates)))
 
 
-class OfOne(Policy):
-    """Says the cost of the chosen one alone."""
+class ShortCostsPolicy(Policy):
+    """Returns the cost of the chosen candidate only."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(0, np.zeros(1))
 
 
-class Plain(Policy):
-    """Needs no NumPy."""
+class ListCostsPolicy(Policy):
+    """Returns costs as a list."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(1, [3, 2])  # type: ignore[arg-type]
 
 
 def test_costs_may_be_a_plain_list() -> None:
-    router = core("a", "b", policy=f"{__name__}:Plain")
+    router = core("a", "b", policy=f"{__name__}:ListCostsPolicy")
     decision = router.decide(request("1", TEN), None, 0.0)
     assert (decision.chosen.instance, decision.chosen.cost, decision.note) == ("b", 2.0, None)
     assert not router.policies.failures
 
 
-@pytest.mark.parametrize("policy", [Broken, Astray, OfOne])
+@pytest.mark.parametrize("policy", [RaisingPolicy, OutOfRangePolicy, ShortCostsPolicy])
 def test_a_failing_policy_falls_back_is_counted_and_logged_once(
     policy: type[Policy], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -484,10 +484,11 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[kvmesh.policies]\nastray = {__name__}:Astray\n")
+    entry_point = f"astray = {__name__}:OutOfRangePolicy"
+    (info / "entry_points.txt").write_text(f"[kvmesh.policies]\n{entry_point}\n")
     monkeypatch.syspath_prepend(tmp_path)
     registry._entry_points.cache_clear()
-    assert type(make_policy("astray", RouterSettings())).__name__ == "Astray"
+    assert type(make_policy("astray", RouterSettings())).__name__ == "OutOfRangePolicy"
     router = core("a")
     assert router.decide(request("1", TEN, policy="astray"), None, 0.0).policy == "astray"
     with pytest.raises(RouterConfigError, match="astray"):

@@ -34,10 +34,10 @@ def outcome(decision: Decision, ttft: float | None, **changes: Any) -> Outcome:
     return Outcome(**(fields | changes))
 
 
-def teach(
+def train(
     router: RouterCore, times: dict[str, float], turns: int, now: float = 0.0
 ) -> Counter[str]:
-    """Place requests one by one, answered as fast as their worker is; returns where they went."""
+    """Place requests one by one with the outcomes of their workers; returns requests by worker."""
     went: Counter[str] = Counter()
     for turn in range(turns):
         decision = router.decide(request(f"t{now}-{turn}", TEN), None, now)
@@ -59,25 +59,25 @@ def test_without_evidence_it_decides_as_kv() -> None:
 def test_it_learns_which_worker_is_slow() -> None:
     router, policy = core()
     times = {"a": 0.1, "b": 0.1, "c": 1.0}
-    teach(router, times, 60)
+    train(router, times, 60)
     assert policy.evidence > 20
-    went = teach(router, times, 200, now=1.0)
+    went = train(router, times, 200, now=1.0)
     assert went["c"] < 15
     assert min(went["a"], went["b"]) > 20
 
 
 def test_it_notices_that_a_slow_worker_recovers() -> None:
     router, _ = core(thompson_forgetting=0.97)
-    teach(router, {"a": 0.1, "b": 0.1, "c": 1.0}, 100)
-    teach(router, {"a": 0.3, "b": 0.3, "c": 0.05}, 300, now=1.0)
-    went = teach(router, {"a": 0.3, "b": 0.3, "c": 0.05}, 100, now=2.0)
+    train(router, {"a": 0.1, "b": 0.1, "c": 1.0}, 100)
+    train(router, {"a": 0.3, "b": 0.3, "c": 0.05}, 300, now=1.0)
+    went = train(router, {"a": 0.3, "b": 0.3, "c": 0.05}, 100, now=2.0)
     assert went["c"] > 60
 
 
 def test_overlap_still_counts_when_workers_are_alike() -> None:
     router, _ = core()
     times = dict.fromkeys("abc", 0.1)
-    teach(router, times, 60)
+    train(router, times, 60)
     held = overlaps({"b": (10,)})
     chosen = [router.decide(request(f"x{n}", TEN), held, 1.0).chosen.instance for n in range(100)]
     assert chosen.count("b") > 90
@@ -85,7 +85,7 @@ def test_overlap_still_counts_when_workers_are_alike() -> None:
 
 def test_it_never_takes_a_rank_far_more_expensive_for_kv() -> None:
     router, _ = core()
-    teach(router, {"a": 5.0, "b": 5.0, "c": 0.01}, 60)
+    train(router, {"a": 5.0, "b": 5.0, "c": 0.01}, 60)
     for number in range(8):
         load = request(f"l{number}", sequence(*range(100 * number, 100 * number + 30)))
         pinned = router.decide(load, None, 1.0)
@@ -119,14 +119,14 @@ def test_a_missing_outcome_counts_as_late_and_an_abort_does_not_count() -> None:
 def test_replicas_add_up_their_evidence() -> None:
     one, first = core()
     other, second = core()
-    teach(one, {"a": 0.1, "b": 0.1, "c": 1.0}, 60)
+    train(one, {"a": 0.1, "b": 0.1, "c": 1.0}, 60)
     state = first.state()
     assert state is not None
     assert second.state() is None
     second.merge("one", state, own=False)
     second.merge("one", state, own=False)
     assert second.evidence == pytest.approx(first.evidence)
-    went = teach(other, {"a": 0.1, "b": 0.1, "c": 1.0}, 100)
+    went = train(other, {"a": 0.1, "b": 0.1, "c": 1.0}, 100)
     assert went["c"] < 15
 
 

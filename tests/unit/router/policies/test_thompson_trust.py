@@ -1,4 +1,4 @@
-"""Bounds of the Thompson policy's departures from kv, in simulated worlds."""
+"""Bounds of the Thompson policy's deviations from kv, in simulated fleets."""
 
 from collections.abc import Callable
 from random import Random
@@ -45,24 +45,24 @@ def outcome(decision: Decision, ttft: float) -> Outcome:
     )  # fmt: skip
 
 
-def prefill_is_all(chosen: Candidate, _: int) -> float:
+def prefill_only(chosen: Candidate, _: int) -> float:
     return 0.05 + 0.05 * (10 - sum(chosen.overlap))
 
 
-def bait(chosen: Candidate, turn: int) -> float:
-    """One worker is fast until it has been learned to be, and then the slowest."""
+def fast_until_learned(chosen: Candidate, turn: int) -> float:
+    """One worker is fast for 60 requests, then the slowest."""
     usual = 0.05 + 0.02 * (10 - sum(chosen.overlap)) + 0.01 * chosen.decode
     return usual * (1 if chosen.instance != "c" else 0.2 if turn < 60 else 3)
 
 
 def test_it_departs_from_kv_where_outcomes_improve() -> None:
-    kv, bandit = (mean(first_tokens(p, prefill_is_all, 800)) for p in ("kv", "thompson"))
+    kv, bandit = (mean(first_tokens(p, prefill_only, 800)) for p in ("kv", "thompson"))
     assert bandit < 0.8 * kv
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_worker_that_turns_slow_costs_little(seed: int) -> None:
-    kv, bandit = (mean(first_tokens(p, bait, 800, seed)) for p in ("kv", "thompson"))
+    kv, bandit = (mean(first_tokens(p, fast_until_learned, 800, seed)) for p in ("kv", "thompson"))
     assert bandit < 1.05 * kv
 
 

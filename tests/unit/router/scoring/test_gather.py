@@ -1,4 +1,4 @@
-"""The native gather against the same in plain Python."""
+"""The native gather against a Python reference."""
 
 from functools import partial
 from itertools import accumulate
@@ -30,7 +30,7 @@ class Fleet(NamedTuple):
 
 
 def expected(fleet: Fleet) -> tuple[list[list[float]], list[list[float]]]:
-    """The twin, candidate by candidate."""
+    """The reference, candidate by candidate."""
     size = len(fleet.columns)
     reach: list[list[float]] = [[0] * TIERS for _ in range(size + 1 + fleet.nodes)]
     for number, *tiers in fleet.rows:

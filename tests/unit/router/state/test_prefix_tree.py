@@ -15,7 +15,7 @@ STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 40), PROMPTS), max_size
 
 
 class Counted:
-    """What each slot holds, block by block."""
+    """The blocks of each slot, one by one."""
 
     def __init__(self) -> None:
         self.held: Counter[tuple[int, bytes]] = Counter()

@@ -18,10 +18,7 @@ BLOCKS = 1000
 
 @dataclass
 class Engine:
-    """One that steps through a load of its own: prompts of so many tokens, KV memory up to so full.
-
-    It is busy for a `share` of the time.
-    """
+    """An engine that steps through its own load, busy for a `share` of the time."""
 
     name: str
     slowness: float = 1.0

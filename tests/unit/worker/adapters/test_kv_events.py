@@ -54,12 +54,12 @@ def replay(events: list[KvEvent]) -> dict[int, int]:
     """Feed events to an index; returns blocks held by tier."""
     index = create_index()
     for event in events:
-        enter(index, event)
+        apply_to_index(index, event)
     rows = memoryview(index.ranks()).cast("I").tolist()
     return {tier: rows[1 + tier] for tier in range(4) if rows and rows[1 + tier]}
 
 
-def enter(index: Any, event: KvEvent) -> None:
+def apply_to_index(index: Any, event: KvEvent) -> None:
     if isinstance(event, Cleared):
         index.clear(0, event.tier)
     elif isinstance(event, Removed):
@@ -73,7 +73,7 @@ def enter(index: Any, event: KvEvent) -> None:
 def depth(events: list[KvEvent], tokens: list[int], seed: int = SALT) -> int:
     index = create_index()
     for event in events:
-        enter(index, event)
+        apply_to_index(index, event)
     found = index.find(block_hashes(pack(tokens), SIZE, seed)[1])
     return sum(memoryview(found).cast("I").tolist()[1:]) if found else 0
 
@@ -154,7 +154,7 @@ def test_ranks_publish_on_consecutive_ports() -> None:
     assert rank_endpoint("ipc:///tmp/x", 2) == "ipc:///tmp/x"
 
 
-# books
+# ledger
 
 
 def test_tokens_are_hashed_again_under_the_salt_of_the_mesh() -> None:
@@ -260,7 +260,7 @@ PROMPTS = [[first, *range(7 + 4 * first)] for first in range(5)]
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["store", "evict", "clear"]), st.integers(0, 99))))
 def test_replayed_events_match_the_cache(actions: list[tuple[str, int]]) -> None:
-    """Against an engine that holds copies, evicts anything, and tells all of it."""
+    """The engine holds copies, evicts any block, and reports every change."""
     books, told = ledger(), list[KvEvent]()
     copies: list[tuple[int, int]] = []  # (engine hash, its parent)
     for action, number in actions:
@@ -286,7 +286,7 @@ def test_replayed_events_match_the_cache(actions: list[tuple[str, int]]) -> None
 
 
 class Sink:
-    """Keeps events."""
+    """Records events."""
 
     def __init__(self) -> None:
         self.told: list[KvEvent] = []
@@ -397,7 +397,7 @@ async def test_a_restarted_engine_has_an_empty_cache(
     for first in range(3):
         await publisher.send(CACHE.stored(list(range(first, first + 8))))
     await eventually(lambda: len(sink.told) == 3)
-    publisher.begin_anew()
+    publisher.restart_numbering()
     await publisher.send(CACHE.stored(list(range(90, 98))))
     await eventually(lambda: replay(sink.told) == {0: 2})
     assert depth(sink.told, list(range(90, 98))) == 2

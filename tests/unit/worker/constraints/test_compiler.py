@@ -39,11 +39,11 @@ class Engine:
             raise Rejected(self.reason)
 
 
-class Bench:
+class RecordedCompiler:
     def __init__(self, engine: object) -> None:
         self.begun: list[str] = []
-        self.told: list[OutputDelta] = []
-        self.compiler = ConstraintCompiler(engine, self._begin, self.told.extend)
+        self.deltas: list[OutputDelta] = []
+        self.compiler = ConstraintCompiler(engine, self._begin, self.deltas.extend)
 
     def _begin(self, item: object) -> str:
         self.begun.append(WORK.request)
@@ -52,87 +52,87 @@ class Bench:
 
 async def test_only_uncompiled_constraints_wait() -> None:
     assert isinstance(Engine(), Compiling)
-    compiler = Bench(Engine()).compiler
+    compiler = RecordedCompiler(Engine()).compiler
     assert compiler.must_compile(WORK)
     known = Guided(kind="regex", value="known")
     assert not compiler.must_compile(work("r", b"", sampling=Sampling(max_tokens=1, guided=known)))
     assert not compiler.must_compile(work("r", b""))
-    assert not Bench(object()).compiler.must_compile(WORK)
+    assert not RecordedCompiler(object()).compiler.must_compile(WORK)
 
 
 async def test_it_begins_once_it_is_compiled_and_its_frontend_hears_so() -> None:
     engine = Engine()
-    bench = Bench(engine)
+    bench = RecordedCompiler(engine)
     bench.compiler.start(WORK)
     await asyncio.sleep(0)
     assert not bench.begun
     engine.go.set()
     await bench.compiler.drain()
     assert bench.begun == ["r"]
-    assert bench.told == [OutputDelta("r", [])]
+    assert bench.deltas == [OutputDelta("r", [])]
 
 
 async def test_an_invalid_constraint_is_the_caller_s_fault() -> None:
     engine = Engine("it is malformed")
-    bench = Bench(engine)
+    bench = RecordedCompiler(engine)
     bench.compiler.start(WORK)
     engine.go.set()
     await bench.compiler.drain()
     assert not bench.begun
-    assert bench.told == [
+    assert bench.deltas == [
         OutputDelta("r", [], finish="error", error="it is malformed", invalid=True)
     ]
 
 
 async def test_work_with_an_untried_constraint_is_handed_back() -> None:
     engine = Engine(fault=EngineError("nothing answers"))
-    bench = Bench(engine)
+    bench = RecordedCompiler(engine)
     bench.compiler.start(WORK)
     engine.go.set()
     await bench.compiler.drain()
     assert not bench.begun
-    assert bench.told == [OutputDelta("r", [], finish="abort", error="nothing answers")]
+    assert bench.deltas == [OutputDelta("r", [], finish="abort", error="nothing answers")]
 
 
 async def test_aborted_work_never_begins() -> None:
     engine = Engine()
-    bench = Bench(engine)
+    bench = RecordedCompiler(engine)
     bench.compiler.start(WORK)
     assert bench.compiler.abort("r")
     assert not bench.compiler.abort("r")
     engine.go.set()
     await bench.compiler.drain()
     assert not bench.begun
-    assert bench.told == [OutputDelta("r", [], finish="abort")]
+    assert bench.deltas == [OutputDelta("r", [], finish="abort")]
 
 
-def of(owner: str, request: str) -> Work:
+def work_of(owner: str, request: str) -> Work:
     return work(request, prompt(10), sampling=WORK.sampling, tenant=f"{owner}/part")
 
 
 async def test_only_so_many_wait_at_once_and_fewer_of_one_owner() -> None:
-    bench = Bench(Engine())
+    bench = RecordedCompiler(Engine())
     for number in range(MAX_WAITING):
         owner = f"o{number // MAX_PER_OWNER}"
-        assert bench.compiler.has_capacity(of(owner, f"r{number}"))
-        bench.compiler.start(of(owner, f"r{number}"))
+        assert bench.compiler.has_capacity(work_of(owner, f"r{number}"))
+        bench.compiler.start(work_of(owner, f"r{number}"))
         if number == MAX_PER_OWNER - 1:
-            assert not bench.compiler.has_capacity(of(owner, "more"))
-    assert not bench.compiler.has_capacity(of("another", "r"))
+            assert not bench.compiler.has_capacity(work_of(owner, "more"))
+    assert not bench.compiler.has_capacity(work_of("another", "r"))
     bench.compiler.close()
-    await eventually(lambda: bench.compiler.has_capacity(of("o0", "r")))
+    await eventually(lambda: bench.compiler.has_capacity(work_of("o0", "r")))
 
 
-class Slow(Engine):
-    """Notes what it compiles; each takes until `go`, or `most_s` seconds and is refused."""
+class SlowEngine(Engine):
+    """Records the compiled constraints; each takes until `go`, or fails after `most_s` seconds."""
 
     def __init__(self, most_s: float = 60.0) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.compiled_values: list[str] = []
         self.most_s = most_s
 
     async def compile(self, guided: Guided) -> None:
-        self.asked.append(guided.value)
+        self.compiled_values.append(guided.value)
         try:
             await asyncio.wait_for(super().compile(guided), self.most_s)
         except TimeoutError:
@@ -140,28 +140,28 @@ class Slow(Engine):
 
 
 async def test_slow_constraints_of_one_owner_do_not_delay_others() -> None:
-    engine = Slow(most_s=0.05)
-    bench = Bench(engine)
+    engine = SlowEngine(most_s=0.05)
+    bench = RecordedCompiler(engine)
     for number in range(8):
-        bench.compiler.start(of("hog", f"h{number}"))
+        bench.compiler.start(work_of("hog", f"h{number}"))
     guided = Guided(kind="regex", value="mine")
     mine = work("m", b"", sampling=Sampling(max_tokens=1, guided=guided), tenant="me")
     bench.compiler.start(mine)
-    await eventually(lambda: "mine" in engine.asked)
-    assert engine.asked.index("mine") <= 2 + CONCURRENCY
+    await eventually(lambda: "mine" in engine.compiled_values)
+    assert engine.compiled_values.index("mine") <= 2 + CONCURRENCY
     engine.go.set()
     await bench.compiler.drain()
-    assert not [delta for delta in bench.told if delta.request == "m" and delta.error]
+    assert not [delta for delta in bench.deltas if delta.request == "m" and delta.error]
 
 
 async def test_work_begins_once_another_request_has_compiled_its_constraint() -> None:
-    engine = Slow()
-    bench = Bench(engine)
+    engine = SlowEngine()
+    bench = RecordedCompiler(engine)
     for number in range(2 * CONCURRENCY):
-        bench.compiler.start(of("one", f"r{number}"))
-    await eventually(lambda: len(engine.asked) == CONCURRENCY)
+        bench.compiler.start(work_of("one", f"r{number}"))
+    await eventually(lambda: len(engine.compiled_values) == CONCURRENCY)
     engine.known = GUIDED.value
     engine.go.set()
     await bench.compiler.drain()
-    assert len(engine.asked) == CONCURRENCY
+    assert len(engine.compiled_values) == CONCURRENCY
     assert len(bench.begun) == 2 * CONCURRENCY

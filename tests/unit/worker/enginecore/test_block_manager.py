@@ -27,7 +27,7 @@ def hashes(*local: int) -> list[int]:
 
 
 class Prefix:
-    """A sequence's hold on the manager, as the scheduler would keep it: `held` of its blocks."""
+    """A sequence's references, as the scheduler holds them: `held` of its blocks."""
 
     def __init__(self, local: tuple[int, ...], priority: int = 0) -> None:
         self.local = local
@@ -43,7 +43,7 @@ PRIORITIES = st.sampled_from([0, 0, 0, 1, 2])
 class BlockMachine(RuleBasedStateMachine):
     """Random prefixes from a small alphabet, so that they share, part and collide often.
 
-    Every signal goes to the plain rules too: both must do the same in the same order.
+    Every call goes to the reference as well: both must make the same changes in the same order.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(local=LOCALS, priority=PRIORITIES, part=st.integers(0, 6))
     def begin(self, local: tuple[int, ...], priority: int, part: int) -> None:
-        """Use what is held, and compute the rest in one or two pieces."""
+        """Lock the held prefix, and compute the rest in one or two pieces."""
         prefix = Prefix(local, priority)
         way = self.manager.match_prefix(packed(prefix.blocks))
         hits, inactive = way.matched, way.inactive
@@ -86,7 +86,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(first=LOCALS, second=LOCALS, priority=PRIORITIES)
     def race(self, first: tuple[int, ...], second: tuple[int, ...], priority: int) -> None:
-        """Two that miss together and then compute what may be the same blocks."""
+        """Two sequences that miss together and may compute the same blocks."""
         pair = [Prefix(first, priority), Prefix(second)]
         if len(first) + len(second) > self.manager.available:
             return
@@ -98,8 +98,8 @@ class BlockMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.users)
     @rule(data=st.data(), more=LOCALS)
-    def go_on(self, data: st.DataObject, more: tuple[int, ...]) -> None:
-        """A sequence fills further blocks."""
+    def extend(self, data: st.DataObject, more: tuple[int, ...]) -> None:
+        """Extend a sequence by full blocks."""
         prefix = self.users[data.draw(st.integers(0, len(self.users) - 1))]
         if self.allocate(len(more)):
             prefix.local += more
@@ -127,7 +127,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        """In whatever order."""
+        """Clear; the order of removals is free."""
         count = len(self.plain.idle)
         assert self.manager.clear() == count
         self.plain.evict(count)
@@ -135,7 +135,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.plain.changes.clear()
 
     @invariant()
-    def the_same_happens_in_the_same_order(self) -> None:
+    def changes_equal_the_reference(self) -> None:
         assert changes(self.manager.take_events()) == self.plain.changes
         self.plain.changes.clear()
         assert self.manager.contents == self.plain.contents
@@ -143,15 +143,15 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.manager.cached == len(self.plain.idle) <= CAPACITY - self.plain.active
 
     @invariant()
-    def a_dump_tells_of_everything_parents_first(self) -> None:
-        told: set[int | None] = {None}
+    def a_dump_lists_all_blocks_parents_first(self) -> None:
+        seen: set[int | None] = {None}
         for _, block, parent in changes(self.manager.dump()):
-            assert parent in told
-            told.add(block)
-        assert told - {None} == self.manager.contents
+            assert parent in seen
+            seen.add(block)
+        assert seen - {None} == self.manager.contents
 
     @invariant()
-    def what_a_sequence_fills_next_is_known_to_be_here(self) -> None:
+    def held_children_are_found(self) -> None:
         for prefix in self.users:
             for local in range(3):
                 block = hashes(*prefix.local, local)[-1]

@@ -41,7 +41,7 @@ def hashes(local: list[int]) -> "array[int]":
 
 
 class RetentionMachine(RuleBasedStateMachine):
-    """Requests of one-token blocks begin, end and are forgotten while time passes."""
+    """Requests of one-token blocks start, end and are forgotten while time passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class RetentionMachine(RuleBasedStateMachine):
         gone = self.newest.pop(session, set())
         self.ever.pop(session, None)
         count = self.manager.retention.release([session])
-        self.follow()
+        self.apply_events()
         dropped = before - set(self.held)
         assert len(dropped) == count
         live = set().union(*self.newest.values()) if self.newest else set()
@@ -142,11 +142,11 @@ class RetentionMachine(RuleBasedStateMachine):
         self.manager.retention.unpin(name, self.manager.now)
 
     @rule(count=st.integers(1, CAPACITY))
-    def press(self, count: int) -> None:
-        """Whatever is promised, what is idle can be had."""
-        room = self.manager.available
-        assert self.manager.allocate(count) == (count <= room)
-        if count <= room:
+    def allocate_available(self, count: int) -> None:
+        """All available blocks can be allocated, whatever their retention."""
+        available = self.manager.available
+        assert self.manager.allocate(count) == (count <= available)
+        if count <= available:
             self.manager.free_private(count)
 
     @rule(seconds=st.integers(1, 6))
@@ -158,7 +158,7 @@ class RetentionMachine(RuleBasedStateMachine):
         idle = self.manager.cached
         assert self.manager.clear(salt) == (0 if salt == SALT + 1 else idle)
 
-    def follow(self) -> None:
+    def apply_events(self) -> None:
         for event in self.manager.take_events():
             self.apply(event)
 
@@ -176,8 +176,8 @@ class RetentionMachine(RuleBasedStateMachine):
                 parent = block
 
     @invariant()
-    def the_events_tell_the_truth(self) -> None:
-        self.follow()
+    def events_match_contents(self) -> None:
+        self.apply_events()
         assert set(self.held) == self.manager.contents
         used = {block for blocks, _ in self.running for block in blocks}
         assert used <= set(self.held)
@@ -198,7 +198,7 @@ class RetentionMachine(RuleBasedStateMachine):
         assert all(size <= CAPACITY // 2 for size in charged.values())
 
     @invariant()
-    def what_is_idle_is_in_the_order_of_eviction(self) -> None:
+    def idle_runs_are_evictable(self) -> None:
         idle = [run for run in self.manager.retention._tree if not run.refs]
         assert len(self.manager.retention.evictable) == len(idle)
         assert all(run in self.manager.retention.evictable for run in idle)
@@ -228,7 +228,7 @@ def test_claims_of_another_tier_are_inherited() -> None:
 
 
 def put(manager: BlockManager, local: list[int], tenant: str, priority: int = 0) -> "array[int]":
-    """A prompt comes and goes; its blocks."""
+    """Run a prompt to its end; returns its blocks."""
     blocks = hashes(local)
     held = manager.lock_prefix(blocks)
     assert manager.allocate(len(local) - held)

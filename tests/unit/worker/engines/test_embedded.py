@@ -81,7 +81,7 @@ class Run:
 
 @pytest.fixture
 def standins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the stand-ins where the real packages would be."""
+    """Import the stand-ins under the names of the real packages."""
     api = ModuleType("tensorrt_llm.llmapi")
     for name in ("DisaggregatedParams", "GuidedDecodingParams", "KvCacheConfig"):
         setattr(api, name, getattr(trtllm_standin, name))
@@ -245,10 +245,10 @@ async def test_wrong_settings_stop_the_start(make: Make, tmp_path: Path) -> None
 
 async def test_a_prefill_produces_a_handoff(run: Run) -> None:
     if run.kind == "sglang":
-        room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 9}
-        await run.run(work("a", prompt(40), handoff=room))
+        bootstrap = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 9}
+        await run.run(work("a", prompt(40), handoff=bootstrap))
         call = run.standin.calls[-1]
-        assert {key: call[key] for key in room} == room
+        assert {key: call[key] for key in bootstrap} == bootstrap
         return
     await run.run(work("a", prompt(40), max_tokens=1, prefill=True))
     handoff = run.sink.deltas["a"][-1].handoff
@@ -261,7 +261,7 @@ async def test_a_prefill_produces_a_handoff(run: Run) -> None:
 
 async def test_trtllm_retains_blocks_of_higher_priority(run: Run) -> None:
     if run.kind == "sglang":
-        pytest.skip("its eviction goes by the request's priority itself")
+        pytest.skip("the engine evicts by the request's priority")
     await run.run(work("a", prompt(40), priority=20), work("b", prompt(40)))
     important, usual = (call["kv_cache_retention_config"] for call in run.standin.calls)
     assert usual is None
@@ -315,7 +315,7 @@ async def test_trtllm_receives_the_ranges_and_other_engines_report_them_unsuppor
 
 async def test_trtllm_updates_move_blocks_between_tiers(run: Run) -> None:
     if run.kind == "sglang":
-        pytest.skip("it tells stores and removals by medium")
+        pytest.skip("the engine reports stores and removals by medium")
     await run.run(work("a", prompt(40), max_tokens=1))
     await eventually(lambda: len(run.sink.held.get(0, ())) == 2)
     [first, _] = run.standin.server.held

@@ -6,7 +6,15 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from support.engine_suite import EngineSuite
-from support.engines import ENGINES, Started, prompt, running, sequence, start_mock, wish
+from support.engines import (
+    ENGINES,
+    StartedEngine,
+    make_prefetch,
+    prompt,
+    running,
+    sequence,
+    start_mock,
+)
 from support.wait import eventually
 
 from kvmesh.bus.messages import Retain
@@ -17,7 +25,7 @@ from kvmesh.worker.engine import EngineError
 
 
 @pytest_asyncio.fixture(params=ENGINES)
-async def started(request: pytest.FixtureRequest) -> AsyncIterator[Started]:
+async def started(request: pytest.FixtureRequest) -> AsyncIterator[StartedEngine]:
     async with running(request.param) as engine:
         yield engine
 
@@ -26,7 +34,7 @@ class TestEveryEngine(EngineSuite):
     """Engines that need an environment of their own are in tests/engines."""
 
 
-async def test_clear_drops_unused_blocks_only(started: Started) -> None:
+async def test_clear_drops_unused_blocks_only(started: StartedEngine) -> None:
     started.submit("a", prompt(100), max_tokens=1)
     await started.ended("a")
     started.submit("b", prompt(50, first=5), max_tokens=200)
@@ -37,7 +45,7 @@ async def test_clear_drops_unused_blocks_only(started: Started) -> None:
     started.engine.abort("b")
 
 
-async def test_a_tenant_clears_its_own_alone_even_if_salts_collide(started: Started) -> None:
+async def test_a_tenant_clears_its_own_alone_even_if_salts_collide(started: StartedEngine) -> None:
     tokens, size = prompt(64), started.size
     await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
     assert isinstance(started.engine, Retaining)
@@ -49,7 +57,7 @@ async def test_a_tenant_clears_its_own_alone_even_if_salts_collide(started: Star
     assert started.engine.drop(started.salt, "a" * 32, everywhere) == 4
 
 
-async def test_the_parts_of_a_tenant_share_its_budget(started: Started) -> None:
+async def test_the_parts_of_a_tenant_share_its_budget(started: StartedEngine) -> None:
     assert isinstance(started.engine, Retaining)
     kept = [Retain(0, None, 90, 60.0, explicit=True)]
     for number in range(4):
@@ -64,44 +72,46 @@ async def test_the_parts_of_a_tenant_share_its_budget(started: Started) -> None:
     assert state.charged_blocks == 43
 
 
-async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(started: Started) -> None:
+async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(
+    started: StartedEngine,
+) -> None:
     tokens = prompt(64)
     await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
     cached = started.load().cached_blocks
-    asked = wish(tokens + prompt(20, first=3), tenant="b" * 32, compute=0)
-    assert execute_command(started.engine, "e", asked).ok
+    command = make_prefetch(tokens + prompt(20, first=3), tenant="b" * 32, compute=0)
+    assert execute_command(started.engine, "e", command).ok
     await eventually(lambda: not started.engine.abort("p"), what="it has ended")
     assert started.load().cached_blocks == cached
     await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
     assert started.sink.cached("b") == 0
 
 
-async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: Started) -> None:
+async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: StartedEngine) -> None:
     tokens, later = prompt(100), time.time() + 3600
 
-    def ask(name: str, tenant: str, at: float = later) -> str:
-        asked = wish(tokens, name, at=at, tenant=tenant)
-        return execute_command(started.engine, "e", asked).reason
+    def prefetch(name: str, tenant: str, at: float = later) -> str:
+        command = make_prefetch(tokens, name, at=at, tenant=tenant)
+        return execute_command(started.engine, "e", command).reason
 
     for number in range(MAX_PREFETCHES):
-        assert not ask(f"greedy{number}", f"greedy/{number}", later + number)
-    assert ask("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are in progress"
-    assert not ask("modest", "modest")
-    assert not started.engine.abort(f"greedy{MAX_PREFETCHES - 1}"), "the last one has given way"
+        assert not prefetch(f"greedy{number}", f"greedy/{number}", later + number)
+    assert prefetch("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are in progress"
+    assert not prefetch("modest", "modest")
+    assert not started.engine.abort(f"greedy{MAX_PREFETCHES - 1}"), "the last one was replaced"
     assert started.engine.abort("modest")
-    assert not ask("one", "modest/part")
+    assert not prefetch("one", "modest/part")
     for number in range(MAX_PREFETCHES - 1):
         started.engine.abort(f"greedy{number}")
 
 
 async def test_a_prefetch_computes_a_bounded_number_of_tokens_without_output(
-    started: Started,
+    started: StartedEngine,
 ) -> None:
     tokens = prompt(200)
     await started.run("a", tokens[: 4 * 40], max_tokens=1)
-    assert not execute_command(started.engine, "e", wish(tokens, compute=70)).reason
+    assert not execute_command(started.engine, "e", make_prefetch(tokens, compute=70)).reason
     there = set(sequence(tokens)[: 2 + 4])
-    await eventually(lambda: started.held == there, timeout=30, what="they are computed")
+    await eventually(lambda: started.held_hashes == there, timeout=30, what="they are computed")
     await eventually(lambda: not started.load().active_blocks, timeout=30, what="it has ended")
     assert list(started.sink.deltas) == ["a"]
     await started.run("b", tokens, max_tokens=1)
@@ -109,27 +119,32 @@ async def test_a_prefetch_computes_a_bounded_number_of_tokens_without_output(
 
 
 async def test_a_prefetch_waits_for_its_time_and_ends_when_it_is_of_no_use(
-    started: Started,
+    started: StartedEngine,
 ) -> None:
     tokens, later = prompt(100), time.time() + 3600
     for name, of in (("p", tokens), ("q", tokens), ("other", prompt(100, first=5))):
-        assert execute_command(started.engine, "e", wish(of, name, at=later, compute=100)).ok
+        assert execute_command(
+            started.engine, "e", make_prefetch(of, name, at=later, compute=100)
+        ).ok
     assert started.engine.abort("q")
     assert not started.engine.abort("q")
     await started.run("a", tokens + prompt(20, first=7), max_tokens=1)
     assert not started.engine.abort("p"), "the request is here"
     assert started.engine.abort("other")
-    assert started.held == set(sequence(tokens + prompt(20, first=7)))
+    assert started.held_hashes == set(sequence(tokens + prompt(20, first=7)))
 
 
-async def test_a_prefetch_that_comes_to_nothing_is_refused(started: Started) -> None:
+async def test_a_prefetch_that_comes_to_nothing_is_refused(started: StartedEngine) -> None:
     reasons = [
         execute_command(started.engine, "e", unfit).reason
-        for unfit in (wish(prompt(15)), wish(prompt(50), rank=9))
+        for unfit in (make_prefetch(prompt(15)), make_prefetch(prompt(50), rank=9))
     ]
     assert reasons == ["the prompt has no full block", "there is no rank 9"]
     started.submit("p", prompt(50), max_tokens=400)
-    assert execute_command(started.engine, "e", wish(prompt(50))).reason == "a request has this id"
+    assert (
+        execute_command(started.engine, "e", make_prefetch(prompt(50))).reason
+        == "a request has this id"
+    )
     assert started.engine.abort("p")
 
 

@@ -130,7 +130,7 @@ class Mesh:
         self.settle()
 
     def settle(self) -> None:
-        """Deliver everything until nothing is under way."""
+        """Deliver messages until none is in flight."""
         while sum(self._step(node) for node in self.nodes.values()):
             pass
 

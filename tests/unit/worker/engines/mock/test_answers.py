@@ -36,17 +36,17 @@ def work(count: int = 10, generated: int = 0, **sampling: object) -> Work:
     return Work(request="a", frontend="f", tokens=tokens, sampling=chosen, generated=generated)
 
 
-def asking(text: str, **sampling: object) -> Work:
+def work_of_text(text: str, **sampling: object) -> Work:
     tokens = array("I", TOKENIZER.encode(text, add_special_tokens=False).ids).tobytes()
     return replace(work(1, 0, **sampling), tokens=tokens)
 
 
-def said(whole: MockAnswer) -> list[int]:
+def answer_tokens(whole: MockAnswer) -> list[int]:
     return whole.source.slice(0, whole.target)
 
 
 def text_of(whole: MockAnswer) -> str:
-    text: str = TOKENIZER.decode(said(whole), skip_special_tokens=False)
+    text: str = TOKENIZER.decode(answer_tokens(whole), skip_special_tokens=False)
     return text
 
 
@@ -69,17 +69,17 @@ def test_an_answer_is_a_paragraph_whose_text_has_the_same_tokens(seed: int) -> N
 
 
 def test_the_prompt_and_the_seed_choose_the_answer() -> None:
-    answers = {tuple(said(AUTHOR.answer(work(n)))) for n in range(1, 40)}
+    answers = {tuple(answer_tokens(AUTHOR.answer(work(n)))) for n in range(1, 40)}
     assert len(answers) > 6
-    seeds = {tuple(said(AUTHOR.answer(work(seed=s)))) for s in range(40)}
+    seeds = {tuple(answer_tokens(AUTHOR.answer(work(seed=s)))) for s in range(40)}
     assert len(seeds) > 6
-    assert said(AUTHOR.answer(work())) == said(AUTHOR.answer(work()))
+    assert answer_tokens(AUTHOR.answer(work())) == answer_tokens(AUTHOR.answer(work()))
 
 
 def test_a_migration_does_not_change_the_answer() -> None:
     whole = AUTHOR.answer(work(10))
     moved = AUTHOR.answer(work(14, generated=4))
-    assert said(moved) == said(whole)
+    assert answer_tokens(moved) == answer_tokens(whole)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_an_answer_ends_by_itself_around_its_usual_length() -> None:
 
 
 def test_a_stop_token_ends_the_output() -> None:
-    tokens = said(AUTHOR.answer(work()))
+    tokens = answer_tokens(AUTHOR.answer(work()))
     at = tokens.index(tokens[7])
     whole = AUTHOR.answer(work(stop_token_ids=[tokens[7]]))
     assert (whole.target, whole.finish) == (at + 1, "stop")
@@ -142,14 +142,14 @@ def test_thinking_comes_first_and_the_answer_after_it() -> None:
     ],
 )
 def test_thinking_begins_where_the_prompt_left_off(prompt: str, start: str) -> None:
-    text = text_of(THINKER.answer(asking(prompt, max_tokens=900)))
+    text = text_of(THINKER.answer(work_of_text(prompt, max_tokens=900)))
     assert text.startswith(start)
     assert text.count("<think>") == bool(start)
     assert text.count("</think>") == 1
 
 
 def test_a_prompt_that_forbids_thinking_gets_none() -> None:
-    text = text_of(THINKER.answer(asking("<|im_start|>assistant\n<think>\n\n</think>\n\n")))
+    text = text_of(THINKER.answer(work_of_text("<|im_start|>assistant\n<think>\n\n</think>\n\n")))
     assert "think>" not in text
 
 
@@ -194,14 +194,14 @@ def test_a_script_answers_the_turns_that_it_knows(
     session: str | None, turn: int, prompt: str, text: str
 ) -> None:
     author = AnswerWriter(TEXT, OPTIONS, SCRIPT)
-    item = replace(asking(prompt, max_tokens=100), session=session, turn=turn)
+    item = replace(work_of_text(prompt, max_tokens=100), session=session, turn=turn)
     whole = author.answer(item)
     assert (text_of(whole), whole.finish) == (text, "stop")
 
 
 def test_requests_without_a_script_entry_get_the_default_answer() -> None:
     author = AnswerWriter(TEXT, OPTIONS, SCRIPT)
-    assert said(author.answer(work())) == said(AUTHOR.answer(work()))
+    assert answer_tokens(author.answer(work())) == answer_tokens(AUTHOR.answer(work()))
 
 
 @pytest.mark.parametrize(

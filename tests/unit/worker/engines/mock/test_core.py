@@ -48,7 +48,7 @@ def request(
 
 
 class Run:
-    """Steps a core to its end and keeps what it said; checks the events at every step."""
+    """Steps a core to its end and records its output; checks the events at every step."""
 
     def __init__(self, core: MockCore) -> None:
         self.core = core
@@ -284,15 +284,15 @@ def test_a_core_without_tokens_makes_the_same_steps(seed: int, horizon: float) -
     assert quiet.events == loud.events
     assert quiet.core.counters == loud.core.counters
     for r in requests:
-        told = [o for o in quiet.outputs if o.request == r.id]
-        assert told[0].tokens == [1000]
-        assert told[0].cached is not None
-        assert [o.finish for o in told[1:] if o.finish] == ["length"] * (r.target > 1)
+        own_outputs = [o for o in quiet.outputs if o.request == r.id]
+        assert own_outputs[0].tokens == [1000]
+        assert own_outputs[0].cached is not None
+        assert [o.finish for o in own_outputs[1:] if o.finish] == ["length"] * (r.target > 1)
     ends = [(o.request, o.finish) for o in loud.outputs if o.finish]
     assert sorted(ends) == sorted((o.request, o.finish) for o in quiet.outputs if o.finish)
 
 
-class Ahead(Run):
+class PlannedAheadRun(Run):
     """Lets the core plan decode steps ahead; a request that arrives cuts them short."""
 
     def step_until(self, arrival: float | None, horizon: float) -> None:
@@ -309,14 +309,14 @@ class Ahead(Run):
 
 
 def serve(going: Run, arrivals: list[tuple[float, Request]], horizon: float | None) -> None:
-    """Steps until everything is done; a request joins at the first step that begins after it."""
+    """Run until all requests end; a request is admitted at the first step after its arrival."""
     arrivals = sorted(arrivals, key=lambda a: (a[0], a[1].id), reverse=True)
     while going.core.busy or arrivals:
         if not going.core.busy:
             going.now = max(going.now, arrivals[-1][0])
         while arrivals and arrivals[-1][0] <= going.now:
             going.core.submit(arrivals.pop()[1])
-        if isinstance(going, Ahead) and horizon is not None:
+        if isinstance(going, PlannedAheadRun) and horizon is not None:
             going.step_until(arrivals[-1][0] if arrivals else None, horizon)
         else:
             going.step()
@@ -331,7 +331,7 @@ def test_steps_planned_ahead_and_cut_by_arrivals_change_nothing(
     requests = [known_answer(r) for r in random_requests(rng, blocks * SIZE)]
     arrivals = [(rng.random() * 2, r) for r in requests]
     options = replace(SMALL, blocks=blocks, emit_tokens=False)
-    single, ahead = Run(MockCore(options)), Ahead(MockCore(options))
+    single, ahead = Run(MockCore(options)), PlannedAheadRun(MockCore(options))
     serve(single, arrivals, None)
     serve(ahead, arrivals, horizon)
     assert ahead.now == pytest.approx(single.now)
@@ -343,7 +343,7 @@ def test_steps_planned_ahead_and_cut_by_arrivals_change_nothing(
 
 
 def known_answer(r: Request) -> Request:
-    """The same request with the hashes of its answer told beforehand, as a simulator does."""
+    """The request with the hashes of its answer, as in the simulator."""
     local, sequence, tail = r.local_hashes, r.sequence_hashes, r.tail
     answer = array("I", r.source.slice(0, r.target)).tobytes()
     more_local, more_sequence = block_hashes(

@@ -107,7 +107,7 @@ def core(host_blocks: int = 0, token: int = 1000) -> MockCore:
 
 
 def finish(engine: MockCore, now: float = 0.0) -> tuple[float, list[int] | None, list[KvEvent]]:
-    """Run until nothing is left: the time, the last `cached`, and all events."""
+    """Run until the core is idle; returns the time, the last `cached`, and all events."""
     cached, events = None, []
     while engine.busy:
         result = engine.step(now)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from support.engines import SALT, Started, prompt, sequence, start_mock, wish
+from support.engines import SALT, StartedEngine, make_prefetch, prompt, sequence, start_mock
 from support.wait import eventually
 
 from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
@@ -15,59 +15,59 @@ HOST, DISK = 1, 2
 
 
 @pytest_asyncio.fixture
-async def started() -> AsyncIterator[Started]:
+async def started() -> AsyncIterator[StartedEngine]:
     """64 blocks of memory over 96 of the host and 256 on the disk."""
     made = await start_mock(host_blocks=96, disk_blocks=256, speedup=100)
     yield made
     await made.engine.close()
 
 
-async def press(started: Started, requests: int, first: int = 1000) -> None:
-    """Put 12 blocks for each request where others were."""
+async def fill_engine(started: StartedEngine, requests: int, first: int = 1000) -> None:
+    """Fill the engine with 12 other blocks per request."""
     for i in range(first, first + requests):
         await started.run(f"press{i}", prompt(192, first=i), max_tokens=1)
 
 
-async def test_tenants_whose_salts_collide_share_no_tier(started: Started) -> None:
+async def test_tenants_whose_salts_collide_share_no_tier(started: StartedEngine) -> None:
     tokens = prompt(64)
     await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
-    await press(started, 6)
-    assert where(started, tokens)[0] < 4
+    await fill_engine(started, 6)
+    assert blocks_by_tier(started, tokens)[0] < 4
     await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
     assert [sum(delta.cached or []) for delta in started.sink.deltas["b"]] == [0]
-    assert execute_command(started.engine, "e", wish(tokens, tenant="c" * 32)).ok
+    assert execute_command(started.engine, "e", make_prefetch(tokens, tenant="c" * 32)).ok
     await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
     assert sum(started.sink.deltas["again"][0].cached or []) == 3 * started.size
 
 
-def where(started: Started, tokens: bytes) -> list[int]:
-    """How many leading blocks of a prompt are in each tier by what the events say."""
+def blocks_by_tier(started: StartedEngine, tokens: bytes) -> list[int]:
+    """Leading blocks of a prompt in each tier according to the events."""
     sink, blocks = started.sink, (*sequence(tokens), -1)
     tiers = (sink.held.get(0, set()), *(sink.below.get(tier, set()) for tier in (HOST, DISK)))
     return [[block in held for block in blocks].index(False) for held in tiers]
 
 
-def loaded(started: Started) -> list[int]:
+def loaded(started: StartedEngine) -> list[int]:
     assert isinstance(started.engine, Tiered)
     counts = started.engine.tier_counts()
     assert counts is not None
     return counts.loaded
 
 
-async def test_tier_counts_report_the_moved_blocks(started: Started) -> None:
+async def test_tier_counts_report_the_moved_blocks(started: StartedEngine) -> None:
     assert started.info.capacity.tier_blocks == [96, 256]
     await started.run("a", prompt(100), max_tokens=1)
-    assert where(started, prompt(100)) == [6, 6, 6]
+    assert blocks_by_tier(started, prompt(100)) == [6, 6, 6]
     assert isinstance(started.engine, Tiered)
     assert started.engine.tier_counts() == TierCounts(loaded=[0, 0, 0, 0], written=12)
 
 
 @pytest.mark.parametrize(("others", "tier"), [(6, HOST), (10, DISK)])
-async def test_evicted_blocks_are_onboarded(started: Started, others: int, tier: int) -> None:
+async def test_evicted_blocks_are_onboarded(started: StartedEngine, others: int, tier: int) -> None:
     tokens = prompt(100)
     await started.run("a", tokens, max_tokens=1)
-    await press(started, others)
-    assert where(started, tokens)[:tier] == [0] * tier
+    await fill_engine(started, others)
+    assert blocks_by_tier(started, tokens)[:tier] == [0] * tier
     await started.run("b", tokens, max_tokens=1)
     assert started.sink.deltas["b"][0].cached == [*[0] * tier, 96]
     assert loaded(started)[tier] == 6
@@ -75,14 +75,14 @@ async def test_evicted_blocks_are_onboarded(started: Started, others: int, tier:
 
 @pytest.mark.parametrize(("others", "tier"), [(6, HOST), (10, DISK)])
 async def test_a_prefetch_brings_blocks_up_before_anybody_asks(
-    started: Started, others: int, tier: int
+    started: StartedEngine, others: int, tier: int
 ) -> None:
     tokens = prompt(100)
     await started.run("a", tokens, max_tokens=1)
-    await press(started, others)
+    await fill_engine(started, others)
     requests = started.load().requests
-    assert execute_command(started.engine, "e", wish(tokens)).ok
-    await eventually(lambda: where(started, tokens)[0] == 6, timeout=30, what="it is here")
+    assert execute_command(started.engine, "e", make_prefetch(tokens)).ok
+    await eventually(lambda: blocks_by_tier(started, tokens)[0] == 6, timeout=30, what="it is here")
     await eventually(lambda: not started.load().active_blocks, timeout=30, what="it has ended")
     assert loaded(started)[tier] == 6
     assert started.load().requests == requests
@@ -94,8 +94,8 @@ async def test_a_request_ends_the_prefetch_of_its_prompt_and_loads_by_itself() -
     made = await start_mock(host_blocks=512, host_bytes_per_s=1.0)
     tokens = prompt(100)
     await made.run("a", tokens, max_tokens=1)
-    await press(made, 6)
-    assert execute_command(made.engine, "e", wish(tokens)).ok
+    await fill_engine(made, 6)
+    assert execute_command(made.engine, "e", make_prefetch(tokens)).ok
     await eventually(lambda: loaded(made)[HOST], timeout=30, what="blocks are on their way")
     made.submit("b", tokens, max_tokens=1)
     assert not made.engine.abort("p")
@@ -110,71 +110,73 @@ async def test_a_prefetch_past_its_deadline_is_given_up() -> None:
     made = await start_mock(host_blocks=512, host_bytes_per_s=1.0)
     tokens = prompt(100)
     await made.run("a", tokens, max_tokens=1)
-    await press(made, 6)
-    assert execute_command(made.engine, "e", wish(tokens, deadline_s=1.0)).ok
+    await fill_engine(made, 6)
+    assert execute_command(made.engine, "e", make_prefetch(tokens, deadline_s=1.0)).ok
     await eventually(lambda: loaded(made)[HOST], timeout=30, what="blocks are on their way")
     await eventually(lambda: not made.load().active_blocks, timeout=30, what="it has ended")
     assert not made.engine.abort("p")
-    assert where(made, tokens) == [0, 6, 0]
+    assert blocks_by_tier(made, tokens) == [0, 6, 0]
     await made.engine.close()
 
 
-async def test_clear_reaches_the_tiers_that_are_meant(started: Started) -> None:
+async def test_clear_reaches_the_tiers_that_are_meant(started: StartedEngine) -> None:
     await started.run("a", prompt(64), max_tokens=1)
     await started.run("b", prompt(64), max_tokens=1, salt=SALT + 1)
     assert execute_command(started.engine, "e", Clear(salt=SALT, tiers=[HOST])).blocks == 4
-    assert where(started, prompt(64)) == [4, 0, 4]
+    assert blocks_by_tier(started, prompt(64)) == [4, 0, 4]
     assert execute_command(started.engine, "e", Clear(tiers=[DISK, 3])).blocks == 8
-    assert where(started, prompt(64)) == [4, 0, 0]
+    assert blocks_by_tier(started, prompt(64)) == [4, 0, 0]
     assert execute_command(started.engine, "e", Clear()).blocks == 8, (
         "those in two tiers count once"
     )
     assert not started.sink.held[0] | started.sink.below[HOST] | started.sink.below[DISK]
 
 
-async def test_release_drops_unshared_blocks_from_all_tiers(started: Started) -> None:
+async def test_release_drops_unshared_blocks_from_all_tiers(started: StartedEngine) -> None:
     shared = prompt(64)
     one, two = shared + prompt(64, first=100), shared + prompt(48, first=200)
     await started.run("a", one, max_tokens=1, session="A")
     await started.run("b", two, max_tokens=1, session="B")
-    await press(started, 6)
-    assert where(started, one) == [0, 8, 8]
+    await fill_engine(started, 6)
+    assert blocks_by_tier(started, one) == [0, 8, 8]
     assert execute_command(started.engine, "e", Release(sessions=["A"])).blocks == 4
-    assert (where(started, one), where(started, two)) == ([0, 4, 4], [0, 7, 7])
+    assert (blocks_by_tier(started, one), blocks_by_tier(started, two)) == ([0, 4, 4], [0, 7, 7])
 
 
-async def test_superseded_tails_are_dropped_from_all_tiers(started: Started) -> None:
+async def test_superseded_tails_are_dropped_from_all_tiers(started: StartedEngine) -> None:
     head = prompt(48)
     old, new = head + prompt(96, first=100), head + prompt(32, first=200)
     await started.run("old", old, max_tokens=1, session="A")
-    assert where(started, old) == [9, 9, 9]
+    assert blocks_by_tier(started, old) == [9, 9, 9]
     await started.run("new", new, max_tokens=1, session="A")
-    assert (where(started, old), where(started, new)) == ([3, 3, 3], [5, 5, 5])
+    assert (blocks_by_tier(started, old), blocks_by_tier(started, new)) == ([3, 3, 3], [5, 5, 5])
 
 
-async def test_a_pin_applies_to_lower_tiers_until_it_is_removed(started: Started) -> None:
+async def test_a_pin_applies_to_lower_tiers_until_it_is_removed(started: StartedEngine) -> None:
     tokens = prompt(96)
     await started.run("a", tokens, max_tokens=1)
-    await press(started, 6)
+    await fill_engine(started, 6)
     pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
     assert execute_command(started.engine, "e", pin).blocks == 6, "none of them in the engine"
-    await press(started, 12, first=2000)
-    assert where(started, tokens) == [0, 6, 6]
+    await fill_engine(started, 12, first=2000)
+    assert blocks_by_tier(started, tokens) == [0, 6, 6]
     assert execute_command(started.engine, "e", Unpin("p")).blocks == 6
-    await press(started, 12, first=3000)
-    assert where(started, tokens)[:2] == [0, 0]
+    await fill_engine(started, 12, first=3000)
+    assert blocks_by_tier(started, tokens)[:2] == [0, 0]
 
 
-async def test_claims_follow_blocks_to_lower_tiers_and_back(started: Started) -> None:
+async def test_claims_follow_blocks_to_lower_tiers_and_back(started: StartedEngine) -> None:
     tokens = prompt(96)
     retain = Retain(0, None, 90, explicit=True)
     await started.run("a", tokens, max_tokens=1, retention=[retain])
     assert execute_command(started.engine, "e", Clear(tiers=[0])).blocks == 6
-    await press(started, 12)
-    assert where(started, tokens) == [0, 6, 6], "others of the host's 96 have gone"
+    await fill_engine(started, 12)
+    assert blocks_by_tier(started, tokens) == [0, 6, 6], "others of the host's 96 have gone"
     await started.run("b", tokens, max_tokens=1)
-    await press(started, 6, first=2000)
-    assert where(started, tokens)[0] == 5, "the last one was computed, and nothing asked for it"
+    await fill_engine(started, 6, first=2000)
+    assert blocks_by_tier(started, tokens)[0] == 5, (
+        "the last one was computed, and nothing asked for it"
+    )
 
 
 async def test_events_of_a_step_precede_the_removal_of_its_blocks() -> None:
@@ -183,5 +185,5 @@ async def test_events_of_a_step_precede_the_removal_of_its_blocks() -> None:
     await eventually(lambda: made.load().steps == 1, timeout=30, what="the step is under way")
     assert execute_command(made.engine, "e", Clear()).blocks == 6
     await made.ended("a")
-    assert where(made, prompt(100)) == [0, 0, 0]
+    assert blocks_by_tier(made, prompt(100)) == [0, 0, 0]
     await made.engine.close()

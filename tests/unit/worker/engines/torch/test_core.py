@@ -68,11 +68,11 @@ def test_replayed_events_equal_the_contents(seed: int) -> None:
             assert driver.core.abort(rng.choice(list(driver.core.scheduler.live)))
         elif chance < 0.58:
             driver.core.blocks.clear()
-            driver.note(driver.core.take_events())
+            driver.record(driver.core.take_events())
         elif chance < 0.64:
-            exported = driver.take_out(rng.choice(prompts))
+            exported = driver.copy_out(rng.choice(prompts))
         elif chance < 0.70 and exported is not None:
-            driver.bring_in(exported)
+            driver.copy_in(exported)
         driver.step()
         check(driver, index, prompts)
     driver.run()

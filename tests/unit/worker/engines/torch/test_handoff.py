@@ -29,7 +29,7 @@ BLOCK_BYTES = 16384  # of the tiny model
 
 
 @dataclass
-class Started:
+class StartedTorch:
     engine: TorchEngine
     sink: Recorder
 
@@ -39,7 +39,7 @@ class Started:
         return self.sink.tokens(work.request)
 
     async def prompt(self, name: str, tokens: list[int]) -> Work:
-        """Compute a prompt for another engine; returns what that one is to do."""
+        """Compute a prompt for another engine; returns that engine's work."""
         await self.run(replace(make_work(name, tokens, 1), prefill=True))
         handoff = self.sink.deltas[name][-1].handoff
         return replace(make_work(f"{name} goes on", tokens), handoff=handoff)
@@ -49,14 +49,14 @@ class Started:
         return self.engine.load("")[0].active_blocks == 0
 
 
-Start = Callable[..., Awaitable[Started]]
+Start = Callable[..., Awaitable[StartedTorch]]
 
 
 @pytest_asyncio.fixture
 async def start() -> AsyncIterator[Start]:
-    running: list[Started] = []
+    running: list[StartedTorch] = []
 
-    async def start(serves: str, folder: Path | None = None, **options: object) -> Started:
+    async def start(serves: str, folder: Path | None = None, **options: object) -> StartedTorch:
         worker = replace(WorkerSettings(engine="torch", block_size=BLOCK), serves=serves)
         settings = Settings(
             torch=TorchSettings(blocks=64, threads=1),
@@ -64,7 +64,7 @@ async def start() -> AsyncIterator[Start]:
             transfer=replace(TransferSettings(via="tcp"), **options),
         )
         engine, sink = create(EngineContext(settings, folder or tiny_model())), Recorder()
-        running.append(Started(engine, sink))
+        running.append(StartedTorch(engine, sink))
         await engine.start(sink)
         return running[-1]
 

@@ -48,8 +48,10 @@ def grammars() -> GrammarCache:
     return made
 
 
-def say(grammars: GrammarCache, kind: str, value: object, seed: int = 0, count: int = 400) -> str:
-    """An answer of a model that wants nothing in particular."""
+def generate(
+    grammars: GrammarCache, kind: str, value: object, seed: int = 0, count: int = 400
+) -> str:
+    """The constrained output of a model with random logits."""
     text = value if isinstance(value, str) else json.dumps(value)
     guided = Guided(kind=kind, value=text)  # type: ignore[arg-type]
     sampling = Sampling(max_tokens=count, temperature=1.0, seed=seed, guided=guided)
@@ -68,11 +70,11 @@ def say(grammars: GrammarCache, kind: str, value: object, seed: int = 0, count: 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_json_schemas(grammars: GrammarCache, seed: int) -> None:
-    jsonschema.validate(json.loads(say(grammars, "json_schema", SCHEMA, seed)), SCHEMA)
+    jsonschema.validate(json.loads(generate(grammars, "json_schema", SCHEMA, seed)), SCHEMA)
 
 
 async def compiled(kind: str, value: object) -> GrammarCache:
-    """Grammars that have compiled this, as a worker does; raises Rejected."""
+    """A cache with this constraint compiled, as in a worker; raises Rejected."""
     made = GrammarCache(model_dir(), VOCABULARY, [8184, 8182], timeout_s=PATIENCE_S)
     made.load()
     text = value if isinstance(value, str) else json.dumps(value)
@@ -134,14 +136,14 @@ def test_an_answer_whose_constraint_grows_too_complex_fails(grammars: GrammarCac
 
 def test_choices_and_patterns(grammars: GrammarCache) -> None:
     choices = ["yes", 'no "really"', "<think>"]
-    assert {say(grammars, "choice", choices, seed) for seed in range(30)} == set(choices)
-    assert re.fullmatch(r"[a-c]{3}/\d{1,4}", say(grammars, "regex", r"[a-c]{3}/[0-9]{1,4}"))
+    assert {generate(grammars, "choice", choices, seed) for seed in range(30)} == set(choices)
+    assert re.fullmatch(r"[a-c]{3}/\d{1,4}", generate(grammars, "regex", r"[a-c]{3}/[0-9]{1,4}"))
     lark = 'start: "say " WORD "!"\nWORD: /[a-z]{2,5}/'
-    assert re.fullmatch(r"say [a-z]{2,5}!", say(grammars, "grammar", lark))
+    assert re.fullmatch(r"say [a-z]{2,5}!", generate(grammars, "grammar", lark))
 
 
 def test_a_tool_call_between_special_tokens(grammars: GrammarCache) -> None:
-    answer = say(grammars, "structural_tag", {"format": CALL})
+    answer = generate(grammars, "structural_tag", {"format": CALL})
     body = answer.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     assert len(body) == len(answer) - len("<tool_call>\n\n</tool_call>")
     jsonschema.validate(json.loads(body), SCHEMA)
@@ -180,7 +182,7 @@ def test_a_tool_call_between_special_tokens(grammars: GrammarCache) -> None:
     ],
 )
 def test_structural_tags(grammars: GrammarCache, tree: object, pattern: str) -> None:
-    assert re.fullmatch(pattern, say(grammars, "structural_tag", {"format": tree}))
+    assert re.fullmatch(pattern, generate(grammars, "structural_tag", {"format": tree}))
 
 
 def test_a_trigger_starts_its_tag(grammars: GrammarCache) -> None:
@@ -218,7 +220,7 @@ def test_malformed_or_unsatisfiable_constraints_are_rejected(
     grammars: GrammarCache, kind: str, value: str, reason: str
 ) -> None:
     with pytest.raises(Rejected, match=reason):
-        say(grammars, kind, value)
+        generate(grammars, kind, value)
 
 
 TAGS = call_tags("hermes", [Tool("book", "", SCHEMA, strict=True), Tool("list", "", {})])

@@ -123,6 +123,6 @@ def test_log_probabilities_of_other_architectures_equal_transformers(
     driver = Driver(make_core(load(tmp_path), blocks=16, budget=24))
     driver.run(make_work("warm", tokens[:40], 1), make_work("a", tokens, 1, logprobs=5))
     best = torch.log_softmax(logits, -1).topk(5)
-    (_, told), *_ = driver.answer("a")
+    (_, reported), *_ = driver.answer("a")
     expected = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    assert told == {token: pytest.approx(value, abs=1e-3) for token, value in expected.items()}
+    assert reported == {token: pytest.approx(value, abs=1e-3) for token, value in expected.items()}

@@ -16,10 +16,10 @@ LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0, -1.0, -2.0])
 
 
 def sampler(
-    said: list[int] | None = None, prompt: list[int] | None = None, **fields: object
+    output: list[int] | None = None, prompt: list[int] | None = None, **fields: object
 ) -> Sampler:
     sampling = Sampling(**{"max_tokens": 100, **fields})  # type: ignore[arg-type]
-    return Sampler(sampling, prompt or [], said or [], frozenset({5}), seed=1)
+    return Sampler(sampling, prompt or [], output or [], frozenset({5}), seed=1)
 
 
 def greedy(logits: Tensor = LOGITS, index: int = 0, **fields: object) -> SampledToken:
@@ -70,14 +70,14 @@ def test_top_k_top_p_and_min_p_retain_the_top_tokens() -> None:
 
 
 def test_penalties() -> None:
-    assert greedy(said=[1], presence_penalty=1.5).token == 2
-    assert greedy(said=[1], frequency_penalty=0.6).token == 1
-    assert greedy(said=[1, 1], frequency_penalty=0.6).token == 2
+    assert greedy(output=[1], presence_penalty=1.5).token == 2
+    assert greedy(output=[1], frequency_penalty=0.6).token == 1
+    assert greedy(output=[1, 1], frequency_penalty=0.6).token == 2
     assert greedy(prompt=[1], presence_penalty=1.5).token == 1
     assert greedy(prompt=[1], repetition_penalty=2.0).token == 2
-    assert greedy(said=[1], prompt=[2], repetition_penalty=4.0).token == 3
+    assert greedy(output=[1], prompt=[2], repetition_penalty=4.0).token == 3
     negative = torch.tensor([-4.0, -3.0, -3.5])
-    assert greedy(negative, said=[1], repetition_penalty=1.3).token == 2
+    assert greedy(negative, output=[1], repetition_penalty=1.3).token == 2
 
 
 def test_penalties_count_sampled_tokens() -> None:

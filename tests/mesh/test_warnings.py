@@ -57,8 +57,8 @@ def body(number: int, stream: bool, words: int = 300) -> dict[str, Any]:
     return {"model": "kvmesh-demo", "max_tokens": 4, "stream": stream, "messages": messages}
 
 
-async def eventually_named(mesh: Mesh, port: int, kind: str, text: str) -> None:
-    """Wait for it on /health of its observer, in its metric, and in both forms of `status`."""
+async def eventually_reported(mesh: Mesh, port: int, kind: str, text: str) -> None:
+    """Wait for the warning on /health, in its metric, and in both forms of `status`."""
     await eventually(lambda: text in warnings(get(port, "/health")), what=f"/health says {text}")
     assert f'kvmesh_warnings{{kind="{kind}"}} 1.0' in get(port, "/metrics")
 
@@ -89,21 +89,21 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_repor
     silent = "worker-0 rank 0 computes prompts and publishes no KV events: the index does not know"
     numbers = itertools.count()
 
-    async def named() -> bool:
+    async def reported() -> bool:
         """Send one more request: the dump that the indexer has requested is an event."""
         number = next(numbers)
         leaves = bool(number % 2)
-        asked = body(number, stream=leaves) | ({"max_tokens": 1000} if leaves else {})
-        async with client.post(mesh.url + CHAT, json=asked) as answer:
+        request_body = body(number, stream=leaves) | ({"max_tokens": 1000} if leaves else {})
+        async with client.post(mesh.url + CHAT, json=request_body) as answer:
             assert answer.status == 200
             await (answer.content.readline() if leaves else answer.read())
         return f"{silent} what it holds" in warnings(get(ports["worker"], "/health"))
 
     async with client_session() as client:
-        await eventually(named)
+        await eventually(reported)
     short = f"the index has less than half of the blocks that rank 0 of {await instance(mesh)}"
-    await eventually_named(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
-    await eventually_named(mesh, ports["indexer"], "index_short", f"{short} reports as cached")
+    await eventually_reported(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
+    await eventually_reported(mesh, ports["indexer"], "index_short", f"{short} reports as cached")
     assert json.loads(get(ports["worker"], "/health"))["status"] == "ok"
     assert 'aborted_total{rank="0"} 0.0' not in get(ports["worker"], "/metrics")
 
@@ -122,7 +122,7 @@ async def test_a_router_reports_an_index_without_the_workers_blocks(mesh: Mesh) 
         " KV events are lost, disabled, or hashed with another block size or salt"
     )
 
-    async def named() -> bool:
+    async def reported() -> bool:
         """Send one more of the requests with the common prefix."""
         async with client.post(mesh.url + CHAT, json=body(1, stream=True)) as answer:
             assert answer.status == 200
@@ -130,10 +130,10 @@ async def test_a_router_reports_an_index_without_the_workers_blocks(mesh: Mesh) 
         return words in warnings(get(port, "/health"))
 
     async with client_session() as client:
-        assert not await named()
-        await eventually(named)
+        assert not await reported()
+        await eventually(reported)
     assert json.loads(get(port, "/health"))["status"] == "ok"
-    await eventually_named(mesh, port, "empty_index", words)
+    await eventually_reported(mesh, port, "empty_index", words)
 
 
 async def instance(mesh: Mesh) -> str:
@@ -149,7 +149,7 @@ MISSED = (
 
 
 @asynccontextmanager
-async def expecting_in_vain(
+async def missed_expectations(
     mesh: Mesh, stream: bool, headers: dict[str, str] | None = None
 ) -> AsyncIterator[None]:
     """Send requests to a worker that finds none of the prefixes that routers expected."""
@@ -160,14 +160,14 @@ async def expecting_in_vain(
         await mesh.ready()
         async with client_session() as client:
             for number in range(MIN_REQUESTS):
-                asked = body(number, stream, words=20)
-                asking = asyncio.ensure_future(
-                    client.post(mesh.url + CHAT, json=asked, headers=headers)
+                request_body = body(number, stream, words=20)
+                pending = asyncio.ensure_future(
+                    client.post(mesh.url + CHAT, json=request_body, headers=headers)
                 )
                 work = await a.work(number)
                 chunk = Chunk(work.request, 0, [300], finish="stop", cached=[0])
                 await a.send(work, chunk)
-                async with await asking as answer:
+                async with await pending as answer:
                     await answer.read()
         yield
     await bus.close()
@@ -178,8 +178,8 @@ async def test_a_frontend_reports_a_worker_with_fewer_hits_than_predicted(
     mesh: Mesh, stream: bool
 ) -> None:
     mesh.start("frontend", "frontend-0")
-    async with expecting_in_vain(mesh, stream):
-        await eventually_named(mesh, mesh.port, "missed_hits", MISSED)
+    async with missed_expectations(mesh, stream):
+        await eventually_reported(mesh, mesh.port, "missed_hits", MISSED)
 
 
 async def test_with_keys_only_administrators_see_warnings_on_the_public_port(
@@ -188,8 +188,8 @@ async def test_with_keys_only_administrators_see_warnings_on_the_public_port(
     keys = tmp_path / "keys.toml"
     keys.write_text(key("plain", "[]") + key("admin", '["admin"]'))
     mesh.start("frontend", "frontend-0", KVMESH_FRONTEND_KEYS_FILE=str(keys))
-    async with expecting_in_vain(mesh, False, {"x-api-key": "plain"}):
-        await eventually_named(mesh, mesh.metrics_port, "missed_hits", MISSED)
+    async with missed_expectations(mesh, False, {"x-api-key": "plain"}):
+        await eventually_reported(mesh, mesh.metrics_port, "missed_hits", MISSED)
         for stranger in ({}, {"x-api-key": "wrong"}, {"x-api-key": "plain"}):
             assert json.loads(get(mesh.port, "/health", stranger)) == {"status": "ok"}
         assert MISSED in warnings(get(mesh.port, "/health", {"x-api-key": "admin"}))
