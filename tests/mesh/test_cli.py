@@ -205,12 +205,13 @@ async def test_an_absent_nats_server_is_reported(run: Run, command: str) -> None
     assert "Connect call failed" in shown.lines[-1]
 
 
-@pytest.mark.parametrize("command", ["tail", "status"])
+@pytest.mark.parametrize("words", [["tail"], ["tail", "kv"], ["tail", "load"], ["status"]])
 async def test_a_missing_mesh_is_reported_in_one_line(
-    run: Run, command: str, nats_server: NatsServer, options: BusOptions
+    run: Run, words: list[str], nats_server: NatsServer, options: BusOptions
 ) -> None:
+    command = words[0]
     place = ("--nats", nats_server.url, "--nats-namespace", options.namespace)
-    shown = await run(command, *place)
+    shown = await run(*words, *place)
     assert await asyncio.wait_for(shown.process.wait(), PATIENCE_S) == 1
     await shown.reading
     assert shown.lines == [

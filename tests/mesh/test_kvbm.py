@@ -169,7 +169,9 @@ async def test_commands(node: Node) -> None:
     assert not (await node.control(Unpin("p"))).ok
     assert await node.control(Clear(model="other")) == ControlReply(True, blocks=0)
     assert await node.control(Clear(SALT, [3], "m")) == ControlReply(True, blocks=0)
-    await node.reaches("moving_blocks", 0)  # `Clear` passes over blocks on their way to the disk
+    await node.wait_for_metric(
+        "moving_blocks", 0
+    )  # `Clear` passes over blocks on their way to the disk
     assert await node.control(Clear(model="m")) == ControlReply(True, blocks=4)
     assert "cleared 0 blocks: everything of other, tiers: all" in node.log
     assert f"cleared 0 blocks: namespace {SALT:016x} of m, tiers: 3" in node.log

@@ -126,15 +126,23 @@ class IndexerService:
         while not self._service.stopping.is_set():
             ready = self.readiness.update(self.feed.lag)
             if ready and not self.queries.is_open:
-                await self.queries.open()
-                await self._publish_state(READY)
-                blocks = self.states.index.stats().blocks
-                log.info("ready: %d blocks, %d ranks", blocks, self.states.ranks)
+                await self._serve_queries()
             elif self.queries.is_open and not ready:
                 await self.queries.close()
                 await self._publish_state("lagging")
                 log.warning("not ready: %.1f s behind the KV stream", self.feed.lag)
             await asyncio.sleep(TICK_S * 5)
+
+    async def _serve_queries(self) -> None:
+        try:
+            await self.queries.open()
+        except BusError as error:
+            log.debug("queries not served yet, retrying: %s", error)
+            await self.queries.close()
+            return
+        await self._publish_state(READY)
+        blocks = self.states.index.stats().blocks
+        log.info("ready: %d blocks, %d ranks", blocks, self.states.ranks)
 
     async def _publish_state(self, state: str) -> None:
         labels = {**self._lease.card.labels, STATE: state}

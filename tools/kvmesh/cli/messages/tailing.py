@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -11,7 +12,7 @@ import msgspec
 
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.errors import NotFound, NotPermitted
+from kvmesh.bus.errors import NotPermitted
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.streams.reader import Start, StreamMessage
 from kvmesh.cli.messages.decoding import REQUESTS, STREAMED, decode, plain
@@ -51,8 +52,9 @@ class LineFormat:
             whole = {"time": when, "subject": subject, "message": plain(message)}
             return msgspec.json.encode(whole).decode()
         clock = f"{time.strftime('%H:%M:%S', time.localtime(when))}.{int(when % 1 * 1000):03}"
-        source = self._paint(COLOURS.get(kind, REQUEST_COLOUR), printable(f"{kind:<5} {' '.join(names)}"))
-        return f"{self._paint(90, clock)} {source}  {printable(summarise(message))}"
+        source = printable(f"{kind:<5} {' '.join(names)}")
+        painted = self._paint(COLOURS.get(kind, REQUEST_COLOUR), source)
+        return f"{self._paint(90, clock)} {painted}  {printable(summarise(message))}"
 
     def _paint(self, code: int, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
@@ -91,10 +93,14 @@ class BusTail:
         return 0
 
     async def _show_all(self) -> None:
-        """Replay the streams if requested, then follow until the limit."""
+        """Replay the streams if requested, then follow until the limit.
+
+        Raises NotFound if no mesh has run in the namespace.
+        """
         patterns = self._filter.patterns or DEFAULT
         subjects = [self._subject(p) for p in patterns if p != "instances"]
-        await self._warn_without_mesh()
+        with suppress(NotPermitted):
+            await self._bus.js.stream_info(self._bus.subjects.kv_stream)
         if self._filter.since is not None:
             await self._replay(subjects, self._filter.since)
         follows = self._filter.since is None or self._filter.follow
@@ -105,15 +111,6 @@ class BusTail:
             await self._directory.open()
         if follows:
             await self._done.wait()
-
-    async def _warn_without_mesh(self) -> None:
-        try:
-            await self._bus.js.stream_info(self._bus.subjects.kv_stream)
-        except NotFound:
-            namespace = self._bus.options.namespace
-            log.warning("no mesh has run in namespace %s on this server; waiting", namespace)
-        except NotPermitted:
-            pass
 
     async def _close(self) -> None:
         if self._directory is not None:
