@@ -56,7 +56,7 @@ async def test_streams_are_stored_as_documented(bus: Bus) -> None:
         assert config.storage == documented[kind], kind
         rebuilt = kind in ("kv", "route", "seq")
         assert config.discard == (DiscardPolicy.OLD if rebuilt else DiscardPolicy.NEW), kind
-        assert (config.duplicate_window == 1.0) is rebuilt, kind
+        assert (config.duplicate_window == 1.0) is (rebuilt or kind == "instances"), kind
 
 
 async def test_no_start_of_a_process_changes_streams(
