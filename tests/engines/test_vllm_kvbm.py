@@ -1,6 +1,7 @@
 """Real vLLM with a real kvbm: write-through, onboarding, equal output."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -57,9 +58,25 @@ class Run:
         self.sink.deltas.clear()
 
 
+@pytest.fixture(scope="module")
+def slow_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a large MLP: its blocks load faster than it computes them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder: Path = tmp_path_factory.mktemp("models") / "slow"
+    shutil.copytree(tiny_model, folder)
+    config = LlamaConfig.from_pretrained(folder)
+    config.intermediate_size = 16384
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def run(
-    nats_server: NatsServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    nats_server: NatsServer, slow_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Run]:
     folder = tmp_path_factory.mktemp("node")
     env = {
@@ -72,7 +89,7 @@ async def run(
     await ensure_streams(bus, StreamLimits(lease_s=1))
     await bus.close()
     mesh.start("kvbm", "kvbm-0")
-    run = Run(mesh, tiny_model)
+    run = Run(mesh, slow_model)
     try:
         await run.engine.start(run.sink)
         yield run
