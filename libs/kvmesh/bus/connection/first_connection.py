@@ -11,6 +11,7 @@ log = logging.getLogger(__name__)
 BROKEN = (OSError, UnexpectedEOF)  # a server that stops, or has not restarted yet
 REFUSED = "authorization violation"
 WARN_S = 1.0
+CANCEL_S = 0.2
 FIRST = asyncio.FIRST_COMPLETED
 
 
@@ -67,6 +68,7 @@ class FirstConnection:
 
 
 async def _cancel(task: "asyncio.Task[None]") -> None:
-    if not task.done():
+    """Cancel until the task ends: `wait_for`, which nats-py uses, may lose one cancellation."""
+    while not task.done():
         task.cancel()
-        await asyncio.wait({task})
+        await asyncio.wait({task}, timeout=CANCEL_S)
