@@ -59,6 +59,21 @@ async def test_streams_are_stored_as_documented(bus: Bus) -> None:
         assert (config.duplicate_window == 1.0) is (rebuilt or kind == "instances"), kind
 
 
+async def test_an_account_that_permits_few_consumers_has_all_streams(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path)
+    server.settings = (
+        "accounts { A { jetstream { max_mem: 1G, max_file: 20G, max_consumers: 500 },"
+        " users: [{ user: a, password: a }] } }"
+    )
+    server.start()
+    bus = await Bus.connect(BusOptions(url=server.url, user="a", password="a"), "test")
+    await ensure_streams(bus, StreamLimits())
+    info = await bus.js.stream_info(f"KV_{bus.subjects.instances_bucket}")
+    assert info.config.max_consumers == -1
+    await bus.close()
+    server.stop()
+
+
 async def test_no_start_of_a_process_changes_streams(
     nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
 ) -> None:

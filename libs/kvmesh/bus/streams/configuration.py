@@ -6,7 +6,7 @@ The first process creates them. Later processes do not change them, whatever the
 
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nats.js.api import (
@@ -21,7 +21,7 @@ from nats.js.api import (
 )
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, Conflict, NotFound, NotPermitted
+from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, NotPermitted
 from kvmesh.bus.streams.server_check import explained_refusal
 
 MEMORY = StorageType.MEMORY
@@ -31,6 +31,7 @@ UNUSED_WINDOW_S = 1.0
 # Every process of a mesh watches the instances; nats-server 2.15 permits only 1,000 consumers of a
 # stream that states no number.
 MAX_WATCHERS = 100_000
+TOO_MANY_CONSUMERS = 10026  # JetStream's error code
 
 
 class StreamMissing(BusError):
@@ -205,8 +206,17 @@ def _instances(bus: Bus, limits: StreamLimits) -> _StreamSpec:
         storage=MEMORY,
         num_replicas=bus.options.replicas,
     )
+
+    async def create() -> None:
+        try:
+            await bus.js.add_stream(config)
+        except JetStreamError as error:
+            if error.err_code != TOO_MANY_CONSUMERS:
+                raise
+            await bus.js.add_stream(replace(config, max_consumers=-1))  # the account permits fewer
+
     # its TTL is not among the limits: processes read it from the bucket when they connect
-    return _StreamSpec(config.name or "", _replicas(bus), lambda: bus.js.add_stream(config))
+    return _StreamSpec(f"KV_{bucket}", _replicas(bus), create)
 
 
 def _buckets(bus: Bus) -> list[_StreamSpec]:

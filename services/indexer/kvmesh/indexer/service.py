@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from kvmesh.bus.discovery.directory import READY, STATE, Directory
 from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.discovery.leases import Lease
-from kvmesh.bus.errors import BusError, BusUnavailable
+from kvmesh.bus.errors import BusError, BusUnavailable, cause
 from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Role
 from kvmesh.index import create_index
 from kvmesh.indexer.feed import Feed
@@ -33,6 +33,7 @@ TICK_S = 0.05
 SWEEP_S = 1.0
 CAPACITY_CHECK_S = 10.0
 DUMP_TIMEOUT_S = 1.0
+OPEN_S = 5.0
 MAX_DUMP_REQUESTS = 64
 
 
@@ -135,9 +136,10 @@ class IndexerService:
 
     async def _serve_queries(self) -> None:
         try:
-            await self.queries.open()
-        except BusError as error:
-            log.debug("queries not served yet, retrying: %s", error)
+            async with asyncio.timeout(OPEN_S):
+                await self.queries.open()
+        except (BusError, TimeoutError) as error:
+            log.warning("cannot serve queries yet, retrying: %s", cause(error))
             await self.queries.close()
             return
         await self._publish_state(READY)
