@@ -265,11 +265,11 @@ class ManagerMachine(RuleBasedStateMachine):
         model=st.sampled_from([None, "m0", "m1", "m2"]),
     )
     def clear(self, salt: int | None, tenant: str, tiers: list[int], model: str | None) -> None:
-        before = self.unused()
+        before = self.copies()
         dropped = self.manager.clear(Clear(salt, tiers, model, tenant), self.now)
         in_namespace = salt is None or (salt, tenant) == (3, "t")
         self.collect()
-        left = self.unused()
+        left = self.copies()
         selected = {
             (name, tier, digest)
             for name, tier, digest in before
@@ -278,13 +278,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert not left & selected
         assert dropped == len({digest for *_, digest in selected})
 
-    def unused(self) -> set[tuple[str, int, bytes]]:
-        """Copies without users, as (model, tier, digest)."""
+    def copies(self) -> set[tuple[str, int, bytes]]:
+        """All copies, as (model, tier, digest)."""
         return {
             (block.space.model, copy.tier, block.digest)
             for block in self.manager.store.blocks.values()
             for copy in block.copies.values()
-            if not copy.users
         }
 
     @rule(session=st.sampled_from("ab"))

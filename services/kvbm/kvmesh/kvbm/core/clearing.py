@@ -6,7 +6,7 @@ from kvmesh.kvbm.core.blocks.store import Store
 
 
 def clear(store: Store, message: Clear) -> int:
-    """Drop the selected copies that have no users; return the number of their blocks."""
+    """Drop the selected copies, also those in use or being written; return the number of blocks."""
     return sum(_clear(store, block, message) for block in list(store.blocks.values()))
 
 
@@ -17,7 +17,6 @@ def _clear(store: Store, block: Block, message: Clear) -> bool:
     if message.model is not None and block.space.model != message.model:
         return False
     copies = [c for c in block.copies.values() if not message.tiers or c.tier in message.tiers]
-    idle = [copy for copy in copies if not copy.users]
-    for copy in idle:
+    for copy in copies:
         store.discard(copy)
-    return bool(idle)
+    return bool(copies)

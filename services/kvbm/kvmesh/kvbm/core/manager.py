@@ -264,7 +264,7 @@ class Manager:
     # control
 
     def clear(self, message: Clear, now: float) -> int:
-        """Drop the selected unused blocks; return their number."""
+        """Drop the selected blocks, also those in use; return their number."""
         self.store.begin(now)
         dropped = clear(self.store, message)
         self._advance(())

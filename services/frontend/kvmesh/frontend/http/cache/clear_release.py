@@ -29,7 +29,7 @@ class ClearReleaseEndpoints:
         self._control = control
 
     async def clear(self, call: EndpointCall[ClearBody]) -> dict[str, Any]:
-        """Drop the caller's blocks that are not in use; with `all_tenants` those of all tenants."""
+        """Drop the caller's blocks, or with `all_tenants` all; an engine keeps those in use."""
         parsed, account = call.parsed, call.caller.account
         if account is not None:
             account.require_model(parsed.model)

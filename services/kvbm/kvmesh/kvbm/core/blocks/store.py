@@ -249,6 +249,8 @@ class Store:
             if target.tier in self.tiers:
                 for wish in (*move.wishes, *carried_wishes(source, self.now)):
                     self.claim(target, wish)
+        elif ok and target.tier == REMOTE:
+            self._remote_drops.append(target.block.digest)
         elif not ok:
             self.drop(target)
         if end is MoveEnd.CORRUPT:
