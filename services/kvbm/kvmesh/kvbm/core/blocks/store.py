@@ -97,6 +97,7 @@ class Store:
         )
         self.counts = StoreCounts()
         self._remote_drops: list[bytes] = []
+        self._discarded: set[Copy] = set()
         self._events = EventLog()
         self._moves: list[Move] = []
         self._arena_changes: list[bytes] = []
@@ -185,9 +186,11 @@ class Store:
         self._tier(copy.tier).drop(copy)
 
     def discard(self, copy: Copy) -> None:
-        """Drop a copy; if it is remote, the store drops the block, too."""
+        """Drop a copy; if it is remote, the store drops the block, too, once it is written."""
         if copy.tier == REMOTE and copy.registered:
             self._remote_drops.append(copy.block.digest)
+        elif copy.tier == REMOTE and copy.inbound:
+            self._discarded.add(copy)
         self.drop(copy)
 
     def drop_corrupt(self, digests: list[bytes]) -> int:
@@ -249,10 +252,11 @@ class Store:
             if target.tier in self.tiers:
                 for wish in (*move.wishes, *carried_wishes(source, self.now)):
                     self.claim(target, wish)
-        elif ok and target.tier == REMOTE:
-            self._remote_drops.append(target.block.digest)
         elif not ok:
             self.drop(target)
+        if target in self._discarded:
+            self._discarded.remove(target)
+            self._remote_drops.append(target.block.digest)
         if end is MoveEnd.CORRUPT:
             self.counts.corrupt += 1
         if end in (MoveEnd.CORRUPT, MoveEnd.UNREADABLE):
