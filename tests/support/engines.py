@@ -3,16 +3,17 @@
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Load, Prefetch, Sampling, Work
+from kvmesh.bus.messages import ControlReply, Load, Prefetch, Sampling, Work
 from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings, TorchSettings, WorkerSettings
+from kvmesh.worker.capabilities import EngineCommand, execute_command
 from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine
 from support.recorder import Recorder
 from support.tiny import tiny_model
@@ -23,12 +24,16 @@ SALT = 77
 
 @dataclass
 class StartedEngine:
-    """A started engine of 64 blocks and 512 tokens of context, and its recorder."""
+    """A started engine of 64 blocks and 512 tokens of context, and its recorder.
+
+    `earlier` are the outcomes of directives before the test.
+    """
 
     engine: Engine
     info: EngineInfo
     sink: Recorder
     salt: int = SALT
+    earlier: dict[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -52,6 +57,9 @@ class StartedEngine:
     async def run(self, name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> None:
         self.submit(name, tokens, max_tokens, **fields)
         await self.ended(name)
+
+    async def execute(self, command: EngineCommand) -> ControlReply:
+        return await execute_command(self.engine, "e", command)
 
     async def ended(self, *names: str) -> None:
         def over() -> bool:

@@ -4,6 +4,7 @@ An engine opts in by having a protocol's methods beside those of `Engine`. `exec
 only place that checks for them before a command reaches an engine.
 """
 
+import asyncio
 from collections.abc import Container
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -12,9 +13,10 @@ from msgspec import Struct
 from kvmesh.bus.messages import Clear, ControlReply, Pin, Prefetch, Release, Unpin, Work
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import TIERS
-from kvmesh.worker.engine import Engine, Unsupported
+from kvmesh.worker.engine import Engine, EngineError, Unsupported
 from kvmesh.worker.enginecore.counters import RetentionState
 
+COMMAND_S = 10.0
 EngineCommand: TypeAlias = Clear | Release | Pin | Unpin | Prefetch
 
 
@@ -31,22 +33,22 @@ class TierCounts(Struct, frozen=True, kw_only=True):
 class Retaining(Protocol):
     """Engine that retains blocks on request and reports the outcome of each directive.
 
-    All calls but `retention` return the number of blocks affected.
+    All calls but `retention` return the number of blocks affected. Calls take effect in order.
     """
 
-    def release(self, sessions: list[str]) -> int:
+    async def release(self, sessions: list[str]) -> int:
         """Drop blocks that no other session and no running request uses; ignore unknown ids."""
         ...
 
-    def pin(self, pin: Pin) -> int:
+    async def pin(self, pin: Pin) -> int:
         """Retain a prefix as a preference; a pin with the same id is replaced."""
         ...
 
-    def unpin(self, pin: str) -> int:
+    async def unpin(self, pin: str) -> int:
         """Remove a pin by its id."""
         ...
 
-    def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
         """Drop cached blocks that no running request uses; `salt` None drops those of all salts.
 
         A namespace is a salt and a tenant. `tiers` may include tiers that the engine lacks.
@@ -76,21 +78,29 @@ class Tiered(Protocol):
         ...
 
 
-def execute_command(engine: Engine, name: str, command: EngineCommand) -> ControlReply:
-    """Execute a control command; the reply says `unsupported: …` if engine `name` cannot."""
+async def execute_command(engine: Engine, name: str, command: EngineCommand) -> ControlReply:
+    """Execute a control command; the reply says `unsupported: …` if engine `name` cannot.
+
+    A reply takes at most COMMAND_S seconds.
+    """
     if isinstance(command, Pin) and len(command.sequence_hashes) % HASH_BYTES:
         size = len(command.sequence_hashes)
         return ControlReply(False, f"invalid: {size} bytes are not a list of block hashes")
     try:
-        match command:
-            case Prefetch():
-                return _prefetch(engine, name, command)
-            case Clear():
-                return ControlReply(True, blocks=_clear(engine, name, command))
-            case Release() | Pin() | Unpin():
-                return ControlReply(True, blocks=_retain(engine, name, command))
+        async with asyncio.timeout(COMMAND_S):
+            match command:
+                case Prefetch():
+                    return _prefetch(engine, name, command)
+                case Clear():
+                    return ControlReply(True, blocks=await _clear(engine, name, command))
+                case Release() | Pin() | Unpin():
+                    return ControlReply(True, blocks=await _retain(engine, name, command))
     except Unsupported as error:
         return ControlReply(False, f"unsupported: {error}")
+    except TimeoutError:
+        return ControlReply(False, f"the {name} engine did not reply within {COMMAND_S:g} s")
+    except EngineError as error:
+        return ControlReply(False, str(error))
 
 
 def _prefetch(engine: Engine, name: str, command: Prefetch) -> ControlReply:
@@ -100,10 +110,10 @@ def _prefetch(engine: Engine, name: str, command: Prefetch) -> ControlReply:
     return ControlReply(not reason, reason)
 
 
-def _clear(engine: Engine, name: str, command: Clear) -> int:
+async def _clear(engine: Engine, name: str, command: Clear) -> int:
     tiers = command.tiers or range(TIERS)
     if isinstance(engine, Retaining):
-        return engine.drop(command.salt, command.tenant, tiers)
+        return await engine.drop(command.salt, command.tenant, tiers)
     if 0 not in tiers:
         return 0
     if command.salt is not None:
@@ -112,16 +122,16 @@ def _clear(engine: Engine, name: str, command: Clear) -> int:
     return 0
 
 
-def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> int:
+async def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> int:
     if not isinstance(engine, Retaining):
         raise Unsupported(f"the {name} engine has no control over block retention")
     match command:
         case Release():
-            return engine.release(command.sessions)
+            return await engine.release(command.sessions)
         case Pin():
-            return engine.pin(command)
+            return await engine.pin(command)
         case Unpin(pin):
-            return engine.unpin(pin)
+            return await engine.unpin(pin)
 
 
 def default_outcomes(

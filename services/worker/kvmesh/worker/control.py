@@ -2,25 +2,27 @@
 
 from collections.abc import Callable
 
+from kvmesh.bus.client import Reply
 from kvmesh.bus.messages import (
     Cancel,
-    Clear,
     Control,
     ControlReply,
     Drain,
-    Pin,
-    Prefetch,
-    Release,
     Resend,
-    Unpin,
 )
-from kvmesh.worker.capabilities import execute_command
+from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.worker.capabilities import EngineCommand, execute_command
 from kvmesh.worker.engine import Engine
 from kvmesh.worker.requests.handler import RequestHandler
 
+MAX_COMMANDS = 256
+
 
 class ControlHandler:
-    """Executes commands on requests, on the engine called `name`, and `Drain` by `on_drain`."""
+    """Executes commands on requests, on the engine called `name`, and `Drain` by `on_drain`.
+
+    An engine may take seconds for a command; other commands are executed meanwhile.
+    """
 
     def __init__(
         self, engine: Engine, name: str, requests: RequestHandler, on_drain: Callable[[], None]
@@ -29,18 +31,29 @@ class ControlHandler:
         self._name = name
         self._requests = requests
         self._on_drain = on_drain
+        self._tasks = BackgroundTasks()
 
-    def execute(self, command: Control) -> ControlReply:
+    def handle(self, command: Control, reply: Reply) -> None:
+        """Execute a command and reply, at once or when the engine has executed it."""
         match command:
             case Cancel(request):
-                return _request_reply(self._requests.abort(request))
+                reply(_request_reply(self._requests.abort(request)))
             case Resend(request, offset):
-                return _request_reply(self._requests.resend(request, offset))
-            case Clear() | Release() | Pin() | Unpin() | Prefetch():
-                return execute_command(self._engine, self._name, command)
+                reply(_request_reply(self._requests.resend(request, offset)))
             case Drain():
                 self._on_drain()
-        return ControlReply(True)
+                reply(ControlReply(True))
+            case _ if len(self._tasks) >= MAX_COMMANDS:
+                reply(ControlReply(False, "the engine is busy with other commands"))
+            case _:
+                self._tasks.start(self._execute(command, reply), "engine command")
+
+    async def close(self) -> None:
+        """Cancel the commands in execution."""
+        await self._tasks.close()
+
+    async def _execute(self, command: EngineCommand, reply: Reply) -> None:
+        reply(await execute_command(self._engine, self._name, command))
 
 
 def _request_reply(known: bool) -> ControlReply:

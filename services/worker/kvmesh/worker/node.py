@@ -167,6 +167,7 @@ class WorkerNode:
             self._lease = None
         await self._orphans.close()
         await self._unsubscribe()
+        await self._control.close()
         self._requests.close()
         await self._engine.close()
         if self._publisher is not None:
@@ -249,7 +250,7 @@ class WorkerNode:
             await serve(
                 subjects.ctl(self.instance),
                 _control_decoder,
-                returning(self._control.execute),
+                self._control.handle,
                 on_malformed=_malformed,
             ),
             await serve(

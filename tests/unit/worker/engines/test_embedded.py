@@ -287,15 +287,15 @@ async def test_trtllm_receives_the_ranges_and_other_engines_report_them_unsuppor
         Pin(id="p", sequence_hashes=b"", ttl_s=1.0),
         Unpin("p"),
     ):
-        reply = execute_command(run.engine, run.kind, command)
+        reply = await execute_command(run.engine, run.kind, command)
         assert (
             reply.reason
             == f"unsupported: the {run.kind} engine has no control over block retention"
         )
-    assert not execute_command(run.engine, run.kind, Clear(salt=1)).ok
+    assert not (await execute_command(run.engine, run.kind, Clear(salt=1))).ok
     if run.kind == "sglang":
         return
-    assert execute_command(run.engine, "trtllm", Clear()) == ControlReply(
+    assert await execute_command(run.engine, "trtllm", Clear()) == ControlReply(
         False, "unsupported: TensorRT-LLM's API cannot clear its cache"
     )
     given = run.standin.calls[-1]["kv_cache_retention_config"]

@@ -20,7 +20,7 @@ from support.wait import eventually
 from kvmesh.bus.messages import Retain
 from kvmesh.demo import model_dir
 from kvmesh.worker.adapters.prefetch import MAX_PREFETCHES
-from kvmesh.worker.capabilities import Retaining, execute_command
+from kvmesh.worker.capabilities import Retaining
 from kvmesh.worker.engine import EngineError
 
 
@@ -50,11 +50,11 @@ async def test_a_tenant_clears_its_own_alone_even_if_salts_collide(started: Star
     await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
     assert isinstance(started.engine, Retaining)
     everywhere = range(4)
-    assert started.engine.drop(started.salt, "b" * 32, everywhere) == 0
-    assert started.engine.drop(started.salt, "", everywhere) == 0
+    assert await started.engine.drop(started.salt, "b" * 32, everywhere) == 0
+    assert await started.engine.drop(started.salt, "", everywhere) == 0
     await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
     assert started.sink.cached("again") == 3 * size
-    assert started.engine.drop(started.salt, "a" * 32, everywhere) == 4
+    assert await started.engine.drop(started.salt, "a" * 32, everywhere) == 4
 
 
 async def test_the_parts_of_a_tenant_share_its_budget(started: StartedEngine) -> None:
@@ -79,7 +79,7 @@ async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(
     await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
     cached = started.load().cached_blocks
     command = make_prefetch(tokens + prompt(20, first=3), tenant="b" * 32, compute=0)
-    assert execute_command(started.engine, "e", command).ok
+    assert (await started.execute(command)).ok
     await eventually(lambda: not started.engine.abort("p"), what="it has ended")
     assert started.load().cached_blocks == cached
     await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
@@ -89,17 +89,17 @@ async def test_a_prefetch_loads_nothing_of_a_tenant_whose_salt_collides(
 async def test_prefetches_of_one_owner_give_way_to_those_of_others(started: StartedEngine) -> None:
     tokens, later = prompt(100), time.time() + 3600
 
-    def prefetch(name: str, tenant: str, at: float = later) -> str:
+    async def prefetch(name: str, tenant: str, at: float = later) -> str:
         command = make_prefetch(tokens, name, at=at, tenant=tenant)
-        return execute_command(started.engine, "e", command).reason
+        return (await started.execute(command)).reason
 
     for number in range(MAX_PREFETCHES):
-        assert not prefetch(f"greedy{number}", f"greedy/{number}", later + number)
-    assert prefetch("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are in progress"
-    assert not prefetch("modest", "modest")
+        assert not await prefetch(f"greedy{number}", f"greedy/{number}", later + number)
+    assert await prefetch("more", "greedy/new") == f"{MAX_PREFETCHES} prefetches are in progress"
+    assert not await prefetch("modest", "modest")
     assert not started.engine.abort(f"greedy{MAX_PREFETCHES - 1}"), "the last one was replaced"
     assert started.engine.abort("modest")
-    assert not prefetch("one", "modest/part")
+    assert not await prefetch("one", "modest/part")
     for number in range(MAX_PREFETCHES - 1):
         started.engine.abort(f"greedy{number}")
 
@@ -109,7 +109,7 @@ async def test_a_prefetch_computes_a_bounded_number_of_tokens_without_output(
 ) -> None:
     tokens = prompt(200)
     await started.run("a", tokens[: 4 * 40], max_tokens=1)
-    assert not execute_command(started.engine, "e", make_prefetch(tokens, compute=70)).reason
+    assert not (await started.execute(make_prefetch(tokens, compute=70))).reason
     there = set(sequence(tokens)[: 2 + 4])
     await eventually(lambda: started.held_hashes == there, timeout=30, what="they are computed")
     await eventually(lambda: not started.load().active_blocks, timeout=30, what="it has ended")
@@ -123,9 +123,7 @@ async def test_a_prefetch_waits_for_its_time_and_ends_when_it_is_of_no_use(
 ) -> None:
     tokens, later = prompt(100), time.time() + 3600
     for name, of in (("p", tokens), ("q", tokens), ("other", prompt(100, first=5))):
-        assert execute_command(
-            started.engine, "e", make_prefetch(of, name, at=later, compute=100)
-        ).ok
+        assert (await started.execute(make_prefetch(of, name, at=later, compute=100))).ok
     assert started.engine.abort("q")
     assert not started.engine.abort("q")
     await started.run("a", tokens + prompt(20, first=7), max_tokens=1)
@@ -136,15 +134,12 @@ async def test_a_prefetch_waits_for_its_time_and_ends_when_it_is_of_no_use(
 
 async def test_a_prefetch_that_comes_to_nothing_is_refused(started: StartedEngine) -> None:
     reasons = [
-        execute_command(started.engine, "e", unfit).reason
+        (await started.execute(unfit)).reason
         for unfit in (make_prefetch(prompt(15)), make_prefetch(prompt(50), rank=9))
     ]
     assert reasons == ["the prompt has no full block", "there is no rank 9"]
     started.submit("p", prompt(50), max_tokens=400)
-    assert (
-        execute_command(started.engine, "e", make_prefetch(prompt(50))).reason
-        == "a request has this id"
-    )
+    assert (await started.execute(make_prefetch(prompt(50)))).reason == "a request has this id"
     assert started.engine.abort("p")
 
 

@@ -9,7 +9,7 @@ from support.engines import SALT, StartedEngine, make_prefetch, prompt, sequence
 from support.wait import eventually
 
 from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
-from kvmesh.worker.capabilities import TierCounts, Tiered, execute_command
+from kvmesh.worker.capabilities import TierCounts, Tiered
 
 HOST, DISK = 1, 2
 
@@ -35,7 +35,7 @@ async def test_tenants_whose_salts_collide_share_no_tier(started: StartedEngine)
     assert blocks_by_tier(started, tokens)[0] < 4
     await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
     assert [sum(delta.cached or []) for delta in started.sink.deltas["b"]] == [0]
-    assert execute_command(started.engine, "e", make_prefetch(tokens, tenant="c" * 32)).ok
+    assert (await started.execute(make_prefetch(tokens, tenant="c" * 32))).ok
     await started.run("again", tokens, max_tokens=1, tenant="a" * 32)
     assert sum(started.sink.deltas["again"][0].cached or []) == 3 * started.size
 
@@ -81,7 +81,7 @@ async def test_a_prefetch_brings_blocks_up_before_anybody_asks(
     await started.run("a", tokens, max_tokens=1)
     await fill_engine(started, others)
     requests = started.load().requests
-    assert execute_command(started.engine, "e", make_prefetch(tokens)).ok
+    assert (await started.execute(make_prefetch(tokens))).ok
     await eventually(lambda: blocks_by_tier(started, tokens)[0] == 6, timeout=30, what="it is here")
     await eventually(lambda: not started.load().active_blocks, timeout=30, what="it has ended")
     assert loaded(started)[tier] == 6
@@ -95,7 +95,7 @@ async def test_a_request_ends_the_prefetch_of_its_prompt_and_loads_by_itself() -
     tokens = prompt(100)
     await made.run("a", tokens, max_tokens=1)
     await fill_engine(made, 6)
-    assert execute_command(made.engine, "e", make_prefetch(tokens)).ok
+    assert (await made.execute(make_prefetch(tokens))).ok
     await eventually(lambda: loaded(made)[HOST], timeout=30, what="blocks are on their way")
     made.submit("b", tokens, max_tokens=1)
     assert not made.engine.abort("p")
@@ -111,7 +111,7 @@ async def test_a_prefetch_past_its_deadline_is_given_up() -> None:
     tokens = prompt(100)
     await made.run("a", tokens, max_tokens=1)
     await fill_engine(made, 6)
-    assert execute_command(made.engine, "e", make_prefetch(tokens, deadline_s=1.0)).ok
+    assert (await made.execute(make_prefetch(tokens, deadline_s=1.0))).ok
     await eventually(lambda: loaded(made)[HOST], timeout=30, what="blocks are on their way")
     await eventually(lambda: not made.load().active_blocks, timeout=30, what="it has ended")
     assert not made.engine.abort("p")
@@ -122,13 +122,11 @@ async def test_a_prefetch_past_its_deadline_is_given_up() -> None:
 async def test_clear_reaches_the_tiers_that_are_meant(started: StartedEngine) -> None:
     await started.run("a", prompt(64), max_tokens=1)
     await started.run("b", prompt(64), max_tokens=1, salt=SALT + 1)
-    assert execute_command(started.engine, "e", Clear(salt=SALT, tiers=[HOST])).blocks == 4
+    assert (await started.execute(Clear(salt=SALT, tiers=[HOST]))).blocks == 4
     assert blocks_by_tier(started, prompt(64)) == [4, 0, 4]
-    assert execute_command(started.engine, "e", Clear(tiers=[DISK, 3])).blocks == 8
+    assert (await started.execute(Clear(tiers=[DISK, 3]))).blocks == 8
     assert blocks_by_tier(started, prompt(64)) == [4, 0, 0]
-    assert execute_command(started.engine, "e", Clear()).blocks == 8, (
-        "those in two tiers count once"
-    )
+    assert (await started.execute(Clear())).blocks == 8, "those in two tiers count once"
     assert not started.sink.held[0] | started.sink.below[HOST] | started.sink.below[DISK]
 
 
@@ -139,7 +137,7 @@ async def test_release_drops_unshared_blocks_from_all_tiers(started: StartedEngi
     await started.run("b", two, max_tokens=1, session="B")
     await fill_engine(started, 6)
     assert blocks_by_tier(started, one) == [0, 8, 8]
-    assert execute_command(started.engine, "e", Release(sessions=["A"])).blocks == 4
+    assert (await started.execute(Release(sessions=["A"]))).blocks == 4
     assert (blocks_by_tier(started, one), blocks_by_tier(started, two)) == ([0, 4, 4], [0, 7, 7])
 
 
@@ -157,10 +155,10 @@ async def test_a_pin_applies_to_lower_tiers_until_it_is_removed(started: Started
     await started.run("a", tokens, max_tokens=1)
     await fill_engine(started, 6)
     pin = Pin(id="p", sequence_hashes=array("Q", sequence(tokens)).tobytes(), ttl_s=60.0)
-    assert execute_command(started.engine, "e", pin).blocks == 6, "none of them in the engine"
+    assert (await started.execute(pin)).blocks == 6, "none of them in the engine"
     await fill_engine(started, 12, first=2000)
     assert blocks_by_tier(started, tokens) == [0, 6, 6]
-    assert execute_command(started.engine, "e", Unpin("p")).blocks == 6
+    assert (await started.execute(Unpin("p"))).blocks == 6
     await fill_engine(started, 12, first=3000)
     assert blocks_by_tier(started, tokens)[:2] == [0, 0]
 
@@ -169,7 +167,7 @@ async def test_claims_follow_blocks_to_lower_tiers_and_back(started: StartedEngi
     tokens = prompt(96)
     retain = Retain(0, None, 90, explicit=True)
     await started.run("a", tokens, max_tokens=1, retention=[retain])
-    assert execute_command(started.engine, "e", Clear(tiers=[0])).blocks == 6
+    assert (await started.execute(Clear(tiers=[0]))).blocks == 6
     await fill_engine(started, 12)
     assert blocks_by_tier(started, tokens) == [0, 6, 6], "others of the host's 96 have gone"
     await started.run("b", tokens, max_tokens=1)
@@ -183,7 +181,7 @@ async def test_events_of_a_step_precede_the_removal_of_its_blocks() -> None:
     made = await start_mock(host_blocks=96, speedup=0.02)  # a step takes most of a second
     made.submit("a", prompt(100), max_tokens=1)
     await eventually(lambda: made.load().steps == 1, timeout=30, what="the step is under way")
-    assert execute_command(made.engine, "e", Clear()).blocks == 6
+    assert (await made.execute(Clear())).blocks == 6
     await made.ended("a")
     assert blocks_by_tier(made, prompt(100)) == [0, 0, 0]
     await made.engine.close()

@@ -145,28 +145,31 @@ class MockEngine:
             self.events(rank, self._ranks[rank].core.dump())
 
     def clear(self) -> None:
-        self.drop(None, "", TIERS)
+        self._drop(None, "", TIERS)
 
     # retention
 
-    def release(self, sessions: list[str]) -> int:
+    async def release(self, sessions: list[str]) -> int:
         return sum(
             rank.drop_blocks(lambda manager, _: manager.release(sessions)) for rank in self._ranks
         )
 
-    def pin(self, pin: Pin) -> int:
+    async def pin(self, pin: Pin) -> int:
         return sum(
             rank.change_retention(lambda manager, now: manager.pin(pin, now))
             for rank in self._ranks
         )
 
-    def unpin(self, pin: str) -> int:
+    async def unpin(self, pin: str) -> int:
         return sum(
             rank.change_retention(lambda manager, now: manager.unpin(pin, now))
             for rank in self._ranks
         )
 
-    def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+        return self._drop(salt, tenant, tiers)
+
+    def _drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
         def change(manager: RetentionManager, _: float) -> int:
             return manager.clear(salt, tenant)
 

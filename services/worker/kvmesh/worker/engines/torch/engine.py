@@ -197,20 +197,20 @@ class TorchEngine:
             self._publish(self._core.blocks.dump())
 
     def clear(self) -> None:
-        self.drop(None, "", (ENGINE,))
+        self._change_retention(lambda manager, _: manager.clear(None))
 
     # retention
 
-    def release(self, sessions: list[str]) -> int:
+    async def release(self, sessions: list[str]) -> int:
         return self._change_retention(lambda manager, _: manager.release(sessions))
 
-    def pin(self, pin: Pin) -> int:
+    async def pin(self, pin: Pin) -> int:
         return self._change_retention(lambda manager, now: manager.pin(pin, now))
 
-    def unpin(self, pin: str) -> int:
+    async def unpin(self, pin: str) -> int:
         return self._change_retention(lambda manager, now: manager.unpin(pin, now))
 
-    def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
         if ENGINE not in tiers:
             return 0
         return self._change_retention(lambda manager, _: manager.clear(salt, tenant))

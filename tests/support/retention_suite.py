@@ -1,0 +1,218 @@
+"""Retention, release and pins: the contract of every engine with `Retaining`.
+
+Lengths are in blocks, since engines support different block sizes.
+"""
+
+from array import array
+
+from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
+from kvmesh.worker.capabilities import Retaining
+from support.engines import StartedEngine
+from support.wait import eventually
+
+TENANT_BLOCKS = 32
+
+
+async def run(
+    started: StartedEngine, name: str, tokens: bytes, **fields: object
+) -> list[str] | None:
+    """Run one request to its end; returns the outcomes of its directives."""
+    started.submit(name, tokens, max_tokens=1, **fields)
+    await started.ended(name)
+    return next(d.retention for d in started.sink.deltas[name] if d.cached is not None)
+
+
+async def fill_engine(started: StartedEngine, requests: int = 7, first: int = 1000) -> None:
+    """Fill the engine's 64 blocks with other prompts, more than once."""
+    for i in range(first, first + requests):
+        await run(started, f"press{i}", started.prompt(10, i))
+
+
+def held_blocks(started: StartedEngine, tokens: bytes) -> int:
+    """Leading blocks of a prompt in the engine according to its events."""
+    present = started.held_hashes
+    return [block in present for block in (*started.sequence(tokens), -1)].index(False)
+
+
+async def started_holds(started: StartedEngine, blocks: dict[bytes, int]) -> None:
+    """Wait until the engine holds as many leading blocks of each prompt, by its events."""
+    await eventually(
+        lambda: {tokens: held_blocks(started, tokens) for tokens in blocks} == blocks,
+        what=f"blocks {list(blocks.values())}",
+    )
+
+
+def counts(started: StartedEngine) -> dict[str, int]:
+    """Outcomes of directives in this test."""
+    assert isinstance(started.engine, Retaining)
+    outcomes = started.engine.retention()[0].outcomes
+    return {name: outcomes[name] - started.earlier.get(name, 0) for name in outcomes}
+
+
+def joined(*parts: bytes) -> bytes:
+    return b"".join(parts)
+
+
+class RetentionSuite:
+    """An engine of 64 blocks, 4 sequences at once, and a context of 32 blocks."""
+
+    async def test_retained_blocks_outlive_later_ones(self, started: StartedEngine) -> None:
+        kept, plain = started.prompt(5), started.prompt(5, 500)
+        retain = Retain(0, None, 90, explicit=True)
+        assert await run(started, "kept", kept, retention=[retain]) == ["honoured"]
+        assert await run(started, "plain", plain) is None
+        await fill_engine(started)
+        await started_holds(started, {kept: 5, plain: 0})
+        assert counts(started) == {"honoured": 1, "clipped": 0, "expired": 0, "evicted": 0}
+
+    async def test_only_the_range_of_a_directive_is_retained(self, started: StartedEngine) -> None:
+        size = started.size
+        tokens = started.prompt(10)
+        ranges = [Retain(0, None, 0, explicit=True), Retain(0, 4 * size, 90, explicit=True)]
+        assert await run(started, "a", tokens, retention=ranges) == ["honoured", "honoured"]
+        await run(started, "later", started.prompt(10, 700))
+        await fill_engine(started, requests=5)
+        await started_holds(started, {tokens: 4})
+
+    async def test_a_promise_is_soft(self, started: StartedEngine) -> None:
+        """Retained blocks are evicted when no others are left; no request is refused for them."""
+        kept = started.prompt(25)
+        await run(started, "kept", kept, retention=[Retain(0, None, 100, explicit=True)])
+        for i in range(4):
+            started.submit(f"big{i}", started.prompt(30, 2000 + i), max_tokens=20)
+        await started.ended(*(f"big{i}" for i in range(4)))
+        await eventually(lambda: held_blocks(started, kept) < 25)
+        assert counts(started)["evicted"] == 1
+
+    async def test_over_budget_a_directive_is_clipped(self, started: StartedEngine) -> None:
+        retain = Retain(0, None, 90, explicit=True)
+        first, second = started.prompt(25), started.prompt(25, 600)
+        assert await run(started, "a", first, retention=[retain]) == ["honoured"]
+        assert await run(started, "b", second, retention=[retain]) == ["clipped"]
+        await fill_engine(started)
+        await started_holds(started, {first: 25, second: TENANT_BLOCKS - 25})
+
+    async def test_urgent_requests_leave_others_room_to_be_cached(
+        self, started: StartedEngine
+    ) -> None:
+        for i in range(8):
+            tokens = started.prompt(10, 3000 + i)
+            await run(started, f"urgent{i}", tokens, priority=65, tenant=f"evil/{i}")
+        mine, others = started.prompt(5), started.prompt(5, 500)
+        await run(started, "mine", mine, tenant="victim")
+        await run(started, "other", others, tenant="else")
+        await run(started, "more", started.prompt(10, 4000), priority=65, tenant="evil")
+        await started_holds(started, {mine: 5, others: 5})
+        assert isinstance(started.engine, Retaining)
+        assert started.engine.retention()[0].charged_blocks == TENANT_BLOCKS
+
+    async def test_the_outcome_of_the_answer_s_directive_comes_at_its_end(
+        self,
+        started: StartedEngine,
+    ) -> None:
+        size = started.size
+        decode = Retain(0, None, 90, kind="decode", explicit=True)
+        plain = Retain(0, None, 90, kind="decode")
+        started.submit("short", started.prompt(2), max_tokens=4 * size + 1, decode=decode)
+        await started.ended("short")
+        started.submit("long", started.prompt(25, 600), max_tokens=6 * size + 4, decode=decode)
+        await started.ended("long")
+        started.submit("default", started.prompt(2, 3000), max_tokens=size + 1, decode=plain)
+        await started.ended("default")
+        reported = {
+            name: [d.decode for d in deltas] for name, deltas in started.sink.deltas.items()
+        }
+        assert {name: outcome[-1] for name, outcome in reported.items()} == {
+            "short": "honoured",
+            "long": "clipped",
+            "default": None,
+        }
+        assert not any(outcome for deltas in reported.values() for outcome in deltas[:-1])
+        assert (counts(started)["honoured"], counts(started)["clipped"]) == (1, 1)
+
+    async def test_the_latest_directive_counts(self, started: StartedEngine) -> None:
+        tokens = started.prompt(5)
+        await run(started, "a", tokens, session="s", retention=[Retain(0, None, 90, explicit=True)])
+        await run(started, "b", tokens, session="s", retention=[Retain(0, None, 35, explicit=True)])
+        await fill_engine(started)
+        await started_holds(started, {tokens: 0})
+
+    async def test_thinking_goes_first_unless_something_follows_it(
+        self, started: StartedEngine
+    ) -> None:
+        size = started.size
+        thought, used = started.prompt(10), started.prompt(10, 300)
+        await run(started, "used", used, retention=[Retain(4 * size, 8 * size, kind="thinking")])
+        await run(started, "thought", thought, retention=[Retain(4 * size, None, kind="thinking")])
+        for i in range(5):
+            await run(started, f"fill{i}", started.prompt(10, 1000 + i))
+        await started_holds(started, {used: 10, thought: 4})
+
+    async def test_release_drops_the_private_tail_only(self, started: StartedEngine) -> None:
+        shared = started.prompt(4)
+        one, two = joined(shared, started.prompt(4, 100)), joined(shared, started.prompt(3, 200))
+        await run(started, "a", one, session="A")
+        await run(started, "b", two, session="B")
+        reply = await started.execute(Release(sessions=["A"]))
+        assert (reply.ok, reply.blocks) == (True, 4)
+        await started_holds(started, {one: 4, two: 7})
+        removed = started.sink.removed
+        assert (await started.execute(Release(sessions=["A", "unknown"]))).blocks == 0
+        assert started.sink.removed == removed
+        await run(started, "b2", two, session="B")
+        assert started.sink.cached("b2") == 6 * started.size
+
+    async def test_blocks_of_a_running_request_are_not_dropped(
+        self, started: StartedEngine
+    ) -> None:
+        tokens = started.prompt(8)
+        await run(started, "a", tokens, session="A")
+        started.submit("runs", joined(started.prompt(6), started.prompt(1, 9)), max_tokens=300)
+        await started.wait_for_tokens("runs")
+        assert (await started.execute(Release(sessions=["A"]))).blocks == 2
+        await started_holds(started, {tokens: 6})
+        assert started.engine.abort("runs")
+
+    async def test_a_new_prompt_leaves_the_old_tail(self, started: StartedEngine) -> None:
+        head = started.prompt(3)
+        old = joined(head, started.prompt(6, 100))
+        await run(started, "old", old, session="A")
+        await started_holds(started, {old: 9})
+        compacted = joined(head, started.prompt(2, 200))
+        await run(started, "new", compacted, session="A")
+        await started_holds(started, {old: 3, compacted: 5})
+
+    async def test_a_pin_is_a_preference_until_it_is_removed(self, started: StartedEngine) -> None:
+        tokens = started.prompt(6)
+        await run(started, "a", tokens)
+        pin = Pin(
+            id="p", sequence_hashes=array("Q", started.sequence(tokens)[:5]).tobytes(), ttl_s=60.0
+        )
+        assert (await started.execute(pin)).blocks == 5
+        assert (await started.execute(pin)).blocks == 5
+        await fill_engine(started)
+        await started_holds(started, {tokens: 5})
+        assert (await started.execute(Unpin("p"))).blocks == 5
+        assert (await started.execute(Unpin("p"))).ok
+        await fill_engine(started, first=2000)
+        await started_holds(started, {tokens: 0})
+
+    async def test_a_pin_waits_for_its_blocks(self, started: StartedEngine) -> None:
+        tokens = started.prompt(6)
+        pin = Pin(
+            id="p", sequence_hashes=array("Q", started.sequence(tokens)).tobytes(), ttl_s=60.0
+        )
+        assert (await started.execute(pin)).blocks == 0
+        await run(started, "a", tokens)
+        await fill_engine(started)
+        await started_holds(started, {tokens: 6})
+
+    async def test_one_namespace_is_cleared(self, started: StartedEngine) -> None:
+        await run(started, "a", started.prompt(4))
+        await run(started, "b", started.prompt(4), salt=started.salt + 1)
+        others = set(started.sequence(started.prompt(4), started.salt + 1))
+        assert (await started.execute(Clear(tiers=[3]))).blocks == 0
+        assert (await started.execute(Clear(salt=started.salt))).blocks == 4
+        await eventually(lambda: started.held_hashes == others)
+        assert (await started.execute(Clear())).blocks == 4
+        await eventually(lambda: not started.held_hashes)
