@@ -146,6 +146,9 @@ class VllmSettings(Section, frozen=True, kw_only=True):
     ] = None
     adapters: Annotated[list[str], Meta(description="LoRA adapters, as NAME=FOLDER")] = []
     kvbm: Annotated[bool, Meta(description="share KV blocks through the kvbm of the node")] = False
+    retention: Annotated[
+        bool, Meta(description="retain blocks of the prefix cache as requests and pins ask")
+    ] = True
 
 
 class SglangSettings(Section, frozen=True, kw_only=True):

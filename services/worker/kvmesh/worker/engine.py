@@ -166,7 +166,7 @@ EngineFactory: TypeAlias = Callable[[EngineContext], Engine]
 FACTORIES = {
     "mock": "kvmesh.worker.engines.mock.engine:create",
     "torch": "kvmesh.worker.engines.torch.engine:create",
-    "vllm": "kvmesh.worker.engines.vllm.engine:create",
+    "vllm": "kvmesh.worker.engines.vllm.create:create",
     "openai": "kvmesh.worker.engines.remote.engine:create",
     "sglang": "kvmesh.worker.engines.sglang.engine:create",
     "trtllm": "kvmesh.worker.engines.trtllm.engine:create",

@@ -23,7 +23,8 @@ class StreamOutput(Struct):
     """Output from a stream; `cached` is the prompt tokens not computed, if the engine reports them.
 
     `below` has how many of those came from each tier below the engine. `handoff` comes with the end
-    of a prefill whose KV another engine is to fetch.
+    of a prefill whose KV another engine is to fetch. `retention` and `decode` are outcomes of
+    directives, as in `OutputDelta`.
     """
 
     tokens: list[int]
@@ -32,6 +33,8 @@ class StreamOutput(Struct):
     logprobs: list[dict[int, float]] | None = None
     handoff: dict[str, Any] | None = None
     below: list[int] = []
+    retention: list[str] | None = None
+    decode: str | None = None
 
 
 class EngineUnavailable(Exception):
@@ -191,11 +194,13 @@ class RequestStreams:
             output.finish,
             logprobs=output.logprobs,
             handoff=output.handoff,
+            decode=output.decode,
         )
         if not request.started and (output.tokens or output.finish):
             request.started = True
             cached = output.cached or 0
             delta.cached = _by_tier(cached, output.below)
+            delta.retention = output.retention
             counters.prompt_tokens += request.prompt_tokens
             counters.cached_tokens += cached
         self._emit([delta])

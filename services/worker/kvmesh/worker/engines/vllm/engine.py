@@ -7,7 +7,6 @@ sockets in a private folder.
 import asyncio
 import logging
 import os
-import socket
 from array import array
 from collections.abc import AsyncIterator
 from multiprocessing import active_children
@@ -18,7 +17,6 @@ from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.lora.request import LoRARequest
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -26,7 +24,6 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from kvmesh.bus.messages import Capacity, Guided, Load, Work
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
-from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
@@ -39,21 +36,17 @@ from kvmesh.worker.adapters.zmq_events import event_endpoints
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
-    EngineContext,
     EngineError,
     EngineInfo,
     Rejected,
     Sink,
 )
-from kvmesh.worker.engines.vllm.block_sharing import (
-    kvbm_request_args,
-    kvbm_transfer_config,
-    uses_kvmesh_connector,
-)
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
+from kvmesh.worker.engines.vllm.request_origin import KEY, origin_params
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
+from kvmesh.worker.engines.vllm.transfer_config import has_handoff
 from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -64,35 +57,13 @@ TAGGING = ("auto", "xgrammar")
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
-def create(context: EngineContext) -> "VllmEngine":
-    """Create vLLM with the arguments of `[vllm]` for the model in the folder."""
-    worker, vllm = context.settings.worker, context.settings.vllm
-    arguments: dict[str, Any] = {
-        "model": str(context.folder),
-        "block_size": worker.block_size,
-        "scheduling_policy": "priority",
-        "enable_prefix_caching": True,
-        **engine_arguments(vllm.args, vllm.args_file),
-    }
-    if worker.context:
-        arguments.setdefault("max_model_len", worker.context)
-    served = worker.served_name or context.folder.name
-    if worker.serves != "aggregated":
-        arguments.setdefault("kv_transfer_config", _nixl_config())
-    if vllm.kvbm:
-        arguments.setdefault(
-            "kv_transfer_config", kvbm_transfer_config(context.settings, context.folder, served)
-        )
-    elif "kv_transfer_config" in arguments:
-        os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
-    adapters = _adapters(vllm.adapters)
-    if adapters:
-        arguments.setdefault("enable_lora", True)
-    return VllmEngine(arguments, adapters, served, worker.compile_timeout_s)
-
-
 class VllmEngine(StreamingAdapter):
-    """One `AsyncLLM` with one or more data-parallel ranks."""
+    """One `AsyncLLM` with one or more data-parallel ranks.
+
+    `retains`: `RetentionConnector` receives the origin of each request.
+    """
+
+    retains = False
 
     def __init__(
         self,
@@ -100,8 +71,10 @@ class VllmEngine(StreamingAdapter):
         adapters: dict[str, LoRARequest],
         served: str,
         compile_timeout_s: float,
+        tiered: bool,
     ) -> None:
         super().__init__()
+        self._tiered = tiered
         self._compile_timeout_s = compile_timeout_s
         self._arguments = arguments
         self._adapters = adapters
@@ -112,7 +85,7 @@ class VllmEngine(StreamingAdapter):
         self._constraints: Constraints | None = None
         self._processes: list[int] = []
         self._salts = PromptSalts(served, 1)
-        self._supports_handoff = not uses_kvmesh_connector(arguments)
+        self._supports_handoff = has_handoff(arguments.get("kv_transfer_config"))
         self._stats: list[RankStats] = []
         self._ledgers: list[CacheLedger] = []
         self._blocks = 0
@@ -174,7 +147,7 @@ class VllmEngine(StreamingAdapter):
         return [self._rank_load(self._streams, instance, rank) for rank in range(len(self._stats))]
 
     def tier_counts(self) -> TierCounts | None:
-        return self._stats[0].tier_counts if self._stats and not self._supports_handoff else None
+        return self._stats[0].tier_counts if self._stats and self._tiered else None
 
     def clear(self) -> None:
         self._tasks.start(self._clear(), "vllm clear")
@@ -229,8 +202,8 @@ class VllmEngine(StreamingAdapter):
             context=config.model_config.max_model_len,
             block_size=config.cache_config.block_size,
             adapters=list(self._adapters),
-            supports_handoff=config.kv_transfer_config is not None and self._supports_handoff,
-            tiered=not self._supports_handoff,
+            supports_handoff=self._supports_handoff,
+            tiered=self._tiered,
             structural_tags=config.structured_outputs_config.backend in TAGGING,
             kv_layout=_kv_layout(config),
             capacity=Capacity(
@@ -248,12 +221,18 @@ class VllmEngine(StreamingAdapter):
             **sampling_fields(sampling),
             logit_bias=sampling.logit_bias or None,
             detokenize=False,
-            extra_args=_handoff_args(work) if self._supports_handoff else kvbm_request_args(work),
+            extra_args=self._extra_args(work),
             output_kind=RequestOutputKind.DELTA,
             structured_outputs=None
             if guided is None
             else StructuredOutputsParams(**structured_outputs(guided)),
         )
+
+    def _extra_args(self, work: Work) -> dict[str, Any] | None:
+        """`extra_args` with the parameters of the KV handoff and of kvmesh's connectors, if any."""
+        handoff = {"do_remote_decode": True} if work.prefill else work.handoff or {}
+        params = {**handoff, **(origin_params(work) if self._tiered or self.retains else {})}
+        return {"kv_transfer_params": params} if params else None
 
     async def _generate(self, work: Work, params: SamplingParams) -> AsyncIterator[StreamOutput]:
         prompt: dict[str, Any] = {"prompt_token_ids": array("I", work.tokens).tolist()}
@@ -273,7 +252,7 @@ class VllmEngine(StreamingAdapter):
         try:
             async for output in outputs:
                 onboarded = [blocks * self._block_size for blocks in stats.loaded(work.request)]
-                yield _output(output, onboarded)
+                yield _output(output, onboarded, stats.outcomes(work.request))
         except EngineDeadError as error:
             raise EngineError(f"vLLM has died: {_cause(error)}") from error
         except (GracefulHTTPError, EngineGenerateError) as error:
@@ -321,40 +300,13 @@ class VllmEngine(StreamingAdapter):
             self._streams.fail(EngineError(f"vLLM {reason}"))
 
 
-def _nixl_config() -> dict[str, str]:
-    device = {"kv_buffer_device": "cpu"} if current_platform.is_cpu() else {}
-    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **device}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _handoff_args(work: Work) -> dict[str, Any] | None:
-    """`extra_args` with the parameters of the KV handoff, if any."""
-    params = {"do_remote_decode": True} if work.prefill else work.handoff
-    return {"kv_transfer_params": params} if params else None
-
-
-def _adapters(pairs: list[str]) -> dict[str, LoRARequest]:
-    adapters: dict[str, LoRARequest] = {}
-    for number, pair in enumerate(pairs, start=1):
-        name, equals, path = pair.partition("=")
-        if not name or not equals or not os.path.isdir(path):
-            raise EngineConfigError(
-                f"LoRA adapter {pair!r} is not NAME=FOLDER with an existing folder"
-            )
-        adapters[name] = LoRARequest(name, number, path)
-    return adapters
-
-
-def _output(output: Any, onboarded: list[int]) -> StreamOutput:
+def _output(output: Any, onboarded: list[int], retention: list[str] | None) -> StreamOutput:
     completion = output.outputs[0]
     reason = completion.finish_reason
     if reason in ("abort", "error"):
         raise EngineUnavailable(f"vLLM aborted the request ({reason})")
+    params = dict(output.kv_transfer_params or {})
+    of_output = params.pop(KEY, {})
     return StreamOutput(
         list(completion.token_ids),
         None if reason is None else _FINISH.get(reason, "stop"),
@@ -364,8 +316,10 @@ def _output(output: Any, onboarded: list[int]) -> StreamOutput:
         else [
             {token: entry.logprob for token, entry in row.items()} for row in completion.logprobs
         ],
-        output.kv_transfer_params,
+        params or None,
         onboarded,
+        retention,
+        of_output.get("decode"),
     )
 
 

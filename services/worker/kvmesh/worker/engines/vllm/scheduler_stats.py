@@ -8,7 +8,10 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kvmesh.runtime.lru import LruCache
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
-from kvmesh.worker.engines.vllm.connector_stats import CORRUPT, LOADED, SKIPPED, WRITTEN
+from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR as KVBM_CONNECTOR
+from kvmesh.worker.engines.vllm.kvbm.stats import CORRUPT, LOADED, SKIPPED, WRITTEN
+from kvmesh.worker.engines.vllm.retention.settings import CONNECTOR as RETENTION_CONNECTOR
+from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, STATE
 
 TIERS = 4
 MAX_LOADED_REQUESTS = 4096
@@ -34,6 +37,8 @@ class RankStats:
         self._loaded: LruCache[str, list[int]] = LruCache(MAX_LOADED_REQUESTS)
         self._loaded_blocks = [0] * TIERS
         self._connector: dict[str, Any] = {}
+        self._outcomes: LruCache[str, list[str]] = LruCache(MAX_LOADED_REQUESTS)
+        self.retention: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Count a request; the first step of an idle rank is timed from here."""
@@ -50,7 +55,7 @@ class RankStats:
             self.usage = scheduler.kv_cache_usage
             self._count(now)
             self._last_step = now if busy else 0.0
-            self._record_tiers(scheduler.kv_connector_stats or {})
+            self._record_connectors(scheduler.kv_connector_stats or {})
         if iteration is not None:
             self.preemptions += iteration.num_preempted_reqs
 
@@ -58,8 +63,13 @@ class RankStats:
         """Blocks onboarded for a request by tier, from tier 1 on; known before its first token."""
         return self._loaded.peek(request) or []
 
+    def outcomes(self, request: str) -> list[str] | None:
+        """Outcomes of a prompt's explicit directives; known before its first token."""
+        return self._outcomes.peek(request)
+
     def forget(self, request: str) -> None:
         self._active_requests -= 1
+        self._outcomes.pop(request)
         self._loaded.pop(request)
 
     @property
@@ -79,9 +89,14 @@ class RankStats:
             self._last_idle_step = now
             self.counters.steps += 1
 
-    def _record_tiers(self, stats: dict[str, Any]) -> None:
-        """Record the statistics of the connector, if configured."""
-        self._connector |= stats
+    def _record_connectors(self, stats: dict[str, Any]) -> None:
+        """Record the statistics of the connectors, by class name if there are several."""
+        for name in (KVBM_CONNECTOR, RETENTION_CONNECTOR):
+            stats = {**stats, **stats.get(name, {})}
+        self.retention = stats.get(STATE, self.retention)
+        for request, outcomes in stats.get(OUTCOMES, {}).items():
+            self._outcomes.put(request, outcomes)
+        self._connector |= {k: v for k, v in stats.items() if k in (WRITTEN, SKIPPED, CORRUPT)}
         for request, blocks in stats.get(LOADED, {}).items():
             self._loaded.put(request, blocks)
             for tier, count in enumerate(blocks, 1):

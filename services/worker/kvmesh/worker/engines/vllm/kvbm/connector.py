@@ -21,14 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvmesh.bus.messages import KvLayout, LayerLayout
-from kvmesh.worker.engines.vllm.block_sharing import KEY
-from kvmesh.worker.engines.vllm.bridge import (
+from kvmesh.worker.engines.vllm.kvbm.bridge import (
     BridgeOptions,
-    RequestOrigin,
     SchedulerBridge,
     WorkerBridge,
 )
-from kvmesh.worker.engines.vllm.connector_stats import (
+from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR
+from kvmesh.worker.engines.vllm.kvbm.stats import (
     COMPUTE,
     COPY,
     CORRUPT,
@@ -36,6 +35,8 @@ from kvmesh.worker.engines.vllm.connector_stats import (
     KvmeshConnectorStats,
     StepMeter,
 )
+from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
+from kvmesh.worker.engines.vllm.request_origin import KEY, RequestOrigin, request_origin
 
 
 class BlockLoad(Struct):
@@ -120,8 +121,11 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def update_connector_output(self, connector_output: Any) -> None:
         stats = connector_output.kv_connector_stats
-        if stats is not None:
-            self._scheduler_connector.bridge.update_speeds(stats.data[COMPUTE], stats.data[COPY])
+        data = {} if stats is None else stats.data
+        ours = data.get(CONNECTOR)  # of several connectors, by class name
+        data = data if ours is None else ours.data
+        if COMPUTE in data:
+            self._scheduler_connector.bridge.update_speeds(data[COMPUTE], data[COPY])
         for request in connector_output.finished_recving or ():
             self._scheduler_connector.bridge.release_lookup(request)
 
@@ -141,6 +145,10 @@ class KvmeshConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvmeshConnectorStats:
         return KvmeshConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> UnexportedStats:
+        return UnexportedStats(*arguments)
 
     # worker side
 
@@ -250,7 +258,7 @@ class _SchedulerConnector:
         self._loads: list[BlockLoad] = []
 
     def get_num_new_matched_blocks(self, request: Any, held: int) -> tuple[int | None, bool]:
-        origin, reusable = _origin(request), (request.num_tokens - 1) // self._block_size
+        origin, reusable = request_origin(request), (request.num_tokens - 1) // self._block_size
         if origin is None or reusable <= held:
             return 0, False
         tokens = request.all_token_ids[: reusable * self._block_size]
@@ -261,7 +269,7 @@ class _SchedulerConnector:
         return found * self._block_size, found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, count: int) -> None:
-        request_id, origin = request.request_id, _origin(request)
+        request_id, origin = request.request_id, request_origin(request)
         if origin is None:
             return
         self._requests.setdefault(request_id, ConnectorRequest(request, origin))
@@ -334,11 +342,6 @@ class _SchedulerConnector:
         tokens = list(tracked.request.all_token_ids[: full_blocks * self._block_size])
         blocks = tracked.blocks[first:full_blocks]
         metadata.saves.append(BlockSave(request, tracked.origin, tokens, first, blocks))
-
-
-def _origin(request: Any) -> RequestOrigin | None:
-    params = (request.kv_transfer_params or {}).get(KEY)
-    return msgspec.convert(params, RequestOrigin) if params is not None else None
 
 
 def _layout(weights: str, config: Any) -> KvLayout:

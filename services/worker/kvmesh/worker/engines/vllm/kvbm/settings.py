@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from kvmesh._native import xxh3
-from kvmesh.bus.messages import Work
-from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
-from kvmesh.worker.engines.vllm.bridge import BridgeOptions, RequestOrigin, export_bus_options
+from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, export_bus_options
+from kvmesh.worker.engines.vllm.request_origin import KEY
+from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
-KEY = "kvmesh"
 CONNECTOR = "KvmeshConnector"
 HEAD_BYTES = 1 << 20
 
@@ -36,34 +34,11 @@ def kvbm_transfer_config(settings: Settings, folder: Path, served: str) -> dict[
     )
     return {
         "kv_connector": CONNECTOR,
-        "kv_connector_module_path": "kvmesh.worker.engines.vllm.connector",
+        "kv_connector_module_path": f"{PACKAGE}.kvbm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {KEY: msgspec.to_builtins(options)},
     }
-
-
-def uses_kvmesh_connector(arguments: dict[str, Any]) -> bool:
-    """True if these engine arguments configure `KvmeshConnector`."""
-    config = arguments.get("kv_transfer_config")
-    return isinstance(config, dict) and config["kv_connector"] == CONNECTOR
-
-
-def kvbm_request_args(work: Work) -> dict[str, Any]:
-    """`extra_args` of a request: the origin of its blocks for `KvmeshConnector`."""
-    retention = list(work.retention)
-    if work.decode is not None:
-        prompt = len(work.tokens) // TOKEN_BYTES - work.generated
-        retention.append(replace(work.decode, start=prompt, end=None))
-    origin = RequestOrigin(
-        request=work.request,
-        salt=work.salt,
-        adapter=work.adapter or "",
-        tenant=work.tenant,
-        session=work.session,
-        retention=retention,
-    )
-    return {"kv_transfer_params": {KEY: msgspec.to_builtins(origin)}}
 
 
 def fingerprint(folder: Path, arguments: list[str]) -> str:

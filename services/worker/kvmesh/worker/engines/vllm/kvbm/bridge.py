@@ -33,11 +33,12 @@ from kvmesh.blocks.kvbm_client import (
 )
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import KvLayout, Retain
+from kvmesh.bus.messages import KvLayout
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
+from kvmesh.worker.engines.vllm.request_origin import RequestOrigin
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -71,17 +72,6 @@ def export_bus_options(options: BusOptions) -> None:
 def inherited_bus_options() -> BusOptions:
     """The options given to `export_bus_options`, from the environment."""
     return msgspec.json.decode(os.environ[BUS_OPTIONS_VARIABLE], type=BusOptions)
-
-
-class RequestOrigin(Struct, frozen=True, kw_only=True):
-    """Fields of a request that determine the identity and retention of its blocks; see `Work`."""
-
-    request: str
-    salt: int
-    adapter: str = ""
-    tenant: str = ""
-    session: str | None = None
-    retention: list[Retain] = []
 
 
 class KvbmBridge:
@@ -147,7 +137,7 @@ class KvbmBridge:
             salt=origin.salt,
             tenant=origin.tenant,
             session=origin.session,
-            retention=origin.retention,
+            retention=origin.ranges,
         )
 
 

@@ -1,0 +1,93 @@
+"""Creates embedded vLLM from the worker's settings: its arguments, adapters and KV connectors."""
+
+import logging
+import os
+import socket
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+from kvmesh.settings.schema import VllmSettings
+from kvmesh.worker.adapters.engine_args import engine_arguments
+from kvmesh.worker.engine import EngineConfigError, EngineContext
+from kvmesh.worker.engines.retention_settings import retention_options
+from kvmesh.worker.engines.vllm.engine import VllmEngine
+from kvmesh.worker.engines.vllm.kvbm.settings import kvbm_transfer_config
+from kvmesh.worker.engines.vllm.retaining_engine import RetainingVllmEngine
+from kvmesh.worker.engines.vllm.retention.internals import changed_internals
+from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
+from kvmesh.worker.engines.vllm.transfer_config import combined_config
+
+log = logging.getLogger(__name__)
+
+
+def create(context: EngineContext) -> "VllmEngine":
+    """Create vLLM with the arguments of `[vllm]` for the model in the folder."""
+    worker, vllm = context.settings.worker, context.settings.vllm
+    arguments: dict[str, Any] = {
+        "model": str(context.folder),
+        "block_size": worker.block_size,
+        "scheduling_policy": "priority",
+        "enable_prefix_caching": True,
+        **engine_arguments(vllm.args, vllm.args_file),
+    }
+    if worker.context:
+        arguments.setdefault("max_model_len", worker.context)
+    served = worker.served_name or context.folder.name
+    if worker.serves != "aggregated":
+        arguments.setdefault("kv_transfer_config", _nixl_config())
+    configured = arguments.get("kv_transfer_config")
+    if configured is not None:
+        os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
+    ours = []
+    if vllm.kvbm:
+        ours.append(kvbm_transfer_config(context.settings, context.folder, served))
+    engine_type = _engine_type(vllm)
+    if engine_type.retains:
+        ours.append(retention_transfer_config(retention_options(worker)))
+    if ours:
+        arguments["kv_transfer_config"] = combined_config(configured, *ours)
+    adapters = _adapters(vllm.adapters)
+    if adapters:
+        arguments.setdefault("enable_lora", True)
+    return engine_type(arguments, adapters, served, worker.compile_timeout_s, tiered=vllm.kvbm)
+
+
+def _engine_type(vllm: VllmSettings) -> type[VllmEngine]:
+    """The engine with retention, unless this vLLM differs from those that were tested."""
+    if not vllm.retention:
+        return VllmEngine
+    changed = changed_internals()
+    if changed:
+        log.warning(
+            "vLLM %s retains no blocks on request: %s differ from the versions that were tested",
+            vllm_version,
+            ", ".join(changed),
+        )
+        return VllmEngine
+    return RetainingVllmEngine
+
+
+def _nixl_config() -> dict[str, str]:
+    device = {"kv_buffer_device": "cpu"} if current_platform.is_cpu() else {}
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **device}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _adapters(pairs: list[str]) -> dict[str, LoRARequest]:
+    adapters: dict[str, LoRARequest] = {}
+    for number, pair in enumerate(pairs, start=1):
+        name, equals, path = pair.partition("=")
+        if not name or not equals or not os.path.isdir(path):
+            raise EngineConfigError(
+                f"LoRA adapter {pair!r} is not NAME=FOLDER with an existing folder"
+            )
+        adapters[name] = LoRARequest(name, number, path)
+    return adapters

@@ -1,0 +1,308 @@
+"""KV connector for vLLM that retains blocks of its prefix cache; it transfers nothing.
+
+vLLM's scheduler hands its block pool to a connector. This one replaces the pool's free queue, and
+claims the blocks of each request when the scheduler has allocated them. Commands arrive through
+`EngineCore.kvmesh_retention`, which vLLM calls between two steps.
+"""
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.engine.core import EngineCore
+
+from kvmesh.bus.messages import Clear, Pin, Release, Unpin
+from kvmesh.retention.budget import RetentionBudget
+from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
+from kvmesh.worker.engines.vllm.request_origin import KEY, request_origin
+from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
+from kvmesh.worker.engines.vllm.retention.block_runs import BlockRuns
+from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetention
+from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
+from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, STATE, ConnectorOptions
+
+log = logging.getLogger(__name__)
+_commands = msgspec.msgpack.Decoder(Clear | Release | Pin | Unpin)
+
+
+class RetentionStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
+    """OUTCOMES has those of each request's directives, STATE the state of retention."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        outcomes = {**self.data.get(OUTCOMES, {}), **other.data.get(OUTCOMES, {})}
+        self.data.update(other.data)
+        self.data[OUTCOMES] = outcomes
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Figures for vLLM's own log."""
+        state = self.data.get(STATE, {})
+        return {name: value for name, value in state.items() if isinstance(value, int)}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class VllmPrefixCache:
+    """`PrefixCache` over vLLM's `BlockPool`."""
+
+    def __init__(self, pool: Any, queue: RetainingBlockQueue) -> None:
+        self._pool = pool
+        self._queue = queue
+
+    def find(self, block_hash: bytes, group: int) -> list[int]:
+        key = make_block_hash_with_group_id(block_hash, group)
+        found = self._pool.cached_block_hash_to_block._cache.get(key)
+        if found is None:
+            return []
+        return list(found) if isinstance(found, dict) else [found.block_id]
+
+    def holds(self, block: int) -> bool:
+        return self._pool.blocks[block].block_hash is not None
+
+    def is_free(self, block: int) -> bool:
+        return bool(self._pool.blocks[block].ref_cnt == 0)
+
+    def drop(self, blocks: list[int]) -> None:
+        self._pool.evict_blocks(set(blocks))
+        for number in blocks:
+            block = self._pool.blocks[number]
+            self._queue.remove(block)
+            self._queue.prepend_n([block])
+
+
+class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
+    """Created by the scheduler and by each worker process; only the scheduler's does anything."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._options = msgspec.convert(extra[KEY], ConnectorOptions)
+        self._groups = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
+        self._requests: dict[str, tuple[Any, RetainedRequest | None]] = {}
+        self._outcomes: dict[str, list[str]] = {}
+        self._retention: PrefixCacheRetention | None = None
+        self._pool: Any = None
+        self._cached: Any = None
+        self._state: dict[str, Any] = {}
+        if role is KVConnectorRole.SCHEDULER:
+            _install_command(self)
+
+    # scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        options, pool = self._options.retention, gpu_block_pool
+        budget = RetentionBudget(
+            int(options.budget * pool.num_gpu_blocks), unlimited_ttl_s=options.session_idle_s
+        )
+        runs = BlockRuns(pool.blocks, budget)
+        old = pool.free_block_queue
+        queue = RetainingBlockQueue(old, type(pool.blocks[0]), runs, time.monotonic)
+        pool.free_block_queue = queue
+        self._pool, self._cached = pool, pool.cached_block_hash_to_block
+        self._retention = PrefixCacheRetention(
+            options,
+            VllmPrefixCache(pool, queue),
+            runs,
+            budget,
+            self._groups,
+            pool.hash_block_size,
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if request.request_id not in self._requests and self._retention is not None:
+            self._requests[request.request_id] = request, self._start(request, self._retention)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        retention = self._retention
+        if retention is not None:
+            if self._pool.cached_block_hash_to_block is not self._cached:
+                self._cached = self._pool.cached_block_hash_to_block
+                self._pool.free_block_queue.forget(self._pool.blocks)
+            self._claim_allocated(retention, scheduler_output)
+        return KVConnectorMetadata()
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        _, tracked = self._requests.pop(request.request_id, (None, None))
+        if tracked is None or self._retention is None:
+            return False, None
+        self._claim(self._retention, tracked, request.num_computed_tokens)
+        self._retention.rank_prompt(tracked, time.monotonic())
+        if not tracked.granted or not tracked.output_directives:
+            return False, None
+        outcomes = self._retention.grant(tracked.output_directives)
+        return False, {KEY: {"decode": outcomes[0]}}
+
+    def get_kv_connector_stats(self) -> RetentionStats | None:
+        if self._retention is None:
+            return None
+        data: dict[str, Any] = {}
+        if self._outcomes:
+            data[OUTCOMES], self._outcomes = self._outcomes, {}
+        state = self._current_state(self._retention)
+        if state != self._state:
+            data[STATE] = self._state = state
+        return RetentionStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RetentionStats:
+        return RetentionStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> UnexportedStats:
+        return UnexportedStats(*arguments)
+
+    def execute(self, packed: bytes) -> dict[str, Any]:
+        """Execute a command of the worker; returns its number of blocks and the new state."""
+        retention, now = self._retention, time.monotonic()
+        if retention is None:
+            raise RuntimeError("vLLM has not bound its block pool")
+        match _commands.decode(packed):
+            case Clear() as clear:
+                blocks = retention.clear(clear.salt, clear.tenant)
+            case Release() as release:
+                blocks = retention.release(release.sessions)
+            case Pin() as pin:
+                blocks = retention.pin(pin, now)
+            case Unpin(pin_id):
+                blocks = retention.unpin(pin_id, now)
+        return {"blocks": blocks, STATE: self._current_state(retention)}
+
+    # worker side
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    # helpers
+
+    def _start(self, request: Any, retention: PrefixCacheRetention) -> RetainedRequest | None:
+        origin = request_origin(request)
+        if origin is None or request.mm_features:
+            return None
+        tokens = array("I", request.prompt_token_ids)
+        started = RetainedRequest(
+            origin,
+            request.block_hashes,
+            tokens,
+            retention.group_sizes,
+            retention.hash_size,
+            retention.defaults,
+        )
+        retention.start_request(started, time.monotonic())
+        return started
+
+    def _claim_allocated(self, retention: PrefixCacheRetention, output: Any) -> None:
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        for new in output.scheduled_new_reqs:
+            self._add_blocks(retention, new.req_id, new.block_ids, replace=True)
+            computed = new.num_computed_tokens + scheduled[new.req_id]
+            self._claim_request(retention, new.req_id, computed)
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for name, blocks, computed in rows:
+            if blocks is not None:
+                self._add_blocks(retention, name, blocks, name in cached.resumed_req_ids)
+            self._claim_request(retention, name, computed + scheduled[name])
+
+    def _add_blocks(
+        self,
+        retention: PrefixCacheRetention,
+        name: str,
+        blocks: Sequence[Sequence[int]],
+        replace: bool,
+    ) -> None:
+        tracked = self._requests.get(name, (None, None))[1]
+        for group, ids in enumerate(blocks):
+            if tracked is None:
+                retention.allocated(None, ids, 0, "")
+                continue
+            retention.allocated(tracked, ids, tracked.salt, tracked.tenant)
+            if replace:
+                tracked.blocks[group], tracked.claimed[group] = list(ids), 0
+            else:
+                tracked.blocks[group] += ids
+
+    def _claim_request(self, retention: PrefixCacheRetention, name: str, computed: int) -> None:
+        request, tracked = self._requests.get(name, (None, None))
+        if tracked is None:
+            return
+        self._claim(retention, tracked, computed)
+        if not tracked.granted and computed >= request.num_prompt_tokens:
+            tracked.granted = True
+            retention.rank_prompt(tracked, time.monotonic())
+            outcomes = retention.grant(tracked.prompt_directives)
+            if outcomes:
+                self._outcomes[tracked.id] = outcomes
+
+    def _claim(
+        self, retention: PrefixCacheRetention, request: RetainedRequest, computed: int
+    ) -> None:
+        now = time.monotonic()
+        for group, size in enumerate(retention.group_sizes):
+            end = min(computed // size, len(request.blocks[group]))
+            if end > request.claimed[group]:
+                retention.claim(request, group, end, now)
+
+    def _current_state(self, retention: PrefixCacheRetention) -> dict[str, Any]:
+        state: dict[str, Any] = msgspec.to_builtins(retention.state(0, time.monotonic()))
+        return state
+
+
+def _install_command(connector: RetentionConnector) -> None:
+    """Add `kvmesh_retention(packed)` to vLLM's engine core in this process."""
+
+    def kvmesh_retention(core: Any, packed: bytes) -> dict[str, Any]:
+        try:
+            result = connector.execute(packed)
+            _publish_events(core.scheduler)
+        except Exception as error:  # vLLM would log a traceback per call
+            log.exception("a retention command failed")
+            return {"error": str(error)}
+        return result
+
+    command: Callable[[Any, bytes], dict[str, Any]] = kvmesh_retention
+    EngineCore.kvmesh_retention = command
+
+
+def _publish_events(scheduler: Any) -> None:
+    """Publish the events of a command now: vLLM would wait for its next step."""
+    events = scheduler.kv_cache_manager.take_events()
+    if events:
+        scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))

@@ -1,0 +1,317 @@
+"""Retention of the blocks in vLLM's prefix cache: claims, pins, sessions and clears of one rank.
+
+The rules are those of `kvmesh.retention`. A block is known by vLLM's hash of its prompt up to its
+end. Claims are granted when vLLM allocates blocks, since it frees those of a sliding window before
+their request ends.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Protocol
+
+from kvmesh.bus.messages import Pin
+from kvmesh.retention.budget import RetentionBudget
+from kvmesh.retention.claims import UNCLAIMED, RetentionWish
+from kvmesh.retention.outcomes import Directive
+from kvmesh.retention.pins import Pinned, PinTable
+from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
+from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.enginecore.retention import PINNED, RetentionOptions
+from kvmesh.worker.engines.vllm.retention.block_runs import NO_FLOOR, BlockRun, BlockRuns
+from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
+
+MAX_UNUSED = 1024
+
+
+class PrefixCache(Protocol):
+    """vLLM's prefix cache, as far as retention needs it."""
+
+    def find(self, block_hash: bytes, group: int) -> list[int]:
+        """Ids of the blocks of a KV cache group that hold this hash; several if duplicated."""
+        ...
+
+    def holds(self, block: int) -> bool:
+        """True if the block has a hash."""
+        ...
+
+    def is_free(self, block: int) -> bool:
+        """True if no request uses the block."""
+        ...
+
+    def drop(self, blocks: list[int]) -> None:
+        """Remove free blocks from the cache; they are reused first."""
+        ...
+
+
+class PrefixCacheRetention:
+    """Retention on one rank with `len(runs.by_block)` blocks.
+
+    `group_sizes` are the tokens of a block of each KV cache group, multiples of `hash_size`, the
+    tokens that one hash covers.
+    """
+
+    def __init__(
+        self,
+        options: RetentionOptions,
+        cache: PrefixCache,
+        runs: BlockRuns,
+        budget: RetentionBudget,
+        group_sizes: Sequence[int],
+        hash_size: int,
+    ) -> None:
+        capacity = len(runs.by_block)
+        self.group_sizes = group_sizes
+        self.hash_size = hash_size
+        self.defaults = options.defaults
+        self._cache = cache
+        self._runs = runs
+        self._budget = budget
+        self._sessions: SessionBlocks[bytes] = SessionBlocks(
+            options.session_idle_s, options.session_blocks * capacity
+        )
+        self._pins: PinTable[int] = PinTable()
+        self._hash_of: dict[int, bytes] = {}  # vLLM's hash of each kvmesh sequence hash
+        self._namespaces: dict[tuple[int, str], int] = {}
+        self._namespace_ids = count(1)
+        self._namespace_of = array("I", bytes(4 * capacity))
+
+    def state(self, rank: int, now: float) -> RetentionState:
+        """The state at `now`, reported as rank `rank`."""
+        self._runs.expire(now)
+        counts = self._budget.outcomes.counts
+        return RetentionState(
+            rank=rank,
+            sessions=len(self._sessions),
+            pins=len(self._pins),
+            charged_blocks=sum(self._budget.charged.values()),
+            outcomes={str(outcome): count for outcome, count in counts.items()},
+        )
+
+    # requests
+
+    def start_request(self, request: RetainedRequest, now: float) -> None:
+        """Record the prompt of a request; drop blocks that only superseded prompts used."""
+        known = zip(request.sequence_hashes, request.hashes, strict=False)
+        self._hash_of.update(known)
+        if len(self._hash_of) > 4 * len(self._runs.by_block) + MAX_UNUSED:
+            self._forget_evicted_hashes()
+        request.shared = self._sessions.shared_blocks(request.hashes, request.session)
+        if request.session is not None:
+            self._drop_tails(self._sessions.record(request.session, request.hashes, now))
+
+    def allocated(
+        self, request: RetainedRequest | None, blocks: Sequence[int], salt: int, tenant: str
+    ) -> None:
+        """Note the namespace of blocks that vLLM has given to a request."""
+        if request is None and not self._namespaces:
+            return
+        key = salt, tenant
+        namespace = self._namespaces.get(key)
+        if namespace is None:
+            namespace = self._namespaces[key] = next(self._namespace_ids)
+            if len(self._namespaces) > MAX_UNUSED + len(self._namespace_of):
+                self._forget_unused_namespaces(namespace)
+        of = self._namespace_of
+        for block in blocks:
+            of[block] = namespace
+
+    def claim(self, request: RetainedRequest, group: int, end: int, now: float) -> None:
+        """Claim a request's blocks of a group up to index `end`, which will be full."""
+        first, ids = request.claimed[group], request.blocks[group]
+        if end <= first:
+            return
+        request.claimed[group] = end
+        if request.is_plain and not self._runs.retained and not len(self._pins):
+            return
+        self._runs.expire(now)
+        shared = request.shared_blocks(group)
+        for start, stop, wish in request.wishes(group, first, end):
+            middle = min(max(start, shared), stop)
+            self._claim_range(request, ids[start:middle], wish, False, now)
+            self._claim_range(request, ids[middle:stop], wish, True, now)
+        if request.raised is not None:
+            self._claim_range(request, ids[first:end], request.raised, False, now)
+        self._apply_pins(request, group, first, now)
+
+    def rank_prompt(self, request: RetainedRequest, now: float) -> None:
+        """Rank a request's runs no lower than those that follow, and merge equal ones.
+
+        To be called once its prompt is complete, and again at its end.
+        """
+        if self._runs.retained:
+            for ids in request.blocks:
+                self._set_floors([block for block in ids if block], now)
+
+    def grant(self, directives: Iterable[Directive]) -> list[str]:
+        """Record that all existing blocks of these directives have been claimed."""
+        return [str(self._budget.outcomes.record_grant(directive)) for directive in directives]
+
+    def _claim_range(
+        self,
+        request: RetainedRequest,
+        ids: Sequence[int],
+        wish: RetentionWish | None,
+        exclusive: bool,
+        now: float,
+    ) -> None:
+        blocks = [block for block in ids if block]
+        for start, stop, run in list(self._runs.segments(blocks)):
+            self._claim_part(request, blocks[start:stop], run, wish, exclusive, now)
+
+    def _claim_part(
+        self,
+        request: RetainedRequest,
+        blocks: Sequence[int],
+        run: BlockRun | None,
+        wish: RetentionWish | None,
+        exclusive: bool,
+        now: float,
+    ) -> None:
+        if wish is None and run is None:
+            return
+        made = self._runs.isolate(blocks, run, request.payer)
+        if wish is None:
+            self._budget.touch(made.retention, len(blocks), now)
+            self._runs.update(made, blocks, now)
+            return
+        size = self._budget.grantable(made.retention, len(blocks), wish)
+        if 0 < size < len(blocks):
+            self._claim_part(request, blocks[:size], made, wish, exclusive, now)
+            blocks = blocks[size:]
+        directive = None if wish.directive is None else request.directives[wish.directive]
+        self._budget.claim(made.retention, len(blocks), wish, now, directive, exclusive)
+        self._runs.update(made, blocks, now)
+
+    def _apply_pins(self, request: RetainedRequest, group: int, first: int, now: float) -> None:
+        """Pin the blocks from index `first` on that pinned prefixes cover."""
+        ids, per_block = request.blocks[group], self.group_sizes[group] // self.hash_size
+        for pin, blocks in self._pins.matching(request.sequence_hashes, now):
+            held = ids[first : min(blocks // per_block, request.claimed[group])]
+            self._pin_blocks(pin, [block for block in held if block], now)
+
+    def _set_floors(self, blocks: Sequence[int], now: float) -> None:
+        following: tuple[BlockRun, Sequence[int]] | None = None
+        floor = NO_FLOOR
+        for start, stop, run in reversed(list(self._runs.segments(blocks))):
+            part = blocks[start:stop]
+            if run is None:
+                floor, following = max(floor, UNCLAIMED), None
+                continue
+            if run.size == len(part):
+                run.floor = floor
+            if following is not None and self._runs.mergeable(run, following[0]):
+                small, large = sorted((run, following[0]), key=lambda one: one.size)
+                both = [*part, *following[1]]
+                if small.size == len(part if small is run else following[1]):
+                    moved = part if small is run else following[1]
+                    self._runs.merge(small, moved, large)
+                    run, part = large, both
+            floor = max(floor, run.retention.eviction_rank(now))
+            following = run, part
+
+    # sessions and namespaces
+
+    def release(self, sessions: Sequence[str]) -> int:
+        """Forget sessions and drop blocks that only they used; return the number of blocks."""
+        return self._drop_tails(self._sessions.release(sessions))
+
+    def clear(self, salt: int | None, tenant: str) -> int:
+        """Drop unused blocks, pinned or not, of all or one namespace; return their number."""
+        namespace = None if salt is None else self._namespaces.get((salt, tenant), -1)
+        return self._drop(
+            block
+            for block, of in enumerate(self._namespace_of)
+            if (namespace is None or of == namespace) and self._cache.holds(block)
+        )
+
+    def _drop_tails(self, tails: Iterable[PromptTail[bytes]]) -> int:
+        return sum([self._drop(self._unpinned(tail)) for tail in tails])
+
+    def _unpinned(self, tail: PromptTail[bytes]) -> Iterable[int]:
+        """The blocks of a tail that no pin holds, last first."""
+        for group, size in enumerate(self.group_sizes):
+            per_block = size // self.hash_size
+            for index in reversed(range(tail.start // per_block, len(tail.prompt) // per_block)):
+                for block in self._cache.find(tail.prompt[(index + 1) * per_block - 1], group):
+                    run = self._runs.by_block[block]
+                    if run is None or not run.retention.pins:
+                        yield block
+
+    def _drop(self, blocks: Iterable[int]) -> int:
+        unused = [block for block in blocks if self._cache.is_free(block)]
+        self._cache.drop(unused)
+        return len(unused)
+
+    def _forget_evicted_hashes(self) -> None:
+        groups = range(len(self.group_sizes))
+        self._hash_of = {
+            sequence_hash: block_hash
+            for sequence_hash, block_hash in self._hash_of.items()
+            if any(self._cache.find(block_hash, group) for group in groups)
+        }
+
+    def _forget_unused_namespaces(self, newest: int) -> None:
+        used = {newest, *self._namespace_of}
+        self._namespaces = {k: v for k, v in self._namespaces.items() if v in used}
+
+    # pins
+
+    def pin(self, pin: Pin, now: float) -> int:
+        """Pin a prefix; return the number of its blocks that are held and within the budget."""
+        self.unpin(pin.id, now)
+        prompt = array("Q", pin.sequence_hashes)
+        if not prompt:
+            return 0
+        self._runs.expire(now)
+        directive = Directive(pin.tenant, pin.priority, pin.ttl_s)
+        pinned = Pinned(pin.id, prompt, pin.priority, now + pin.ttl_s, directive)
+        for replaced in self._pins.put(pinned):
+            self._unpin(replaced, now)
+        for group in range(len(self.group_sizes)):
+            self._pin_blocks(pinned, self._held(prompt, group), now)
+        self._budget.outcomes.record_grant(directive)
+        return directive.granted_blocks
+
+    def unpin(self, pin: str, now: float) -> int:
+        """Remove a pin; return the number of blocks that it held."""
+        known = self._pins.remove(pin)
+        return self._unpin(known, now) if known is not None else 0
+
+    def _held(self, prompt: Sequence[int], group: int) -> list[int]:
+        """The blocks of a group that hold a prompt's prefix; a sliding window has gaps."""
+        per_block = self.group_sizes[group] // self.hash_size
+        found: list[int] = []
+        for last in range(per_block - 1, len(prompt), per_block):
+            block_hash = self._hash_of.get(prompt[last])
+            found += self._cache.find(block_hash, group)[:1] if block_hash is not None else ()
+        return found
+
+    def _pin_blocks(self, pin: Pinned[int], blocks: Sequence[int], now: float) -> None:
+        for start, stop, run in list(self._runs.segments(blocks)):
+            if run is None or pin.id not in run.retention.pins:
+                self._pin_part(pin, blocks[start:stop], run, now)
+
+    def _pin_part(
+        self, pin: Pinned[int], blocks: Sequence[int], run: BlockRun | None, now: float
+    ) -> None:
+        made = self._runs.isolate(blocks, run, pin.directive.tenant)
+        size = self._budget.grantable(made.retention, len(blocks), PINNED)
+        if 0 < size < len(blocks):
+            self._pin_part(pin, blocks[:size], made, now)
+            blocks = blocks[size:]
+        budget, retention = self._budget, made.retention
+        budget.pin(retention, len(blocks), pin.id, pin.priority, pin.deadline, pin.directive)
+        self._runs.update(made, blocks, now)
+
+    def _unpin(self, pin: Pinned[int], now: float) -> int:
+        found = 0
+        for group in range(len(self.group_sizes)):
+            blocks = self._held(pin.prompt, group)
+            for start, stop, run in list(self._runs.segments(blocks)):
+                if run is not None and pin.id in run.retention.pins:
+                    part = blocks[start:stop]
+                    self._budget.unpin(run.retention, run.size, pin.id)
+                    self._runs.update(run, part, now)
+                    found += len(part)
+        return found

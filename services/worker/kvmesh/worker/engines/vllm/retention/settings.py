@@ -1,0 +1,49 @@
+"""vLLM's `kv_transfer_config` for the connector that retains blocks."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.retention.claims import RetentionWish
+from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.engines.vllm.request_origin import KEY
+from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
+
+CONNECTOR = "RetentionConnector"
+OUTCOMES, STATE = "retention_outcomes", "retention_state"
+
+
+class ConnectorOptions(Struct, frozen=True, kw_only=True):
+    """`RetentionOptions` as vLLM passes them to the connector; `defaults` are (level, ttl_s)."""
+
+    budget: float
+    session_idle_s: float
+    session_blocks: int
+    defaults: dict[str, tuple[int, float | None]]
+
+    @property
+    def retention(self) -> RetentionOptions:
+        defaults = {kind: RetentionWish(*wish) for kind, wish in self.defaults.items()}
+        return RetentionOptions(
+            budget=self.budget,
+            session_idle_s=self.session_idle_s,
+            session_blocks=self.session_blocks,
+            defaults=defaults,
+        )
+
+
+def retention_transfer_config(options: RetentionOptions) -> dict[str, Any]:
+    """`kv_transfer_config` for `RetentionConnector`."""
+    connector_options = ConnectorOptions(
+        budget=options.budget,
+        session_idle_s=options.session_idle_s,
+        session_blocks=options.session_blocks,
+        defaults={kind: (wish.level, wish.ttl_s) for kind, wish in options.defaults.items()},
+    )
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": f"{PACKAGE}.retention.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {KEY: msgspec.to_builtins(connector_options)},
+    }

@@ -1,0 +1,70 @@
+"""Retention in the prefix cache of a real vLLM: the contract of every engine with `Retaining`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from support.retention_suite import RetentionSuite
+from support.vllm import VllmRun
+from support.wait import eventually
+
+from kvmesh.bus.messages import Clear, Retain
+from kvmesh.worker.capabilities import Retaining
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tiny_model: Path) -> AsyncIterator[VllmRun]:
+    """A vLLM of 64 blocks beside the one that it keeps as a placeholder."""
+    made = await VllmRun.start(tiny_model, "max_model_len=1024", "num_gpu_blocks_override=65")
+    yield made
+    await made.engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def started(shared: VllmRun) -> VllmRun:
+    """The shared engine with an empty cache and a fresh record."""
+    await asyncio.wait_for(shared.engine.drain(), 60)
+    assert isinstance(shared.engine, Retaining)
+    await shared.engine.release(["A", "B", "s"])
+    await shared.engine.unpin("p")
+    assert (await shared.execute(Clear())).ok
+    await eventually(lambda: not shared.held_hashes, what="the cache is empty")
+    (state,) = shared.engine.retention()
+    assert state.charged_blocks == 0
+    shared.earlier = state.outcomes
+    shared.sink.deltas.clear()
+    shared.sink.order.clear()
+    return shared
+
+
+class TestVllmRetention(RetentionSuite):
+    """The suite of all engines, on vLLM."""
+
+
+async def test_a_reset_of_the_cache_ends_all_claims(started: VllmRun) -> None:
+    """vLLM refuses a reset if a block is neither used nor free, so a second one must succeed."""
+    for name in ("a", "b"):
+        kept = [Retain(0, None, 90, explicit=True)]
+        await started.run(name, started.prompt(10), max_tokens=1, retention=kept)
+        assert charged_blocks(started) == 10
+        started.engine.clear()
+        await eventually(lambda: not started.held_hashes, what="the cache is empty")
+        await started.run(f"{name} again", started.prompt(3, 9), max_tokens=1)
+        assert started.sink.cached(f"{name} again") == 0
+        await eventually(lambda: charged_blocks(started) == 0)
+        assert (await started.execute(Clear())).blocks == 3
+
+
+def charged_blocks(started: VllmRun) -> int:
+    assert isinstance(started.engine, Retaining)
+    (state,) = started.engine.retention()
+    return state.charged_blocks
