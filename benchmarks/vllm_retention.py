@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import RetentionWish
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
-from kvmesh.worker.engines.vllm.retention.block_runs import BlockRuns
+from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 
 BATCH = 64
 REPEATS = 200
@@ -30,12 +30,12 @@ class Subject:
 
     def __init__(self, blocks: int, retaining: bool, claimed: bool) -> None:
         self.pool = BlockPool(blocks, True, 16)
-        self.runs: BlockRuns | None = None
+        self.runs: RetainedRuns | None = None
         self.budget = RetentionBudget(blocks)
         self.claimed = claimed
         self._hashes = 0
         if retaining:
-            self.runs = BlockRuns(self.pool.blocks, self.budget)
+            self.runs = RetainedRuns(self.pool.blocks, self.budget)
             old, block_type = self.pool.free_block_queue, type(self.pool.blocks[0])
             self.pool.free_block_queue = RetainingBlockQueue(
                 old, block_type, self.runs, time.monotonic

@@ -15,11 +15,11 @@ def make_pool(retaining: bool) -> Any:
 
     from kvmesh.retention.budget import RetentionBudget
     from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
-    from kvmesh.worker.engines.vllm.retention.block_runs import BlockRuns
+    from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 
     pool = BlockPool(BLOCKS, True, 16)
     if retaining:
-        runs = BlockRuns(pool.blocks, RetentionBudget(BLOCKS))
+        runs = RetainedRuns(pool.blocks, RetentionBudget(BLOCKS))
         queue = RetainingBlockQueue(pool.free_block_queue, type(pool.blocks[0]), runs, lambda: 1.0)
         pool.free_block_queue = queue
     return pool

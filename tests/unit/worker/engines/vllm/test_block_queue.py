@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import RetentionWish
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
-from kvmesh.worker.engines.vllm.retention.block_runs import BlockRuns
+from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 
 BLOCKS = 24
 HIGH, LOW, DEFAULT = RetentionWish(80), RetentionWish(10), RetentionWish()
@@ -45,7 +45,7 @@ class Pool:
         self.now = 1.0
         self.blocks = [Block(number) for number in range(BLOCKS)]
         self.budget = RetentionBudget(max_size)
-        self.runs = BlockRuns(self.blocks, self.budget)
+        self.runs = RetainedRuns(self.blocks, self.budget)
         initial = InitialQueue(self.blocks)
         self.queue = RetainingBlockQueue(initial, Block, self.runs, lambda: self.now)
 

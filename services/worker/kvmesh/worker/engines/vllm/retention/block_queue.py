@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvmesh.retention.claims import DEFAULT_LEVEL
-from kvmesh.worker.engines.vllm.retention.block_runs import BlockRun, BlockRuns, FreeList
+from kvmesh.worker.engines.vllm.retention.block_runs import FreeList, RetainedRun, RetainedRuns
 
 PLAIN = (DEFAULT_LEVEL, 0.0)
 
@@ -19,7 +19,7 @@ class RetainingBlockQueue:
     """Takes over the free blocks of vLLM's queue; `clock` returns seconds."""
 
     def __init__(
-        self, queue: Any, block_type: Any, runs: BlockRuns, clock: Callable[[], float]
+        self, queue: Any, block_type: Any, runs: RetainedRuns, clock: Callable[[], float]
     ) -> None:
         self.num_free_blocks: int = queue.num_free_blocks
         self._plain = FreeList(block_type)
@@ -121,7 +121,7 @@ class RetainingBlockQueue:
         block_id: int = self._plain.head.next_free_block.block_id
         return self._stamps[block_id]
 
-    def _add(self, blocks: Sequence[Any], run: BlockRun | None, now: float) -> None:
+    def _add(self, blocks: Sequence[Any], run: RetainedRun | None, now: float) -> None:
         if run is None or not self._runs.end_use(run, blocks, now):
             stamp, stamps = self._runs.next_stamp(), self._stamps
             for block in blocks:

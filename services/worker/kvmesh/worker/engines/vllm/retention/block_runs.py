@@ -16,7 +16,7 @@ from kvmesh.retention.claims import BlockRetention, EvictionRank
 
 SLACK = 64
 NO_FLOOR = EvictionRank(-100, 0.0)
-Entry: TypeAlias = tuple[int, float, int, "BlockRun"]
+Entry: TypeAlias = tuple[int, float, int, "RetainedRun"]
 
 
 class FreeList:
@@ -76,7 +76,7 @@ class FreeList:
         return taken
 
 
-class BlockRun:
+class RetainedRun:
     """`size` blocks with equal claims; those in `free` are unused.
 
     `floor` is the rank of blocks that depend on these: none of a run is evicted before them. Once
@@ -98,15 +98,15 @@ class BlockRun:
         rank, floor = self.retention.eviction_rank(now), self.floor
         return rank if 0.0 < floor.until <= now else max(rank, floor)
 
-    def __lt__(self, other: "BlockRun") -> bool:
+    def __lt__(self, other: "RetainedRun") -> bool:
         return self.stamp < other.stamp
 
 
-class BlockRuns:
+class RetainedRuns:
     """The runs of a pool of vLLM's blocks, by block id, charged to the tenants' budgets."""
 
     def __init__(self, blocks: Sequence[Any], budget: RetentionBudget) -> None:
-        self.by_block: list[BlockRun | None] = [None] * len(blocks)
+        self.by_block: list[RetainedRun | None] = [None] * len(blocks)
         self.retained = 0
         self._blocks = blocks
         self._block_type = type(blocks[0])
@@ -122,7 +122,7 @@ class BlockRuns:
 
     # eviction
 
-    def lowest(self, now: float) -> BlockRun | None:
+    def lowest(self, now: float) -> RetainedRun | None:
         """The run with free blocks of the lowest rank at `now`; None if no run has any."""
         self.expire(now)
         heap = self._heap
@@ -135,7 +135,7 @@ class BlockRuns:
             heapq.heappop(heap)
         return None
 
-    def evict(self, run: BlockRun, limit: int, now: float) -> list[Any]:
+    def evict(self, run: RetainedRun, limit: int, now: float) -> list[Any]:
         """Remove and return up to `limit` free blocks of a run, last of the prompt first."""
         taken = run.free.take(limit)
         for block in taken:
@@ -155,7 +155,7 @@ class BlockRuns:
 
     # use
 
-    def end_use(self, run: BlockRun, freed: Sequence[Any], now: float) -> bool:
+    def end_use(self, run: RetainedRun, freed: Sequence[Any], now: float) -> bool:
         """Add freed blocks to their run and restart its claims' times to live.
 
         False if the run has no claims any more: then its freed blocks have left it.
@@ -181,7 +181,7 @@ class BlockRuns:
 
     # claims
 
-    def segments(self, blocks: Sequence[int]) -> Iterator[tuple[int, int, BlockRun | None]]:
+    def segments(self, blocks: Sequence[int]) -> Iterator[tuple[int, int, RetainedRun | None]]:
         """Divide block ids where the run changes: (start, end, run), in order."""
         by_block = self.by_block
         start, current = 0, by_block[blocks[0]] if blocks else None
@@ -193,14 +193,14 @@ class BlockRuns:
         if blocks:
             yield start, len(blocks), current
 
-    def isolate(self, blocks: Sequence[int], run: BlockRun | None, tenant: str) -> BlockRun:
+    def isolate(self, blocks: Sequence[int], run: RetainedRun | None, tenant: str) -> RetainedRun:
         """A run of exactly these blocks, all of which are in `run` or in none."""
         if run is None:
-            made = BlockRun(BlockRetention(tenant), FreeList(self._block_type))
+            made = RetainedRun(BlockRetention(tenant), FreeList(self._block_type))
         elif run.size == len(blocks):
             return run
         else:
-            made = BlockRun(run.retention.copy(), FreeList(self._block_type))
+            made = RetainedRun(run.retention.copy(), FreeList(self._block_type))
             made.floor = run.floor
             run.size -= len(blocks)
         self._move(blocks, made)
@@ -209,13 +209,13 @@ class BlockRuns:
             self.retained += len(blocks)
         return made
 
-    def merge(self, run: BlockRun, blocks: Sequence[int], into: BlockRun) -> None:
+    def merge(self, run: RetainedRun, blocks: Sequence[int], into: RetainedRun) -> None:
         """Move the `blocks` of a whole run with the same claims to another run."""
         self._move(blocks, into)
         into.size += run.size
         run.size, run.entry = 0, None
 
-    def update(self, run: BlockRun, blocks: Sequence[int], now: float) -> None:
+    def update(self, run: RetainedRun, blocks: Sequence[int], now: float) -> None:
         """Rank a run whose claims have changed; `blocks` are all of it.
 
         A run without claims is dissolved; its free blocks stay in the order of eviction by recency.
@@ -226,7 +226,7 @@ class BlockRuns:
         elif not run.retention:
             self.forget(blocks)
 
-    def mergeable(self, one: BlockRun, other: BlockRun) -> bool:
+    def mergeable(self, one: RetainedRun, other: RetainedRun) -> bool:
         """True if two runs differ in their blocks alone, all of them used."""
         a, b = one.retention, other.retention
         return (
@@ -240,7 +240,7 @@ class BlockRuns:
 
     # helpers
 
-    def _move(self, blocks: Sequence[int], run: BlockRun) -> None:
+    def _move(self, blocks: Sequence[int], run: RetainedRun) -> None:
         freed: list[Any] = []
         for number in blocks:
             self.by_block[number] = run
@@ -253,13 +253,13 @@ class BlockRuns:
             run.free.append(freed[::-1])
             run.stamp = self.next_stamp()
 
-    def _shrink(self, run: BlockRun, blocks: int) -> None:
+    def _shrink(self, run: RetainedRun, blocks: int) -> None:
         run.size -= blocks
         self.retained -= blocks
         if not run.size:
             run.entry = None
 
-    def _enter(self, run: BlockRun, now: float) -> None:
+    def _enter(self, run: RetainedRun, now: float) -> None:
         rank = run.eviction_rank(now)
         entry = (rank.level, rank.until, run.stamp, run)
         run.entry = entry

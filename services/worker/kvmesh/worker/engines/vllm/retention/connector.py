@@ -28,7 +28,7 @@ from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.request_origin import KEY, request_origin
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
-from kvmesh.worker.engines.vllm.retention.block_runs import BlockRuns
+from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetention
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, STATE, ConnectorOptions
@@ -112,7 +112,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         budget = RetentionBudget(
             int(options.budget * pool.num_gpu_blocks), unlimited_ttl_s=options.session_idle_s
         )
-        runs = BlockRuns(pool.blocks, budget)
+        runs = RetainedRuns(pool.blocks, budget)
         old = pool.free_block_queue
         queue = RetainingBlockQueue(old, type(pool.blocks[0]), runs, time.monotonic)
         pool.free_block_queue = queue

@@ -18,7 +18,7 @@ from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.retention import PINNED, RetentionOptions
-from kvmesh.worker.engines.vllm.retention.block_runs import NO_FLOOR, BlockRun, BlockRuns
+from kvmesh.worker.engines.vllm.retention.block_runs import NO_FLOOR, RetainedRun, RetainedRuns
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 
 MAX_UNUSED = 1024
@@ -55,7 +55,7 @@ class PrefixCacheRetention:
         self,
         options: RetentionOptions,
         cache: PrefixCache,
-        runs: BlockRuns,
+        runs: RetainedRuns,
         budget: RetentionBudget,
         group_sizes: Sequence[int],
         hash_size: int,
@@ -163,7 +163,7 @@ class PrefixCacheRetention:
         self,
         request: RetainedRequest,
         blocks: Sequence[int],
-        run: BlockRun | None,
+        run: RetainedRun | None,
         wish: RetentionWish | None,
         exclusive: bool,
         now: float,
@@ -191,7 +191,7 @@ class PrefixCacheRetention:
             self._pin_blocks(pin, [block for block in held if block], now)
 
     def _set_floors(self, blocks: Sequence[int], now: float) -> None:
-        following: tuple[BlockRun, Sequence[int]] | None = None
+        following: tuple[RetainedRun, Sequence[int]] | None = None
         floor = NO_FLOOR
         for start, stop, run in reversed(list(self._runs.segments(blocks))):
             part = blocks[start:stop]
@@ -293,7 +293,7 @@ class PrefixCacheRetention:
                 self._pin_part(pin, blocks[start:stop], run, now)
 
     def _pin_part(
-        self, pin: Pinned[int], blocks: Sequence[int], run: BlockRun | None, now: float
+        self, pin: Pinned[int], blocks: Sequence[int], run: RetainedRun | None, now: float
     ) -> None:
         made = self._runs.isolate(blocks, run, pin.directive.tenant)
         size = self._budget.grantable(made.retention, len(blocks), PINNED)
