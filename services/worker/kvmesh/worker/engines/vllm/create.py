@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
@@ -47,6 +48,8 @@ def create(context: EngineContext) -> "VllmEngine":
     engine_type = _engine_type(vllm)
     if engine_type.retains:
         ours.append(retention_transfer_config(retention_options(worker)))
+    for connector in ours:
+        _register(connector["kv_connector"], connector["kv_connector_module_path"])
     if ours:
         arguments["kv_transfer_config"] = combined_config(configured, *ours)
     adapters = _adapters(vllm.adapters)
@@ -68,6 +71,12 @@ def _engine_type(vllm: VllmSettings) -> type[VllmEngine]:
         )
         return VllmEngine
     return RetainingVllmEngine
+
+
+def _register(name: str, module: str) -> None:
+    """Register a connector in this process: vLLM finds the statistics of several by name alone."""
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
 
 
 def _nixl_config() -> dict[str, str]:

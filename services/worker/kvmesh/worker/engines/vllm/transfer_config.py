@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
 MULTI = "MultiConnector"
 PACKAGE = "kvmesh.worker.engines.vllm"
 
@@ -14,8 +12,6 @@ def combined_config(configured: dict[str, Any] | None, *ours: dict[str, Any]) ->
     vLLM queries them in this order, and the first that has a prompt's blocks loads them.
     """
     connectors = [*connectors_of(configured), *ours]
-    for connector in ours:
-        _register(connector["kv_connector"], connector["kv_connector_module_path"])
     if len(connectors) == 1:
         return connectors[0]
     return {
@@ -41,9 +37,3 @@ def has_handoff(config: dict[str, Any] | None) -> bool:
         not str(connector.get("kv_connector_module_path", "")).startswith(PACKAGE)
         for connector in connectors_of(config)
     )
-
-
-def _register(name: str, module: str) -> None:
-    """Register a connector in this process: vLLM finds the statistics of several by name alone."""
-    if name not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(name, module, name)
