@@ -77,8 +77,9 @@ class Instance(Struct, frozen=True, kw_only=True):
     """One process on the mesh: the value of its lease. `name` is stable across restarts.
 
     `started` is the time at which it joined, in Unix seconds of the NATS server's clock. `node`
-    names the machine whose memory and disks it can reach. `warnings` are problems of the mesh that
-    the process has detected and that do not stop it from serving.
+    names the machine whose memory and disks it can reach. A worker that `needs_handoff` computes
+    no prompts: each of its requests needs a prefill worker. `warnings` are problems of the mesh
+    that the process has detected and that do not stop it from serving.
     """
 
     instance: str
@@ -90,6 +91,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     capacity: Capacity | None = None
     engine: str | None = None
     serves: str = "aggregated"
+    needs_handoff: bool = False
     draining: bool = False
     endpoint: str | None = None
     labels: dict[str, str] = {}

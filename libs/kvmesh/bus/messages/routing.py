@@ -144,13 +144,17 @@ RouteEvent: TypeAlias = Decision | Outcome
 
 
 class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
-    """The chosen rank. If `prefill` is set, that rank computes the prompt first."""
+    """The chosen rank. If `prefill` is set, that rank computes the prompt first.
+
+    `needs_handoff`: the chosen rank does not compute the prompt if that fails.
+    """
 
     instance: str
     rank: int
     overlap: list[int]
     decision: Decision | None = None
     prefill: RankKey | None = None
+    needs_handoff: bool = False
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):

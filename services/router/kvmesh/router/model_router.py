@@ -209,7 +209,7 @@ class ModelRouter:
         result = ticket.result
         if isinstance(ticket, RouteCall) and ticket.reply is not None and result is not None:
             request = ticket.request
-            ticket.reply(_routed(result, request) if isinstance(result, Decision) else result)
+            ticket.reply(self._routed(result, request) if isinstance(result, Decision) else result)
 
     def _record_all(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
@@ -241,6 +241,17 @@ class ModelRouter:
         overlaps = ticket.overlaps if result.failure else result.overlaps
         self._execute(self.queue.rescore(ticket, overlaps, monotonic()))
 
+    def _routed(self, decision: Decision, request: RouteRequest) -> Routed:
+        chosen, prefill = decision.chosen, decision.prefill
+        return Routed(
+            instance=chosen.instance,
+            rank=chosen.rank,
+            overlap=chosen.overlap,
+            decision=decision if request.explain else None,
+            prefill=None if prefill is None else RankKey(prefill.instance, prefill.rank),
+            needs_handoff=self.core.table.needs_handoff(chosen.instance),
+        )
+
     def sweep(self, routers: set[str], now: float) -> None:
         """Drop expired state, once a second; update the epoch, as the clock may have been set."""
         self.core.epoch = _epoch()
@@ -255,17 +266,6 @@ class ModelRouter:
 def _epoch() -> float:
     """The Unix time at which the monotonic clock was 0."""
     return time.time() - monotonic()
-
-
-def _routed(decision: Decision, request: RouteRequest) -> Routed:
-    chosen, prefill = decision.chosen, decision.prefill
-    return Routed(
-        instance=chosen.instance,
-        rank=chosen.rank,
-        overlap=chosen.overlap,
-        decision=decision if request.explain else None,
-        prefill=None if prefill is None else RankKey(prefill.instance, prefill.rank),
-    )
 
 
 def _malformed(reason: str) -> Refused:

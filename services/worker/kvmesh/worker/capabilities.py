@@ -30,15 +30,23 @@ class TierCounts(Struct, frozen=True, kw_only=True):
 
 
 @runtime_checkable
-class Retaining(Protocol):
+class Releasing(Protocol):
+    """Engine that gives up the blocks of ended sessions."""
+
+    async def release(self, sessions: list[str]) -> int:
+        """Drop blocks that no other session and no running request uses, or evict them first.
+
+        Returns the number of dropped blocks; ignores unknown ids. Raises Unsupported.
+        """
+        ...
+
+
+@runtime_checkable
+class Retaining(Releasing, Protocol):
     """Engine that retains blocks on request and reports the outcome of each directive.
 
     All calls but `retention` return the number of blocks affected. Calls take effect in order.
     """
-
-    async def release(self, sessions: list[str]) -> int:
-        """Drop blocks that no other session and no running request uses; ignore unknown ids."""
-        ...
 
     async def pin(self, pin: Pin) -> int:
         """Retain a prefix as a preference; a pin with the same id is replaced."""
@@ -123,11 +131,11 @@ async def _clear(engine: Engine, name: str, command: Clear) -> int:
 
 
 async def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> int:
-    if not isinstance(engine, Retaining):
+    if isinstance(command, Release) and isinstance(engine, Releasing):
+        return await engine.release(command.sessions)
+    if not isinstance(engine, Retaining) or isinstance(command, Release):
         raise Unsupported(f"the {name} engine has no control over block retention")
     match command:
-        case Release():
-            return await engine.release(command.sessions)
         case Pin():
             return await engine.pin(command)
         case Unpin(pin):

@@ -93,8 +93,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees. `retention`
     is the outcome of explicit directives if the engine does not report outcomes: "honoured" if it
     receives them. `supports_handoff`: it offers the KV of prompts to other engines and fetches
-    theirs. `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the
-    KV layout as text, empty if unknown.
+    theirs; `needs_handoff`: it computes no prompts itself. `tiered`: it loads blocks from the kvbm
+    of its node. `kv_layout` describes the KV layout as text, empty if unknown.
     """
 
     name: str
@@ -106,6 +106,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     structural_tags: bool = False
     retention: str = "unsupported"
     supports_handoff: bool = False
+    needs_handoff: bool = False
     tiered: bool = False
     kv_layout: str = ""
 

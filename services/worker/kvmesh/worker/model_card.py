@@ -85,6 +85,7 @@ def instance_card(
         capacity=info.capacity,
         engine=info.name,
         serves=worker.serves,
+        needs_handoff=info.needs_handoff,
         labels=card_labels(worker),
         node=node_name(worker) if info.tiered else "",
     )

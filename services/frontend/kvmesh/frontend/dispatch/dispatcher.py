@@ -114,9 +114,11 @@ class Dispatcher:
             routed = await self._route(task)
             if routed.prefill is not None:
                 if task.dispatch.handoff is None:
-                    await self._prefill(task, routed.prefill)
+                    await self._prefill(task, routed.prefill, routed.needs_handoff)
                 self._events.event(task.model, SeqFree(prefill_part(stream.attempt)))
-            if await self._offer(task, routed):
+            if routed.needs_handoff and task.dispatch.handoff is None:
+                await asyncio.sleep(RETRY_S)
+            elif await self._offer(task, routed):
                 return
             self._events.event(task.model, SeqFree(stream.attempt))
 
@@ -154,8 +156,11 @@ class Dispatcher:
         except msgspec.MsgspecError as error:
             raise ApiError("internal", f"unreadable reply from a router: {error}") from error
 
-    async def _prefill(self, task: SequenceTask, rank: RankKey) -> None:
-        """Have a prefill worker compute the prompt; if it fails, the decode worker computes it."""
+    async def _prefill(self, task: SequenceTask, rank: RankKey, required: bool) -> None:
+        """Have a prefill worker compute the prompt; if it fails, the decode worker computes it.
+
+        If the handoff is `required`, the caller tries again; a refused request is an error.
+        """
         stream = task.stream
         prefill = RemotePrefill(task.model, stream, self._loop.time())
         code, work = "done", self._work(task, rank.rank)
@@ -166,6 +171,8 @@ class Dispatcher:
             stream.prefilled(prefill.stream.cached)
         except PrefillFailed as failure:
             code = failure.code
+            if required and code == "invalid":
+                raise InvalidRequest(f"The engine refused the request: {failure}") from failure
             log.warning(
                 "prefill worker %s did not compute the prompt of request %s (%s): %s",
                 *(rank.instance, stream.id, code, failure),

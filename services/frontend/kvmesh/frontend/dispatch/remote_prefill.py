@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import RankKey, Sampling, Work, prefill_part
+from kvmesh.bus.messages import RankKey, Work, prefill_part
 from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
@@ -22,7 +22,8 @@ class PrefillFailed(Exception):
 class RemotePrefill:
     """One prompt on one prefill worker, monitored like any other sequence.
 
-    Engines do not stop before a first token; the decode worker computes that token again.
+    Engines do not stop before a first token. SGLang and TensorRT-LLM hand it over, so it is sampled
+    as requested; other engines compute it again on the decode worker.
     """
 
     def __init__(self, model: str, sequence: TokenStream, now: float) -> None:
@@ -65,7 +66,14 @@ class RemotePrefill:
 
 
 def _prompt_only(work: Work, request: str, rank: int) -> Work:
-    sampling = Sampling(max_tokens=work.generated + 1, temperature=0.0, ignore_eos=True)
+    last = work.generated + 1
+    sampling = replace(
+        work.sampling,
+        max_tokens=last,
+        min_tokens=min(work.sampling.min_tokens, last),
+        ignore_eos=True,
+        stop_token_ids=[],
+    )
     return replace(work, request=request, rank=rank, sampling=sampling, prefill=True)
 
 

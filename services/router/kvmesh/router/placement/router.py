@@ -248,25 +248,32 @@ class RouterCore:
         """Place prefill and decode apart if the prompt is long enough and both kinds are available.
 
         A prompt with few uncached tokens stays on one worker, and so does every prompt while each
-        prefill rank has a backlog of more than `disagg_backlog` engine steps.
+        prefill rank has a backlog of more than `disagg_backlog` engine steps; unless the chosen
+        rank needs a handoff. Raises NoWorkers if it cannot get one.
         """
         request, size = candidates.request, self.table.block_size
+        slot = candidates.slots[choice.chosen]
+        required = self.table.needs_handoff(self.table.ranks[slot].instance)
         uncached = request.tokens - candidates.overlap[choice.chosen].sum() * size
-        if uncached < self.settings.disagg_tokens:
+        if uncached < self.settings.disagg_tokens and not required:
             return candidates, choice, None
-        prefill = self._candidates_for(candidates, "prefill")
+        prefill = self._candidates_for(candidates, "prefill", required)
         decode = self._candidates_for(candidates, "decode")
         if prefill is None or decode is None:
+            if required:
+                raise NoWorkers("no prefill worker is available, and the decode workers need one")
             return candidates, choice, None
         first = self.policies.choose(name, policy, prefill, self._prefill_model)
         second = self.policies.choose(name, policy, decode, self._decode_model)
         return decode, second, to_wire(prefill, first)[0]
 
-    def _candidates_for(self, candidates: Candidates, serves: Serves) -> Candidates | None:
+    def _candidates_for(
+        self, candidates: Candidates, serves: Serves, any_backlog: bool = False
+    ) -> Candidates | None:
         request, table = candidates.request, self.table
         slots = table.eligible(request.placement, request.adapter, serves)
         slots = table.below_thresholds(self.limits, slots)
-        if serves == "prefill":
+        if serves == "prefill" and not any_backlog:
             limit = self.settings.disagg_backlog * table.step_tokens.take(slots)
             slots = slots[(table.loads(slots)[0] <= limit) | (limit == 0)]
         if not len(slots):

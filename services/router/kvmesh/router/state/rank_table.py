@@ -70,7 +70,8 @@ class RankTable:
     - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
 
     `cells` is scalar access to the first seven. `load_memory` is the memory of the first five
-    columns, as `gather` reads them. `disaggregated` is set while some worker only prefills.
+    columns, as `gather` reads them. `disaggregated` is set while some worker only prefills or needs
+    handoffs.
     """
 
     cells: Cells
@@ -177,7 +178,14 @@ class RankTable:
     def _invalidate(self) -> None:
         self.version += 1
         self._unconstrained_slots.clear()
-        self.disaggregated = any(card.serves == "prefill" for card in self.cards.values())
+        self.disaggregated = any(
+            card.serves == "prefill" or card.needs_handoff for card in self.cards.values()
+        )
+
+    def needs_handoff(self, instance: str) -> bool:
+        """True if the worker computes no prompts itself."""
+        card = self.cards.get(instance)
+        return card is not None and card.needs_handoff
 
     def set_capacity(self, slot: int, blocks: int) -> None:
         """Set a rank's number of KV blocks (0: unknown)."""

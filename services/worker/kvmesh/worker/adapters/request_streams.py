@@ -24,7 +24,8 @@ class StreamOutput(Struct):
 
     `below` has how many of those came from each tier below the engine. `handoff` comes with the end
     of a prefill whose KV another engine is to fetch. `retention` and `decode` are outcomes of
-    directives, as in `OutputDelta`.
+    directives, as in `OutputDelta`. `continues`: the caller gets `finish` now, while the engine
+    works on until the stream ends.
     """
 
     tokens: list[int]
@@ -35,6 +36,7 @@ class StreamOutput(Struct):
     below: list[int] = []
     retention: list[str] | None = None
     decode: str | None = None
+    continues: bool = False
 
 
 class EngineUnavailable(Exception):
@@ -60,6 +62,7 @@ class _StreamRequest:
     task: asyncio.Task[None] | None = None
     generated: int = 0
     started: bool = False
+    delivered: bool = False  # the caller has had the last delta
 
 
 class RequestStreams:
@@ -95,7 +98,8 @@ class RequestStreams:
         if live is None:
             return False
         self.counters[live.work.rank].aborted += 1
-        self._emit([OutputDelta(request, [], finish="abort")])
+        if not live.delivered:
+            self._emit([OutputDelta(request, [], finish="abort")])
         self._end(live)
         if live.task is not None:
             live.task.cancel()
@@ -166,14 +170,10 @@ class RequestStreams:
         )
 
     async def _follow(self, request: _StreamRequest, stream: AsyncIterator[StreamOutput]) -> None:
-        name = request.work.request
         try:
             async for output in stream:
                 self._add_output(request, output)
-            if name in self._requests:
-                self._finish(
-                    request, "error", "the engine ended the stream without a finish reason"
-                )
+            self._finish(request, "error", "the engine ended the stream without a finish reason")
         except EngineUnavailable as error:
             self._finish(request, "abort", str(error))
         except Rejected as error:
@@ -196,6 +196,10 @@ class RequestStreams:
             handoff=output.handoff,
             decode=output.decode,
         )
+        if output.continues:
+            self._emit([delta])
+            request.delivered = True
+            return
         if not request.started and (output.tokens or output.finish):
             request.started = True
             cached = output.cached or 0
@@ -203,7 +207,8 @@ class RequestStreams:
             delta.retention = output.retention
             counters.prompt_tokens += request.prompt_tokens
             counters.cached_tokens += cached
-        self._emit([delta])
+        if not request.delivered:
+            self._emit([delta])
         if output.finish is not None:
             counters.requests += 1
             self._end(request)
@@ -211,12 +216,14 @@ class RequestStreams:
     def _finish(
         self, request: _StreamRequest, finish: str, error: str, invalid: bool = False
     ) -> None:
-        if self._requests.get(request.work.request) is request:
-            last = OutputDelta(
-                request.work.request, [], finish=finish, error=error, invalid=invalid
-            )
-            self._emit([last])
-            self._end(request)
+        name = request.work.request
+        if self._requests.get(name) is not request:
+            return
+        if request.delivered:
+            log.warning("request %s failed after its handoff: %s", name, error)
+        else:
+            self._emit([OutputDelta(name, [], finish=finish, error=error, invalid=invalid)])
+        self._end(request)
 
     def _end(self, request: _StreamRequest) -> None:
         del self._requests[request.work.request]

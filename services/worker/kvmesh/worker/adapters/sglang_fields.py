@@ -67,12 +67,16 @@ def request_fields(work: Work, tokens: list[int], tag: str | None) -> dict[str, 
     if work.adapter is not None:
         fields["lora_path"] = work.adapter
     if tag is not None:
-        fields["extra_key"] = tag
+        # servers older than cache_salt ignore it; newer ones return only it with their events
+        fields |= {"extra_key": tag, "cache_salt": tag}
     return fields
 
 
 class AnswerReader:
-    """Converts the chunks of one response to outputs, whether chunks are cumulative or not."""
+    """Converts the chunks of one response to outputs, whether chunks are cumulative or not.
+
+    A cumulative chunk of the Python engine may already list later tokens: SGLang reuses its list.
+    """
 
     def __init__(self) -> None:
         self._seen = 0
@@ -82,15 +86,15 @@ class AnswerReader:
         if "error" in chunk:
             raise Rejected(_reason(chunk["error"]))
         meta = chunk["meta_info"]
-        new = meta["completion_tokens"] - self._seen
-        self._seen += new
-        tokens = list(chunk["output_ids"][-new:]) if new else []
+        first, self._seen = self._seen, meta["completion_tokens"]
+        tokens = _new(chunk["output_ids"], first, self._seen)
         reason = meta.get("finish_reason")
         return StreamOutput(
-            tokens,
+            list(tokens),
             None if reason is None else self._finish(reason),
             meta.get("cached_tokens"),
-            _logprobs(meta, new) if meta.get("output_token_logprobs") else None,
+            _logprobs(meta, first, self._seen) if meta.get("output_token_logprobs") else None,
+            below=_below(meta.get("cached_tokens_details") or {}),
         )
 
     def _finish(self, reason: Mapping[str, Any]) -> str:
@@ -107,13 +111,24 @@ def _reason(error: object) -> str:
     return str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
 
 
-def _logprobs(meta: Mapping[str, Any], new: int) -> list[dict[int, float]]:
+def _new(items: list[Any], first: int, end: int) -> list[Any]:
+    """Items `first` to `end` of an output: of the whole list, or those at the end of a delta."""
+    whole = len(items) >= end
+    return items[first:end] if whole else items[len(items) - (end - first) :]
+
+
+def _below(details: Mapping[str, Any]) -> list[int]:
+    """Cached tokens that HiCache loaded from the host, from files and from another storage."""
+    host, storage = details.get("host") or 0, details.get("storage") or 0
+    files = details.get("storage_backend") == "HiCacheFile"
+    return [host, storage, 0] if files else [host, 0, storage]
+
+
+def _logprobs(meta: Mapping[str, Any], first: int, end: int) -> list[dict[int, float]]:
     """Per token, {token: log probability} of the generated token and of the likeliest ones."""
-    if not new:
-        return []
-    generated = meta["output_token_logprobs"][-new:]
-    likeliest = meta.get("output_top_logprobs") or [None] * new
+    generated = _new(meta["output_token_logprobs"], first, end)
+    likeliest = _new(meta.get("output_top_logprobs") or [None] * end, first, end)
     rows: list[dict[int, float]] = []
-    for (logprob, token, *_), top in zip(generated, likeliest[-new:], strict=True):
+    for (logprob, token, *_), top in zip(generated, likeliest, strict=True):
         rows.append({token: logprob} | {t: p for p, t, *_ in top or ()})
     return rows

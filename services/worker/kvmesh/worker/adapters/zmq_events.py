@@ -2,8 +2,9 @@
 
 A message is `[topic, sequence number (uint64, big-endian), payload]`, the payload msgpack of
 `[time, [events], data-parallel rank]`. Events are maps with their `type`, or arrays that begin with
-it. Fields differ between engines and versions, so most are optional here. A second socket, if the
-engine has one, replays messages from a sequence number on.
+it. Fields differ between engines and versions, so most are optional here: a request's cache salt is
+one of vLLM's `extra_keys` and SGLang's `cache_salt`. A second socket, if the engine has one,
+replays messages from a sequence number on.
 """
 
 import asyncio
@@ -82,7 +83,7 @@ class EventDecoder:
 def event_endpoints(folder: Path) -> dict[str, str]:
     """Sockets in a private folder: events contain all prompts, and the sockets require no key.
 
-    vLLM adds a rank to the number at the end, and only to endpoints that have "tcp" in them.
+    Engines add a rank to the number at the end, and only to endpoints that have "tcp" in them.
     """
     return {
         "endpoint": f"ipc://{folder}/tcp-events:1",
@@ -91,9 +92,12 @@ def event_endpoints(folder: Path) -> dict[str, str]:
 
 
 def rank_endpoint(endpoint: str, rank: int) -> str:
-    """The endpoint of a data-parallel rank: its TCP port is the first one's plus the rank."""
+    """The endpoint of a data-parallel rank: the number at its end is the first one's plus the rank.
+
+    Engines leave endpoints without "tcp" in them unchanged.
+    """
     head, colon, port = endpoint.rpartition(":")
-    if not rank or not endpoint.startswith("tcp://") or not port.isdecimal():
+    if not rank or "tcp" not in endpoint or not port.isdecimal():
         return endpoint
     return f"{head}{colon}{int(port) + rank}"
 
@@ -107,10 +111,8 @@ def _named(raw: Any) -> dict[str, Any]:
 
 def _stored(event: dict[str, Any]) -> BlocksStored:
     parent = event.get("parent_block_hash")
-    adapter: Any = event.get("lora_name")
-    keys = event.get("extra_keys")
-    if isinstance(adapter, dict):  # SGLang's eighth element: {"cache_salt": …}
-        adapter, keys = None, [[adapter.get("cache_salt")]]
+    adapter = event.get("lora_name")
+    keys = [[event["cache_salt"]]] if event.get("cache_salt") else event.get("extra_keys")
     return BlocksStored(
         [fold_hash(value) for value in event["block_hashes"]],
         None if parent is None else fold_hash(parent),

@@ -1,40 +1,45 @@
 """Embedded SGLang: `sglang.Engine` as an engine of the mesh.
 
-Written against the published API (`sglang/srt/entrypoints/engine.py`, `io_struct.py`,
-`disaggregation/kv_events.py`); arguments unknown to the installed version are omitted. Higher
-priorities go first in SGLang's scheduler, and in radix eviction if that is by priority.
+Written against SGLang 0.5.23 (`entrypoints/engine.py`, `managers/io_struct.py`,
+`disaggregation/kv_events.py`). Higher priorities go first in its scheduler and are evicted last
+from its radix cache.
 """
 
-import inspect
 import json
 import logging
+import secrets
+import socket
 from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
 from sglang import Engine
 from sglang import __version__ as sglang_version
+from sglang.srt.managers.io_struct import CloseSessionReqInput
 
 from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.settings.schema import TransferSettings
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, RequestStreams, StreamOutput
 from kvmesh.worker.adapters.sglang_fields import AnswerReader, request_fields
-from kvmesh.worker.adapters.zmq_events import rank_endpoint
+from kvmesh.worker.adapters.zmq_events import event_endpoints, rank_endpoint
 from kvmesh.worker.engine import (
-    EngineConfigError,
     EngineContext,
     EngineError,
     EngineInfo,
     Rejected,
     Sink,
+    Unsupported,
 )
 from kvmesh.worker.model_folder import model_context
 from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
+ROOMS = 1 << 63  # SGLang's ids of transfers are signed 64-bit integers
+FLUSH_S = 60.0
 
 
 def create(context: EngineContext) -> "SglangEngine":
@@ -44,32 +49,58 @@ def create(context: EngineContext) -> "SglangEngine":
         "model_path": str(context.folder),
         "page_size": worker.block_size,
         "enable_priority_scheduling": True,
+        "radix_eviction_policy": "priority",
         "skip_tokenizer_init": False,
         **engine_arguments(sglang.args, sglang.args_file),
     }
     if worker.context:
         arguments.setdefault("context_length", worker.context)
+    if worker.serves != "aggregated":
+        _disaggregate(arguments, worker.serves, context.settings.transfer)
     served = worker.served_name or context.folder.name
     max_context = arguments.get("context_length") or model_context(context.folder)
-    return SglangEngine(arguments, served, max_context, worker.adapters)
+    address = context.settings.transfer.advertise or context.settings.transfer.host
+    return SglangEngine(arguments, served, max_context, worker.adapters, address)
+
+
+def _disaggregate(arguments: dict[str, Any], serves: str, transfer: TransferSettings) -> None:
+    """Add the arguments of a prefill or decode worker."""
+    arguments.setdefault("disaggregation_mode", serves)
+    arguments.setdefault("disaggregation_transfer_backend", "nixl")
+    if serves == "prefill":
+        arguments.setdefault("host", transfer.host)
+        arguments.setdefault("disaggregation_bootstrap_port", transfer.port or _free_port())
+    else:
+        # SGLang refuses preemption beside the backup of preempted requests in host memory
+        arguments.setdefault("disable_priority_preemption", True)
 
 
 class SglangEngine(StreamingAdapter):
-    """One `sglang.Engine` with one or more data-parallel ranks."""
+    """One `sglang.Engine` with one or more data-parallel ranks.
+
+    A prefill engine answers with the handoff at once and computes the prompt when the decode engine
+    has connected to `address`: SGLang transfers KV only between requests that run on both sides.
+    """
 
     def __init__(
-        self, arguments: dict[str, Any], served: str, context: int, adapters: list[str]
+        self,
+        arguments: dict[str, Any],
+        served: str,
+        context: int,
+        adapters: list[str],
+        address: str,
     ) -> None:
         super().__init__()
         self._arguments = arguments
         self._context = context
         self._adapters = adapters
+        self._address = address
+        self._mode = arguments.get("disaggregation_mode", "null")
         self._block_size = int(arguments["page_size"])
         self._ranks = int(arguments.get("dp_size", 1))
         self._salts = PromptSalts(served, self._block_size)
         self._folder = ScratchFolder()
         self._engine: Any = None
-        self._known_parameters: frozenset[str] = frozenset()
         self._ledgers: list[CacheLedger] = []
         self._blocks = 0
 
@@ -81,9 +112,6 @@ class SglangEngine(StreamingAdapter):
         except Exception as error:  # SGLang and its plugins raise any type
             self._folder.close()
             raise EngineError(f"SGLang failed to start: {error}") from error
-        self._known_parameters = frozenset(
-            inspect.signature(self._engine.async_generate).parameters
-        )
         self._streams = RequestStreams(sink, self._ranks, self._block_size, count_steps=True)
         for rank in range(self._ranks):
             self._ledgers.append(
@@ -99,9 +127,12 @@ class SglangEngine(StreamingAdapter):
             raise Rejected("the engine has not started")
         if not 0 <= work.rank < self._ranks:
             raise Rejected(f"there is no rank {work.rank}")
+        if work.prefill and self._mode != "prefill":
+            raise Rejected("this engine does not prefill for others")
         fields = self._request(work)
         self._salts.remember(work)
-        self._streams.start(work, self._generate(work, fields))
+        stream = self._prefill if work.prefill else self._generate
+        self._streams.start(work, stream(work, fields))
 
     def load(self, instance: str) -> list[Load]:
         if self._streams is None:
@@ -114,6 +145,18 @@ class SglangEngine(StreamingAdapter):
     def clear(self) -> None:
         self._tasks.start(self._clear(), "sglang clear")
 
+    async def release(self, sessions: list[str]) -> int:
+        """Close sessions: SGLang evicts their blocks before those of open sessions.
+
+        It does not report the number of blocks.
+        """
+        if not self._arguments.get("enable_session_radix_cache"):
+            raise Unsupported("SGLang runs without enable_session_radix_cache")
+        for session in sessions:
+            closing = CloseSessionReqInput(session_id=session)
+            await self._engine.tokenizer_manager.close_session(closing)
+        return 0
+
     async def close(self) -> None:
         await self._stop_streams()
         if self._engine is not None:
@@ -121,21 +164,11 @@ class SglangEngine(StreamingAdapter):
         self._folder.close()
 
     def _events_config(self) -> dict[str, str]:
-        """Event sockets in a private folder; several ranks need TCP in the arguments."""
+        """The arguments' event sockets, else sockets in a private folder."""
         given = self._arguments.pop("kv_events_config", None)
         if given is not None:
             return dict(json.loads(given) if isinstance(given, str) else given)
-        if self._ranks > 1:
-            raise EngineConfigError(
-                "several ranks need a TCP endpoint for KV events: "
-                "--sglang-args kv_events_config.publisher=zmq,kv_events_config.endpoint=tcp://*:5557"
-            )
-        folder = self._folder.path
-        return {
-            "publisher": "zmq",
-            "endpoint": f"ipc://{folder}/events",
-            "replay_endpoint": f"ipc://{folder}/replay",
-        }
+        return {"publisher": "zmq", **event_endpoints(self._folder.path)}
 
     def _feed(self, rank: int, events: dict[str, str], sink: Sink) -> EventFeed:
         replay = events.get("replay_endpoint")
@@ -158,6 +191,8 @@ class SglangEngine(StreamingAdapter):
             block_size=self._block_size,
             adapters=self._adapters,
             structural_tags=True,
+            supports_handoff=self._mode != "null",
+            needs_handoff=self._mode == "decode",
             capacity=Capacity(
                 blocks=self._blocks,
                 max_sequences=info.get("max_running_requests") or 256,
@@ -167,25 +202,31 @@ class SglangEngine(StreamingAdapter):
         )
 
     def _request(self, work: Work) -> dict[str, Any]:
-        tokens = array("I", work.tokens).tolist()
-        fields = request_fields(work, tokens, None)
+        fields = request_fields(work, array("I", work.tokens).tolist(), None)
         cache_salt = self._salts.cache_salt(work)
         if cache_salt is not None:
-            if "cache_salt" not in self._known_parameters:
-                raise Rejected("this version of SGLang cannot isolate tenants (no cache_salt)")
             fields["cache_salt"] = cache_salt
-        extra = {"rid": work.request, "priority": work.priority, "session_id": work.session}
         if self._ranks > 1:
-            rank = (
-                "routed_dp_rank"
-                if "routed_dp_rank" in self._known_parameters
-                else "data_parallel_rank"
-            )
-            extra[rank] = work.rank
-        fields |= {key: value for key, value in extra.items() if key in self._known_parameters}
+            fields["routed_dp_rank"] = work.rank
+        fields |= {"rid": work.request, "priority": work.priority, "session_id": work.session}
         return fields | (work.handoff or {})
 
+    async def _prefill(self, work: Work, fields: dict[str, Any]) -> AsyncIterator[StreamOutput]:
+        """Hand the request off, then compute its prompt for the decode engine."""
+        handoff: dict[str, Any] = {
+            "bootstrap_host": self._address,
+            "bootstrap_port": self._arguments.get("disaggregation_bootstrap_port"),
+            "bootstrap_room": secrets.randbelow(ROOMS),
+        }
+        if self._ranks > 1:
+            handoff["disagg_prefill_dp_rank"] = work.rank
+        yield StreamOutput([], "length", handoff=handoff, continues=True)
+        async for output in self._generate(work, fields | handoff):
+            yield output
+
     async def _generate(self, work: Work, fields: dict[str, Any]) -> AsyncIterator[StreamOutput]:
+        if self._mode == "decode" and "bootstrap_room" not in fields:
+            raise EngineUnavailable("a decode engine of SGLang cannot compute a prompt")
         reader = AnswerReader()
         finish: str | None = None
         try:
@@ -202,16 +243,26 @@ class SglangEngine(StreamingAdapter):
                 self._engine.tokenizer_manager.abort_request(rid=work.request)
 
     async def _clear(self) -> None:
-        """Flush the cache once no request runs: SGLang requires that."""
+        """Flush the cache once no request runs, as SGLang requires, then HiCache's storage."""
         await self.drain()
-        await self._engine.tokenizer_manager.flush_cache()
+        manager = self._engine.tokenizer_manager
+        done = await manager.flush_cache(timeout_s=FLUSH_S)
+        if done.success and self._arguments.get("hicache_storage_backend"):
+            done = await manager.clear_hicache_storage()
+        if not done.success:
+            reason = getattr(done, "message", "") or "its scheduler refused"
+            log.error("SGLang did not clear its cache: %s", reason)
 
 
 def _scheduler_info(engine: Any) -> dict[str, Any]:
-    """Start-up information of the first scheduler; its attribute differs between versions."""
-    init_result = getattr(engine, "_scheduler_init_result", None)
-    info = init_result.scheduler_infos[0] if init_result is not None else engine.scheduler_info
-    return dict(info)
+    """Start-up information of the first scheduler."""
+    return dict(engine._scheduler_init_result.scheduler_infos[0])
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _connect_endpoint(endpoint: str, rank: int) -> str:

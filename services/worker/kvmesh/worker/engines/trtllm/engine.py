@@ -1,7 +1,7 @@
 """Embedded TensorRT-LLM: its `LLM` as an engine of the mesh.
 
-Written against the published LLM API (nvidia.github.io/TensorRT-LLM, `llmapi`). Its priorities are
-0 to 1 for scheduling and 0 to 100 (default 35) for retention; higher is more important in both.
+Written against the published LLM API (`llmapi` of 1.4.0rc1 and its documentation). Its priorities
+are 0 to 1 for scheduling and 0 to 100 (default 35) for retention; higher is more important in both.
 """
 
 import asyncio
@@ -50,7 +50,16 @@ from kvmesh.worker.model_folder import model_context
 log = logging.getLogger(__name__)
 POLL_S = 0.05
 EVENT_BUFFER = 65536
-HANDOFF = ("first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens")
+# fields of the context phase's DisaggregatedParams that the generation phase gets
+HANDOFF = (
+    "first_gen_tokens",
+    "ctx_request_id",
+    "opaque_state",
+    "draft_tokens",
+    "disagg_request_id",
+    "ctx_dp_rank",
+    "ctx_info_endpoint",
+)
 
 
 def create(context: EngineContext) -> "TrtllmEngine":
@@ -65,6 +74,11 @@ def create(context: EngineContext) -> "TrtllmEngine":
     }
     if worker.context:
         arguments.setdefault("max_seq_len", worker.context)
+    if worker.serves != "aggregated":
+        arguments.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
+    if worker.serves == "prefill":
+        # the context phase does not run with the overlap scheduler
+        arguments.setdefault("disable_overlap_scheduler", True)
     arguments = {"model": str(context.folder), **arguments}
     served = worker.served_name or context.folder.name
     max_context = arguments.get("max_seq_len") or model_context(context.folder)
@@ -166,7 +180,7 @@ class TrtllmEngine(StreamingAdapter):
         fields: dict[str, Any] = {
             "inputs": array("I", work.tokens).tolist(),
             "sampling_params": _sampling(remaining(work)),
-            "streaming": True,
+            "streaming": not work.prefill,
             "priority": scheduling_priority(work.priority),
             "cache_salt": self._salts.cache_salt(work),
         }
@@ -315,8 +329,14 @@ def _guided(guided: Guided) -> Any:
 
 
 def _disaggregated(handoff: dict[str, Any]) -> Any:
-    known = {key: handoff[key] for key in HANDOFF if key in handoff}
+    known = {key: handoff[key] for key in HANDOFF if handoff.get(key) is not None}
     return DisaggregatedParams(request_type="generation_only", **known)
+
+
+def _handed_off(params: Any) -> dict[str, Any]:
+    """The set fields of the context phase's parameters; versions differ in those that they have."""
+    fields = {key: getattr(params, key, None) for key in HANDOFF}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _output(completion: Any, seen: int, cached: int) -> StreamOutput:
@@ -327,7 +347,7 @@ def _output(completion: Any, seen: int, cached: int) -> StreamOutput:
     if reason in ("cancelled", "timeout"):
         raise EngineUnavailable(f"TensorRT-LLM aborted the request ({reason})")
     params = completion.disaggregated_params
-    handoff = None if params is None else {key: getattr(params, key) for key in HANDOFF}
+    handoff = None if params is None else _handed_off(params)
     finish = None if reason is None else "length" if reason == "length" else "stop"
     if handoff is not None and reason == "not_finished":
         finish = "length"

@@ -1,13 +1,16 @@
 """Converts TensorRT-LLM's KV events, from `get_kv_cache_events_async`, to neutral cache events.
 
 An event is `{"event_id", "data", "window_size", "attention_dp_rank"?}` with data of type created,
-stored, removed or updated; an update has differences as `{"old_value", "new_value"}`.
+stored, removed or updated. An update has the differences of a block's cache level and priority as
+`{"old_value", "new_value"}`, None for the one that stayed. Levels are tiers: 0 the GPU's memory,
+1 the host's, 2 disk.
 """
 
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvmesh.index import TIERS
 from kvmesh.worker.adapters.cache_ledger import (
     BlocksMoved,
     BlocksRemoved,
@@ -55,7 +58,7 @@ class EventReader:
         elif kind == "updated" and data.get("cache_level") is not None:
             level = data["cache_level"]
             hashes = [fold_hash(data["block_hash"])]
-            yield BlocksMoved(hashes, level["old_value"], level["new_value"])
+            yield BlocksMoved(hashes, _tier(level["old_value"]), _tier(level["new_value"]))
 
     def _stored(self, data: Mapping[str, Any]) -> Iterator[CacheEvent]:
         """One event per block, as cache levels may differ; skips a partial last block."""
@@ -66,6 +69,12 @@ class EventReader:
             if len(tokens) < self._block_size:
                 return
             engine_hash = fold_hash(block["block_hash"])
-            level = block.get("cache_level") or 0
+            level = _tier(block.get("cache_level") or 0)
             yield BlocksStored([engine_hash], parent, tokens.tobytes(), self._block_size, level)
             parent = engine_hash
+
+
+def _tier(level: int) -> int:
+    if level not in range(TIERS):
+        raise ValueError(f"malformed KV event: a cache level of {level!r}")
+    return level
