@@ -2,6 +2,7 @@
 
 Its model is a function of the last tokens, so that any worker can continue an output. Its cache
 evicts blocks in LRU order and pins those of running requests. Its scheduler orders by priority.
+Options add SGLang's eviction by priority, and after that of blocks of closed sessions.
 """
 
 import asyncio
@@ -67,11 +68,18 @@ class ApiServer:
     token_ids: bool = True
     step_s: float = 0.001
     zmq: bool = True
+    private: bool = False
+    evict_by_priority: bool = False
+    track_sessions: bool = False
 
     def __post_init__(self) -> None:
         if self.zmq:
-            self.publisher = ZmqPublisher(self.folder)
+            # "tcp" and a number let an engine add a rank, see kvmesh's event_endpoints
+            prefix, rank = ("tcp-", ":1") if self.private else ("", "")
+            self.publisher = ZmqPublisher(self.folder, prefix=prefix, rank=rank)
             self.events: EventSink = self.publisher
+        self.levels: dict[int, int] = {}
+        self.sessions: dict[int, set[str]] = {}
         self.cache = EngineCache(self.block_size)
         self.held: OrderedDict[int, int] = OrderedDict()  # hash → users
         self.waiting: list[Request] = []
@@ -168,7 +176,7 @@ class ApiServer:
             stored = self.cache.stored(request.tokens, start, request.extra)
             if self.style == "sglang":
                 stored.pop("extra_keys")
-                stored["salt"] = request.extra
+                stored["cache_salt"] = request.extra
             events.append(stored)
         if events:
             await self.events.send(*events)
@@ -177,10 +185,21 @@ class ApiServer:
         self.held[name] = self.held.get(name, 0) + 1
         self.held.move_to_end(name)
         request.held.append(name)
+        if self.evict_by_priority:
+            self.levels[name] = max(self.levels.get(name, request.priority), request.priority)
+        if self.track_sessions and request.body.get("session"):
+            self.sessions.setdefault(name, set()).add(request.body["session"])
+
+    def close_session(self, session: str) -> None:
+        for sessions in self.sessions.values():
+            sessions.discard(session)
 
     def _evict(self) -> dict[str, Any]:
-        name = next(name for name, users in self.held.items() if not users)
+        unused = [name for name, users in self.held.items() if not users]
+        name = min(unused, key=lambda n: (bool(self.sessions.get(n)), self.levels.get(n, 0)))
         del self.held[name]
+        self.levels.pop(name, None)
+        self.sessions.pop(name, None)
         return {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"}
 
     async def _advance(self, request: Request) -> None:
@@ -242,7 +261,8 @@ class ApiServer:
         sampling = body["sampling_params"]
         limit, stops = sampling["max_new_tokens"], sampling["stop_token_ids"]
         request = self._submit(http, body, body["input_ids"], limit, stops)
-        request.extra = body.get("extra_key")
+        assert body.get("extra_key") == body.get("cache_salt")
+        request.extra = body.get("cache_salt")
         return await self._stream(http, request, self.generate_chunk)
 
     def generate_chunk(

@@ -84,6 +84,19 @@ class Record(Struct, frozen=True):
             raise TypeError(f"{name}() missing a required argument: {missing.pop()!r}")
 
 
+def recorded_class(record: Record, name: str, **defaults: Any) -> type[Any]:
+    """A class with the recorded fields of `name`; those without a default start as None."""
+    fields = list(record.optional(name))
+
+    def initialise(self: Any, *args: Any, **given: Any) -> None:
+        values = dict(zip(fields, args, strict=False)) | given
+        record.check(name, values)
+        for field in fields:
+            setattr(self, field, values.get(field, defaults.get(field)))
+
+    return type(name, (), {"__init__": initialise})
+
+
 @cache
 def recorded(package: str) -> Record:
     """The committed record of a package."""

@@ -1,130 +1,188 @@
-"""A stand-in for the `sglang` package: the published signatures and payloads, no model.
+"""A stand-in for the `sglang` package: its recorded interface, no model.
 
-Signatures: sglang/srt/entrypoints/engine.py; chunks: the native-API page of docs.sglang.io;
-events: sglang/srt/disaggregation/kv_events.py, which are arrays with signed hashes.
+The record (`support.engine_api`) has the accepted arguments, the fields of events and a recorded
+batch of them. Chunks: the native-API page of docs.sglang.io. Requests of a prefill and a decode
+engine meet by their room, as in SGLang: neither makes progress without the other.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 from support.api_server import ApiServer, Request
+from support.engine_api import recorded, recorded_class
 
-__version__ = "0.5.15"
-SERVER_ARGS = {"model_path", "page_size", "context_length", "enable_priority_scheduling"}
-SERVER_ARGS |= {"skip_tokenizer_init", "kv_events_config", "radix_eviction_policy", "dp_size"}
-SAMPLING = {"max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p"}
-SAMPLING |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"}
-SAMPLING |= {"stop_token_ids", "skip_special_tokens", "sampling_seed", "logit_bias"}
-SAMPLING |= {"json_schema", "regex", "ebnf", "structural_tag"}
+RECORD = recorded("sglang")
+MEDIA: dict[str, str] = RECORD.payloads["media"]
+__version__ = RECORD.version
+ROOM_S = 10.0
+CloseSessionReqInput = recorded_class(RECORD, "CloseSessionReqInput")
+
+
+def modules(own: ModuleType) -> dict[str, ModuleType]:
+    """The stand-in's modules by the names of SGLang's."""
+    io_struct = ModuleType("sglang.srt.managers.io_struct")
+    io_struct.CloseSessionReqInput = CloseSessionReqInput  # type: ignore[attr-defined]
+    packages = ("sglang.srt", "sglang.srt.managers")
+    return {
+        "sglang": own,
+        **{name: ModuleType(name) for name in packages},
+        "sglang.srt.managers.io_struct": io_struct,
+    }
 
 
 def signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-class Publisher:
-    """Converts the server's maps to SGLang's arrays."""
+def event(kind: str, **values: Any) -> dict[str, Any]:
+    """An event with SGLang's fields; optional ones that are None are omitted."""
+    optional = RECORD.optional(kind)
+    given = {key: value for key, value in values.items() if key in optional}
+    return {"type": kind} | {
+        field: given.get(field)
+        for field, may_lack in optional.items()
+        if not may_lack or given.get(field) is not None
+    }
 
-    def __init__(self, server: ApiServer) -> None:
+
+class Publisher:
+    """Converts the server's events to SGLang's; with HiCache the host gets every stored block."""
+
+    def __init__(self, server: ApiServer, hicache: bool) -> None:
         self._inner = server.publisher
+        self._hicache = hicache
 
     async def send(self, *events: dict[str, Any]) -> None:
-        await self._inner.send(*(self._array(event) for event in events))
-
-    def _array(self, event: dict[str, Any]) -> list[Any]:
-        hashes = [signed(value) for value in event["block_hashes"]]
-        if event["type"] == "BlockRemoved":
-            return ["BlockRemoved", hashes, "GPU"]
-        parent = event["parent_block_hash"]
-        parent = None if parent is None else signed(parent)
-        fields = [hashes, parent, event["token_ids"], event["block_size"], None, "GPU"]
-        salt = event.get("salt")
-        return ["BlockStored", *fields, *([{"cache_salt": salt}] if salt else [])]
+        sent = []
+        for raw in events:
+            hashes = [signed(value) for value in raw["block_hashes"]]
+            parent = raw.get("parent_block_hash")
+            parent = None if parent is None else signed(parent)
+            fields = raw | {"block_hashes": hashes, "parent_block_hash": parent}
+            sent.append(event(raw["type"], **fields | {"medium": MEDIA["GPU"]}))
+            if self._hicache and raw["type"] == "BlockStored":
+                sent.append(event(raw["type"], **fields | {"medium": MEDIA["CPU"]}))
+        await self._inner.send(*sent)
 
 
 class Engine:
-    """Checks `server_args` by name, as SGLang's dataclass does."""
+    """Accepts the recorded arguments; `host_hits` are tokens that HiCache loads for each prompt."""
 
     made: ClassVar[list["Engine"]] = []
+    rooms: ClassVar[dict[tuple[str, int], asyncio.Event]] = {}
 
     def __init__(self, **kwargs: Any) -> None:
-        if unknown := kwargs.keys() - SERVER_ARGS:
-            raise TypeError(f"ServerArgs got an unexpected keyword argument {unknown.pop()!r}")
+        RECORD.check("ServerArgs", kwargs)
         if not (Path(kwargs["model_path"]) / "config.json").is_file():
             raise OSError(f"{kwargs['model_path']} does not have a config.json")
         self.kwargs = kwargs
         events = json.loads(kwargs["kv_events_config"])
+        RECORD.check("KVEventsConfig", events)
         assert events["publisher"] == "zmq"
         folder = Path(events["endpoint"].removeprefix("ipc://")).parent
-        self.server = ApiServer(folder, "sglang", block_size=kwargs["page_size"])
+        self.server = ApiServer(
+            folder,
+            "sglang",
+            block_size=kwargs["page_size"],
+            private=True,
+            evict_by_priority=kwargs.get("radix_eviction_policy") == "priority",
+            track_sessions=kwargs.get("enable_session_radix_cache", False),
+        )
+        assert events["endpoint"] == self.server.publisher.endpoint
         self._serving = asyncio.create_task(self.server.publisher.start())
-        self.server.events = Publisher(self.server)
+        hicache = kwargs.get("enable_hierarchical_cache", False)
+        self.server.events = Publisher(self.server, hicache)
         self.server.begin()
+        self.mode = kwargs.get("disaggregation_mode", "null")
+        self.host_hits = 0
         self.calls: list[dict[str, Any]] = []
         self.live: dict[str, Request] = {}
-        self.tokenizer_manager = SimpleNamespace(abort_request=self._abort, flush_cache=self._flush)
+        self.tokenizer_manager = SimpleNamespace(
+            abort_request=self._abort,
+            flush_cache=self._flush,
+            clear_hicache_storage=self._clear_storage,
+            close_session=self._close_session,
+        )
         tokens = self.server.blocks * self.server.block_size
         info = {"max_total_num_tokens": tokens, "max_running_requests": 4}
         self._scheduler_init_result = SimpleNamespace(scheduler_infos=[info])
         Engine.made.append(self)
 
-    async def async_generate(
-        self,
-        prompt: str | None = None,
-        sampling_params: dict[str, Any] | None = None,
-        input_ids: list[int] | None = None,
-        return_logprob: bool = False,
-        top_logprobs_num: int | None = None,
-        lora_path: str | None = None,
-        stream: bool = False,
-        bootstrap_host: str | None = None,
-        bootstrap_port: int | None = None,
-        bootstrap_room: int | None = None,
-        routed_dp_rank: int | None = None,
-        rid: str | None = None,
-        session_params: dict[str, Any] | None = None,
-        priority: int | None = None,
-        session_id: str | None = None,
-        *,
-        cache_salt: str | None = None,
-    ) -> AsyncIterator[dict[str, Any]]:
-        call = {key: value for key, value in locals().items() if key != "self"}
+    async def async_generate(self, **call: Any) -> AsyncIterator[dict[str, Any]]:
+        RECORD.check("Engine.async_generate", call)
         self.calls.append(call)
-        assert stream
-        assert rid
-        params = sampling_params or {}
-        if unknown := params.keys() - SAMPLING:
-            raise ValueError(f"unknown sampling parameter {unknown.pop()}")
+        assert call["stream"]
+        params = call["sampling_params"]
+        RECORD.check("SamplingParams", params)
         if params["temperature"] < 0:
             raise ValueError("temperature must be non-negative")
-        body: dict[str, Any] = {"priority": priority or 0, "return_logprob": return_logprob}
-        body["top_logprobs_num"] = top_logprobs_num
-        limit, stops = params["max_new_tokens"], params["stop_token_ids"]
-        request = self.server.enter(body, input_ids or [], limit, stops)
-        request.extra = cache_salt
-        self.live[rid] = request
-        return self._chunks(rid, request)
+        room = call.get("bootstrap_room")
+        if self.mode != "null" and room is None:
+            return self._refuse()
+        body: dict[str, Any] = {"priority": call["priority"], "session": call["session_id"]}
+        body["return_logprob"] = call.get("return_logprob", False)
+        body["top_logprobs_num"] = call.get("top_logprobs_num")
+        return self._chunks(call, params, body)
 
-    async def _chunks(self, rid: str, request: Request) -> AsyncIterator[dict[str, Any]]:
+    async def _refuse(self) -> AsyncIterator[dict[str, Any]]:
+        reason = {"type": "abort", "message": "without bootstrap room id", "status_code": 400}
+        yield {"output_ids": [], "meta_info": {"finish_reason": reason, "completion_tokens": 0}}
+
+    async def _chunks(
+        self, call: dict[str, Any], params: dict[str, Any], body: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        await self._meet(call)
+        limit = 1 if self.mode == "prefill" else params["max_new_tokens"]
+        request = self.server.enter(body, call["input_ids"], limit, params["stop_token_ids"])
+        request.extra = call.get("cache_salt")
+        self.live[call["rid"]] = request
         generated: list[int] = []
         finish: str | None = None
         while finish is None:
             token, finish = await request.news.get()
             generated.append(token)
-            yield self.server.generate_chunk(request, token, finish, generated)
-        self.live.pop(rid, None)
+            chunk = self.server.generate_chunk(request, token, finish, generated)
+            if finish is None:
+                chunk["output_ids"] = generated
+            if request.cached:
+                device = request.cached - self.host_hits
+                details = {"device": device, "host": self.host_hits}
+                chunk["meta_info"]["cached_tokens_details"] = details
+            yield chunk
+        self.live.pop(call["rid"], None)
 
-    def _abort(self, rid: str = "", abort_all: bool = False) -> None:
-        request = self.live.pop(rid, None)
+    async def _meet(self, call: dict[str, Any]) -> None:
+        """Wait for the other side of a hand-off."""
+        if self.mode == "null":
+            return
+        room = call["bootstrap_room"]
+        other = "decode" if self.mode == "prefill" else "prefill"
+        Engine.rooms.setdefault((self.mode, room), asyncio.Event()).set()
+        arrival = Engine.rooms.setdefault((other, room), asyncio.Event())
+        await asyncio.wait_for(arrival.wait(), ROOM_S)
+
+    def _abort(self, **call: Any) -> None:
+        RECORD.check("TokenizerManager.abort_request", call)
+        request = self.live.pop(call["rid"], None)
         if request is not None:
             self.server.release(request)
 
-    async def _flush(self) -> None:
+    async def _flush(self, **call: Any) -> Any:
+        RECORD.check("TokenizerControlMixin.flush_cache", call)
         await self.server.reset()
+        return recorded_class(RECORD, "FlushCacheReqOutput", message="")(success=True)
+
+    async def _clear_storage(self) -> Any:
+        self.storage_cleared = True
+        return recorded_class(RECORD, "ClearHiCacheReqOutput")(success=True)
+
+    async def _close_session(self, obj: Any) -> None:
+        assert isinstance(obj, CloseSessionReqInput)
+        self.server.close_session(obj.session_id)
 
     def shutdown(self) -> None:
         self._closing = asyncio.create_task(self.server.close())

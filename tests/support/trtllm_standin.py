@@ -1,6 +1,6 @@
-"""A stand-in for the `tensorrt_llm` package: the published signatures and payloads, no model.
+"""A stand-in for the `tensorrt_llm` package: its recorded interface, no model.
 
-Signatures: tensorrt_llm/llmapi/llm.py; events: KVCacheEventSerializer in tensorrt_llm/_utils.py.
+The record (`support.engine_api`) has the accepted arguments and an event of each kind.
 """
 
 import asyncio
@@ -8,82 +8,43 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 from support.api_server import ApiServer, Request
+from support.engine_api import recorded, recorded_class
 
-__version__ = "1.2.0"
-
-
-@dataclass
-class KvCacheConfig:
-    enable_block_reuse: bool = True
-    event_buffer_max_size: int = 0
-    tokens_per_block: int = 32
-    max_tokens: int | None = None
-    free_gpu_memory_fraction: float | None = None
-    host_cache_size: int | None = None
-
-
-class KvCacheRetentionConfig:
-    @dataclass
-    class TokenRangeRetentionConfig:
-        token_start: int
-        token_end: int | None
-        priority: int
-        duration_ms: Any = None
-
-    def __init__(
-        self,
-        token_range_retention_configs: list["KvCacheRetentionConfig.TokenRangeRetentionConfig"],
-        decode_retention_priority: int = 35,
-        decode_duration_ms: Any = None,
-    ) -> None:
-        self.token_range_retention_configs = token_range_retention_configs
-        self.decode_retention_priority = decode_retention_priority
-        self.decode_duration_ms = decode_duration_ms
+RECORD = recorded("tensorrt_llm")
+__version__ = RECORD.version
+DEFAULT_LEVEL = 35
+KvCacheConfig = recorded_class(
+    RECORD, "KvCacheConfig", enable_block_reuse=True, event_buffer_max_size=0, tokens_per_block=32
+)
+DisaggregatedParams = recorded_class(RECORD, "DisaggregatedParams")
+GuidedDecodingParams = recorded_class(RECORD, "GuidedDecodingParams", json_object=False)
+_Sampling = recorded_class(RECORD, "SamplingParams", max_tokens=32, ignore_eos=False)
+_Retention = recorded_class(
+    RECORD, "KvCacheRetentionConfig", decode_retention_priority=DEFAULT_LEVEL
+)
 
 
-@dataclass(kw_only=True)
-class DisaggregatedParams:
-    request_type: str | None = None
-    first_gen_tokens: list[int] | None = None
-    ctx_request_id: int | None = None
-    opaque_state: bytes | None = None
-    draft_tokens: list[int] | None = None
+class KvCacheRetentionConfig(_Retention):  # type: ignore[misc, valid-type]
+    TokenRangeRetentionConfig = recorded_class(RECORD, "TokenRangeRetentionConfig")
 
 
-@dataclass(kw_only=True)
-class GuidedDecodingParams:
-    json: str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    json_object: bool = False
-    structural_tag: str | None = None
-
-
-@dataclass(kw_only=True)
-class SamplingParams:
-    max_tokens: int = 32
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    detokenize: bool = True
-    guided_decoding: GuidedDecodingParams | None = None
-
-    def __post_init__(self) -> None:
+class SamplingParams(_Sampling):  # type: ignore[misc, valid-type]
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         if self.temperature is not None and self.temperature < 0:
             raise ValueError("require temperature >= 0")
+
+
+def modules(own: ModuleType) -> dict[str, ModuleType]:
+    """The stand-in's modules by the names of TensorRT-LLM's."""
+    api = ModuleType("tensorrt_llm.llmapi")
+    for kind in (DisaggregatedParams, GuidedDecodingParams, KvCacheConfig, KvCacheRetentionConfig):
+        setattr(api, kind.__name__, kind)
+    return {"tensorrt_llm": own, "tensorrt_llm.llmapi": api}
 
 
 @dataclass
@@ -91,13 +52,19 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[dict[int, Any]] | None = None
-    disaggregated_params: DisaggregatedParams | None = None
+    disaggregated_params: Any = None
 
 
 class RequestOutput:
-    """Iterates over itself with growing output, as TensorRT-LLM's does."""
+    """Iterates over itself with growing output, as TensorRT-LLM's does.
 
-    def __init__(self, server: ApiServer, request: Request, disaggregated: Any) -> None:
+    Without streaming it yields once. A context phase ends after one token, "not_finished".
+    """
+
+    def __init__(
+        self, server: ApiServer, request: Request, streaming: bool, disaggregated: Any
+    ) -> None:
+        self._streaming = streaming
         self.outputs = [CompletionOutput([])]
         self._server = server
         self._request = request
@@ -115,11 +82,18 @@ class RequestOutput:
                 row = {(token + i) % 4000: SimpleNamespace(logprob=-0.1 - i) for i in range(count)}
                 output.logprobs = [*(output.logprobs or []), row]
             output.finish_reason = finish
-            if finish and self._disaggregated is not None:
+            kind = getattr(self._disaggregated, "request_type", None)
+            if finish and kind == "context_only":
+                output.finish_reason = "not_finished"
                 output.disaggregated_params = DisaggregatedParams(
-                    first_gen_tokens=[token], ctx_request_id=7, opaque_state=b"\x00\xff"
+                    request_type=kind,
+                    first_gen_tokens=[token],
+                    ctx_request_id=7,
+                    opaque_state=b"\x00\xff",
+                    ctx_info_endpoint="tcp://127.0.0.1:9",
                 )
-            yield self
+            if finish or self._streaming:
+                yield self
 
     def abort(self) -> None:
         self._server.release(self._request)
@@ -128,9 +102,11 @@ class RequestOutput:
 class LLM:
     made: ClassVar[list["LLM"]] = []
 
-    def __init__(self, model: str, kv_cache_config: KvCacheConfig, **kwargs: Any) -> None:
-        if unknown := kwargs.keys() - {"max_seq_len", "max_batch_size", "max_num_tokens"}:
-            raise ValueError(f"LlmArgs: extra fields not permitted: {unknown.pop()}")
+    def __init__(self, model: str, kv_cache_config: Any, **kwargs: Any) -> None:
+        given = {"model": model, "kv_cache_config": kv_cache_config, **kwargs}
+        if unknown := given.keys() - RECORD.optional("LlmArgs").keys():
+            raise ValueError(f"LLM got invalid argument: {unknown.pop()}")
+        self.kwargs = kwargs
         if not (Path(model) / "config.json").is_file():
             raise ValueError(f"{model} has no config.json")
         assert kv_cache_config.event_buffer_max_size > 0
@@ -175,29 +151,20 @@ class LLM:
             "priority": 35,
         }
 
-    def generate_async(
-        self,
-        inputs: list[int],
-        sampling_params: SamplingParams | None = None,
-        lora_request: Any = None,
-        prompt_adapter_request: Any = None,
-        streaming: bool = False,
-        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
-        disaggregated_params: DisaggregatedParams | None = None,
-        trace_headers: Any = None,
-        scheduling_params: Any = None,
-        cache_salt: str | None = None,
-        priority: float = 0.5,
-    ) -> RequestOutput:
-        self.calls.append({key: value for key, value in locals().items() if key != "self"})
-        assert streaming
-        assert 0 <= priority <= 1
-        params = sampling_params or SamplingParams()
+    def generate_async(self, **call: Any) -> RequestOutput:
+        RECORD.check("BaseLLM.generate_async", call)
+        self.calls.append(call)
+        assert 0 <= call["priority"] <= 1
+        params, phase = call["sampling_params"], call.get("disaggregated_params")
+        is_context = phase is not None and phase.request_type == "context_only"
+        assert call["streaming"] or is_context
         server = self._begin()
-        body = {"priority": priority, "logprobs": params.logprobs}
-        request = server.enter(body, inputs, params.max_tokens, params.stop_token_ids or [])
-        request.extra = cache_salt
-        return RequestOutput(server, request, disaggregated_params)
+        body = {"priority": call["priority"], "logprobs": params.logprobs}
+        limit, stops = params.max_tokens, params.stop_token_ids or []
+        limit = 1 if is_context else limit
+        request = server.enter(body, call["inputs"], limit, stops)
+        request.extra = call["cache_salt"]
+        return RequestOutput(server, request, call["streaming"], phase)
 
     async def get_kv_cache_events_async(
         self, timeout: float | None = 2

@@ -65,9 +65,11 @@ def hash_text(text: str) -> int:
 class ZmqPublisher:
     """Publishes on `endpoint`; repeats the newest `retained` messages on `replay` on request."""
 
-    def __init__(self, folder: Path, retained: int = 1000) -> None:
-        self.endpoint = f"ipc://{folder}/events"
-        self.replay = f"ipc://{folder}/replay"
+    def __init__(
+        self, folder: Path, retained: int = 1000, prefix: str = "", rank: str = ""
+    ) -> None:
+        self.endpoint = f"ipc://{folder}/{prefix}events{rank}"
+        self.replay = f"ipc://{folder}/{prefix}replay{rank}"
         self.sent: dict[int, bytes] = {}
         self.next = 0
         self._retained = retained

@@ -4,11 +4,10 @@ import asyncio
 import json
 import sys
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import pytest
 import pytest_asyncio
@@ -39,6 +38,8 @@ from kvmesh.worker.engine import Engine, EngineContext, EngineError, EngineInfo,
 PLAIN = salt("kvmesh-demo")
 TAG = "0123456789abcdef" * 2
 SIZE = 16
+SGLANG = pytest.mark.parametrize("make", ["sglang"], indirect=True)
+TRTLLM = pytest.mark.parametrize("make", ["trtllm"], indirect=True)
 
 
 def prompt(length: int, first: int = 0) -> bytes:
@@ -82,16 +83,14 @@ class Run:
 @pytest.fixture
 def standins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Import the stand-ins under the names of the real packages."""
-    api = ModuleType("tensorrt_llm.llmapi")
-    for name in ("DisaggregatedParams", "GuidedDecodingParams", "KvCacheConfig"):
-        setattr(api, name, getattr(trtllm_standin, name))
-    api.KvCacheRetentionConfig = trtllm_standin.KvCacheRetentionConfig  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sglang", sglang_standin)
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", trtllm_standin)
-    monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", api)
+    for standin in (sglang_standin, trtllm_standin):
+        for name, module in standin.modules(standin).items():
+            monkeypatch.setitem(sys.modules, name, module)
 
 
 Make = Callable[..., Run]
+Start = Callable[..., Awaitable[Run]]
+Serves: TypeAlias = Literal["aggregated", "prefill", "decode"]
 
 
 @pytest.fixture(params=["sglang", "trtllm"])
@@ -100,8 +99,9 @@ def make(request: pytest.FixtureRequest, standins: None) -> Make:
 
     kind: str = request.param
 
-    def build(*args: str, folder: Path | None = None) -> Run:
-        worker = WorkerSettings(engine="sglang" if kind == "sglang" else "trtllm", context=512)
+    def build(*args: str, folder: Path | None = None, serves: Serves = "aggregated") -> Run:
+        engine: Any = kind
+        worker = WorkerSettings(engine=engine, context=512, serves=serves)
         settings = Settings(
             worker=worker,
             sglang=SglangSettings(args=list(args)),
@@ -113,14 +113,27 @@ def make(request: pytest.FixtureRequest, standins: None) -> Make:
 
 
 @pytest_asyncio.fixture
-async def run(make: Make) -> AsyncIterator[Run]:
-    made = make()
-    await made.start()
-    yield made
-    await made.engine.close()
-    closing = getattr(made.standin, "_closing", None)
-    if closing is not None:
-        await closing
+async def started(make: Make) -> AsyncIterator[Start]:
+    """Starts engines with the given arguments and closes them in the end."""
+    runs: list[Run] = []
+
+    async def start(*args: str, serves: Serves = "aggregated") -> Run:
+        made = make(*args, serves=serves)
+        await made.start()
+        runs.append(made)
+        return made
+
+    yield start
+    for made in runs:
+        await made.engine.close()
+        closing = getattr(made.standin, "_closing", None)
+        if closing is not None:
+            await closing
+
+
+@pytest_asyncio.fixture
+async def run(started: Start) -> Run:
+    return await started()
 
 
 async def test_tokens_stream_and_end(run: Run) -> None:
@@ -166,7 +179,7 @@ async def test_tenants_do_not_share(run: Run) -> None:
     await eventually(lambda: run.sink.sequences == both)
     await run.run(work("c", prompt(40), max_tokens=1, salt=77, tenant=TAG))
     assert (run.sink.cached("b"), run.sink.cached("c")) == (0, 32)
-    salts = [call["cache_salt"] for call in run.standin.calls]
+    salts = [call.get("cache_salt") for call in run.standin.calls]
     assert salts == [None, f"{TAG}-{77:016x}", f"{TAG}-{77:016x}"]
 
 
@@ -243,27 +256,101 @@ async def test_wrong_settings_stop_the_start(make: Make, tmp_path: Path) -> None
         await make(folder=tmp_path).start()
 
 
-async def test_a_prefill_produces_a_handoff(run: Run) -> None:
-    if run.kind == "sglang":
-        bootstrap = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 9}
-        await run.run(work("a", prompt(40), handoff=bootstrap))
-        call = run.standin.calls[-1]
-        assert {key: call[key] for key in bootstrap} == bootstrap
-        return
-    await run.run(work("a", prompt(40), max_tokens=1, prefill=True))
-    handoff = run.sink.deltas["a"][-1].handoff
-    assert handoff is not None
-    assert handoff["opaque_state"] == b"\x00\xff"
-    await run.run(work("b", prompt(40), handoff=handoff))
-    params = run.standin.calls[-1]["disaggregated_params"]
+async def test_a_prompt_is_handed_off(started: Start) -> None:
+    prefill, decode = await started(serves="prefill"), await started(serves="decode")
+    assert prefill.info is not None
+    assert decode.info is not None
+    assert prefill.info.supports_handoff
+    assert decode.info.supports_handoff
+    assert decode.info.needs_handoff == (decode.kind == "sglang")
+    await prefill.run(work("a#prefill", prompt(40), prefill=True))
+    last = prefill.sink.deltas["a#prefill"][-1]
+    assert (last.finish, last.error) == ("length", None)
+    assert last.handoff is not None
+    await decode.run(work("a", prompt(40), handoff=last.handoff))
+    assert decode.sink.tokens("a") == continuation(unpack(prompt(40)), 12)
+    await asyncio.wait_for(prefill.engine.drain(), 5)
+    assert [delta.finish for delta in prefill.sink.deltas["a#prefill"]][-1] == "length"
+
+
+@SGLANG
+async def test_a_prompt_counts_while_it_waits_for_its_decode_engine(started: Start) -> None:
+    prefill = await started(serves="prefill")
+    await prefill.run(work("a", prompt(40), prefill=True))
+    [load] = prefill.engine.load("i")
+    assert (load.waiting, load.prefill_tokens, load.requests) == (1, 40, 0)
+    assert prefill.engine.abort("a")
+    await asyncio.wait_for(prefill.engine.drain(), 5)
+    assert [delta.finish for delta in prefill.sink.deltas["a"]] == ["length"]
+
+
+@SGLANG
+async def test_a_decode_engine_of_sglang_returns_prompts_without_handoff(started: Start) -> None:
+    decode = await started(serves="decode")
+    await decode.run(work("a", prompt(40)))
+    assert decode.sink.finish("a") == "abort"
+    assert "cannot compute a prompt" in str(decode.sink.deltas["a"][-1].error)
+
+
+@TRTLLM
+async def test_trtllm_gets_the_arguments_of_its_phase(started: Start) -> None:
+    prefill, decode = await started(serves="prefill"), await started(serves="decode")
+    assert prefill.standin.kwargs["disable_overlap_scheduler"]
+    assert "disable_overlap_scheduler" not in decode.standin.kwargs
+    await prefill.run(work("a", prompt(40), prefill=True))
+    await decode.run(work("b", prompt(40), handoff=prefill.sink.deltas["a"][-1].handoff))
+    params = decode.standin.calls[-1]["disaggregated_params"]
     assert (params.request_type, params.ctx_request_id) == ("generation_only", 7)
+    assert (params.opaque_state, params.ctx_info_endpoint) == (b"\x00\xff", "tcp://127.0.0.1:9")
 
 
+async def fill(run: Run, count: int) -> None:
+    """Use the cache for `count` prompts of three blocks each."""
+    for i in range(count):
+        await run.run(work(f"fill{i}", prompt(48, first=100 + i), max_tokens=1))
+
+
+@SGLANG
+async def test_sglang_evicts_low_priorities_first(started: Start) -> None:
+    run = await started()
+    await run.run(work("high", prompt(48), max_tokens=1, priority=5))
+    await fill(run, 30)
+    await run.run(work("again", prompt(48), max_tokens=1))
+    assert run.sink.cached("again") == 47
+    assert sequence(prompt(48)) <= run.sink.sequences
+
+
+@SGLANG
+async def test_sglang_evicts_blocks_of_closed_sessions_first(started: Start) -> None:
+    run = await started("enable_session_radix_cache=true")
+    for name in ("open", "closed"):
+        tokens = prompt(48, first=len(name))
+        await run.run(work(name, tokens, max_tokens=1, session=name))
+    await execute_command(run.engine, run.kind, Release(sessions=["closed", "unknown"]))
+    await fill(run, 30)
+    for name, cached in (("open", 47), ("closed", 0)):
+        tokens = prompt(48, first=len(name))
+        await run.run(work(f"{name} again", tokens, max_tokens=1))
+        assert run.sink.cached(f"{name} again") == cached
+
+
+@SGLANG
+async def test_sglang_reports_the_tiers_of_hicache(started: Start) -> None:
+    run = await started("enable_hierarchical_cache=true", "hicache_storage_backend=file")
+    await run.run(work("a", prompt(40), max_tokens=1))
+    await eventually(lambda: run.sink.below.get(1) == run.sink.held[0] != set())
+    run.standin.host_hits = SIZE
+    await run.run(work("b", prompt(40), max_tokens=1))
+    [cached] = [delta.cached for delta in run.sink.deltas["b"] if delta.cached]
+    assert cached == [SIZE, SIZE, 0, 0]
+    assert (await execute_command(run.engine, run.kind, Clear())).ok
+    await eventually(lambda: getattr(run.standin, "storage_cleared", False))
+
+
+@TRTLLM
 async def test_trtllm_retains_blocks_of_higher_priority(run: Run) -> None:
-    if run.kind == "sglang":
-        pytest.skip("the engine evicts by the request's priority")
     await run.run(work("a", prompt(40), priority=20), work("b", prompt(40)))
-    important, usual = (call["kv_cache_retention_config"] for call in run.standin.calls)
+    important, usual = (call.get("kv_cache_retention_config") for call in run.standin.calls)
     assert usual is None
     [span] = important.token_range_retention_configs
     assert (span.token_start, span.token_end, span.priority) == (0, 40, 55)
@@ -288,10 +375,10 @@ async def test_trtllm_receives_the_ranges_and_other_engines_report_them_unsuppor
         Unpin("p"),
     ):
         reply = await execute_command(run.engine, run.kind, command)
-        assert (
-            reply.reason
-            == f"unsupported: the {run.kind} engine has no control over block retention"
-        )
+        cause = f"the {run.kind} engine has no control over block retention"
+        if isinstance(command, Release) and run.kind == "sglang":
+            cause = "SGLang runs without enable_session_radix_cache"
+        assert reply.reason == f"unsupported: {cause}"
     assert not (await execute_command(run.engine, run.kind, Clear(salt=1))).ok
     if run.kind == "sglang":
         return
@@ -313,9 +400,8 @@ async def test_trtllm_receives_the_ranges_and_other_engines_report_them_unsuppor
     assert (given.decode_retention_priority, given.decode_duration_ms) == (70, timedelta(seconds=5))
 
 
+@TRTLLM
 async def test_trtllm_updates_move_blocks_between_tiers(run: Run) -> None:
-    if run.kind == "sglang":
-        pytest.skip("the engine reports stores and removals by medium")
     await run.run(work("a", prompt(40), max_tokens=1))
     await eventually(lambda: len(run.sink.held.get(0, ())) == 2)
     [first, _] = run.standin.server.held

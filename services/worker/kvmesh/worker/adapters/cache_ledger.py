@@ -17,6 +17,7 @@ from kvmesh.index import TIERS
 from kvmesh.runtime.lru import LruCache
 
 HASH_MASK = (1 << 64) - 1
+_HEX = frozenset("0123456789abcdef")
 _MEDIA = {
     "GPU": 0,
     "CPU": 1,
@@ -85,6 +86,12 @@ def fold_hash(value: int | bytes) -> int:
 def medium_tier(medium: str | None) -> int:
     """The tier of a storage medium as engines name it; media outside the node are tier 3."""
     return 0 if medium is None else _MEDIA.get(medium.upper(), 3)
+
+
+def returned_salt(key: str) -> int | None:
+    """The mesh's salt in an engine's cache salt, see `PromptSalts.cache_salt`; None if none."""
+    digits = key.rpartition("-")[2]
+    return int(digits, 16) if len(digits) == 16 and set(digits) <= _HEX else None
 
 
 class PromptSalts:

@@ -25,6 +25,7 @@ from kvmesh.worker.adapters.cache_ledger import (
     CacheEvent,
     fold_hash,
     medium_tier,
+    returned_salt,
 )
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ RECEIVE_QUEUE = 10_000
 REPLAY_TIMEOUT_S = 5.0
 TAIL_CHECK_S = 2.0
 END = (1 << 64) - 1
-HEX = frozenset("0123456789abcdef")
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _FIELDS = {
     "BlockStored": (*_STORED, "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
@@ -125,13 +125,10 @@ def _stored(event: dict[str, Any]) -> BlocksStored:
 
 
 def _salt(extra_keys: list[list[Any] | None] | None, adapter: str | None) -> int | None:
-    """The mesh's salt: the sixteen hexadecimal digits at the end of the engine's cache salt."""
-    for key in (extra_keys[0] or ()) if extra_keys else ():
-        if isinstance(key, str) and key != adapter:
-            digits = key.rpartition("-")[2]
-            if len(digits) == 16 and set(digits) <= HEX:
-                return int(digits, 16)
-    return None
+    """The mesh's salt, if one of the first block's keys is the engine's cache salt."""
+    keys = (extra_keys[0] or ()) if extra_keys else ()
+    salts = (returned_salt(key) for key in keys if isinstance(key, str) and key != adapter)
+    return next((salt for salt in salts if salt is not None), None)
 
 
 class ZmqSubscriber:

@@ -1,9 +1,10 @@
 """Converts TensorRT-LLM's KV events, from `get_kv_cache_events_async`, to neutral cache events.
 
-An event is `{"event_id", "data", "window_size", "attention_dp_rank"?}` with data of type created,
-stored, removed or updated. An update has the differences of a block's cache level and priority as
-`{"old_value", "new_value"}`, None for the one that stayed. Levels are tiers: 0 the GPU's memory,
-1 the host's, 2 disk.
+An event is `{"event_id", "data", "window_size", "attention_dp_rank"?, "layer_group_id"?}` with data
+of type created, stored, removed or updated. Block hashes are integers or hexadecimal digests; some
+versions return the cache salt with a block. An update has the differences of a block's cache level
+and priority as `{"old_value", "new_value"}`, None for the one that stayed. Levels are tiers: 0 the
+GPU's memory, 1 the host's, 2 disk.
 """
 
 from array import array
@@ -17,18 +18,21 @@ from kvmesh.worker.adapters.cache_ledger import (
     BlocksStored,
     CacheEvent,
     fold_hash,
+    returned_salt,
 )
 
 
 class EventReader:
     """Reads the events of all ranks in order; `missed` counts missing event ids.
 
-    Only events of the widest attention window count: it retains all blocks.
+    Only events of the widest attention window count, as it retains all blocks, and of the first
+    group of layers that reports one.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._window = 0
+        self._groups: set[int | None] = set()
         self._next: dict[int, int] = {}
         self.missed = 0
 
@@ -37,12 +41,20 @@ class EventReader:
         try:
             rank = event.get("attention_dp_rank") or 0
             self._count(rank, event["event_id"])
-            self._window = max(self._window, event.get("window_size") or 0)
-            if (event.get("window_size") or 0) < self._window:
-                return rank, []
-            return rank, list(self._events(event["data"]))
+            data = event["data"]
+            counts = self._counts(event, data["type"] == "stored")
+            return rank, list(self._events(data)) if counts else []
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"malformed KV event: {error!r}") from error
+
+    def _counts(self, event: Mapping[str, Any], is_store: bool) -> bool:
+        window, group = event.get("window_size") or 0, event.get("layer_group_id")
+        if window > self._window:
+            self._window = window
+            self._groups.clear()
+        if window == self._window and is_store and not self._groups:
+            self._groups.add(group)
+        return window == self._window and group in self._groups
 
     def _count(self, rank: int, number: int) -> None:
         expected = self._next.get(rank, number)
@@ -54,24 +66,30 @@ class EventReader:
         if kind == "stored":
             yield from self._stored(data)
         elif kind == "removed":
-            yield BlocksRemoved([fold_hash(value) for value in data["block_hashes"]], None)
+            yield BlocksRemoved([_hash(value) for value in data["block_hashes"]], None)
         elif kind == "updated" and data.get("cache_level") is not None:
             level = data["cache_level"]
-            hashes = [fold_hash(data["block_hash"])]
+            hashes = [_hash(data["block_hash"])]
             yield BlocksMoved(hashes, _tier(level["old_value"]), _tier(level["new_value"]))
 
     def _stored(self, data: Mapping[str, Any]) -> Iterator[CacheEvent]:
         """One event per block, as cache levels may differ; skips a partial last block."""
         parent = data.get("parent_hash")
-        parent = None if parent is None else fold_hash(parent)
+        parent = None if parent is None else _hash(parent)
         for block in data["blocks"]:
             tokens = array("I", [token["token_id"] for token in block["tokens"]])
             if len(tokens) < self._block_size:
                 return
-            engine_hash = fold_hash(block["block_hash"])
+            engine_hash = _hash(block["block_hash"])
             level = _tier(block.get("cache_level") or 0)
-            yield BlocksStored([engine_hash], parent, tokens.tobytes(), self._block_size, level)
+            salt = returned_salt(block.get("cache_salt") or "")
+            packed = tokens.tobytes()
+            yield BlocksStored([engine_hash], parent, packed, self._block_size, level, salt)
             parent = engine_hash
+
+
+def _hash(value: int | str) -> int:
+    return fold_hash(bytes.fromhex(value) if isinstance(value, str) else value)
 
 
 def _tier(level: int) -> int:
