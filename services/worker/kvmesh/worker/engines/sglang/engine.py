@@ -8,7 +8,6 @@ from its radix cache.
 import json
 import logging
 import secrets
-import socket
 from array import array
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,10 +17,8 @@ from sglang import __version__ as sglang_version
 from sglang.srt.managers.io_struct import CloseSessionReqInput
 
 from kvmesh.bus.messages import Capacity, Load, Work
-from kvmesh.settings.schema import TransferSettings
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
-from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, RequestStreams, StreamOutput
 from kvmesh.worker.adapters.sglang_fields import AnswerReader, request_fields
@@ -34,6 +31,7 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
+from kvmesh.worker.engines.sglang.arguments import server_arguments
 from kvmesh.worker.model_folder import model_context
 from kvmesh.worker.scratch import ScratchFolder
 
@@ -44,35 +42,13 @@ FLUSH_S = 60.0
 
 def create(context: EngineContext) -> "SglangEngine":
     """Create SGLang with the arguments of `[sglang]` for the model in the folder."""
-    worker, sglang = context.settings.worker, context.settings.sglang
-    arguments: dict[str, Any] = {
-        "model_path": str(context.folder),
-        "page_size": worker.block_size,
-        "enable_priority_scheduling": True,
-        "radix_eviction_policy": "priority",
-        "skip_tokenizer_init": False,
-        **engine_arguments(sglang.args, sglang.args_file),
-    }
-    if worker.context:
-        arguments.setdefault("context_length", worker.context)
-    if worker.serves != "aggregated":
-        _disaggregate(arguments, worker.serves, context.settings.transfer)
-    served = worker.served_name or context.folder.name
-    max_context = arguments.get("context_length") or model_context(context.folder)
-    address = context.settings.transfer.advertise or context.settings.transfer.host
+    settings, folder = context.settings, context.folder
+    worker, transfer = settings.worker, settings.transfer
+    arguments = server_arguments(settings, folder)
+    served = worker.served_name or folder.name
+    max_context = arguments.get("context_length") or model_context(folder)
+    address = transfer.advertise or transfer.host
     return SglangEngine(arguments, served, max_context, worker.adapters, address)
-
-
-def _disaggregate(arguments: dict[str, Any], serves: str, transfer: TransferSettings) -> None:
-    """Add the arguments of a prefill or decode worker."""
-    arguments.setdefault("disaggregation_mode", serves)
-    arguments.setdefault("disaggregation_transfer_backend", "nixl")
-    if serves == "prefill":
-        arguments.setdefault("host", transfer.host)
-        arguments.setdefault("disaggregation_bootstrap_port", transfer.port or _free_port())
-    else:
-        # SGLang refuses preemption beside the backup of preempted requests in host memory
-        arguments.setdefault("disable_priority_preemption", True)
 
 
 class SglangEngine(StreamingAdapter):
@@ -257,12 +233,6 @@ class SglangEngine(StreamingAdapter):
 def _scheduler_info(engine: Any) -> dict[str, Any]:
     """Start-up information of the first scheduler."""
     return dict(engine._scheduler_init_result.scheduler_infos[0])
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _connect_endpoint(endpoint: str, rank: int) -> str:
