@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Clear, ControlReply
+from kvmesh.demo import model_dir
 
 LONG = "Each worker tells what it keeps, and a prompt goes where most of it is kept already. " * 8
 SHORT = "Which worker keeps the most of this?"
@@ -163,3 +165,49 @@ async def test_a_real_model_has_the_same_output_with_kv_of_another_worker(
     assert cached(alone) == 0
     assert text(alone) == text(apart)
     assert mesh.metric("kvmesh_frontend_prefills_total") == 1
+
+
+SGLANG_MODULES = {
+    "sglang/__init__.py": "from support.sglang_standin import Engine, __version__",
+    "sglang/srt/__init__.py": "",
+    "sglang/srt/managers/__init__.py": "",
+    "sglang/srt/managers/io_struct.py": "from support.sglang_standin import CloseSessionReqInput",
+}
+
+
+@pytest.fixture
+def sglang(mesh: Mesh, tmp_path: Path) -> Mesh:
+    """The mesh with workers that import SGLang's stand-in under SGLang's name."""
+    packages = tmp_path / "packages"
+    for name, source in SGLANG_MODULES.items():
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).write_text(source)
+    path = (str(packages), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", ""))
+    mesh.env |= {
+        "KVMESH_WORKER_ENGINE": "sglang",
+        "KVMESH_WORKER_MODEL": str(model_dir()),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    return mesh
+
+
+async def test_sglang_hands_off_every_prompt(sglang: Mesh) -> None:
+    begin(sglang)
+    await sglang.ready()
+    await workers(sglang, 2)
+    for count, prompt in enumerate((LONG[:1500], SHORT), start=1):
+        answer = await complete(sglang, prompt)
+        assert answer["usage"]["completion_tokens"] == 12
+        assert prefills(sglang, "done") == count
+    assert "did not compute the prompt of" not in sglang.logs()
+
+
+async def test_sglang_waits_for_a_prefill_worker(sglang: Mesh) -> None:
+    begin(sglang)
+    await sglang.ready()
+    await workers(sglang, 2)
+    first = await complete(sglang, SHORT)
+    sglang.kill("prefill-0")
+    waiting = asyncio.create_task(complete(sglang, SHORT))
+    sglang.restart("prefill-0")
+    assert text(await waiting) == text(first)

@@ -1,8 +1,8 @@
 """A stand-in for the `sglang` package: its recorded interface, no model.
 
 The record (`support.engine_api`) has the accepted arguments, the fields of events and a recorded
-batch of them. Chunks: the native-API page of docs.sglang.io. Requests of a prefill and a decode
-engine meet by their room, as in SGLang: neither makes progress without the other.
+batch of them. Chunks: the native-API page of docs.sglang.io. As in SGLang a prefill engine serves a
+bootstrap port: it computes a prompt once a decode engine has asked there for the prompt's room.
 """
 
 import asyncio
@@ -73,7 +73,6 @@ class Engine:
     """Accepts the recorded arguments; `host_hits` are tokens that HiCache loads for each prompt."""
 
     made: ClassVar[list["Engine"]] = []
-    rooms: ClassVar[dict[tuple[str, int], asyncio.Event]] = {}
 
     def __init__(self, **kwargs: Any) -> None:
         RECORD.check("ServerArgs", kwargs)
@@ -98,6 +97,10 @@ class Engine:
         self.server.events = Publisher(self.server, hicache)
         self.server.begin()
         self.mode = kwargs.get("disaggregation_mode", "null")
+        self.arrived: dict[int, asyncio.Event] = {}
+        self.computed: dict[int, asyncio.Event] = {}
+        self._bootstrap: asyncio.Server | None = None
+        self._binding = asyncio.create_task(self._serve_rooms())
         self.host_hits = 0
         self.calls: list[dict[str, Any]] = []
         self.live: dict[str, Request] = {}
@@ -135,7 +138,11 @@ class Engine:
     async def _chunks(
         self, call: dict[str, Any], params: dict[str, Any], body: dict[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
-        await self._meet(call)
+        room = call.get("bootstrap_room", 0)
+        if self.mode == "prefill":
+            await asyncio.wait_for(_event(self.arrived, room).wait(), ROOM_S)
+        elif self.mode == "decode":
+            await asyncio.wait_for(_fetch(call), ROOM_S)
         limit = 1 if self.mode == "prefill" else params["max_new_tokens"]
         request = self.server.enter(body, call["input_ids"], limit, params["stop_token_ids"])
         request.extra = call.get("cache_salt")
@@ -153,17 +160,21 @@ class Engine:
                 details = {"device": device, "host": self.host_hits}
                 chunk["meta_info"]["cached_tokens_details"] = details
             yield chunk
+            if finish is not None:
+                _event(self.computed, room).set()
         self.live.pop(call["rid"], None)
 
-    async def _meet(self, call: dict[str, Any]) -> None:
-        """Wait for the other side of a hand-off."""
-        if self.mode == "null":
-            return
-        room = call["bootstrap_room"]
-        other = "decode" if self.mode == "prefill" else "prefill"
-        Engine.rooms.setdefault((self.mode, room), asyncio.Event()).set()
-        arrival = Engine.rooms.setdefault((other, room), asyncio.Event())
-        await asyncio.wait_for(arrival.wait(), ROOM_S)
+    async def _serve_rooms(self) -> None:
+        if self.mode == "prefill":
+            port = self.kwargs["disaggregation_bootstrap_port"]
+            self._bootstrap = await asyncio.start_server(self._lend, self.kwargs["host"], port)
+
+    async def _lend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if room := await reader.readline():
+            _event(self.arrived, int(room)).set()
+            await _event(self.computed, int(room)).wait()
+            writer.write(b"computed\n")
+        writer.close()
 
     def _abort(self, **call: Any) -> None:
         RECORD.check("TokenizerManager.abort_request", call)
@@ -185,4 +196,23 @@ class Engine:
         self.server.close_session(obj.session_id)
 
     def shutdown(self) -> None:
+        if self._bootstrap is not None:
+            self._bootstrap.close()
         self._closing = asyncio.create_task(self.server.close())
+
+
+def _event(rooms: dict[int, asyncio.Event], room: int) -> asyncio.Event:
+    return rooms.setdefault(room, asyncio.Event())
+
+
+async def _fetch(call: dict[str, Any]) -> None:
+    """Fetch the KV of a room; raises RuntimeError as SGLang does if the prefill engine is gone."""
+    try:
+        host, port = call["bootstrap_host"], call["bootstrap_port"]
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"%d\n" % call["bootstrap_room"])
+        if not await reader.readline():
+            raise ConnectionResetError(f"{host}:{port} closed the connection")
+        writer.close()
+    except OSError as error:
+        raise RuntimeError(f"no KV of the prompt: {error}") from error

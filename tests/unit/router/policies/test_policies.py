@@ -385,6 +385,22 @@ def test_remote_prefill_counts_until_the_first_token() -> None:
     assert (table.active_blocks[p], table.active_blocks[d]) == (0, 0)
 
 
+def test_a_rank_that_needs_handoffs_gets_no_prompt_without_one() -> None:
+    router = core(disagg_tokens=100, disagg_backlog=0.015)
+    router.join(worker("d", serves="decode", needs_handoff=True))
+    with pytest.raises(NoWorkers, match="no prefill worker"):
+        router.decide(request("1", sequence(1, 2)), None, 0.0)
+    router.join(worker("p", serves="prefill"))
+    for name in "23":  # short prompts, the second in spite of a backlog
+        decision = router.decide(request(name, sequence(1, 2)), None, 0.0)
+        assert decision.prefill is not None
+        assert (decision.prefill.instance, decision.chosen.instance) == ("p", "d")
+        router.commit(decision, 0.0)
+    router.join(worker("a"))
+    hot = router.decide(request("4", TEN), overlaps({"a": (9,)}), 0.0)
+    assert (hot.prefill, hot.chosen.instance) == (None, "a")
+
+
 # --- foreign policies
 
 
