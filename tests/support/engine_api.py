@@ -59,7 +59,7 @@ Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Record(Struct, frozen=True):
-    """The recorded interface of one version; `source` says how it was obtained."""
+    """The recorded interface of one version; `source` tells its origin."""
 
     package: str
     version: str
@@ -197,7 +197,7 @@ def _payloads(path: Path) -> dict[str, Any]:
 
 
 def differences(record: Record, other: Record) -> Iterator[str]:
-    """What `record` has that `other` lacks, or has in another form."""
+    """Names and payloads of `record` that `other` lacks, or has in another form."""
     for name, fields in record.names.items():
         theirs = other.names.get(name, [])
         if missing := [field for field in fields if field not in theirs]:
