@@ -1,6 +1,6 @@
 """A stand-in for the `tensorrt_llm` package: its recorded interface, no model.
 
-The record (`support.engine_api`) has the accepted arguments and an event of each kind.
+The record (`support.engine_api`), written by hand, has the accepted arguments.
 """
 
 import asyncio

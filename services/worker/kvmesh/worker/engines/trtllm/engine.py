@@ -1,7 +1,8 @@
 """Embedded TensorRT-LLM: its `LLM` as an engine of the mesh.
 
-Written against the published LLM API (`llmapi` of 1.4.0rc1 and its documentation). Its priorities
-are 0 to 1 for scheduling and 0 to 100 (default 35) for retention; higher is more important in both.
+Written against the published LLM API (`llmapi`, its sources and documentation), of which no release
+has been run. Its priorities are 0 to 1 for scheduling and 0 to 100 (default 35) for retention;
+higher is more important in both.
 """
 
 import asyncio
@@ -77,7 +78,7 @@ def create(context: EngineContext) -> "TrtllmEngine":
     if worker.serves != "aggregated":
         arguments.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
     if worker.serves == "prefill":
-        # the context phase does not run with the overlap scheduler
+        # overlap serves decoding, of which a context phase has none
         arguments.setdefault("disable_overlap_scheduler", True)
     arguments = {"model": str(context.folder), **arguments}
     served = worker.served_name or context.folder.name
