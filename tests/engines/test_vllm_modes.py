@@ -1,40 +1,18 @@
-"""vLLM with adapters, and with several data-parallel ranks."""
+"""vLLM with several data-parallel ranks."""
 
 import asyncio
 import socket
 from pathlib import Path
 
 import pytest
-from support.vllm import PLAIN, VllmRun, prompt, work
+from support.vllm import VllmRun, prompt, work
 from support.wait import eventually
-
-from kvmesh.settings.schema import VllmSettings
-from kvmesh.worker.engine import Rejected
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore"),
 ]
-
-
-async def test_an_adapter_has_its_own_output_and_blocks(tiny_model: Path, tmp_path: Path) -> None:
-    from support.lora import make_adapter
-
-    adapters = VllmSettings(adapters=[f"poet={make_adapter(tmp_path / 'poet')}"])
-    run = await VllmRun.start(tiny_model, vllm=adapters)
-    assert run.info.adapters == ["poet"]
-    salt = PLAIN + 1
-    await run.run_works(work("plain", prompt(80)))
-    await run.run_works(work("adapted", prompt(80), adapter="poet", salt=salt))
-    assert run.sink.tokens("adapted") != run.sink.tokens("plain")
-    assert run.sink.cached("adapted") == 0
-    await run.run_works(work("again", prompt(80), adapter="poet", salt=salt))
-    assert run.sink.cached("again") == 64
-    assert run.sink.tokens("again") == run.sink.tokens("adapted")
-    with pytest.raises(Rejected, match="no adapter critic"):
-        run.engine.submit(work("other", prompt(80), adapter="critic"))
-    await run.engine.close()
 
 
 async def test_each_rank_has_its_own_cache(tiny_model: Path) -> None:

@@ -43,10 +43,13 @@ class VllmRun(StartedEngine):
         self.markers = 0
 
     @classmethod
-    async def start(cls, model: Path, *more: str, vllm: VllmSettings | None = None) -> "VllmRun":
+    async def start(
+        cls, model: Path, *more: str, vllm: VllmSettings | None = None, max_adapters: int = 0
+    ) -> "VllmRun":
         """Start vLLM with additional arguments; raises EngineError."""
         vllm = replace(vllm or VllmSettings(), args=[*ARGS, *more])
-        settings = Settings(vllm=vllm, worker=WorkerSettings(engine="vllm", block_size=SIZE))
+        worker = WorkerSettings(engine="vllm", block_size=SIZE, max_adapters=max_adapters)
+        settings = Settings(vllm=vllm, worker=worker)
         engine, sink = create_engine(EngineContext(settings, model)), Recorder()
         return cls(engine, await engine.start(sink), sink)
 

@@ -12,7 +12,15 @@ PACKAGE = "kvmesh.worker."
 ROOT = Path(kvmesh.worker.engine.__file__).parent
 LEAVES = {"scratch"}
 CONTRACT = {"engine", "capabilities"}
-ENGINE_PARTS = {"adapters", "constraints", "enginecore", "metrics", "model_folder", *CONTRACT}
+ENGINE_PARTS = {
+    "adapters",
+    "constraints",
+    "enginecore",
+    "lora",
+    "metrics",
+    "model_folder",
+    *CONTRACT,
+}
 ALLOWED = {
     "scratch": set[str](),
     "enginecore": set(),
@@ -22,16 +30,17 @@ ALLOWED = {
     "metrics": {"capabilities", "enginecore"},
     "constraints": {"engine"},
     "adapters": {"engine", "enginecore"},
+    "lora": set(CONTRACT),
     "engines": {*ENGINE_PARTS, *LEAVES},
     "health": {"engine"},
     "requests": {"constraints", *CONTRACT},
-    "control": {"requests", *CONTRACT},
+    "control": {"lora", "requests", *CONTRACT},
     "load_publisher": set(),
     "model_card": {"engine", "model_folder"},
     "default_model": {"engine", *LEAVES},
     "node": {
         *CONTRACT,
-        *("control", "enginecore", "health", "load_publisher", "model_card", "requests"),
+        *("control", "enginecore", "health", "load_publisher", "lora", "model_card", "requests"),
     },
     "service": {"default_model", "engine", "metrics", "model_card", "node"},
 }

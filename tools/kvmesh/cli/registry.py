@@ -100,6 +100,12 @@ COMMANDS = (
         sections=BUS,
     ),
     Command(
+        "adapter",
+        "load, unload and list LoRA adapters of running workers",
+        "kvmesh.cli.commands.adapter",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
         "keys", "add, list, revoke and rotate API keys", "kvmesh.cli.commands.keys", sections=BUS
     ),
     Command("replay", "send a trace to a mesh and measure latencies", "kvmesh.cli.commands.replay"),

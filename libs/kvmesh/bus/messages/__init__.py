@@ -6,19 +6,23 @@ grow at the end only. Hash and token arrays are packed little-endian buffers (ui
 they pass from the wire to the native core without a Python object per element.
 """
 
+from kvmesh.bus.messages.adapters import adapter_identity, adapter_name, is_adapter_name
 from kvmesh.bus.messages.codec import encode
 from kvmesh.bus.messages.control import (
+    AdapterCommand,
     Cancel,
     Clear,
     Control,
     ControlReply,
     Drain,
     Dump,
+    LoadAdapter,
     Pin,
     Ping,
     Prefetch,
     Release,
     Resend,
+    UnloadAdapter,
     Unpin,
 )
 from kvmesh.bus.messages.discovery import Capacity, Instance, ModelCard, NodeStore, Role
@@ -91,6 +95,7 @@ from kvmesh.bus.messages.work import (
 )
 
 __all__ = [
+    "AdapterCommand",
     "Attach",
     "Attached",
     "Await",
@@ -131,6 +136,7 @@ __all__ = [
     "Lent",
     "LimitUse",
     "Load",
+    "LoadAdapter",
     "ModelCard",
     "NodeStore",
     "Offer",
@@ -169,12 +175,16 @@ __all__ = [
     "StepOutput",
     "Stored",
     "Thresholds",
+    "UnloadAdapter",
     "Unpin",
     "Wanted",
     "Work",
     "WorkReply",
+    "adapter_identity",
+    "adapter_name",
     "encode",
     "incompatible_models",
+    "is_adapter_name",
     "owner",
     "prefill_part",
 ]

@@ -93,19 +93,42 @@ class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
     rank: int = 0
 
 
+class LoadAdapter(Struct, frozen=True, kw_only=True, tag="load_adapter"):
+    """Load the LoRA adapter in `folder`, a path on the worker's machine, within `timeout_s`.
+
+    It replaces a loaded adapter of the same name.
+    """
+
+    name: str
+    folder: str
+    timeout_s: float = 60.0
+
+
+class UnloadAdapter(Struct, frozen=True, kw_only=True, tag="unload_adapter"):
+    """Unload a LoRA adapter once its requests have ended; it stays loaded after `timeout_s`."""
+
+    name: str
+    timeout_s: float = 60.0
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Liveness probe: the server replies "no responders" if the instance is gone."""
 
 
-Control: TypeAlias = Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch
+AdapterCommand: TypeAlias = LoadAdapter | UnloadAdapter
+Control: TypeAlias = (
+    Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch | AdapterCommand
+)
 
 
 class ControlReply(Struct, frozen=True):
     """Reply to a command: `ok` if it applied, else a reason (an unknown request, for example).
 
-    `blocks` counts the blocks concerned, in tier 0 of a worker or in the tiers of a kvbm.
+    `blocks` counts the blocks concerned, in tier 0 of a worker or in the tiers of a kvbm. `adapter`
+    is the identity of the adapter that the command loaded or unloaded.
     """
 
     ok: bool
     reason: str = ""
     blocks: int = 0
+    adapter: str = ""

@@ -20,10 +20,12 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     """The model that a worker serves.
 
     `context` is in tokens, `block_size` in tokens per block; `files` is a digest in the model
-    store. `structural_tags`: the engine supports `Guided` of that kind. Workers of one model must
-    agree on the fields from `hash_version` on (`kvmesh.bus.discovery.compatibility`), empty if
-    unknown: the version of the block hashes, digests of the tokenizer, the chat template and
-    config.json, the revision of the weights, and a summary of the engine's KV layout.
+    store. `adapters` are the identities of its LoRA adapters; of those with one name, the first
+    serves new requests. `structural_tags`: the engine supports `Guided` of that kind. Workers of
+    one model must agree on the fields from `hash_version` on, empty if unknown
+    (`kvmesh.bus.discovery.compatibility`): the version of the block hashes, digests of the
+    tokenizer, the chat template and config.json, the revision of the weights, and a summary of the
+    engine's KV layout.
     """
 
     name: str

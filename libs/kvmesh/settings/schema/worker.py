@@ -33,6 +33,13 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, description="longest prompt plus output, in tokens; 0: the model's")
     ] = 0
     adapters: Annotated[list[str], Meta(description="LoRA adapters to serve, by name")] = []
+    max_adapters: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="most LoRA adapters at once; 0: those of the settings only",
+        ),
+    ] = 0
     labels: Annotated[
         list[str], Meta(description="key=value labels, which requests may select")
     ] = []

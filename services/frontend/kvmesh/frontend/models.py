@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import Compatibility
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Instance, ModelCard, Role, encode
+from kvmesh.bus.messages import Instance, ModelCard, Role, adapter_name, encode
 from kvmesh.bus.storage.model_files import fetch_model
 from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose_grammar
@@ -27,6 +28,7 @@ from kvmesh.frontend.tokenizer.encoder import TextEncoder
 
 log = logging.getLogger(__name__)
 RETRY_S = 2.0
+ADAPTERS = 1024
 Spawn = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
 
 
@@ -88,16 +90,31 @@ def end_token_ids(files: dict[str, bytes], tokenizer: Tokenizer) -> frozenset[in
 
 @dataclass
 class ServedModel:
-    """One served model. It stays registered without workers, so that clients get 503, not 404."""
+    """One served model. It stays registered without workers, so that clients get 503, not 404.
+
+    `adapters` are the identities of its adapters by name. `known_adapters` includes those of
+    earlier contents, whose blocks may still be cached; the last ADAPTERS of them.
+    """
 
     card: ModelCard
     dialect: Dialect
     created: int
     workers: set[str] = field(default_factory=set)
+    adapters: dict[str, str] = field(default_factory=dict)
+    known_adapters: dict[str, None] = field(default_factory=dict)
     metrics: FrontendModelMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = FrontendModelMetrics(self.card.name)
+
+    def set_adapters(self, adapters: dict[str, str]) -> None:
+        """Replace the adapters, given as identities by name."""
+        self.adapters = adapters
+        for identity in adapters.values():
+            self.known_adapters.pop(identity, None)
+            self.known_adapters[identity] = None
+        while len(self.known_adapters) > max(ADAPTERS, len(adapters)):
+            del self.known_adapters[next(iter(self.known_adapters))]
 
     @property
     def created_at(self) -> str:
@@ -128,13 +145,16 @@ class ModelRegistry:
             await asyncio.wait(self._loading.values(), timeout=timeout)
 
     def resolve(self, name: str) -> tuple[ServedModel, str | None]:
-        """Model and adapter of this name; raises ModelNotFound, or Unavailable while it loads."""
+        """Model and adapter's identity of this name.
+
+        Raises ModelNotFound, or Unavailable while it loads.
+        """
         model = self._models.get(name)
         if model is not None:
             return model, None
         base = self._adapters.get(name)
         if base is not None and base in self._models:
-            return self._models[base], name
+            return self._models[base], self._models[base].adapters[name]
         if name in self._compatible and self._compatible[name].cards:
             raise Unavailable(f"The model `{name}` is still loading.")
         raise ModelNotFound(name)
@@ -159,18 +179,25 @@ class ModelRegistry:
             del self._dialects[key]
 
     def _update(self, name: str) -> None:
-        """Serve the model by its compatible workers, with the card of the newest one."""
+        """Serve the model by its compatible workers, with the card of the newest one.
+
+        If their adapters of one name differ, the oldest worker's is served.
+        """
         workers: set[str] = set()
+        adapters: dict[str, str] = {}
         newest: ModelCard | None = None
         for card in self._compatible[name].fitting:
             if card.model is None or not self._has_dialect(card.model):
                 continue
             newest = card.model
-            self._adapters.update(dict.fromkeys(newest.adapters, name))
             if not card.draining and card.serves != "prefill":
                 workers.add(card.instance)
+                for identity in newest.adapters:
+                    adapters.setdefault(adapter_name(identity), identity)
         if newest is not None:
             self._serve(newest)
+        if workers:
+            self._serve_adapters(self._models[name], adapters)
         if name in self._models:
             self._models[name].workers = workers
 
@@ -186,7 +213,15 @@ class ModelRegistry:
         if known is None or known.card != model:
             created = known.created if known else int(time.time())
             dialect = self._dialects[_key(model)]
-            self._models[model.name] = ServedModel(model, dialect, created)
+            served = self._models[model.name] = ServedModel(model, dialect, created)
+            if known is not None:
+                served.adapters, served.known_adapters = known.adapters, known.known_adapters
+
+    def _serve_adapters(self, model: ServedModel, adapters: dict[str, str]) -> None:
+        name = model.card.name
+        self._adapters = {key: base for key, base in self._adapters.items() if base != name}
+        self._adapters.update(dict.fromkeys(adapters, name))
+        model.set_adapters(adapters)
 
     async def _load(self, model: ModelCard) -> None:
         key = _key(model)
@@ -214,5 +249,5 @@ class ModelRegistry:
 
 
 def _key(card: ModelCard) -> bytes:
-    """Key of a card's dialect, which equal cards share."""
-    return encode(card)
+    """Key of a card's dialect, which cards share that differ in their adapters only."""
+    return encode(replace(card, adapters=[]))

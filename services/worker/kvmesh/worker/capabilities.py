@@ -6,6 +6,7 @@ only place that checks for them before a command reaches an engine.
 
 import asyncio
 from collections.abc import Container
+from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
@@ -83,6 +84,23 @@ class Tiered(Protocol):
 
     def tier_counts(self) -> TierCounts | None:
         """Return the blocks moved so far; None if there can be no lower tiers."""
+        ...
+
+
+@runtime_checkable
+class AdapterLoading(Protocol):
+    """Engine that loads and unloads LoRA adapters, called by their identities, while it runs."""
+
+    def max_adapter_rank(self) -> int:
+        """The largest rank of an adapter; 0 if the engine states none."""
+        ...
+
+    async def load_adapter(self, identity: str, folder: Path) -> None:
+        """Load an adapter; no effect if it is loaded. Raises AdapterError or Unsupported."""
+        ...
+
+    async def unload_adapter(self, identity: str) -> None:
+        """Unload an adapter that no request uses; raises AdapterError."""
         ...
 
 

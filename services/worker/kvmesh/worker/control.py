@@ -4,32 +4,42 @@ from collections.abc import Callable
 
 from kvmesh.bus.client import Reply
 from kvmesh.bus.messages import (
+    AdapterCommand,
     Cancel,
     Control,
     ControlReply,
     Drain,
+    LoadAdapter,
     Resend,
+    UnloadAdapter,
 )
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.capabilities import EngineCommand, execute_command
 from kvmesh.worker.engine import Engine
+from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.requests.handler import RequestHandler
 
 MAX_COMMANDS = 256
 
 
 class ControlHandler:
-    """Executes commands on requests, on the engine called `name`, and `Drain` by `on_drain`.
+    """Executes commands on requests, adapters, the engine called `name`, and `Drain` by `on_drain`.
 
     An engine may take seconds for a command; other commands are executed meanwhile.
     """
 
     def __init__(
-        self, engine: Engine, name: str, requests: RequestHandler, on_drain: Callable[[], None]
+        self,
+        engine: Engine,
+        name: str,
+        requests: RequestHandler,
+        adapters: AdapterManager,
+        on_drain: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._name = name
         self._requests = requests
+        self._adapters = adapters
         self._on_drain = on_drain
         self._tasks = BackgroundTasks()
 
@@ -45,12 +55,18 @@ class ControlHandler:
                 reply(ControlReply(True))
             case _ if len(self._tasks) >= MAX_COMMANDS:
                 reply(ControlReply(False, "the engine is busy with other commands"))
+            case LoadAdapter() | UnloadAdapter():
+                self._tasks.start(self._adapt(command, reply), "adapter command")
             case _:
                 self._tasks.start(self._execute(command, reply), "engine command")
 
     async def close(self) -> None:
         """Cancel the commands in execution."""
         await self._tasks.close()
+        await self._adapters.close()
+
+    async def _adapt(self, command: AdapterCommand, reply: Reply) -> None:
+        reply(await self._adapters.execute(command))
 
     async def _execute(self, command: EngineCommand, reply: Reply) -> None:
         reply(await execute_command(self._engine, self._name, command))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvmesh.bus.client import Bus, Subscription, returning
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
-from kvmesh.bus.errors import BusError
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Chunk,
     Control,
@@ -44,6 +44,7 @@ from kvmesh.worker.health.event_silence import EventSilence
 from kvmesh.worker.health.membership import Membership
 from kvmesh.worker.health.stall_watch import StallWatch
 from kvmesh.worker.load_publisher import LoadPublisher
+from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.model_card import instance_card, model_card
 from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.handler import RequestHandler
@@ -51,6 +52,7 @@ from kvmesh.worker.requests.orphans import OrphanedRequests
 
 log = logging.getLogger(__name__)
 EVENT_CHECK_S = 1.0
+PUBLISH_S = 5.0
 STALL_CHECKS = 10
 _work_decoder = msgspec.msgpack.Decoder(Work)
 _dump_decoder = msgspec.msgpack.Decoder(Dump)
@@ -88,8 +90,15 @@ class WorkerNode:
         self._membership = Membership(bus, self._warnings, limits.lease_s)
         self._loads = LoadPublisher(bus, instance, worker.load_interval_s, self.load)
         self._requests = RequestHandler(engine, worker, self.load, self._send_chunks, self.output)
+        self._adapters = AdapterManager(
+            engine,
+            worker.engine,
+            worker.max_adapters,
+            self._requests.live_with,
+            self._publish_adapters,
+        )
         self._control = ControlHandler(
-            engine, worker.engine, self._requests, lambda: self._on_end(None)
+            engine, worker.engine, self._requests, self._adapters, lambda: self._on_end(None)
         )
         self._orphans = OrphanedRequests(
             bus, limits, instance, lambda: self._requests.frontends, self._requests.abandon
@@ -141,6 +150,7 @@ class WorkerNode:
         self._lease = Lease(self._bus, card, self._limits, self._on_lapsed)
         await self._lease.open()
         await self._membership.recheck(card)
+        self._adapters.open(_model_of(card), info.adapters)
         self._joined = True
         self._tasks.start(self._membership.run(lambda: self._lease), "membership")
         self._tasks.start(publish_warnings(lambda: self._lease, self._warnings), "warnings")
@@ -198,6 +208,19 @@ class WorkerNode:
         self._publisher.start()
         self._tasks.start(self._loads.run(), "load")
         self._tasks.start(self._watch_engine(), "watchdog")
+
+    async def _publish_adapters(self, identities: list[str]) -> None:
+        """Admit requests of these adapters only, and put them on the card."""
+        if self.info is None or self._lease is None:
+            return
+        self.info = replace(self.info, adapters=identities)
+        card = self._lease.card
+        model = None if card.model is None else replace(card.model, adapters=identities)
+        try:
+            async with asyncio.timeout(PUBLISH_S):
+                await self._lease.update(replace(card, model=model))
+        except (BusError, TimeoutError) as error:
+            log.warning("the next renewal publishes the changed adapters: %s", cause(error))
 
     def _on_lapsed(self) -> None:
         """Abort requests after the lease has lapsed: frontends have migrated them, or soon will."""

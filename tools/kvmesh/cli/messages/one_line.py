@@ -192,5 +192,8 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.Prepare: _prepare,
     m.ClaimAnnouncement: _computing,
     Undecodable: _undecodable,
-    **dict.fromkeys((m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping), _control),
+    **dict.fromkeys(
+        (m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping, m.LoadAdapter, m.UnloadAdapter),
+        _control,
+    ),
 }

@@ -10,7 +10,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
-from kvmesh.bus.messages import Instance, Load
+from kvmesh.bus.messages import Instance, Load, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.configuration import ensure_streams, purge_states
 from kvmesh.bus.streams.server_check import check_server
@@ -73,7 +73,7 @@ class MeshView:
         cards = self._directory.instances
         incompatible = misfits(cards)
         found = [c.model for c in cards if c.model and c.instance not in incompatible]
-        return sorted({name for model in found for name in (model.name, *model.adapters)})
+        return sorted({n for m in found for n in (m.name, *map(adapter_name, m.adapters))})
 
     async def has_keys(self) -> bool:
         """True if the mesh stores API keys, or if this user may not read them."""

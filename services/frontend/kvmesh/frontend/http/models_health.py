@@ -50,7 +50,8 @@ class InformationEndpoints:
         name, account = http.match_info["id"], caller_of(http).account
         if account is not None and not account.allows_model(name):
             raise ModelNotFound(name)
-        return _json(_entry(*self._registry.resolve(name)))
+        model, adapter = self._registry.resolve(name)
+        return _json(_entry(model, None if adapter is None else name))
 
     async def health(self, http: web.Request) -> web.Response:
         """Readiness, without a key; warnings name workers, so only admins see them."""
@@ -78,7 +79,7 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def _entries(model: ServedModel) -> list[dict[str, object]]:
-    return [_entry(model, adapter) for adapter in (None, *model.card.adapters)]
+    return [_entry(model, adapter) for adapter in (None, *model.adapters)]
 
 
 def _entry(model: ServedModel, adapter: str | None) -> dict[str, object]:

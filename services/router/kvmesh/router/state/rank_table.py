@@ -8,7 +8,15 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from kvmesh.bus.discovery.compatibility import Compatibility
-from kvmesh.bus.messages import Capacity, Instance, Placement, RankKey, Role, Thresholds
+from kvmesh.bus.messages import (
+    Capacity,
+    Instance,
+    Placement,
+    RankKey,
+    Role,
+    Thresholds,
+    adapter_name,
+)
 from kvmesh.router.state.arrays import ZERO, Floats, Slots
 from kvmesh.router.state.kvbm_nodes import KvbmNodes
 
@@ -284,8 +292,8 @@ class RankTable:
         serving = self._serving("all")
         if not serving:
             return "every worker of this model is draining or only prefills"
-        if not any(_has_adapter(card, adapter) for card in serving):
-            return f"no worker of this model has the adapter {adapter!r}"
+        if adapter is not None and not any(_has_adapter(card, adapter) for card in serving):
+            return f"no worker of this model has the adapter {adapter_name(adapter)!r}"
         if any(_matches(card, placement, adapter) for card in self.cards.values() if card.draining):
             return "every worker that meets the constraints of the request is draining"
         return UNMET_CONSTRAINTS

@@ -48,6 +48,10 @@ class RequestHandler:
         """The frontends of live and recently ended requests."""
         return self._outputs.frontends
 
+    def live_with(self, adapter: str) -> int:
+        """The number of requests of an adapter, by its identity, that have not ended."""
+        return self._outputs.live_with(adapter)
+
     def accept(self, received: Work, info: EngineInfo) -> WorkReply:
         """Submit work to the engine, now or once its constraint is compiled; or refuse it."""
         if received.request in self._outputs:

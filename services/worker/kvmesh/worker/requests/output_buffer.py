@@ -12,6 +12,7 @@ class RequestOutput:
     """The output of one request from its token `first` on."""
 
     __slots__ = (
+        "adapter",
         "cached",
         "decode",
         "error",
@@ -26,9 +27,15 @@ class RequestOutput:
     )
 
     def __init__(
-        self, frontend: str, first: int, retention: list[str] | None, decode: str | None
+        self,
+        frontend: str,
+        first: int,
+        retention: list[str] | None,
+        decode: str | None,
+        adapter: str | None,
     ) -> None:
         self.frontend = frontend
+        self.adapter = adapter
         self.first = first
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
@@ -108,6 +115,11 @@ class OutputBuffer:
         """The frontends of these requests."""
         return {output.frontend for output in self._by_request.values()}
 
+    def live_with(self, adapter: str) -> int:
+        """The number of requests of an adapter that have not ended."""
+        found = (o for o in self._by_request.values() if o.adapter == adapter)
+        return sum(output.finish is None for output in found)
+
     def live_of(self, frontend: str) -> list[str]:
         """The requests of a frontend that have not ended."""
         return [r for r in self.live if self._by_request[r].frontend == frontend]
@@ -126,7 +138,7 @@ class OutputBuffer:
         Both apply only if the engine reports no outcomes.
         """
         self._by_request[work.request] = RequestOutput(
-            work.frontend, work.generated, retention, decode
+            work.frontend, work.generated, retention, decode, work.adapter
         )
         self.live_count += 1
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from kvmesh.bus.messages import Clear, Instance, ModelCard, Release, Role
+from kvmesh.bus.messages import Clear, Instance, Release, Role, adapter_name
 from kvmesh.frontend.apis.cache_body import ClearBody, ReleaseBody
 from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.dispatch.control_client import ControlClient, summary
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.http.endpoint import EndpointCall
-from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scoped
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class ClearReleaseEndpoints:
         cards = [
             c for c in self._control.holders_of([model.card.name]) if _has_tier(c, parsed.tiers)
         ]
-        own = self._salts(model.card, adapter, call.caller.tenant)
+        own = self._salts(model, adapter, call.caller.tenant)
         tenant = "" if parsed.all_tenants else call.caller.tenant
         salts = [None] if parsed.all_tenants else own
         commands = [Clear(salt, parsed.tiers, model.card.name, tenant) for salt in salts]
@@ -64,10 +64,15 @@ class ClearReleaseEndpoints:
         replies = await self._control.broadcast(self._control.holders_of(models), command)
         return {"object": "session.release", "sessions": len(parsed.sessions), **summary(replies)}
 
-    def _salts(self, card: ModelCard, adapter: str | None, tenant: str) -> list[int]:
-        """Salts of an adapter, or of the model and all of its adapters."""
-        adapters = [adapter] if adapter else ["", *card.adapters]
-        return [self._tenants.salt(card.name, name, tenant) for name in adapters]
+    def _salts(self, model: ServedModel, adapter: str | None, tenant: str) -> list[int]:
+        """Salts of all contents of an adapter, or of the model and all of its adapters."""
+        known = model.known_adapters
+        if adapter is None:
+            found = ["", *known]
+        else:
+            name = adapter_name(adapter)
+            found = [identity for identity in known if adapter_name(identity) == name]
+        return [self._tenants.salt(model.card.name, identity, tenant) for identity in found]
 
     def _models(self, account: Account | None) -> Iterable[str]:
         names = [model.card.name for model in self._registry.models]

@@ -5,7 +5,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import SessionPrompt
+from kvmesh.bus.messages import adapter_name
 from kvmesh.frontend.apis.cache_body import PromptBody, to_request
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
@@ -93,10 +93,12 @@ class PromptResolver:
             reason = f"No prompt of session `{session}` is stored."
             raise ApiError("not_found", reason, code="session_not_found", param="session")
         request.hints = replace(request.hints, session=name)
-        return ResolvedPrompt(request, model, known.adapter, self._prompt(known, request, model))
+        adapter = _current(known.adapter, model)
+        salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
+        prompt = hash_prompt(known.tokens, model, salt, explicit_retention(request))
+        return ResolvedPrompt(request, model, adapter, prompt)
 
-    def _prompt(
-        self, known: SessionPrompt, request: GenerateRequest, model: ServedModel
-    ) -> PromptTokens:
-        salt = self._tenants.salt(model.card.name, known.adapter or "", request.cache_salt)
-        return hash_prompt(known.tokens, model, salt, explicit_retention(request))
+
+def _current(adapter: str | None, model: ServedModel) -> str | None:
+    """The adapter of the same name that serves requests now; the given one if there is none."""
+    return None if adapter is None else model.adapters.get(adapter_name(adapter), adapter)

@@ -118,6 +118,15 @@ class MockEngine:
             return f"there is no rank {command.rank}"
         return self._prefetches.start(command)
 
+    def max_adapter_rank(self) -> int:
+        return 0
+
+    async def load_adapter(self, identity: str, folder: Path) -> None:
+        """Nothing to load: the salt of a request separates the blocks of its adapter."""
+
+    async def unload_adapter(self, identity: str) -> None:
+        """Nothing to unload."""
+
     def tier_counts(self) -> TierCounts | None:
         tiers = [rank.core.tiers for rank in self._ranks]
         if not any(rank.lower for rank in tiers):

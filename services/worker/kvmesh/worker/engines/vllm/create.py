@@ -7,19 +7,21 @@ from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from kvmesh.settings.schema import VllmSettings
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.engine import EngineConfigError, EngineContext
 from kvmesh.worker.engines.retention_settings import retention_options
+from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.engine import VllmEngine
 from kvmesh.worker.engines.vllm.kvbm.settings import kvbm_transfer_config
+from kvmesh.worker.engines.vllm.lora_arguments import lora_arguments
 from kvmesh.worker.engines.vllm.retaining_engine import RetainingVllmEngine
 from kvmesh.worker.engines.vllm.retention.internals import changed_internals
 from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
 from kvmesh.worker.engines.vllm.transfer_config import combined_config
+from kvmesh.worker.lora.folder import AdapterError, configured_adapters
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +54,15 @@ def create(context: EngineContext) -> "VllmEngine":
         _register(connector["kv_connector"], connector["kv_connector_module_path"])
     if ours:
         arguments["kv_transfer_config"] = combined_config(configured, *ours)
-    adapters = _adapters(vllm.adapters)
-    if adapters:
-        arguments.setdefault("enable_lora", True)
-    return engine_type(arguments, adapters, served, worker.compile_timeout_s, tiered=vllm.kvbm)
+    try:
+        adapters = configured_adapters(vllm.adapters)
+    except AdapterError as error:
+        raise EngineConfigError(str(error)) from error
+    on_cpu = current_platform.is_cpu()
+    arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
+    return engine_type(
+        arguments, VllmAdapters(adapters), served, worker.compile_timeout_s, tiered=vllm.kvbm
+    )
 
 
 def _engine_type(vllm: VllmSettings) -> type[VllmEngine]:
@@ -88,15 +95,3 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
-
-
-def _adapters(pairs: list[str]) -> dict[str, LoRARequest]:
-    adapters: dict[str, LoRARequest] = {}
-    for number, pair in enumerate(pairs, start=1):
-        name, equals, path = pair.partition("=")
-        if not name or not equals or not os.path.isdir(path):
-            raise EngineConfigError(
-                f"LoRA adapter {pair!r} is not NAME=FOLDER with an existing folder"
-            )
-        adapters[name] = LoRARequest(name, number, path)
-    return adapters

@@ -10,13 +10,13 @@ import os
 from array import array
 from collections.abc import AsyncIterator
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -41,6 +41,7 @@ from kvmesh.worker.engine import (
     Rejected,
     Sink,
 )
+from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.request_origin import KEY, origin_params
@@ -68,7 +69,7 @@ class VllmEngine(StreamingAdapter):
     def __init__(
         self,
         arguments: dict[str, Any],
-        adapters: dict[str, LoRARequest],
+        adapters: VllmAdapters,
         served: str,
         compile_timeout_s: float,
         tiered: bool,
@@ -104,6 +105,7 @@ class VllmEngine(StreamingAdapter):
             raise EngineError(f"vLLM failed to start: {_cause(error)}") from error
         self._processes = [c.pid for c in active_children() if c.pid is not None]
         self._guard = ProcessGuard(self._processes)
+        await self._adapters.open(self._llm)
         config = self._llm.vllm_config
         self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)
         try:
@@ -132,6 +134,15 @@ class VllmEngine(StreamingAdapter):
         except (VLLMClientError, ValueError) as error:
             raise Rejected(str(error)) from error
         self._streams.start(work, self._generate(work, params))
+
+    def max_adapter_rank(self) -> int:
+        return self._adapters.max_rank
+
+    async def load_adapter(self, identity: str, folder: Path) -> None:
+        await self._adapters.load(identity, folder)
+
+    async def unload_adapter(self, identity: str) -> None:
+        await self._adapters.unload(identity)
 
     def compiled(self, guided: Guided) -> bool:
         return self._constraints is not None and guided in self._constraints
@@ -201,7 +212,7 @@ class VllmEngine(StreamingAdapter):
             version=vllm_version,
             context=config.model_config.max_model_len,
             block_size=config.cache_config.block_size,
-            adapters=list(self._adapters),
+            adapters=self._adapters.identities,
             supports_handoff=self._supports_handoff,
             tiered=self._tiered,
             structural_tags=config.structured_outputs_config.backend in TAGGING,
@@ -243,7 +254,7 @@ class VllmEngine(StreamingAdapter):
             prompt,
             params,
             work.request,
-            lora_request=None if work.adapter is None else self._adapters[work.adapter],
+            lora_request=self._adapters.begin(work.adapter),
             priority=-work.priority,
             data_parallel_rank=work.rank if len(self._ledgers) > 1 else None,
         )
@@ -262,6 +273,7 @@ class VllmEngine(StreamingAdapter):
         finally:
             stats.forget(work.request)
             await outputs.aclose()
+            self._adapters.end(work.adapter)
 
     def _rank_load(self, streams: RequestStreams, instance: str, rank: int) -> Load:
         stats = self._stats[rank]
