@@ -16,10 +16,13 @@ from support.vllm import PLAIN, SIZE, prompt, sequence, work
 from support.wait import eventually
 
 from kvmesh.bus.messages import Sampling
+from kvmesh.hashing import salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
+from kvmesh.worker.capabilities import AdapterLoading
 from kvmesh.worker.engine import EngineContext, create_engine
 from kvmesh.worker.engines.remote.server import InferenceServer
+from kvmesh.worker.lora.folder import AdapterError
 
 pytestmark = [
     pytest.mark.vllm,
@@ -44,10 +47,10 @@ def served(
     command += ["--enforce-eager", "--max-model-len", "512", "--dtype", "float32"]
     command += ["--block-size", str(SIZE), "--num-gpu-blocks-override", "64"]
     command += ["--scheduling-policy", "priority", "--kv-events-config", events]
+    command += ["--enable-lora", "--max-loras", "2"]
+    env = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with (tmp_path / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=dict(os.environ), start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
     remote = RemoteSettings(
         url=f"http://127.0.0.1:{port}",
         kv_events=f"ipc://{tmp_path}/events",
@@ -61,9 +64,10 @@ def served(
 
 
 async def test_a_running_server_joins_through_the_sidecar(
-    served: tuple[RemoteSettings, subprocess.Popen[bytes]], tiny_model: Path
+    served: tuple[RemoteSettings, subprocess.Popen[bytes]], tiny_model: Path, tmp_path: Path
 ) -> None:
     import aiohttp
+    from support.lora import make_adapter
 
     remote, process = served
     async with aiohttp.ClientSession() as http:
@@ -95,6 +99,16 @@ async def test_a_running_server_joins_through_the_sidecar(
     assert (sink.cached("part"), sink.cached("part again")) == (0, 192)
     await run("rows", prompt(40), sampling=Sampling(max_tokens=3, logprobs=2, temperature=0))
     assert all(len(delta.logprobs or []) for delta in sink.deltas["rows"] if delta.tokens)
+    assert isinstance(engine, AdapterLoading)
+    with pytest.raises(AdapterError, match="the server replied 404"):
+        await engine.load_adapter("ghost@1", tmp_path / "ghost")
+    await engine.load_adapter("poet@1", make_adapter(tmp_path / "poet"))
+    own = salt("tiny", "poet@1")
+    assert await run("poet", prompt(200), adapter="poet@1", salt=own) != answer
+    await eventually(lambda: set(sequence(prompt(200), own)) <= sink.sequences)
+    await run("poet again", prompt(200), adapter="poet@1", salt=own)
+    assert (sink.cached("poet"), sink.cached("poet again")) == (0, 192)
+    await engine.unload_adapter("poet@1")
     for i in range(12):
         await run(f"flood{i}", prompt(300, first=100 + i))
     await eventually(lambda: sink.removed > 0, what="evictions are reported")

@@ -57,7 +57,10 @@ class EventSink(Protocol):
 
 @dataclass
 class ApiServer:
-    """Serves on `url`; `style` is "vllm" or "sglang"."""
+    """Serves on `url`; `style` is "vllm" or "sglang".
+
+    `adapters` are those loaded at run time, name to folder; None: the server has no such endpoint.
+    """
 
     folder: Path
     style: str = "vllm"
@@ -71,6 +74,7 @@ class ApiServer:
     private: bool = False
     evict_by_priority: bool = False
     track_sessions: bool = False
+    adapters: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.zmq:
@@ -105,6 +109,7 @@ class ApiServer:
                 web.post("/generate", self._generate),
                 web.post("/reset_prefix_cache", self._reset),
                 web.post("/flush_cache", self._reset),
+                *([] if self.adapters is None else self._adapter_routes()),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -317,6 +322,27 @@ class ApiServer:
         card = {"id": "served", "owned_by": self.style, "max_model_len": self.context}
         adapter = {"id": "lora-a", "owned_by": self.style, "parent": "served"}
         return web.json_response({"object": "list", "data": [card, adapter]})
+
+    def _adapter_routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/load_lora_adapter", self._load_adapter),
+            web.post("/v1/unload_lora_adapter", self._unload_adapter),
+        ]
+
+    async def _load_adapter(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if self.adapters is None or "ghost" in body["lora_path"]:
+            error = {"message": "no such adapter", "code": 404}
+            return web.json_response({"error": error}, status=404)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="Success: LoRA adapter added.")
+
+    async def _unload_adapter(self, http: web.Request) -> web.Response:
+        name = (await http.json())["lora_name"]
+        if self.adapters is None or self.adapters.pop(name, None) is None:
+            error = {"message": "no such adapter", "code": 404}
+            return web.json_response({"error": error}, status=404)
+        return web.Response(text="Success: LoRA adapter removed.")
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=self.status)

@@ -100,7 +100,7 @@ class AdapterLoading(Protocol):
         ...
 
     async def unload_adapter(self, identity: str) -> None:
-        """Unload an adapter that no request uses; raises AdapterError."""
+        """Unload an adapter that no request uses; raises AdapterError or Unsupported."""
         ...
 
 

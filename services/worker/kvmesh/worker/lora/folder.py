@@ -69,6 +69,8 @@ def read_adapter(path: Path, max_rank: int = 0) -> AdapterFolder:
     path = path.absolute()
     if not path.is_dir():
         raise AdapterError(f"{path} is not a folder")
+    if not (path / CONFIG).is_file():
+        raise AdapterError(f"{path} has no {CONFIG}")
     try:
         weights = _weights(path)
         stamp = _stamp(path / CONFIG, weights)
@@ -112,8 +114,6 @@ def _stamp(*files: Path) -> tuple[tuple[int, int, int], ...]:
 
 def _read_config(file: Path) -> tuple[dict[str, Any], int]:
     """The content of the configuration without notes, and the largest rank."""
-    if not file.is_file():
-        raise AdapterError(f"{file.parent} has no {CONFIG}")
     if file.stat().st_size > _CONFIG_BYTES:
         raise AdapterError(f"{file} has more than {_CONFIG_BYTES} bytes")
     try:

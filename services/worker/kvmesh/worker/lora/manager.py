@@ -150,8 +150,7 @@ class AdapterManager:
         async with asyncio.timeout_at(deadline):
             await self._lock.acquire()
         try:
-            identity = table.served(name)
-            table.leave(identity)
+            identity = table.withdraw(name)
             await self._publish(table.listed)
             if count := await self._users_left(identity, deadline):
                 table.serve(identity)
@@ -184,10 +183,9 @@ class AdapterManager:
         """Unload a replaced adapter after its last request, unless it is served again."""
         await asyncio.sleep(self._retire_s)
         async with self._lock:
-            if table.state(identity) is not State.REPLACED:
-                return
-            table.leave(identity)
-            await self._publish(table.listed)
+            if table.state(identity) is State.REPLACED:
+                table.leave(identity)
+                await self._publish(table.listed)
         while table.state(identity) is State.LEAVING:
             async with self._lock:
                 if table.state(identity) is State.LEAVING and not self._users(identity):

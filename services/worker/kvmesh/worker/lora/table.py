@@ -81,6 +81,17 @@ class AdapterTable:
         """Take an adapter off the card."""
         self._states[identity] = State.LEAVING
 
+    def withdraw(self, name: str) -> str:
+        """Take all adapters of a name off the card; return the served one.
+
+        Raises AdapterError if there is none.
+        """
+        served = self.served(name)
+        for identity in self._states:
+            if adapter_name(identity) == name:
+                self._states[identity] = State.LEAVING
+        return served
+
     def remove(self, identity: str) -> None:
         """Forget an adapter that the engine has unloaded."""
         self._states.pop(identity, None)

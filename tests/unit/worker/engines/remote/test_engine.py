@@ -18,8 +18,17 @@ from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
-from kvmesh.worker.engine import EngineContext, EngineError, EngineInfo, Rejected, create_engine
+from kvmesh.worker.capabilities import AdapterLoading
+from kvmesh.worker.engine import (
+    EngineContext,
+    EngineError,
+    EngineInfo,
+    Rejected,
+    Unsupported,
+    create_engine,
+)
 from kvmesh.worker.engines.remote.engine import RemoteEngine
+from kvmesh.worker.lora.folder import AdapterError
 
 PLAIN = salt("kvmesh-demo")
 SIZE = 16
@@ -101,6 +110,39 @@ async def test_the_engine_info_comes_from_the_server(start: Start) -> None:
     assert info is not None
     assert (info.context, info.block_size, info.capacity.blocks) == (512, 16, 64)
     assert (info.adapters, info.version) == (["lora-a"], f"{sidecar.server.style} 9.9")
+
+
+async def test_adapters_are_loaded_into_a_server_that_allows_it(
+    tmp_path: Path,
+) -> None:
+    server = ApiServer(tmp_path, "vllm", adapters={})
+    await server.start()
+    sidecar = Sidecar(server)
+    await sidecar.start()
+    engine = sidecar.engine
+    assert isinstance(engine, AdapterLoading)
+    await engine.load_adapter("poet@1", tmp_path)
+    assert server.adapters == {"poet@1": str(tmp_path)}
+    with pytest.raises(AdapterError, match="replied 404: no such adapter"):
+        await engine.load_adapter("ghost@1", tmp_path / "ghost")
+    await sidecar.run(work("a", prompt(40), adapter="poet@1"))
+    assert server.bodies[-1]["model"] == "poet@1"
+    await engine.unload_adapter("poet@1")
+    assert server.adapters == {}
+    with pytest.raises(AdapterError, match="replied 404"):
+        await engine.unload_adapter("poet@1")
+    await engine.close()
+    await server.close()
+
+
+async def test_a_server_without_the_endpoint_loads_no_adapters(
+    server: ApiServer, start: Start, tmp_path: Path
+) -> None:
+    engine = (await start()).engine
+    assert isinstance(engine, AdapterLoading)
+    reason = "SGLang" if server.style == "sglang" else "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    with pytest.raises(Unsupported, match=reason):
+        await engine.load_adapter("poet@1", tmp_path)
 
 
 async def test_tokens_stream_as_token_ids(start: Start) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 from array import array
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -36,9 +37,16 @@ from kvmesh.worker.engine import (
     EngineInfo,
     Rejected,
     Sink,
+    Unsupported,
 )
 from kvmesh.worker.engines.remote import completions
-from kvmesh.worker.engines.remote.server import Gauges, InferenceServer, ServerInfo
+from kvmesh.worker.engines.remote.server import (
+    Gauges,
+    InferenceServer,
+    ServerInfo,
+    message_of,
+)
+from kvmesh.worker.lora.folder import AdapterError
 from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
@@ -130,6 +138,22 @@ class RemoteEngine(StreamingAdapter):
         cached = self._ledgers[work.rank].cached_tokens(work) if exclusive else 0
         cached = min(cached, len(work.tokens) // 4 - 1)
         self._streams.start(work, self._generate(self._http, work.rank, path, body, read, cached))
+
+    def max_adapter_rank(self) -> int:
+        return 0
+
+    async def load_adapter(self, identity: str, folder: Path) -> None:
+        await self._adaptable_server().load_adapter(identity, str(folder))
+
+    async def unload_adapter(self, identity: str) -> None:
+        await self._adaptable_server().unload_adapter(identity)
+
+    def _adaptable_server(self) -> InferenceServer:
+        if self._server is None:
+            raise AdapterError("the engine has not started")
+        if self._is_sglang:
+            raise Unsupported("the openai engine loads no adapters into SGLang")
+        return self._server
 
     def load(self, instance: str) -> list[Load]:
         if self._streams is None:
@@ -238,19 +262,10 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         return
     text = (await response.text())[:2000]
     if response.status in (400, 404, 413, 422):
-        raise Rejected(_message(text) or f"the server replied {response.status}")
+        raise Rejected(message_of(text) or f"the server replied {response.status}")
     if response.status in (401, 403):
         raise Rejected(f"the server rejects this worker's API key ({response.status})")
-    raise EngineUnavailable(f"the server replied {response.status}: {_message(text)}")
-
-
-def _message(text: str) -> str:
-    try:
-        content = json.loads(text)
-        error = content.get("error", content)
-        return str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        return text
+    raise EngineUnavailable(f"the server replied {response.status}: {message_of(text)}")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:

@@ -1,5 +1,6 @@
 """HTTP client of an inference server: model information, health, load, cache reset."""
 
+import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvmesh.bus.errors import cause
 from kvmesh.settings import redacted
-from kvmesh.worker.engine import EngineConfigError, EngineError
+from kvmesh.worker.engine import EngineConfigError, EngineError, Unsupported
+from kvmesh.worker.lora.folder import AdapterError
 
 PROBE_TIMEOUT_S = 5.0
 _VLLM = {
@@ -123,6 +125,28 @@ class InferenceServer:
         except aiohttp.ClientError:
             return False
 
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter by vLLM's API; raises AdapterError or Unsupported."""
+        await self._change_adapter("load", {"lora_name": name, "lora_path": folder})
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter by vLLM's API; raises AdapterError or Unsupported."""
+        await self._change_adapter("unload", {"lora_name": name})
+
+    async def _change_adapter(self, verb: str, body: dict[str, str]) -> None:
+        path = f"/v1/{verb}_lora_adapter"
+        try:
+            async with self._http.post(self._url + path, json=body) as response:
+                status, text = response.status, (await response.text())[:2000]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise AdapterError(redacted(f"{self._url}{path}: {cause(error)}")) from error
+        if status in (404, 405) and "error" not in _object(text):
+            raise Unsupported(
+                f"the server has no {path}: vLLM has it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        if status != 200:
+            raise AdapterError(f"the server replied {status}: {message_of(text)}")
+
     async def _with_sizes(self, info: ServerInfo) -> ServerInfo:
         if info.owner == "sglang":
             info_page = await self._optional("/get_server_info") or await self._optional(
@@ -171,6 +195,21 @@ class InferenceServer:
             return list(_samples(text))
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return []
+
+
+def message_of(text: str) -> str:
+    """The message in the body of an error response."""
+    content = _object(text)
+    error = content.get("error", content or text)
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
