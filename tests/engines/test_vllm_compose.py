@@ -20,7 +20,8 @@ async def test_the_profile_serves_a_model_folder(tiny_model: Path, tmp_path: Pat
     variables = {
         "KVMESH_ALLOW_ANONYMOUS": "true",
         "KVMESH_ENGINE_MODEL": str(tiny_model),
-        "KVMESH_VLLM_ARGS": "enforce_eager=true,num_gpu_blocks_override=64,max_model_len=1024",
+        "KVMESH_VLLM_ARGS": "enforce_eager=true,num_gpu_blocks_override=128,max_model_len=1024",
+        "KVMESH_BLOCK_SIZE": "32",
         "KVMESH_KVBM_HOST_BYTES": "67108864",
     }
     names = ("indexer", "router", "kvbm", "engine", "frontend")

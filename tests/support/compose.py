@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from support.nats import SERVER, free_port
@@ -92,7 +93,9 @@ class Container:
             self.process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
 
     def healthy(self) -> bool:
-        """Run the file's own health check."""
+        """Run the file's own health check; fails the test if the process has ended."""
+        if self.process is not None and self.process.poll() is not None:
+            pytest.fail(f"{self.name} ended with status {self.process.returncode}; see its log")
         kind, executable, *arguments = self.service["healthcheck"]["test"]
         assert (kind, executable) == ("CMD", "python")
         moved = [re.sub(r"(127\.0\.0\.1):(\d+)", self._moved, text) for text in arguments]

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -66,12 +67,14 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
 
 def export_bus_options(options: BusOptions) -> None:
     """Export bus options to the connectors in this process and its child processes."""
-    os.environ[BUS_OPTIONS_VARIABLE] = msgspec.json.encode(options).decode()
+    # str and Path convert the files of TLS, the only fields that JSON has no type for
+    os.environ[BUS_OPTIONS_VARIABLE] = msgspec.json.encode(options, enc_hook=str).decode()
 
 
 def inherited_bus_options() -> BusOptions:
     """The options given to `export_bus_options`, from the environment."""
-    return msgspec.json.decode(os.environ[BUS_OPTIONS_VARIABLE], type=BusOptions)
+    text = os.environ[BUS_OPTIONS_VARIABLE]
+    return msgspec.json.decode(text, type=BusOptions, dec_hook=lambda _, path: Path(path))
 
 
 class KvbmBridge:
