@@ -133,9 +133,11 @@ def nats_of_compose(folder: Path) -> Iterator[str]:
     arguments = [part.replace(MINE, str(own)) for part in services["nats"]["command"]]
     with (folder / "nats.log").open("wb") as output:
         server = subprocess.Popen([SERVER, *arguments], stdout=output, stderr=output)
-    yield address
-    server.terminate()
-    server.wait(PATIENCE_S)
+    try:
+        yield address
+    finally:
+        server.terminate()
+        server.wait(PATIENCE_S)
 
 
 def credentials() -> list[str]:
