@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 32
-SYSTEM, TURN, ANSWER = 1024, 192, 24
+SYSTEM, TURN, ANSWER = 1024, 256, 64
 SESSIONS, TURNS = 8, 5
 VARIANTS = {
     "vLLM's queue": "own",

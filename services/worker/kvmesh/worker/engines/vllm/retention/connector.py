@@ -34,6 +34,7 @@ from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, STATE, ConnectorOptions
 
 log = logging.getLogger(__name__)
+NOT_TRACKED = None, None
 _commands = msgspec.msgpack.Decoder(Clear | Release | Pin | Unpin)
 
 
@@ -101,7 +102,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._retention: PrefixCacheRetention | None = None
         self._pool: Any = None
         self._cached: Any = None
-        self._state: dict[str, Any] = {}
+        self._figures: tuple[int, ...] = ()
         if role is KVConnectorRole.SCHEDULER:
             _install_command(self)
 
@@ -152,7 +153,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        _, tracked = self._requests.pop(request.request_id, (None, None))
+        _, tracked = self._requests.pop(request.request_id, NOT_TRACKED)
         if tracked is None or self._retention is None:
             return False, None
         self._claim(self._retention, tracked, request.num_computed_tokens)
@@ -168,9 +169,9 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         data: dict[str, Any] = {}
         if self._outcomes:
             data[OUTCOMES], self._outcomes = self._outcomes, {}
-        state = self._current_state(self._retention)
-        if state != self._state:
-            data[STATE] = self._state = state
+        figures = self._retention.figures(time.monotonic())
+        if figures != self._figures:
+            self._figures, data[STATE] = figures, self._current_state(self._retention)
         return RetentionStats(data) if data else None
 
     @classmethod
@@ -239,7 +240,9 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for name, blocks, computed in rows:
             if blocks is not None:
                 self._add_blocks(retention, name, blocks, name in cached.resumed_req_ids)
-            self._claim_request(retention, name, computed + scheduled[name])
+            tracked = self._requests.get(name, NOT_TRACKED)[1]
+            if tracked is not None and computed + scheduled[name] >= tracked.due:
+                self._claim_request(retention, name, computed + scheduled[name])
 
     def _add_blocks(
         self,
@@ -248,7 +251,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks: Sequence[Sequence[int]],
         replace: bool,
     ) -> None:
-        tracked = self._requests.get(name, (None, None))[1]
+        tracked = self._requests.get(name, NOT_TRACKED)[1]
         for group, ids in enumerate(blocks):
             if tracked is None:
                 retention.allocated(None, ids, 0, "")
@@ -256,11 +259,12 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             retention.allocated(tracked, ids, tracked.salt, tracked.tenant)
             if replace:
                 tracked.blocks[group], tracked.claimed[group] = list(ids), 0
+                tracked.due = 0
             else:
                 tracked.blocks[group] += ids
 
     def _claim_request(self, retention: PrefixCacheRetention, name: str, computed: int) -> None:
-        request, tracked = self._requests.get(name, (None, None))
+        request, tracked = self._requests.get(name, NOT_TRACKED)
         if tracked is None:
             return
         self._claim(retention, tracked, computed)
@@ -270,6 +274,9 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             outcomes = retention.grant(tracked.prompt_directives)
             if outcomes:
                 self._outcomes[tracked.id] = outcomes
+        if tracked.granted:
+            ends = zip(tracked.claimed, retention.group_sizes, strict=True)
+            tracked.due = min((claimed + 1) * size for claimed, size in ends)
 
     def _claim(
         self, retention: PrefixCacheRetention, request: RetainedRequest, computed: int

@@ -76,6 +76,13 @@ class PrefixCacheRetention:
         self._namespace_ids = count(1)
         self._namespace_of = array("I", bytes(4 * capacity))
 
+    def figures(self, now: float) -> tuple[int, ...]:
+        """Numbers that differ if the state does; cheap enough for every step."""
+        self._runs.expire(now)
+        budget = self._budget
+        counts = budget.outcomes.counts.values()
+        return len(self._sessions), len(self._pins), sum(budget.charged.values()), *counts
+
     def state(self, rank: int, now: float) -> RetentionState:
         """The state at `now`, reported as rank `rank`."""
         self._runs.expire(now)
