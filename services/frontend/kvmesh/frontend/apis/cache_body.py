@@ -7,7 +7,6 @@ from msgspec import Meta, Raw, Struct
 
 from kvmesh.bus.messages import Sampling
 from kvmesh.frontend.apis.base import Api, Headers, RequestStamp
-from kvmesh.frontend.apis.cache_ttl import Duration, Priority, seconds
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import Messages
@@ -16,6 +15,7 @@ from kvmesh.frontend.apis.request_hints import apply_hints
 from kvmesh.frontend.apis.responses.api import Responses
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.retention.hints import Duration, Priority, seconds
 
 MAX_PIN_TTL_S = 86400.0
 MAX_SESSIONS = 1024

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from kvmesh.frontend.apis.cache_ttl import CacheMark, Retention, to_directives
 from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.namespaces import check_name
+from kvmesh.retention.hints import CacheMark, EmptyRange, Retention, to_directives
 
 EXTRA_FIELDS = ("worker_id", "timing", "cache", "routing", "stop_reason", "ignored")
 # Accepted without effect; reported in `nvext.ignored`.
@@ -81,7 +82,11 @@ def apply_nvext(request: GenerateRequest, nvext: Nvext) -> None:
         request.prompts = [_raw(request)]
     if nvext.greed_sampling:
         request.sampling = msgspec.structs.replace(request.sampling, temperature=0.0)
-    request.retention, request.decode = to_directives(nvext.retention)
+    try:
+        request.retention, request.decode = to_directives(nvext.retention)
+    except EmptyRange as error:
+        where = f"nvext.retention[{error.index}].end"
+        raise InvalidRequest(f"`{where}` must be greater than `start`.", where) from error
     request.retain_prompt(nvext.cache_control.ttl_s() if nvext.cache_control else None)
     request.speculative = bool(nvext.agent_hints and nvext.agent_hints.speculative_prefill)
     request.policy = nvext.policy

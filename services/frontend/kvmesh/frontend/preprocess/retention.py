@@ -7,8 +7,8 @@ from kvmesh.bus.messages import Retain
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.preprocess.prompt_spans import PromptSpans
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
+from kvmesh.retention.hints import RETAIN_PRIORITY
 
-RETAIN_PRIORITY = 75  # of tokens that a caller retains for a time
 MAX_KINDS = 64
 UNSUPPORTED = "unsupported"
 

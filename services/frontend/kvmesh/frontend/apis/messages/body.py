@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range
-from kvmesh.frontend.apis.cache_ttl import CacheMark, inner_cache_control
+from kvmesh.frontend.apis.cache_ttl import inner_cache_control
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
@@ -26,6 +26,7 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.retention.hints import CacheMark
 
 
 class ImageSource(Struct):

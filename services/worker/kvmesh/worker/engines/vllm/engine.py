@@ -61,7 +61,7 @@ _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 class VllmEngine(StreamingAdapter):
     """One `AsyncLLM` with one or more data-parallel ranks.
 
-    `retains`: `RetentionConnector` receives the origin of each request.
+    `retains`: `KvmeshRetentionConnector` receives the origin of each request.
     """
 
     retains = False

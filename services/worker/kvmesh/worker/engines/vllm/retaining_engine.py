@@ -16,7 +16,7 @@ ENGINE = 0
 
 
 class RetainingVllmEngine(VllmEngine):
-    """A vLLM with `RetentionConnector`; commands go to all of its ranks."""
+    """A vLLM with `KvmeshRetentionConnector`; commands go to all of its ranks."""
 
     retains = True
 

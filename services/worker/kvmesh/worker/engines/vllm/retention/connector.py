@@ -29,13 +29,21 @@ from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.request_origin import KEY, request_origin
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
+from kvmesh.worker.engines.vllm.retention.hinted_requests import HintedRequests
+from kvmesh.worker.engines.vllm.retention.internals import changed_internals
 from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetention
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
-from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, STATE, ConnectorOptions
+from kvmesh.worker.engines.vllm.retention.settings import (
+    OUTCOMES,
+    STATE,
+    ConnectorOptions,
+    QueryOutcomes,
+    QueryState,
+)
 
 log = logging.getLogger(__name__)
 NOT_TRACKED = None, None
-_commands = msgspec.msgpack.Decoder(Clear | Release | Pin | Unpin)
+_commands = msgspec.msgpack.Decoder(Clear | Release | Pin | Unpin | QueryState | QueryOutcomes)
 
 
 class RetentionStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
@@ -89,15 +97,17 @@ class VllmPrefixCache:
             self._queue.prepend_n([block])
 
 
-class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
+class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
     """Created by the scheduler and by each worker process; only the scheduler's does anything."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        self._options = msgspec.convert(extra[KEY], ConnectorOptions)
+        self._options = msgspec.convert(extra.get(KEY, {}), ConnectorOptions)
         self._groups = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
         self._requests: dict[str, tuple[Any, RetainedRequest | None]] = {}
+        self._hinted = HintedRequests()
+        self._ended: list[str] = []
         self._outcomes: dict[str, list[str]] = {}
         self._retention: PrefixCacheRetention | None = None
         self._pool: Any = None
@@ -110,6 +120,10 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         options, pool = self._options.retention, gpu_block_pool
+        changed = changed_internals()
+        if changed:
+            log.error("vLLM retains no blocks on request: %s differ from what was tested", changed)
+            return
         budget = RetentionBudget(
             int(options.budget * pool.num_gpu_blocks), unlimited_ttl_s=options.session_idle_s
         )
@@ -133,12 +147,15 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if request.request_id not in self._requests and self._retention is not None:
-            self._requests[request.request_id] = request, self._start(request, self._retention)
+        if request.request_id not in self._requests:
+            self._requests[request.request_id] = request, self._start(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         retention = self._retention
         if retention is not None:
+            if self._ended:
+                retention.release(self._ended)
+                self._ended.clear()
             if self._pool.cached_block_hash_to_block is not self._cached:
                 self._cached = self._pool.cached_block_hash_to_block
                 self._pool.free_block_queue.forget(self._pool.blocks)
@@ -153,15 +170,20 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        _, tracked = self._requests.pop(request.request_id, NOT_TRACKED)
-        if tracked is None or self._retention is None:
-            return False, None
-        self._claim(self._retention, tracked, request.num_computed_tokens)
-        self._retention.rank_prompt(tracked, time.monotonic())
-        if not tracked.granted or not tracked.output_directives:
-            return False, None
-        outcomes = self._retention.grant(tracked.output_directives)
-        return False, {KEY: {"decode": outcomes[0]}}
+        name, outcome = request.request_id, None
+        _, tracked = self._requests.pop(name, NOT_TRACKED)
+        if tracked is not None and self._retention is not None:
+            self._claim(self._retention, tracked, request.num_computed_tokens)
+            self._retention.rank_prompt(tracked, time.monotonic())
+            if tracked.granted and tracked.output_directives:
+                outcome = self._retention.grant(tracked.output_directives)[0]
+            hint = self._hinted.hint(name)
+            if hint is not None and hint.final and tracked.session is not None:
+                self._ended.append(tracked.session)
+        report = self._hinted.finish(name, outcome)
+        if report is not None:
+            return False, {KEY: report}
+        return False, {KEY: {"decode": outcome}} if outcome is not None else None
 
     def get_kv_connector_stats(self) -> RetentionStats | None:
         if self._retention is None:
@@ -196,6 +218,10 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 blocks = retention.pin(pin, now)
             case Unpin(pin_id):
                 blocks = retention.unpin(pin_id, now)
+            case QueryOutcomes(request):
+                return {"report": self._hinted.report(request)}
+            case QueryState():
+                blocks = self._pool.num_gpu_blocks
         return {"blocks": blocks, STATE: self._current_state(retention)}
 
     # worker side
@@ -214,9 +240,16 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # helpers
 
-    def _start(self, request: Any, retention: PrefixCacheRetention) -> RetainedRequest | None:
-        origin = request_origin(request)
-        if origin is None or request.mm_features:
+    def _start(self, request: Any) -> RetainedRequest | None:
+        origin = request_origin(request) or self._hinted.begin(request)
+        retention = self._retention
+        if origin is None:
+            return None
+        if retention is None:
+            self._hinted.refuse(request.request_id, "this vLLM differs from what was tested")
+            return None
+        if request.mm_features:
+            self._hinted.refuse(request.request_id, "the prompt has images")
             return None
         tokens = array("I", request.prompt_token_ids)
         started = RetainedRequest(
@@ -272,11 +305,34 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tracked.granted = True
             retention.rank_prompt(tracked, time.monotonic())
             outcomes = retention.grant(tracked.prompt_directives)
-            if outcomes:
-                self._outcomes[tracked.id] = outcomes
+            self._report(retention, name, tracked, outcomes)
         if tracked.granted:
             ends = zip(tracked.claimed, retention.group_sizes, strict=True)
             tracked.due = min((claimed + 1) * size for claimed, size in ends)
+
+    def _report(
+        self,
+        retention: PrefixCacheRetention,
+        name: str,
+        tracked: RetainedRequest,
+        outcomes: list[str],
+    ) -> None:
+        """Report the outcomes of a prompt to the mesh or to its caller, and pin it if asked to."""
+        hint = self._hinted.hint(name)
+        if hint is None:
+            if outcomes:
+                self._outcomes[tracked.id] = outcomes
+            return
+        self._hinted.report_prompt(name, outcomes)
+        if hint.pin is not None:
+            pin = Pin(
+                id=hint.pin.id,
+                sequence_hashes=tracked.sequence_hashes.tobytes(),
+                ttl_s=hint.pin.ttl_s,
+                priority=hint.pin.priority,
+                tenant=tracked.tenant,
+            )
+            self._hinted.report_pin(name, retention.pin(pin, time.monotonic()))
 
     def _claim(
         self, retention: PrefixCacheRetention, request: RetainedRequest, computed: int
@@ -292,7 +348,7 @@ class RetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return state
 
 
-def _install_command(connector: RetentionConnector) -> None:
+def _install_command(connector: KvmeshRetentionConnector) -> None:
     """Add `kvmesh_retention(packed)` to vLLM's engine core in this process."""
 
     def kvmesh_retention(core: Any, packed: bytes) -> dict[str, Any]:

@@ -1,26 +1,37 @@
 """vLLM's `kv_transfer_config` for the connector that retains blocks."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvmesh.retention.claims import RetentionWish
 from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.engines.vllm.request_origin import KEY
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
-CONNECTOR = "RetentionConnector"
+CONNECTOR = "KvmeshRetentionConnector"
+MODULE = f"{PACKAGE}.retention.connector"
 OUTCOMES, STATE = "retention_outcomes", "retention_state"
+
+
+class QueryState(Struct, frozen=True, tag="state"):
+    """Query of the state alone."""
+
+
+class QueryOutcomes(Struct, frozen=True, tag="outcomes"):
+    """Query of the outcomes of a recent request, by its id outside of vLLM's engine."""
+
+    request: str
 
 
 class ConnectorOptions(Struct, frozen=True, kw_only=True):
     """`RetentionOptions` as vLLM passes them to the connector; `defaults` are (level, ttl_s)."""
 
-    budget: float
-    session_idle_s: float
-    session_blocks: int
-    defaults: dict[str, tuple[int, float | None]]
+    budget: Annotated[float, Meta(ge=0, le=1)] = RetentionOptions.budget
+    session_idle_s: Annotated[float, Meta(gt=0)] = RetentionOptions.session_idle_s
+    session_blocks: Annotated[int, Meta(ge=0)] = RetentionOptions.session_blocks
+    defaults: dict[str, tuple[int, float | None]] = {}
 
     @property
     def retention(self) -> RetentionOptions:
@@ -34,7 +45,7 @@ class ConnectorOptions(Struct, frozen=True, kw_only=True):
 
 
 def retention_transfer_config(options: RetentionOptions) -> dict[str, Any]:
-    """`kv_transfer_config` for `RetentionConnector`."""
+    """`kv_transfer_config` for `KvmeshRetentionConnector`."""
     connector_options = ConnectorOptions(
         budget=options.budget,
         session_idle_s=options.session_idle_s,
@@ -43,7 +54,7 @@ def retention_transfer_config(options: RetentionOptions) -> dict[str, Any]:
     )
     return {
         "kv_connector": CONNECTOR,
-        "kv_connector_module_path": f"{PACKAGE}.retention.connector",
+        "kv_connector_module_path": MODULE,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {KEY: msgspec.to_builtins(connector_options)},
     }
