@@ -129,7 +129,7 @@ class Engine:
         from vllm import SamplingParams
 
         from kvmesh.bus.messages import Retain
-        from kvmesh.worker.engines.vllm.request_origin import KEY, RequestOrigin
+        from kvmesh.worker.adapters.request_origin import KEY, RequestOrigin
 
         sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
         if self.scheduler.connector is not None:

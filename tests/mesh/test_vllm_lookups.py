@@ -19,10 +19,10 @@ from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings
+from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.engines.vllm.kvbm import bridge
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, SchedulerBridge
 from kvmesh.worker.engines.vllm.kvbm.settings import kvbm_transfer_config
-from kvmesh.worker.engines.vllm.request_origin import RequestOrigin
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]

@@ -14,7 +14,7 @@ from msgspec import Struct
 from kvmesh.bus.messages import Clear, ControlReply, Pin, Prefetch, Release, Unpin, Work
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import TIERS
-from kvmesh.worker.engine import Engine, EngineError, Unsupported
+from kvmesh.worker.engine import Engine, EngineError, EngineInfo, Unsupported
 from kvmesh.worker.enginecore.counters import RetentionState
 
 COMMAND_S = 10.0
@@ -160,15 +160,13 @@ async def _retain(engine: Engine, name: str, command: Release | Pin | Unpin) -> 
             return await engine.unpin(pin)
 
 
-def default_outcomes(
-    engine: Engine, work: Work, outcome: str
-) -> tuple[list[str] | None, str | None]:
-    """Return `outcome` for each explicit directive of the prompt, and for that of the output.
+def default_outcomes(work: Work, info: EngineInfo) -> tuple[list[str] | None, str | None]:
+    """The outcome of each explicit directive of the prompt, and that for the output.
 
     Both are None for an engine that reports outcomes itself.
     """
-    if isinstance(engine, Retaining):
+    if info.reports_outcomes:
         return None, None
     explicit = sum(retain.explicit for retain in work.retention)
-    decode = outcome if work.decode is not None and work.decode.explicit else None
-    return [outcome] * explicit or None, decode
+    decode = info.retention if work.decode is not None and work.decode.explicit else None
+    return [info.retention] * explicit or None, decode

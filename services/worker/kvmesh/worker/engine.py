@@ -90,11 +90,12 @@ class Sink(Protocol):
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """Properties of a started engine; `context` bounds prompt plus output, in tokens.
 
-    `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees. `retention`
-    is the outcome of explicit directives if the engine does not report outcomes: "honoured" if it
-    receives them. `supports_handoff`: it offers the KV of prompts to other engines and fetches
-    theirs; `needs_handoff`: it computes no prompts itself. `tiered`: it loads blocks from the kvbm
-    of its node. `kv_layout` describes the KV layout as text, empty if unknown.
+    `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees.
+    `reports_outcomes`: it reports the outcome of each explicit directive; otherwise `retention` is
+    the outcome of all, "honoured" if the engine receives them. `supports_handoff`: it offers the KV
+    of prompts to other engines and fetches theirs; `needs_handoff`: it computes no prompts itself.
+    `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the KV layout as
+    text, empty if unknown.
     """
 
     name: str
@@ -104,6 +105,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     capacity: Capacity
     adapters: list[str] = []
     structural_tags: bool = False
+    reports_outcomes: bool = False
     retention: str = "unsupported"
     supports_handoff: bool = False
     needs_handoff: bool = False

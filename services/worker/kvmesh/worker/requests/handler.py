@@ -64,7 +64,7 @@ class RequestHandler:
         compiles = self._compiler.must_compile(work)
         if self._is_full(work.rank) or (compiles and not self._compiler.has_capacity(work)):
             return admission.BUSY
-        self._outputs.start(work, *default_outcomes(self._engine, work, info.retention))
+        self._outputs.start(work, *default_outcomes(work, info))
         if compiles:
             self._compiler.start(work)
             return admission.CHECKING

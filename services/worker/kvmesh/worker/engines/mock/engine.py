@@ -299,6 +299,7 @@ class MockEngine:
     def _info(self) -> EngineInfo:
         options = self._options
         return EngineInfo(
+            reports_outcomes=True,
             name="mock",
             version=VERSION,
             context=self._context,

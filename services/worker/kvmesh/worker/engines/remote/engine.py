@@ -9,20 +9,21 @@ import asyncio
 import json
 import logging
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from kvmesh.bus.errors import cause
-from kvmesh.bus.messages import Capacity, Load, Work
+from kvmesh.bus.messages import Capacity, Clear, Load, Pin, Release, Unpin, Work
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.adapters import sglang_fields as sglang
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.request_origin import origin_params
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
     RequestStreams,
@@ -39,7 +40,9 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
+from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.engines.remote import completions
+from kvmesh.worker.engines.remote.retention import ServerRetention
 from kvmesh.worker.engines.remote.server import (
     Gauges,
     InferenceServer,
@@ -51,6 +54,7 @@ from kvmesh.worker.model_folder import model_context
 
 log = logging.getLogger(__name__)
 MISSED_PROBES = 3
+ENGINE = 0  # the tier
 LINE_BYTES = 1 << 20
 
 
@@ -83,6 +87,7 @@ class RemoteEngine(StreamingAdapter):
         self._ledgers: list[CacheLedger] = []
         self._gauges = Gauges()
         self._clock = StepClock()
+        self._retention: ServerRetention | None = None
 
     async def start(self, sink: Sink) -> EngineInfo:
         headers = {"Authorization": f"Bearer {key}"} if (key := self._remote.api_key) else {}
@@ -98,6 +103,8 @@ class RemoteEngine(StreamingAdapter):
             self._info = await self._server.describe(self._remote.model)
             if not self._is_sglang:
                 await self._server.check_token_ids(self._info.model)
+                retention = ServerRetention(self._http, self._url)
+                self._retention = retention if await retention.find() else None
             return self._open_streams(sink, self._server)
         except EngineError:
             await self._http.close()
@@ -137,7 +144,32 @@ class RemoteEngine(StreamingAdapter):
         exclusive = self._salts.is_exclusive(work)
         cached = self._ledgers[work.rank].cached_tokens(work) if exclusive else 0
         cached = min(cached, len(work.tokens) // 4 - 1)
-        self._streams.start(work, self._generate(self._http, work.rank, path, body, read, cached))
+        self._streams.start(work, self._generate(self._http, work, path, body, read, cached))
+
+    async def release(self, sessions: list[str]) -> int:
+        return await self._retaining_server().execute(Release(sessions=sessions))
+
+    async def pin(self, pin: Pin) -> int:
+        return await self._retaining_server().execute(pin)
+
+    async def unpin(self, pin: str) -> int:
+        return await self._retaining_server().execute(Unpin(pin))
+
+    async def drop(self, salt: int | None, tenant: str, tiers: Container[int]) -> int:
+        if ENGINE not in tiers:
+            return 0
+        if self._retention is None and salt is None:
+            self.clear()
+            return 0
+        return await self._retaining_server().execute(Clear(salt=salt, tenant=tenant))
+
+    def retention(self) -> list[RetentionState]:
+        return self._retention.states if self._retention is not None else []
+
+    def _retaining_server(self) -> ServerRetention:
+        if self._retention is None:
+            raise Unsupported("the server of the openai engine has no plugin of kvmesh")
+        return self._retention
 
     def max_adapter_rank(self) -> int:
         return 0
@@ -189,6 +221,7 @@ class RemoteEngine(StreamingAdapter):
         log.info("%s serves %s (%s %s)", self._redacted_url, info.model, info.owner, info.version)
         return EngineInfo(
             name="openai",
+            reports_outcomes=self._retention is not None,
             version=f"{info.owner} {info.version}".strip(),
             context=worker.context or info.context or self._context,
             block_size=block_size,
@@ -209,6 +242,8 @@ class RemoteEngine(StreamingAdapter):
         if self._is_sglang:
             return "/generate", sglang.request_fields(work, tokens, tag) | priority
         body = completions.request_fields(work, tokens, self._info.model, tag)
+        if self._retention is not None:
+            body["kv_transfer_params"] = origin_params(work)
         return "/v1/completions", body | priority
 
     def _reader(self) -> Callable[[Any], StreamOutput]:
@@ -217,19 +252,24 @@ class RemoteEngine(StreamingAdapter):
     async def _generate(
         self,
         http: aiohttp.ClientSession,
-        rank: int,
+        work: Work,
         path: str,
         body: dict[str, Any],
         read: Callable[[Any], StreamOutput],
         cached: int,
     ) -> AsyncIterator[StreamOutput]:
-        ranks = {"X-data-parallel-rank": str(rank)} if self._remote.dp_ranks > 1 else {}
+        ranks = {"X-data-parallel-rank": str(work.rank)} if self._remote.dp_ranks > 1 else {}
+        is_first = True
         try:
             async with http.post(self._url + path, json=body, headers=ranks) as response:
                 await _check(response)
                 async for chunk in _events(response):
                     output = read(chunk)
                     output.cached = cached if output.cached is None else output.cached
+                    if self._retention is not None and _reports_now(output, work, is_first):
+                        outcomes = await self._retention.outcomes(work.request)
+                        output.retention, output.decode = outcomes
+                    is_first = False
                     yield output
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineUnavailable(redacted(f"{self._url}: {cause(error)}")) from error
@@ -247,6 +287,8 @@ class RemoteEngine(StreamingAdapter):
             if healthy:
                 self._gauges = await server.gauges()
                 self._step()
+                if self._retention is not None:
+                    await self._retention.update()
         if self._streams is not None:
             self._streams.fail(EngineError(f"{self._redacted_url}/health does not reply"))
 
@@ -254,6 +296,13 @@ class RemoteEngine(StreamingAdapter):
         steps = self._clock.update(self._gauges.steps)
         for counters in self._streams.counters if self._streams is not None else ():
             counters.steps = steps
+
+
+def _reports_now(output: StreamOutput, work: Work, is_first: bool) -> bool:
+    """True if outcomes of explicit directives are to be known with this output."""
+    if output.finish is not None and work.decode is not None and work.decode.explicit:
+        return True
+    return is_first and any(retain.explicit for retain in work.retention)
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

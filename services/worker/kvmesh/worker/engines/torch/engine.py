@@ -88,6 +88,7 @@ class TorchEngine:
         self._prefetches = PrefetchQueue(loader, core.limits.block_size)
         self._task = asyncio.create_task(self._run(core, sink), name="torch engine")
         return EngineInfo(
+            reports_outcomes=True,
             name="torch",
             version=torch.__version__,
             context=core.context,

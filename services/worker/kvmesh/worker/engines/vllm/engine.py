@@ -25,6 +25,7 @@ from kvmesh.bus.messages import Capacity, Guided, Load, Work
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.request_origin import KEY, origin_params
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
     RequestStreams,
@@ -44,7 +45,6 @@ from kvmesh.worker.engine import (
 from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
-from kvmesh.worker.engines.vllm.request_origin import KEY, origin_params
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 from kvmesh.worker.engines.vllm.transfer_config import has_handoff
@@ -208,6 +208,7 @@ class VllmEngine(StreamingAdapter):
     def _describe(self, config: Any) -> EngineInfo:
         scheduler = config.scheduler_config
         return EngineInfo(
+            reports_outcomes=self.retains,
             name="vllm",
             version=vllm_version,
             context=config.model_config.max_model_len,

@@ -38,8 +38,8 @@ from kvmesh.bus.messages import KvLayout
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
+from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
-from kvmesh.worker.engines.vllm.request_origin import RequestOrigin
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -6,6 +6,7 @@ blocks aside, and they are written through from the copies. The engine has one r
 or pipeline parallelism. Requests from outside the mesh bypass the connector.
 """
 
+import logging
 import time
 from collections import Counter
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvmesh.bus.messages import KvLayout, LayerLayout
+from kvmesh.worker.adapters.request_origin import KEY, OriginError, RequestOrigin, request_origin
 from kvmesh.worker.engines.vllm.kvbm.bridge import (
     BridgeOptions,
     SchedulerBridge,
@@ -36,7 +38,8 @@ from kvmesh.worker.engines.vllm.kvbm.stats import (
     StepMeter,
 )
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
-from kvmesh.worker.engines.vllm.request_origin import KEY, RequestOrigin, request_origin
+
+log = logging.getLogger(__name__)
 
 
 class BlockLoad(Struct):
@@ -258,7 +261,7 @@ class _SchedulerConnector:
         self._loads: list[BlockLoad] = []
 
     def get_num_new_matched_blocks(self, request: Any, held: int) -> tuple[int | None, bool]:
-        origin, reusable = request_origin(request), (request.num_tokens - 1) // self._block_size
+        origin, reusable = _origin(request), (request.num_tokens - 1) // self._block_size
         if origin is None or reusable <= held:
             return 0, False
         tokens = request.all_token_ids[: reusable * self._block_size]
@@ -269,7 +272,7 @@ class _SchedulerConnector:
         return found * self._block_size, found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, count: int) -> None:
-        request_id, origin = request.request_id, request_origin(request)
+        request_id, origin = request.request_id, _origin(request)
         if origin is None:
             return
         self._requests.setdefault(request_id, ConnectorRequest(request, origin))
@@ -358,3 +361,11 @@ def _layout(weights: str, config: Any) -> KvLayout:
         block_size=spec.block_size,
         layers=[layer] * len(group.layer_names),
     )
+
+
+def _origin(request: Any) -> RequestOrigin | None:
+    try:
+        return request_origin(request)
+    except OriginError as error:
+        log.warning("request %s uses no lower tiers: %s", request.request_id, error)
+        return None

@@ -11,8 +11,8 @@ import msgspec
 from kvmesh._native import xxh3
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
+from kvmesh.worker.adapters.request_origin import KEY
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, export_bus_options
-from kvmesh.worker.engines.vllm.request_origin import KEY
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
 CONNECTOR = "KvmeshConnector"

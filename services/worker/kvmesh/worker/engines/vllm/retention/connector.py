@@ -25,8 +25,8 @@ from vllm.v1.engine.core import EngineCore
 
 from kvmesh.bus.messages import Clear, Pin, Release, Unpin
 from kvmesh.retention.budget import RetentionBudget
+from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
-from kvmesh.worker.engines.vllm.request_origin import KEY, request_origin
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 from kvmesh.worker.engines.vllm.retention.hinted_requests import HintedRequests
@@ -34,7 +34,9 @@ from kvmesh.worker.engines.vllm.retention.internals import changed_internals
 from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetention
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import (
+    DECODE,
     OUTCOMES,
+    PROMPT,
     STATE,
     ConnectorOptions,
     QueryOutcomes,
@@ -183,7 +185,11 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         report = self._hinted.finish(name, outcome)
         if report is not None:
             return False, {KEY: report}
-        return False, {KEY: {"decode": outcome}} if outcome is not None else None
+        if outcome is None:
+            return False, None
+        if tracked is not None:
+            self._hinted.record(tracked.id, {DECODE: outcome})
+        return False, {KEY: {DECODE: outcome}}
 
     def get_kv_connector_stats(self) -> RetentionStats | None:
         if self._retention is None:
@@ -241,8 +247,12 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
     # helpers
 
     def _start(self, request: Any) -> RetainedRequest | None:
-        origin = request_origin(request) or self._hinted.begin(request)
         retention = self._retention
+        try:
+            origin = request_origin(request) or self._hinted.begin(request)
+        except OriginError as error:
+            log.warning("request %s claims nothing: %s", request.request_id, error)
+            return None
         if origin is None:
             return None
         if retention is None:
@@ -322,6 +332,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         if hint is None:
             if outcomes:
                 self._outcomes[tracked.id] = outcomes
+                self._hinted.record(tracked.id, {PROMPT: outcomes})
             return
         self._hinted.report_prompt(name, outcomes)
         if hint.pin is not None:

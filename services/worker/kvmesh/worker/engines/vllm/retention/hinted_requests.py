@@ -1,4 +1,4 @@
-"""Requests of vLLM's own server that carry hints, and the report on each."""
+"""Reports on the directives of requests to vLLM's own server, with hints or from a mesh."""
 
 import logging
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 from kvmesh.bus.messages import Retain
 from kvmesh.runtime.lru import LruCache
-from kvmesh.worker.engines.vllm.request_origin import KEY, RequestOrigin
+from kvmesh.worker.adapters.request_origin import KEY, RequestOrigin
 from kvmesh.worker.engines.vllm.retention.hints import (
     HintError,
     RequestHint,
@@ -91,6 +91,10 @@ class HintedRequests:
             answer: Retain = origin.decode
             report["decode"] = outcome_report(answer, decode)
         return report
+
+    def record(self, name: str, outcomes: dict[str, Any]) -> None:
+        """Record outcomes of a request from a mesh, whose worker queries them by its own id."""
+        self._reports.put(name, {**(self._reports.peek(name) or {}), **outcomes})
 
     def report(self, name: str) -> dict[str, Any] | None:
         """The report on a recent request, by its id in vLLM's API."""

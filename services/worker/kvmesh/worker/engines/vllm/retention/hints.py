@@ -16,7 +16,7 @@ from kvmesh.retention.hints import (
     seconds,
     to_directives,
 )
-from kvmesh.worker.engines.vllm.request_origin import RequestOrigin
+from kvmesh.worker.adapters.request_origin import RequestOrigin
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_BYTES = 65536

@@ -9,7 +9,7 @@ from kvmesh.hashing import block_hashes
 from kvmesh.retention.budget import directives
 from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import RetentionSegment, segments, with_prefix
-from kvmesh.worker.engines.vllm.request_origin import RequestOrigin
+from kvmesh.worker.adapters.request_origin import RequestOrigin
 
 
 class RetainedRequest:

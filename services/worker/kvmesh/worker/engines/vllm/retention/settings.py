@@ -6,13 +6,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvmesh.retention.claims import RetentionWish
+from kvmesh.worker.adapters.request_origin import KEY
 from kvmesh.worker.enginecore.retention import RetentionOptions
-from kvmesh.worker.engines.vllm.request_origin import KEY
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
 CONNECTOR = "KvmeshRetentionConnector"
 MODULE = f"{PACKAGE}.retention.connector"
 OUTCOMES, STATE = "retention_outcomes", "retention_state"
+PROMPT, DECODE = "prompt", "decode"
 
 
 class QueryState(Struct, frozen=True, tag="state"):

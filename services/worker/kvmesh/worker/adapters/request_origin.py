@@ -1,5 +1,6 @@
 """Fields of a request that kvmesh's connectors in vLLM receive, in its `kv_transfer_params`."""
 
+from math import inf
 from typing import Any
 
 import msgspec
@@ -10,6 +11,11 @@ from kvmesh.bus.messages import Retain, Work
 from kvmesh.hashing import TOKEN_BYTES
 
 KEY = "kvmesh"
+MAX_RANGES = 4096
+
+
+class OriginError(ValueError):
+    """The origin of a request is invalid."""
 
 
 class RequestOrigin(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,6 +63,30 @@ def origin_params(work: Work) -> dict[str, Any]:
 
 
 def request_origin(request: Any) -> RequestOrigin | None:
-    """The origin of a vLLM `Request`; None for a request from outside the mesh."""
+    """The origin of a vLLM `Request`; None for a request from outside the mesh.
+
+    Raises OriginError: callers of a server may send anything.
+    """
     params = (request.kv_transfer_params or {}).get(KEY)
-    return msgspec.convert(params, RequestOrigin) if params is not None else None
+    if params is None:
+        return None
+    try:
+        origin = msgspec.convert(params, RequestOrigin)
+    except msgspec.ValidationError as error:
+        raise OriginError(str(error)) from error
+    if not 0 <= origin.salt < 1 << 64:
+        raise OriginError(f"salt {origin.salt} is not an unsigned integer of 64 bits")
+    if not 0 <= origin.prompt_tokens <= request.num_tokens:
+        raise OriginError(f"prompt_tokens {origin.prompt_tokens} exceeds the prompt")
+    if len(origin.retention) > MAX_RANGES or not all(map(_is_valid, origin.ranges)):
+        raise OriginError("a range of retention is invalid")
+    return origin
+
+
+def _is_valid(retain: Retain) -> bool:
+    return (
+        retain.start >= 0
+        and (retain.end is None or retain.end >= retain.start)
+        and -1 <= retain.priority <= 100
+        and (retain.ttl_s is None or 0 <= retain.ttl_s < inf)
+    )

@@ -1,0 +1,114 @@
+"""Retention in a vLLM server that has kvmesh's plugin, over HTTP."""
+
+import logging
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvmesh.bus.errors import cause
+from kvmesh.bus.messages import Clear, Pin, Release, Unpin
+from kvmesh.settings import redacted
+from kvmesh.worker.engine import EngineError
+from kvmesh.worker.enginecore.counters import RetentionState
+
+log = logging.getLogger(__name__)
+PATH = "/v1/kvmesh/retention"
+TIMEOUT_S = 10.0
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _State(msgspec.Struct):
+    ranks: list[RetentionState]
+
+
+class _Reply(msgspec.Struct):
+    blocks: int
+    ranks: list[dict[str, Any]]
+
+
+class _Outcomes(msgspec.Struct):
+    prompt: list[str] | None = None
+    decode: str | None = None
+
+
+class ServerRetention:
+    """Commands and queries of the plugin's endpoints; `states` is what they told last."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url + PATH
+        self._timeout = aiohttp.ClientTimeout(TIMEOUT_S)
+        self.states: list[RetentionState] = []
+
+    async def find(self) -> bool:
+        """True if the server has the plugin and its connector; logs what is missing."""
+        try:
+            async with self._http.get(self._url, timeout=self._timeout) as response:
+                status, content = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(redacted(f"{self._url}: {cause(error)}")) from error
+        if status == 200:
+            self._read(content)
+            return True
+        log.info(
+            "the server retains no blocks on request: %s",
+            "it has no plugin of kvmesh" if status == 404 else content[:500].decode(),
+        )
+        return False
+
+    async def update(self) -> None:
+        """Query the state; a failure leaves the former one, since health probes tell the rest."""
+        try:
+            async with self._http.get(self._url, timeout=self._timeout) as response:
+                if response.status == 200:
+                    self._read(await response.read())
+        except (aiohttp.ClientError, TimeoutError):
+            return
+
+    async def execute(self, command: Clear | Pin | Release | Unpin) -> int:
+        """Execute a command; the number of blocks affected. Raises EngineError."""
+        content = await self._call("POST", "/command", _encode(command))
+        try:
+            reply = msgspec.json.decode(content, type=_Reply)
+            states = msgspec.convert(
+                [{**state, "rank": rank} for rank, state in enumerate(reply.ranks)],
+                list[RetentionState],
+            )
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"the plugin of another version replied: {error}") from error
+        self.states = states
+        return reply.blocks
+
+    async def outcomes(self, request: str) -> tuple[list[str] | None, str | None]:
+        """Outcomes of the directives for a request's prompt and for its output, as known now.
+
+        An outcome that the server cannot tell is None.
+        """
+        try:
+            content = await self._call("GET", f"/outcomes/{request}", None)
+            found = msgspec.json.decode(content, type=_Outcomes)
+        except (EngineError, msgspec.MsgspecError) as error:
+            log.warning("the outcome of request %s is unknown: %s", request, error)
+            return None, None
+        return found.prompt, found.decode
+
+    async def _call(self, method: str, path: str, body: bytes | None) -> bytes:
+        url = self._url + path
+        try:
+            async with self._http.request(
+                method, url, data=body, timeout=self._timeout
+            ) as response:
+                content = await response.read()
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(redacted(f"{url}: {cause(error)}")) from error
+        if status != 200:
+            raise EngineError(redacted(f"{url} replied {status}: {content[:500].decode()}"))
+        return content
+
+    def _read(self, content: bytes) -> None:
+        try:
+            self.states = msgspec.json.decode(content, type=_State).ranks
+        except msgspec.MsgspecError as error:
+            log.warning("the plugin of another version told no state: %s", error)
