@@ -21,6 +21,7 @@ pytestmark = [
 FLAGS = ["--kv-transfer-config", '{"kv_connector":"KvmeshRetentionConnector","kv_role":"kv_both"}']
 PLUGINS = {"VLLM_PLUGINS": "kvmesh"}
 KEY = "secret"
+LONG = "Hello " * 80
 LENGTH = 10 * SIZE
 HIT = LENGTH - SIZE  # vLLM computes the last block of a cached prompt again
 
@@ -52,6 +53,12 @@ class Caller:
     async def flood(self) -> None:
         for number in range(12):
             await self.complete(500 + number)
+
+    async def post(self, path: str, body: Any) -> int:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = self.server.url + path
+        async with self._http.post(url, json=body, headers=headers) as response:
+            return response.status
 
     async def call(
         self, method: str, path: str, body: Any = None, key: str = KEY
@@ -135,7 +142,7 @@ async def test_a_released_session_gives_up_its_blocks(caller: Caller) -> None:
 async def test_a_stream_is_asked_for_its_outcome_by_its_id(caller: Caller) -> None:
     stream = await caller.sdk.chat.completions.create(
         model="tiny",
-        messages=[{"role": "user", "content": "Hello " * 40}],
+        messages=[{"role": "user", "content": LONG}],
         max_tokens=2,
         stream=True,
         extra_body={"vllm_xargs": {"kvmesh": json.dumps({"cache_control": {"ttl": "1h"}})}},
@@ -144,6 +151,23 @@ async def test_a_stream_is_asked_for_its_outcome_by_its_id(caller: Caller) -> No
     status, report = await caller.call("GET", f"/outcomes/{name}")
     assert (status, report["retention"][0]["outcome"]) == (200, "honoured")
     assert (await caller.call("GET", "/outcomes/other"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "Hello " * 80}], "max_tokens": 2},
+        ),
+        ("/v1/responses", {"input": "Hello " * 80, "max_output_tokens": 2}),
+    ],
+)
+async def test_other_apis_take_hints(caller: Caller, path: str, fields: dict[str, Any]) -> None:
+    hint = json.dumps({"cache_control": {}})
+    body = {"model": "tiny", "vllm_xargs": {"kvmesh": hint}, **fields}
+    assert await caller.post(path, body) == 200
+    assert (await caller.call("GET", ""))[1]["ranks"][0]["charged_blocks"] > 0
 
 
 async def test_a_cache_salt_is_cleared_by_itself(caller: Caller) -> None:
@@ -170,6 +194,15 @@ async def test_a_malformed_hint_is_told_and_harms_nothing(caller: Caller, hint: 
     done = await caller.complete(10, hint)
     assert done.choices[0].finish_reason == "length"
     assert done.kv_transfer_params["kvmesh"]["error"].startswith("malformed: ")
+
+
+async def test_a_forged_origin_of_a_mesh_claims_nothing(caller: Caller) -> None:
+    forgeries: list[Any] = [{"request": "r", "salt": -1}, {"salt": []}, []]
+    for forged in forgeries:
+        done = await caller.complete(11, kv_transfer_params={"kvmesh": forged})
+        assert done.choices[0].finish_reason == "length"
+    status, state = await caller.call("GET", "")
+    assert (status, state["ranks"][0]["charged_blocks"]) == (200, 0)
 
 
 async def test_paths_need_the_servers_key_and_valid_bodies(caller: Caller) -> None:

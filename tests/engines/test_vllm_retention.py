@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.retention_suite import RetentionSuite
+from support.retention_suite import RetentionSuite, charged_blocks
 from support.vllm import VllmRun
 from support.wait import eventually
 
@@ -62,9 +62,3 @@ async def test_a_reset_of_the_cache_ends_all_claims(started: VllmRun) -> None:
         assert started.sink.cached(f"{name} again") == 0
         await eventually(lambda: charged_blocks(started) == 0)
         assert (await started.execute(Clear())).blocks == 3
-
-
-def charged_blocks(started: VllmRun) -> int:
-    assert isinstance(started.engine, Retaining)
-    (state,) = started.engine.retention()
-    return state.charged_blocks

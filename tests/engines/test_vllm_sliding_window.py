@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from support.random_models import make_sliding_window_model
+from support.retention_suite import charged_blocks
 from support.vllm import SIZE, VllmRun
 from support.wait import eventually
 
@@ -97,12 +98,6 @@ async def test_released_and_cleared_blocks_are_gone(started: VllmRun) -> None:
     assert charged_blocks(started) == 0
     await started.run("again", tokens, max_tokens=1)
     assert started.sink.cached("again") == 0
-
-
-def charged_blocks(started: VllmRun) -> int:
-    assert isinstance(started.engine, Retaining)
-    (state,) = started.engine.retention()
-    return state.charged_blocks
 
 
 def outcome(started: VllmRun, request: str) -> str:

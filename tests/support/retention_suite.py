@@ -49,12 +49,24 @@ def counts(started: StartedEngine) -> dict[str, int]:
     return {name: outcomes[name] - started.earlier.get(name, 0) for name in outcomes}
 
 
+def charged_blocks(started: StartedEngine) -> int:
+    """Blocks that tenants are charged for."""
+    assert isinstance(started.engine, Retaining)
+    return sum(state.charged_blocks for state in started.engine.retention())
+
+
 def joined(*parts: bytes) -> bytes:
     return b"".join(parts)
 
 
 class RetentionSuite:
-    """An engine of 64 blocks, 4 sequences at once, and a context of 32 blocks."""
+    """An engine of 64 blocks, 4 sequences at once, and a context of 32 blocks.
+
+    `knows_cached_tokens`: it knows how many tokens were cached even if tenants share a salt, as
+    they do here and not in a mesh.
+    """
+
+    knows_cached_tokens = True
 
     async def test_retained_blocks_outlive_later_ones(self, started: StartedEngine) -> None:
         kept, plain = started.prompt(5), started.prompt(5, 500)
@@ -63,7 +75,8 @@ class RetentionSuite:
         assert await run(started, "plain", plain) is None
         await fill_engine(started)
         await started_holds(started, {kept: 5, plain: 0})
-        assert counts(started) == {"honoured": 1, "clipped": 0, "expired": 0, "evicted": 0}
+        expected = {"honoured": 1, "clipped": 0, "expired": 0, "evicted": 0}
+        await eventually(lambda: counts(started) == expected)
 
     async def test_only_the_range_of_a_directive_is_retained(self, started: StartedEngine) -> None:
         size = started.size
@@ -82,7 +95,7 @@ class RetentionSuite:
             started.submit(f"big{i}", started.prompt(30, 2000 + i), max_tokens=20)
         await started.ended(*(f"big{i}" for i in range(4)))
         await eventually(lambda: held_blocks(started, kept) < 25)
-        assert counts(started)["evicted"] == 1
+        await eventually(lambda: counts(started)["evicted"] == 1)
 
     async def test_over_budget_a_directive_is_clipped(self, started: StartedEngine) -> None:
         retain = Retain(0, None, 90, explicit=True)
@@ -103,8 +116,7 @@ class RetentionSuite:
         await run(started, "other", others, tenant="else")
         await run(started, "more", started.prompt(10, 4000), priority=65, tenant="evil")
         await started_holds(started, {mine: 5, others: 5})
-        assert isinstance(started.engine, Retaining)
-        assert started.engine.retention()[0].charged_blocks == TENANT_BLOCKS
+        await eventually(lambda: charged_blocks(started) == TENANT_BLOCKS)
 
     async def test_the_outcome_of_the_answer_s_directive_comes_at_its_end(
         self,
@@ -128,7 +140,9 @@ class RetentionSuite:
             "default": None,
         }
         assert not any(outcome for deltas in reported.values() for outcome in deltas[:-1])
-        assert (counts(started)["honoured"], counts(started)["clipped"]) == (1, 1)
+        await eventually(
+            lambda: (counts(started)["honoured"], counts(started)["clipped"]) == (1, 1)
+        )
 
     async def test_the_latest_directive_counts(self, started: StartedEngine) -> None:
         tokens = started.prompt(5)
@@ -160,7 +174,8 @@ class RetentionSuite:
         assert (await started.execute(Release(sessions=["A", "unknown"]))).blocks == 0
         assert started.sink.removed == removed
         await run(started, "b2", two, session="B")
-        assert started.sink.cached("b2") == 6 * started.size
+        if self.knows_cached_tokens:
+            assert started.sink.cached("b2") == 6 * started.size
 
     async def test_blocks_of_a_running_request_are_not_dropped(
         self, started: StartedEngine

@@ -78,6 +78,7 @@ class RemoteEngine(StreamingAdapter):
         self._remote = remote
         self._served = served
         self._context = context
+        self._block_size = worker.block_size
         self._url = remote.url.rstrip("/")
         self._redacted_url = redacted(self._url)
         self._http: aiohttp.ClientSession | None = None
@@ -111,7 +112,7 @@ class RemoteEngine(StreamingAdapter):
             raise
 
     def _open_streams(self, sink: Sink, server: InferenceServer) -> EngineInfo:
-        block_size = self._info.block_size or self._worker.block_size
+        block_size = self._block_size = self._info.block_size or self._worker.block_size
         self._salts = PromptSalts(self._served, block_size)
         self._streams = RequestStreams(sink, self._remote.dp_ranks, block_size)
         counted = not self._is_sglang
@@ -143,7 +144,8 @@ class RemoteEngine(StreamingAdapter):
             self._salts.remember(work)
         exclusive = self._salts.is_exclusive(work)
         cached = self._ledgers[work.rank].cached_tokens(work) if exclusive else 0
-        cached = min(cached, len(work.tokens) // 4 - 1)
+        size = self._block_size
+        cached = min(cached, (len(work.tokens) // 4 - 1) // size * size)
         self._streams.start(work, self._generate(self._http, work, path, body, read, cached))
 
     async def release(self, sessions: list[str]) -> int:

@@ -1,11 +1,13 @@
 """vLLM's `kv_transfer_config` for the connector that retains blocks."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from kvmesh.retention.claims import RetentionWish
+from kvmesh.retention.token_ranges import DEFAULTS
 from kvmesh.worker.adapters.request_origin import KEY
 from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
@@ -32,7 +34,7 @@ class ConnectorOptions(Struct, frozen=True, kw_only=True):
     budget: Annotated[float, Meta(ge=0, le=1)] = RetentionOptions.budget
     session_idle_s: Annotated[float, Meta(gt=0)] = RetentionOptions.session_idle_s
     session_blocks: Annotated[int, Meta(ge=0)] = RetentionOptions.session_blocks
-    defaults: dict[str, tuple[int, float | None]] = {}
+    defaults: dict[str, tuple[int, float | None]] = field(default_factory=lambda: _pairs(DEFAULTS))
 
     @property
     def retention(self) -> RetentionOptions:
@@ -51,7 +53,7 @@ def retention_transfer_config(options: RetentionOptions) -> dict[str, Any]:
         budget=options.budget,
         session_idle_s=options.session_idle_s,
         session_blocks=options.session_blocks,
-        defaults={kind: (wish.level, wish.ttl_s) for kind, wish in options.defaults.items()},
+        defaults=_pairs(options.defaults),
     )
     return {
         "kv_connector": CONNECTOR,
@@ -59,3 +61,7 @@ def retention_transfer_config(options: RetentionOptions) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {KEY: msgspec.to_builtins(connector_options)},
     }
+
+
+def _pairs(defaults: Mapping[str, RetentionWish]) -> dict[str, tuple[int, float | None]]:
+    return {kind: (wish.level, wish.ttl_s) for kind, wish in defaults.items()}
