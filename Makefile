@@ -111,6 +111,8 @@ agents: $(ENGINES) .agents/.installed
 docs: setup
 	sed -i '/^## \[/,$$d' docs/configuration.md
 	$(BIN)/kvmesh config --markdown >> docs/configuration.md
+	sed -i '/^<!-- abilities/,/^<!-- end/{//!d}' docs/engines.md
+	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
 	rm -rf $(VENV) $(COMPILED) build .agents .kvmesh .mypy_cache .pytest_cache .ruff_cache

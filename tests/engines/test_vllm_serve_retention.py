@@ -15,6 +15,7 @@ from support.wait import eventually
 from kvmesh.bus.messages import Clear
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
+from kvmesh.worker.abilities import DECLARED, abilities
 from kvmesh.worker.capabilities import Retaining
 from kvmesh.worker.engine import EngineContext, create_engine
 
@@ -72,6 +73,10 @@ async def started(shared: VllmRun) -> VllmRun:
     shared.sink.deltas.clear()
     shared.sink.order.clear()
     return shared
+
+
+async def test_with_the_plugin_all_abilities_are_there(shared: VllmRun) -> None:
+    assert abilities(shared.engine, shared.info) == set(DECLARED["openai"])
 
 
 class TestServerRetention(RetentionSuite):

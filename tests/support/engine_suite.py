@@ -9,6 +9,7 @@ from array import array
 import pytest
 
 from kvmesh.bus.messages import Sampling
+from kvmesh.worker.abilities import undeclared
 from kvmesh.worker.engine import Rejected
 from support.engines import StartedEngine
 from support.wait import PATIENCE_S, eventually
@@ -21,6 +22,9 @@ class EngineSuite:
         info = started.info
         assert (info.context, info.capacity.blocks, info.capacity.max_sequences) == (512, 64, 4)
         assert len(started.engine.load("i")) == info.capacity.dp_ranks
+
+    async def test_its_abilities_are_the_declared_ones(self, started: StartedEngine) -> None:
+        assert not undeclared(started.engine, started.info)
 
     async def test_tokens_stream_and_end(self, started: StartedEngine) -> None:
         await started.run("a", started.prompt(2.5))

@@ -26,6 +26,7 @@ ALLOWED = {
     "enginecore": set(),
     "engine": set(),
     "capabilities": {"engine", "enginecore"},
+    "abilities": set(CONTRACT),
     "model_folder": {"engine"},
     "metrics": {"capabilities", "enginecore"},
     "constraints": {"engine"},

@@ -32,6 +32,7 @@ from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import SglangSettings, TrtllmSettings, WorkerSettings
+from kvmesh.worker.abilities import HANDOFF, abilities, undeclared
 from kvmesh.worker.capabilities import execute_command
 from kvmesh.worker.engine import Engine, EngineContext, EngineError, EngineInfo, Rejected
 
@@ -134,6 +135,16 @@ async def started(make: Make) -> AsyncIterator[Start]:
 @pytest_asyncio.fixture
 async def run(started: Start) -> Run:
     return await started()
+
+
+async def test_its_abilities_are_the_declared_ones(started: Start) -> None:
+    plain = await started()
+    assert plain.info is not None
+    assert not undeclared(plain.engine, plain.info)
+    prefill = await started(serves="prefill")
+    assert prefill.info is not None
+    assert HANDOFF in abilities(prefill.engine, prefill.info)
+    assert not undeclared(prefill.engine, prefill.info)
 
 
 async def test_tokens_stream_and_end(run: Run) -> None:

@@ -18,6 +18,7 @@ from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
+from kvmesh.worker.abilities import undeclared
 from kvmesh.worker.capabilities import AdapterLoading
 from kvmesh.worker.engine import (
     EngineContext,
@@ -110,6 +111,7 @@ async def test_the_engine_info_comes_from_the_server(start: Start) -> None:
     assert info is not None
     assert (info.context, info.block_size, info.capacity.blocks) == (512, 16, 64)
     assert (info.adapters, info.version) == (["lora-a"], f"{sidecar.server.style} 9.9")
+    assert not undeclared(sidecar.engine, info)
 
 
 async def test_adapters_are_loaded_into_a_server_that_allows_it(

@@ -1,0 +1,99 @@
+"""Abilities in which engines differ: those declared here, and those of a started engine."""
+
+from kvmesh.worker.capabilities import (
+    AdapterLoading,
+    Prefetching,
+    Releasing,
+    Retaining,
+    Tiered,
+)
+from kvmesh.worker.engine import Engine, EngineInfo
+
+DIRECTIVES = "retention directives"
+OUTCOMES = "outcomes, pins, clearing by namespace"
+RELEASE = "release of sessions"
+PREFETCH = "prefetch"
+TIERS = "lower tiers"
+HANDOFF = "handoff of prompts"
+ADAPTERS = "adapters at run time"
+TAGS = "structural tags"
+ABILITIES = (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, TIERS, HANDOFF, ADAPTERS, TAGS)
+
+ALWAYS = "yes"
+PLUGIN = "with [the plugin](vllm-plugin.md)"
+# Of each engine, with the condition of each ability, in Markdown.
+DECLARED: dict[str, dict[str, str]] = {
+    "mock": {
+        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, TAGS), ALWAYS),
+        TIERS: "`mock.host_blocks`",
+        ADAPTERS: "`worker.max_adapters`",
+    },
+    "torch": {
+        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, TAGS), ALWAYS),
+        TIERS: "a [block manager](kvbm.md) on its node",
+    },
+    "vllm": {
+        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), "`vllm.retention`, the default"),
+        TIERS: "`vllm.kvbm`",
+        HANDOFF: "`worker.serves`",
+        ADAPTERS: "`worker.max_adapters`",
+        TAGS: ALWAYS,
+    },
+    "openai": {
+        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), PLUGIN),
+        ADAPTERS: "vLLM's `VLLM_ALLOW_RUNTIME_LORA_UPDATING`",
+        TAGS: ALWAYS,
+    },
+    "sglang": {
+        RELEASE: "`enable_session_radix_cache`",
+        HANDOFF: "`worker.serves`",
+        TAGS: ALWAYS,
+    },
+    "trtllm": {
+        DIRECTIVES: ALWAYS,
+        HANDOFF: "`worker.serves`",
+        TAGS: "`guided_decoding_backend=xgrammar`",
+    },
+}
+
+
+def abilities(engine: Engine, info: EngineInfo) -> set[str]:
+    """The abilities of a started engine under its settings.
+
+    An engine that loads adapters at run time, or releases sessions, may still need a setting.
+    """
+    tests = {
+        DIRECTIVES: info.reports_outcomes or info.retention == "honoured",
+        OUTCOMES: info.reports_outcomes,
+        RELEASE: info.reports_outcomes
+        or (isinstance(engine, Releasing) and not isinstance(engine, Retaining)),
+        PREFETCH: isinstance(engine, Prefetching),
+        TIERS: isinstance(engine, Tiered) and engine.tier_counts() is not None,
+        HANDOFF: info.supports_handoff,
+        ADAPTERS: isinstance(engine, AdapterLoading),
+        TAGS: info.structural_tags,
+    }
+    return {ability for ability, has in tests.items() if has}
+
+
+def markdown() -> str:
+    """The table of what each engine honours, for the documentation."""
+    lines = [
+        f"| | {' | '.join(f'`{name}`' for name in DECLARED)} |",
+        f"| --- |{' --- |' * len(DECLARED)}",
+    ]
+    for ability in ABILITIES:
+        cells = (declared.get(ability, "–") for declared in DECLARED.values())
+        lines.append(f"| {ability} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def undeclared(engine: Engine, info: EngineInfo) -> set[str]:
+    """Abilities that a started engine has and does not declare, or lacks and declares always."""
+    found, declared = abilities(engine, info), DECLARED[info.name]
+    always = {ability for ability, condition in declared.items() if condition == ALWAYS}
+    return (found - set(declared)) | (always - found)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
