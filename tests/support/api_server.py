@@ -18,6 +18,7 @@ from aiohttp import web
 from support.zmq_publisher import EngineCache, ZmqPublisher
 
 VOCABULARY = 4000
+PLUGIN = "/v1/kvmesh/retention"
 
 
 def next_token(tokens: list[int]) -> int:
@@ -75,6 +76,7 @@ class ApiServer:
     evict_by_priority: bool = False
     track_sessions: bool = False
     adapters: dict[str, str] | None = None
+    plugin_problem: str | None = None
 
     def __post_init__(self) -> None:
         if self.zmq:
@@ -110,6 +112,7 @@ class ApiServer:
                 web.post("/reset_prefix_cache", self._reset),
                 web.post("/flush_cache", self._reset),
                 *([] if self.adapters is None else self._adapter_routes()),
+                *([] if self.plugin_problem is None else [web.get(PLUGIN, self._plugin)]),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -119,6 +122,9 @@ class ApiServer:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         await self.publisher.start()
         self.begin()
+
+    async def _plugin(self, _: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": self.plugin_problem}}, status=501)
 
     def begin(self) -> None:
         """Run the engine without the HTTP server, for a stand-in with its own frontend."""

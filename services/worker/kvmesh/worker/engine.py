@@ -87,6 +87,9 @@ class Sink(Protocol):
         ...
 
 
+NO_RETENTION = "no_retention"  # a kind of warning
+
+
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """Properties of a started engine; `context` bounds prompt plus output, in tokens.
 
@@ -95,7 +98,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     the outcome of all, "honoured" if the engine receives them. `supports_handoff`: it offers the KV
     of prompts to other engines and fetches theirs; `needs_handoff`: it computes no prompts itself.
     `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the KV layout as
-    text, empty if unknown.
+    text, empty if unknown. `warnings` are abilities that it lacks although the settings ask for
+    them: one line of text for each kind of warning.
     """
 
     name: str
@@ -111,6 +115,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     needs_handoff: bool = False
     tiered: bool = False
     kv_layout: str = ""
+    warnings: dict[str, str] = {}
 
 
 class Engine(Protocol):

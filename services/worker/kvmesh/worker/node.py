@@ -142,6 +142,8 @@ class WorkerNode:
         `files` is the digest of the model's files if they are published already.
         """
         self.info = info = await self._engine.start(self)
+        for kind, text in info.warnings.items():
+            self._warnings.update(kind, {"": text})
         card = await self._make_card(info, files)
         await self._membership.admit(card)
         self._start_publishing(card)

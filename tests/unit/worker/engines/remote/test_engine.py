@@ -19,7 +19,7 @@ from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.abilities import undeclared
-from kvmesh.worker.capabilities import AdapterLoading
+from kvmesh.worker.capabilities import AdapterLoading, Retaining
 from kvmesh.worker.engine import (
     EngineContext,
     EngineError,
@@ -114,6 +114,22 @@ async def test_the_engine_info_comes_from_the_server(start: Start) -> None:
     assert not undeclared(sidecar.engine, info)
 
 
+async def test_a_plugin_without_its_connector_is_a_warning(tmp_path: Path) -> None:
+    server = ApiServer(tmp_path, "vllm", plugin_problem="no connector")
+    await server.start()
+    sidecar = Sidecar(server)
+    await sidecar.start()
+    assert sidecar.info is not None
+    assert "no connector" in sidecar.info.warnings["no_retention"]
+    assert isinstance(sidecar.engine, Retaining)
+    with pytest.raises(Unsupported, match="plugin"):
+        await sidecar.engine.release(["s"])
+    await sidecar.run(work("a", prompt(40)))
+    assert "kv_transfer_params" not in server.bodies[-1]
+    await sidecar.engine.close()
+    await server.close()
+
+
 async def test_adapters_are_loaded_into_a_server_that_allows_it(
     tmp_path: Path,
 ) -> None:
@@ -189,8 +205,7 @@ async def test_events_equal_the_cache_of_the_server(start: Start) -> None:
     for i in range(30):
         await sidecar.run(work(f"r{i}", prompt(60 + 3 * i, first=i % 7)))
     sink, held = sidecar.sink, sidecar.server.held
-    await eventually(lambda: len(sink.held[0]) == len(held), what="events arrive")
-    assert sink.held[0] == set(held)
+    await eventually(lambda: sink.held[0] == set(held), what="events arrive")
     assert sink.removed > 0
     before = set(sink.held[0])
     sink.held[0].add(1)

@@ -32,6 +32,7 @@ from kvmesh.worker.adapters.request_streams import (
 )
 from kvmesh.worker.adapters.zmq_events import rank_endpoint
 from kvmesh.worker.engine import (
+    NO_RETENTION,
     EngineConfigError,
     EngineContext,
     EngineError,
@@ -89,6 +90,7 @@ class RemoteEngine(StreamingAdapter):
         self._gauges = Gauges()
         self._clock = StepClock()
         self._retention: ServerRetention | None = None
+        self._warnings: dict[str, str] = {}
 
     async def start(self, sink: Sink) -> EngineInfo:
         headers = {"Authorization": f"Bearer {key}"} if (key := self._remote.api_key) else {}
@@ -106,6 +108,8 @@ class RemoteEngine(StreamingAdapter):
                 await self._server.check_token_ids(self._info.model)
                 retention = ServerRetention(self._http, self._url)
                 self._retention = retention if await retention.find() else None
+                if retention.problem:
+                    self._warnings[NO_RETENTION] = retention.problem
             return self._open_streams(sink, self._server)
         except EngineError:
             await self._http.close()
@@ -224,6 +228,7 @@ class RemoteEngine(StreamingAdapter):
         return EngineInfo(
             name="openai",
             reports_outcomes=self._retention is not None,
+            warnings=self._warnings,
             version=f"{info.owner} {info.version}".strip(),
             context=worker.context or info.context or self._context,
             block_size=block_size,

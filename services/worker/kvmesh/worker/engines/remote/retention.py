@@ -40,9 +40,10 @@ class ServerRetention:
         self._url = url + PATH
         self._timeout = aiohttp.ClientTimeout(TIMEOUT_S)
         self.states: list[RetentionState] = []
+        self.problem = ""
 
     async def find(self) -> bool:
-        """True if the server has the plugin and its connector; logs what is missing."""
+        """True if the server has the plugin and its connector; `problem` is what a plugin lacks."""
         try:
             async with self._http.get(self._url, timeout=self._timeout) as response:
                 status, content = response.status, await response.read()
@@ -51,10 +52,11 @@ class ServerRetention:
         if status == 200:
             self._read(content)
             return True
-        log.info(
-            "the server retains no blocks on request: %s",
-            "it has no plugin of kvmesh" if status == 404 else content[:500].decode(),
-        )
+        if status == 404:
+            log.info("the server retains no blocks on request: it has no plugin of kvmesh")
+        else:
+            told = content[:500].decode(errors="replace")
+            self.problem = f"the server's plugin of kvmesh replied {status}: {told}"
         return False
 
     async def update(self) -> None:

@@ -1,29 +1,24 @@
 """Creates embedded vLLM from the worker's settings: its arguments, adapters and KV connectors."""
 
-import logging
 import os
 import socket
 from typing import Any
 
-from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.platforms import current_platform
 
-from kvmesh.settings.schema import VllmSettings
 from kvmesh.worker.adapters.engine_args import engine_arguments
-from kvmesh.worker.engine import EngineConfigError, EngineContext
+from kvmesh.worker.engine import NO_RETENTION, EngineConfigError, EngineContext
 from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.engine import VllmEngine
 from kvmesh.worker.engines.vllm.kvbm.settings import kvbm_transfer_config
 from kvmesh.worker.engines.vllm.lora_arguments import lora_arguments
 from kvmesh.worker.engines.vllm.retaining_engine import RetainingVllmEngine
-from kvmesh.worker.engines.vllm.retention.internals import changed_internals
+from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
 from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
 from kvmesh.worker.engines.vllm.transfer_config import combined_config
 from kvmesh.worker.lora.folder import AdapterError, configured_adapters
-
-log = logging.getLogger(__name__)
 
 
 def create(context: EngineContext) -> "VllmEngine":
@@ -47,7 +42,8 @@ def create(context: EngineContext) -> "VllmEngine":
     ours = []
     if vllm.kvbm:
         ours.append(kvbm_transfer_config(context.settings, context.folder, served))
-    engine_type = _engine_type(vllm)
+    changed = changed_internals() if vllm.retention else []
+    engine_type = RetainingVllmEngine if vllm.retention and not changed else VllmEngine
     if engine_type.retains:
         ours.append(retention_transfer_config(retention_options(worker)))
     for connector in ours:
@@ -61,23 +57,13 @@ def create(context: EngineContext) -> "VllmEngine":
     on_cpu = current_platform.is_cpu()
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
     return engine_type(
-        arguments, VllmAdapters(adapters), served, worker.compile_timeout_s, tiered=vllm.kvbm
+        arguments,
+        VllmAdapters(adapters),
+        served,
+        worker.compile_timeout_s,
+        tiered=vllm.kvbm,
+        warnings={NO_RETENTION: no_retention(changed)} if changed else {},
     )
-
-
-def _engine_type(vllm: VllmSettings) -> type[VllmEngine]:
-    """The engine with retention, unless this vLLM differs from those that were tested."""
-    if not vllm.retention:
-        return VllmEngine
-    changed = changed_internals()
-    if changed:
-        log.warning(
-            "vLLM %s retains no blocks on request: %s differ from the versions that were tested",
-            vllm_version,
-            ", ".join(changed),
-        )
-        return VllmEngine
-    return RetainingVllmEngine
 
 
 def _register(name: str, module: str) -> None:

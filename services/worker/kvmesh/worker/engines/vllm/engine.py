@@ -73,9 +73,11 @@ class VllmEngine(StreamingAdapter):
         served: str,
         compile_timeout_s: float,
         tiered: bool,
+        warnings: dict[str, str],
     ) -> None:
         super().__init__()
         self._tiered = tiered
+        self._warnings = warnings
         self._compile_timeout_s = compile_timeout_s
         self._arguments = arguments
         self._adapters = adapters
@@ -218,6 +220,7 @@ class VllmEngine(StreamingAdapter):
             tiered=self._tiered,
             structural_tags=config.structured_outputs_config.backend in TAGGING,
             kv_layout=_kv_layout(config),
+            warnings=self._warnings,
             capacity=Capacity(
                 blocks=self._blocks,
                 max_sequences=scheduler.max_num_seqs,

@@ -30,7 +30,7 @@ from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 from kvmesh.worker.engines.vllm.retention.hinted_requests import HintedRequests
-from kvmesh.worker.engines.vllm.retention.internals import changed_internals
+from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
 from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetention
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import (
@@ -109,6 +109,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._groups = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
         self._requests: dict[str, tuple[Any, RetainedRequest | None]] = {}
         self._hinted = HintedRequests()
+        self._missing = "vLLM has not bound its block pool"
         self._ended: list[str] = []
         self._outcomes: dict[str, list[str]] = {}
         self._retention: PrefixCacheRetention | None = None
@@ -124,7 +125,8 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         options, pool = self._options.retention, gpu_block_pool
         changed = changed_internals()
         if changed:
-            log.error("vLLM retains no blocks on request: %s differ from what was tested", changed)
+            self._missing = no_retention(changed)
+            log.error("%s", self._missing)
             return
         budget = RetentionBudget(
             int(options.budget * pool.num_gpu_blocks), unlimited_ttl_s=options.session_idle_s
@@ -214,7 +216,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         """Execute a command of the worker; returns its number of blocks and the new state."""
         retention, now = self._retention, time.monotonic()
         if retention is None:
-            raise RuntimeError("vLLM has not bound its block pool")
+            raise RuntimeError(self._missing)
         match _commands.decode(packed):
             case Clear() as clear:
                 blocks = retention.clear(clear.salt, clear.tenant)

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core, core_client
@@ -58,6 +59,14 @@ def changed_internals() -> list[str]:
     if not hasattr(core.EngineCore, "step"):
         found.append("EngineCore")
     return found
+
+
+def no_retention(changed: list[str]) -> str:
+    """The warning for a vLLM that differs."""
+    return (
+        f"vLLM {vllm_version} retains no blocks on request:"
+        f" {', '.join(changed)} differ from the versions that were tested"
+    )
 
 
 def _parameters(function: Any) -> list[str]:
