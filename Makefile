@@ -75,7 +75,7 @@ soak: $(ENGINES)
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
 
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
-# that were built for another torch must go. Takes about ten minutes on two cores.
+# that were built for another torch must go. Takes about eleven minutes on two cores.
 vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore tests/engines
 	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_transfer.py

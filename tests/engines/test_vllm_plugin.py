@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import pytest_asyncio
 from support.vllm import SIZE
 from support.vllm_server import VllmServer, vllm_server
+
+from kvmesh.bus.messages import Pin, encode
 
 pytestmark = [
     pytest.mark.vllm,
@@ -54,10 +57,10 @@ class Caller:
         for number in range(12):
             await self.complete(500 + number)
 
-    async def post(self, path: str, body: Any) -> int:
+    async def post(self, path: str, body: Any = None, data: bytes | None = None) -> int:
         headers = {"Authorization": f"Bearer {KEY}"}
         url = self.server.url + path
-        async with self._http.post(url, json=body, headers=headers) as response:
+        async with self._http.post(url, json=body, data=data, headers=headers) as response:
             return response.status
 
     async def call(
@@ -207,6 +210,9 @@ async def test_a_forged_origin_of_a_mesh_claims_nothing(caller: Caller) -> None:
 
 async def test_paths_need_the_servers_key_and_valid_bodies(caller: Caller) -> None:
     assert (await caller.call("GET", "", key="wrong"))[0] == 401
+    for hashes, ttl_s in ((b"1", 1.0), (bytes(8), nan), (bytes(8), -1.0)):
+        pin = encode(Pin(id="p", sequence_hashes=hashes, ttl_s=ttl_s))
+        assert await caller.post("/v1/kvmesh/retention/command", data=pin) == 400
     status, reply = await caller.call("POST", "/release", {"session": "s"})
     assert (status, reply["error"]["type"]) == (400, "BadRequestError")
 

@@ -6,12 +6,15 @@ vLLM loads it if `VLLM_PLUGINS` names it. The paths begin with `/v1`, so that th
 
 import asyncio
 import logging
+from math import inf
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from kvmesh.bus.messages import Clear, Pin, Release, Unpin
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.retention.claims import MAX_LEVEL
 from kvmesh.worker.engines.vllm.retention.hints import Name, namespace
 from kvmesh.worker.engines.vllm.retention.settings import (
     CONNECTOR,
@@ -83,7 +86,7 @@ class RetentionEndpoints:
         config = engine_client.vllm_config
         self._ranks = config.parallel_config.data_parallel_size
         transfer = config.kv_transfer_config
-        given = msgspec.to_builtins(_plain(transfer)) if transfer is not None else None
+        given = _plain(transfer) if transfer is not None else None
         used = {connector.get("kv_connector") for connector in connectors_of(given)}
         self._missing = "" if CONNECTOR in used else f"--kv-transfer-config has no {CONNECTOR}"
         if self._missing:
@@ -123,6 +126,8 @@ class RetentionEndpoints:
             command = _commands.decode(await _bytes(http))
         except msgspec.MsgspecError as error:
             raise RefusedCommand(400, str(error)) from error
+        if isinstance(command, Pin) and not _is_valid(command):
+            raise RefusedCommand(400, "the pin is invalid")
         replies = await self._execute(command)
         return {"blocks": _blocks(replies), "ranks": [reply[STATE] for reply in replies]}
 
@@ -153,6 +158,14 @@ def _plain(transfer: Any) -> dict[str, Any]:
         "kv_connector": transfer.kv_connector,
         "kv_connector_extra_config": transfer.kv_connector_extra_config,
     }
+
+
+def _is_valid(pin: Pin) -> bool:
+    return (
+        len(pin.sequence_hashes) % HASH_BYTES == 0
+        and 0 < pin.ttl_s < inf
+        and 0 <= pin.priority <= MAX_LEVEL
+    )
 
 
 def _blocks(replies: list[dict[str, Any]]) -> int:
