@@ -61,48 +61,42 @@ def traffic_of(stage: Stage) -> Traffic:
 async def test_a_frozen_process_is_excluded_and_harmless_when_it_thaws(
     stage: Stage, name: str
 ) -> None:
-    traffic = traffic_of(stage)
-    await traffic.start()
-    await traffic.wait_for_outputs()
-    process = stage.mesh.processes[name]
-    process.send_signal(signal.SIGSTOP)
-    try:
-        await traffic.run_for(FROZEN_S)
-    finally:
-        process.send_signal(signal.SIGCONT)
-    await traffic.wait_for_outputs()
-    await traffic.stop()
+    async with traffic_of(stage) as traffic:
+        await traffic.wait_for_outputs()
+        process = stage.mesh.processes[name]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await traffic.run_for(FROZEN_S)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        await traffic.wait_for_outputs()
     traffic.check(PAUSE_S + SLACK_S)
     await _check_no_requests(stage)
 
 
 @pytest.mark.parametrize("name", ["router-0", "indexer-0"])
 async def test_a_process_with_delayed_packets_is_excluded(stage: Stage, name: str) -> None:
-    traffic = traffic_of(stage)
-    await traffic.start()
-    await traffic.wait_for_outputs()
-    stage.proxies[name].delay_s = DELAY_S
-    try:
-        await traffic.run_for(FROZEN_S)
-    finally:
-        stage.proxies[name].delay_s = 0.0
-    await traffic.wait_for_outputs()
-    await traffic.stop()
+    async with traffic_of(stage) as traffic:
+        await traffic.wait_for_outputs()
+        stage.proxies[name].delay_s = DELAY_S
+        try:
+            await traffic.run_for(FROZEN_S)
+        finally:
+            stage.proxies[name].delay_s = 0.0
+        await traffic.wait_for_outputs()
     traffic.check(PAUSE_S + SLACK_S)
     await _check_no_requests(stage)
 
 
 async def test_a_thawed_frontend_completes_its_answers(stage: Stage) -> None:
-    traffic = traffic_of(stage)
-    await traffic.start()
-    await traffic.wait_for_outputs()
-    process = stage.mesh.processes["frontend-0"]
-    for _ in range(2):
-        process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
-        process.send_signal(signal.SIGCONT)
+    async with traffic_of(stage) as traffic:
         await traffic.wait_for_outputs()
-    await traffic.stop()
+        process = stage.mesh.processes["frontend-0"]
+        for _ in range(2):
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
+            process.send_signal(signal.SIGCONT)
+            await traffic.wait_for_outputs()
     assert traffic.failed == []
     await _check_no_requests(stage)
 

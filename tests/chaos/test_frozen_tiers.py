@@ -10,6 +10,7 @@ import asyncio
 import signal
 import urllib.request
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,13 +134,24 @@ def start_node(stage: Stage, number: int, own: dict[str, str]) -> None:
     mesh.start("worker", f"worker-{number}", **worker)
 
 
-async def traffic_of(stage: Stage) -> Traffic:
-    """Clients at work, while workers load blocks."""
+@asynccontextmanager
+async def traffic_of(stage: Stage) -> AsyncIterator[Traffic]:
+    """Clients at work, while workers load blocks.
+
+    Asserts at the end that no request failed, pauses were short, and blocks move again.
+    """
     prompts = distinct_prompts(3)
-    traffic = Traffic(stage.mesh.url, prompts, tokens=16, model="tiny", answers=stage.answers)
-    await traffic.start()
-    await eventually_increases(stage.loaded)
-    return traffic
+    clients = Traffic(stage.mesh.url, prompts, tokens=16, model="tiny", answers=stage.answers)
+    async with clients:
+        await eventually_increases(stage.loaded)
+        yield clients
+        await clients.wait_for_outputs()
+        await eventually_increases(stage.loaded)
+    clients.check(PAUSE_S + SLACK_S)
+    running = "kvmesh_mesh_worker_running_requests"
+    await eventually(
+        lambda: stage.mesh.metric(running) == 0, what="no request runs without a client"
+    )
 
 
 async def eventually_increases(count: Callable[[], float]) -> None:
@@ -147,61 +159,46 @@ async def eventually_increases(count: Callable[[], float]) -> None:
     await eventually(lambda: count() > before, what="blocks move")
 
 
-async def check_recovery(stage: Stage, traffic: Traffic) -> None:
-    """Assert that no request failed, pauses were short, and blocks move again."""
-    await traffic.wait_for_outputs()
-    await eventually_increases(stage.loaded)
-    await traffic.stop()
-    traffic.check(PAUSE_S + SLACK_S)
-    running = "kvmesh_mesh_worker_running_requests"
-    await eventually(
-        lambda: stage.mesh.metric(running) == 0, what="no request runs without a client"
-    )
-
-
 async def test_a_frozen_block_manager_is_bypassed_and_harmless_when_it_thaws(
     stage: Stage,
 ) -> None:
-    traffic = await traffic_of(stage)
-    await eventually(stage.lent, what="blocks come from the other node, too")
-    process = stage.mesh.processes["kvbm-0"]
-    process.send_signal(signal.SIGSTOP)
-    try:
-        await traffic.run_for(FROZEN_S)
-    finally:
-        process.send_signal(signal.SIGCONT)
-    await check_recovery(stage, traffic)
+    async with traffic_of(stage) as traffic:
+        await eventually(stage.lent, what="blocks come from the other node, too")
+        process = stage.mesh.processes["kvbm-0"]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await traffic.run_for(FROZEN_S)
+        finally:
+            process.send_signal(signal.SIGCONT)
 
 
 async def test_a_block_manager_with_delayed_packets_is_bypassed(
     stage: Stage,
 ) -> None:
-    traffic = await traffic_of(stage)
-    stage.proxy.delay_s = DELAY_S
-    try:
-        await traffic.run_for(FROZEN_S)
-    finally:
-        stage.proxy.delay_s = 0.0
-    await check_recovery(stage, traffic)
+    async with traffic_of(stage) as traffic:
+        stage.proxy.delay_s = DELAY_S
+        try:
+            await traffic.run_for(FROZEN_S)
+        finally:
+            stage.proxy.delay_s = 0.0
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["late", "held"])
 async def test_blocks_that_another_node_sends_late_are_computed(stage: Stage, held: bool) -> None:
-    traffic = await traffic_of(stage)
-    await eventually_increases(stage.received)
-    if held:
-        stage.lending.hold()
-    else:
-        stage.lending.delay_s = DELAY_S
-    try:
-        lent, given_up = stage.lent(), stage.abandoned()
-        await eventually(lambda: stage.lent() > lent, what="blocks are requested")
-        await eventually(lambda: stage.abandoned() > given_up, what="they are bypassed")
-        come = stage.received()
-        await traffic.run_for(FROZEN_S)
-        assert stage.received() == come, "nothing is so late that it is still waited for"
-    finally:
-        stage.lending.delay_s = 0.0
-        stage.lending.release()
-    await eventually_increases(stage.received)
-    await check_recovery(stage, traffic)
+    async with traffic_of(stage) as traffic:
+        await eventually_increases(stage.received)
+        if held:
+            stage.lending.hold()
+        else:
+            stage.lending.delay_s = DELAY_S
+        try:
+            lent, given_up = stage.lent(), stage.abandoned()
+            await eventually(lambda: stage.lent() > lent, what="blocks are requested")
+            await eventually(lambda: stage.abandoned() > given_up, what="they are bypassed")
+            come = stage.received()
+            await traffic.run_for(FROZEN_S)
+            assert stage.received() == come, "nothing is so late that it is still waited for"
+        finally:
+            stage.lending.delay_s = 0.0
+            stage.lending.release()
+        await eventually_increases(stage.received)

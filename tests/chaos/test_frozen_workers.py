@@ -59,20 +59,18 @@ def running(mesh: Mesh) -> dict[str, float]:
 
 
 async def test_a_frozen_worker_is_harmless_when_it_thaws(mesh: Mesh) -> None:
-    traffic = Traffic(mesh.url)
-    await traffic.start()
-    await traffic.wait_for_outputs()
-    process = mesh.processes["worker-0"]
-    process.send_signal(signal.SIGSTOP)
-    try:
-        await eventually(lambda: len(running(mesh)) == WORKERS - 1, what="its lease has ended")
+    async with Traffic(mesh.url) as traffic:
         await traffic.wait_for_outputs()
-    finally:
-        process.send_signal(signal.SIGCONT)
-    await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
-    await eventually(lambda: "other processes considered this one dead" in mesh.logs())
-    await traffic.wait_for_outputs()
-    await traffic.stop()
+        process = mesh.processes["worker-0"]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await eventually(lambda: len(running(mesh)) == WORKERS - 1, what="its lease has ended")
+            await traffic.wait_for_outputs()
+        finally:
+            process.send_signal(signal.SIGCONT)
+        await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
+        await eventually(lambda: "other processes considered this one dead" in mesh.logs())
+        await traffic.wait_for_outputs()
     traffic.check(PAUSE_S + SLACK_S)
     await eventually(
         lambda: not sum(running(mesh).values()), what="no request runs without a client"
@@ -80,31 +78,27 @@ async def test_a_frozen_worker_is_harmless_when_it_thaws(mesh: Mesh) -> None:
 
 
 async def test_workers_frozen_together_cost_no_request(mesh: Mesh) -> None:
-    traffic = Traffic(mesh.url)
-    await traffic.start()
-    await traffic.wait_for_outputs()
-    frozen = [mesh.processes[f"worker-{number}"] for number in range(WORKERS - 1)]
-    for process in frozen:
-        process.send_signal(signal.SIGSTOP)
-    try:
+    async with Traffic(mesh.url) as traffic:
         await traffic.wait_for_outputs()
-    finally:
+        frozen = [mesh.processes[f"worker-{number}"] for number in range(WORKERS - 1)]
         for process in frozen:
-            process.send_signal(signal.SIGCONT)
-    await traffic.wait_for_outputs()
-    await traffic.stop()
+            process.send_signal(signal.SIGSTOP)
+        try:
+            await traffic.wait_for_outputs()
+        finally:
+            for process in frozen:
+                process.send_signal(signal.SIGCONT)
+        await traffic.wait_for_outputs()
     traffic.check(PAUSE_S + SLACK_S)
 
 
 async def test_workers_killed_one_after_the_other_cost_no_request(mesh: Mesh) -> None:
-    traffic = Traffic(mesh.url)
-    await traffic.start()
-    await traffic.wait_for_outputs()
-    for number in range(WORKERS - 1):
-        mesh.kill(f"worker-{number}")
-        await asyncio.sleep(1)  # the last worker's requests have only just migrated
-    await traffic.wait_for_outputs()
-    await traffic.stop()
+    async with Traffic(mesh.url) as traffic:
+        await traffic.wait_for_outputs()
+        for number in range(WORKERS - 1):
+            mesh.kill(f"worker-{number}")
+            await asyncio.sleep(1)  # the last worker's requests have only just migrated
+        await traffic.wait_for_outputs()
     for number in range(WORKERS - 1):
         mesh.restart(f"worker-{number}")
     await eventually(lambda: len(running(mesh)) == WORKERS)
@@ -137,15 +131,13 @@ async def test_a_worker_with_delayed_packets_costs_no_request(
     try:
         mesh.start("worker", "worker-0", KVMESH_NATS_URL=proxy.url)
         await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
-        traffic = Traffic(mesh.url)
-        await traffic.start()
-        await traffic.wait_for_outputs()
-        proxy.delay_s = DELAY_S
-        await traffic.run_for(2 * FROZEN_S)
-        proxy.delay_s = 0.0
-        await traffic.wait_for_outputs()
-        await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
-        await traffic.stop()
+        async with Traffic(mesh.url) as traffic:
+            await traffic.wait_for_outputs()
+            proxy.delay_s = DELAY_S
+            await traffic.run_for(2 * FROZEN_S)
+            proxy.delay_s = 0.0
+            await traffic.wait_for_outputs()
+            await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
         traffic.check(PAUSE_S + SLACK_S)
         await eventually(
             lambda: not sum(running(mesh).values()), what="no request runs without a client"
@@ -162,20 +154,16 @@ async def test_a_frozen_frontend_does_not_affect_the_clients_of_another(mesh: Me
     mesh.start("frontend", "frontend-1", KVMESH_FRONTEND_PORT=str(port))
     other = Traffic(f"http://127.0.0.1:{port}")
     await eventually(lambda: serves(other), what="another frontend serves")
-    traffic = Traffic(mesh.url)
-    await traffic.start()
-    await other.start()
-    await other.wait_for_outputs()
-    process = mesh.processes["frontend-1"]
-    process.send_signal(signal.SIGSTOP)
-    try:
-        await traffic.run_for(FROZEN_S)
-    finally:
-        process.send_signal(signal.SIGCONT)
-    await other.wait_for_outputs()
-    await traffic.wait_for_outputs()
-    await other.stop()
-    await traffic.stop()
+    async with Traffic(mesh.url) as traffic, other:
+        await other.wait_for_outputs()
+        process = mesh.processes["frontend-1"]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await traffic.run_for(FROZEN_S)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        await other.wait_for_outputs()
+        await traffic.wait_for_outputs()
     traffic.check(SLACK_S)
     assert other.failed == []
     await eventually(
@@ -192,17 +180,15 @@ async def serves(traffic: Traffic) -> bool:
 
 
 async def test_a_frozen_bus_costs_a_pause(nats_server: NatsServer, mesh: Mesh) -> None:
-    traffic = Traffic(mesh.url)
-    await traffic.start()
-    await traffic.wait_for_outputs()
-    os.kill(nats_server.pid, signal.SIGSTOP)
-    try:
-        await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
-    finally:
-        os.kill(nats_server.pid, signal.SIGCONT)
-    await traffic.wait_for_outputs()
-    await traffic.wait_for_outputs()
-    await traffic.stop()
+    async with Traffic(mesh.url) as traffic:
+        await traffic.wait_for_outputs()
+        os.kill(nats_server.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(FROZEN_S)  # nothing may happen meanwhile
+        finally:
+            os.kill(nats_server.pid, signal.SIGCONT)
+        await traffic.wait_for_outputs()
+        await traffic.wait_for_outputs()
     traffic.check(FROZEN_S + LEASE_S + SLACK_S)
     await eventually(lambda: len(running(mesh)) == WORKERS)
     await eventually(
@@ -217,14 +203,12 @@ async def test_a_request_that_crashes_engines_costs_two_and_fails_alone(
     env = {"KVMESH_MOCK_POISON": POISON, "KVMESH_MOCK_POISON_EFFECT": effect}
     env |= dict.fromkeys(("KVMESH_PROCESS_HANG_TIMEOUT_S", "KVMESH_WORKER_HANG_TIMEOUT_S"), "3")
     async with serving(nats_server.url, tmp_path, **env) as mesh:
-        traffic = Traffic(mesh.url)
-        await traffic.start()
-        await traffic.wait_for_outputs()
-        with pytest.raises(APIError, match="stopped responding"):
-            await traffic.stream(f"This is {POISON}. " * 10)
-        await eventually(lambda: len(ended(mesh)) == 2, what="two workers have ended")
-        await traffic.wait_for_outputs()
-        await traffic.stop()
+        async with Traffic(mesh.url) as traffic:
+            await traffic.wait_for_outputs()
+            with pytest.raises(APIError, match="stopped responding"):
+                await traffic.stream(f"This is {POISON}. " * 10)
+            await eventually(lambda: len(ended(mesh)) == 2, what="two workers have ended")
+            await traffic.wait_for_outputs()
         assert traffic.failed == []
         assert set(ended(mesh)) == ({-signal.SIGABRT} if effect == "block" else {1})
         assert mesh.logs().count(f"injected {effect} by request") == 2

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
@@ -29,64 +30,59 @@ async def mesh(
         mesh.stop()
 
 
-async def traffic_of(mesh: Mesh) -> Traffic:
+@asynccontextmanager
+async def traffic_of(mesh: Mesh) -> AsyncIterator[Traffic]:
     """Eight running clients."""
-    traffic = Traffic(mesh.url, distinct_prompts(2, CLIENTS), CLIENTS, TOKENS)
-    await traffic.start()
-    await traffic.wait_for_outputs(16)
-    return traffic
+    async with Traffic(mesh.url, distinct_prompts(2, CLIENTS), CLIENTS, TOKENS) as traffic:
+        await traffic.wait_for_outputs(16)
+        yield traffic
 
 
 async def test_a_killed_worker_costs_no_request(mesh: Mesh) -> None:
-    traffic = await traffic_of(mesh)
-    mesh.kill("worker-1")
-    await traffic.wait_for_outputs(16)
-    mesh.restart("worker-1")
-    await eventually(lambda: len(_workers(mesh)) == WORKERS)
-    await traffic.wait_for_outputs(16)
-    await traffic.stop()
+    async with traffic_of(mesh) as traffic:
+        mesh.kill("worker-1")
+        await traffic.wait_for_outputs(16)
+        mesh.restart("worker-1")
+        await eventually(lambda: len(_workers(mesh)) == WORKERS)
+        await traffic.wait_for_outputs(16)
     assert traffic.failed == []
 
 
 async def test_a_killed_router_is_replaced(mesh: Mesh) -> None:
-    traffic = await traffic_of(mesh)
-    mesh.kill("router-0")
-    mesh.restart("router-0")
-    await traffic.wait_for_outputs(16)
-    await traffic.stop()
+    async with traffic_of(mesh) as traffic:
+        mesh.kill("router-0")
+        mesh.restart("router-0")
+        await traffic.wait_for_outputs(16)
     assert traffic.failed == []
 
 
 async def test_a_killed_indexer_is_replaced(mesh: Mesh) -> None:
-    traffic = await traffic_of(mesh)
-    mesh.kill("indexer-0")
-    await traffic.wait_for_outputs(16)
-    mesh.restart("indexer-0")
-    await traffic.wait_for_outputs(16)
-    await traffic.stop()
+    async with traffic_of(mesh) as traffic:
+        mesh.kill("indexer-0")
+        await traffic.wait_for_outputs(16)
+        mesh.restart("indexer-0")
+        await traffic.wait_for_outputs(16)
     assert traffic.failed == []
 
 
 async def test_a_killed_frontend_is_replaced(mesh: Mesh) -> None:
-    traffic = await traffic_of(mesh)
-    mesh.kill("frontend-0")
-    mesh.restart("frontend-0")
-    await mesh.ready()
-    await traffic.wait_for_outputs(16)
-    failed = len(traffic.failed)
-    await traffic.wait_for_outputs(16)
-    await traffic.stop()
+    async with traffic_of(mesh) as traffic:
+        mesh.kill("frontend-0")
+        mesh.restart("frontend-0")
+        await mesh.ready()
+        await traffic.wait_for_outputs(16)
+        failed = len(traffic.failed)
+        await traffic.wait_for_outputs(16)
     assert len(traffic.failed) == failed  # only requests in flight or during the outage
     await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
 
 
 async def test_a_restarted_bus_is_rejoined(nats_server: NatsServer, mesh: Mesh) -> None:
-    traffic = await traffic_of(mesh)
-    await asyncio.to_thread(nats_server.restart)
-    await traffic.wait_for_outputs(32)
-    failed = len(traffic.failed)
-    await traffic.wait_for_outputs(32)
-    await traffic.stop()
+    async with traffic_of(mesh) as traffic:
+        await asyncio.to_thread(nats_server.restart)
+        await traffic.wait_for_outputs(32)
+        failed = len(traffic.failed)
+        await traffic.wait_for_outputs(32)
     assert len(traffic.failed) == failed
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Self
 
 from openai import AsyncOpenAI, OpenAIError
 
@@ -23,7 +24,8 @@ def distinct_prompts(each: int = 1, clients: int = CLIENTS) -> list[str]:
 class Traffic:
     """Clients that stream outputs and send their next prompt after each.
 
-    `answers` are the known right outputs by prompt; `start` learns the others.
+    `answers` are the known right outputs by prompt; `start` learns the others. As a context, the
+    clients run within it; an error in it ends them at once.
     """
 
     def __init__(
@@ -46,6 +48,16 @@ class Traffic:
         self.completed = 0
         self.failed: list[str] = []
         self.longest_pause = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            for task in self._tasks:
+                task.cancel()
+        await self.stop()
 
     async def start(self) -> None:
         """Learn unknown right outputs, then start the clients."""

@@ -79,6 +79,23 @@ def test_speed_is_measured_over_concurrent_moves() -> None:
     assert traffic.bps == pytest.approx(4 * MB / 0.01)
 
 
+def test_the_time_of_a_failure_is_not_that_of_the_path() -> None:
+    """A holder that does not send ends its transfers by a timeout; others went on meanwhile."""
+    traffic = Traffic()
+    moved(traffic, 1, 0.0, 1.0)
+    moved(traffic, 4, 1.0, 0.01)
+    fast = traffic.bps
+    for _ in range(3):
+        traffic.begin(2.0)
+    traffic.end(MB, 2.01)
+    traffic.end(0, 4.0)
+    traffic.end(MB, 4.0001)
+    assert traffic.bps == fast
+    assert (traffic.done, traffic.failed, traffic.moving) == (7, 1, 0)
+    moved(traffic, 1, 5.0, 1.0)
+    assert traffic.bps < fast
+
+
 def test_a_slow_path_is_tried_again_after_a_while() -> None:
     traffic = Traffic()
     for start in (0.0, 10.0):

@@ -21,7 +21,8 @@ class EngineSpeed:
 class Traffic:
     """Moves from one tier to another: running, ended, and their measured speed.
 
-    The first transfer sets the path up and is not measured.
+    The first transfer sets the path up and is not measured. Nor are transfers that end around a
+    failure: the time is the failure's.
     """
 
     def __init__(self) -> None:
@@ -58,8 +59,11 @@ class Traffic:
         self.bytes += size
         self._sample += size
         self._ended = now
+        if not size:
+            self._since, self._sample, self._is_set_up = now, 0, False
+            return
         elapsed = now - self._since
-        if self._sample and elapsed > 0 and (not self.moving or elapsed > SAMPLE_S):
+        if elapsed > 0 and (not self.moving or elapsed > SAMPLE_S):
             if self._is_set_up:
                 bps = self._sample / elapsed
                 self.bps = self.bps + SMOOTHING * (bps - self.bps) if self.bps else bps
