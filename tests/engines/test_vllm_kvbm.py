@@ -3,15 +3,18 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 import pytest_asyncio
+from support.engines import make_prefetch
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.recorder import Recorder
-from support.vllm import ARGS, SIZE, prompt, work
+from support.vllm import ARGS, PLAIN, SIZE, prompt, sequence, work
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
@@ -19,7 +22,7 @@ from kvmesh.bus.messages import Fetch, KvbmRequest
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings, StreamSettings, VllmSettings, WorkerSettings
-from kvmesh.worker.capabilities import Tiered
+from kvmesh.worker.capabilities import Tiered, execute_command
 from kvmesh.worker.engine import Engine, EngineContext, create_engine
 
 pytestmark = [
@@ -128,6 +131,45 @@ async def test_onboarded_blocks_are_reported_by_tier(run: Run) -> None:
     assert counts.loaded[1] >= 4
     assert counts.written >= 4
     assert (counts.loaded[2:], counts.skipped, counts.corrupt) == ([0, 0], 0, 0)
+
+
+async def test_a_prefetch_loads_what_the_kvbm_holds(run: Run) -> None:
+    tokens = prompt(300, first=11)
+    await onboarded(run, tokens, 288)
+    for _ in range(30):
+        await run.clear_cache()
+        wanted = loaded(run) + 9
+        assert not await prefetch(run, tokens)
+        with suppress(AssertionError):
+            await eventually(partial(has_loaded, run, wanted), timeout=3)
+            break
+    await run.generate("real", tokens)
+    assert run.sink.tiers("real") == [288]
+
+
+async def test_a_prefetch_computes_little_that_the_kvbm_lacks(run: Run) -> None:
+    tokens = prompt(300, first=1234)
+    assert not await prefetch(run, tokens)
+    await eventually(lambda: sequence(tokens)[0] in run.sink.sequences, what="the first block")
+    await run.generate("other", tokens)
+    assert run.sink.cached("other") == SIZE
+
+
+def has_loaded(run: Run, blocks: int) -> bool:
+    return loaded(run) >= blocks
+
+
+def loaded(run: Run) -> int:
+    """Blocks loaded from the kvbm's memory."""
+    assert isinstance(run.engine, Tiered)
+    counts = run.engine.tier_counts()
+    return counts.loaded[1] if counts is not None else 0
+
+
+async def prefetch(run: Run, tokens: bytes) -> str:
+    """Start a prefetch that computes nothing; returns the reason if it is refused."""
+    command = make_prefetch(tokens, salt=PLAIN)
+    return (await execute_command(run.engine, "e", command)).reason
 
 
 async def test_the_kvbm_receives_the_speeds_of_vllm(run: Run) -> None:

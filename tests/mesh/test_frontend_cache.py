@@ -37,6 +37,7 @@ from kvmesh.bus.messages import (
     ControlReply,
     Instance,
     NodeStore,
+    Outcome,
     Pin,
     Prefetch,
     Release,
@@ -47,6 +48,7 @@ from kvmesh.bus.messages import (
     owner,
 )
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.cli.explain import find_events
 from kvmesh.demo import model_dir
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.cache.pin_store import PinStore, StoredPin
@@ -562,6 +564,18 @@ async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(stag
             stage.mesh.metric("kvmesh_frontend_speculative_tokens_total") == before + ahead.compute
         )
     )
+    outcome = await outcome_of(stage, real.request)
+    assert outcome.ahead is not None
+    assert (outcome.ahead.prefetch, outcome.ahead.after) == (ahead.id, answer["id"])
+    assert (outcome.ahead.tokens, outcome.ahead.differs) == (ahead.compute, False)
+
+
+async def outcome_of(stage: Stage, request: str) -> Outcome:
+    async def find() -> Outcome | None:
+        events = await find_events(stage.bus, request, None)
+        return next((event for event in events if isinstance(event, Outcome)), None)
+
+    return await eventually(find, what="its outcome") or pytest.fail("no outcome")
 
 
 async def test_speculative_prefill_counts_against_the_key(stage: Stage) -> None:

@@ -4,9 +4,10 @@ import io
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
-from kvmesh.bus.messages import Candidate, Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import Candidate, ComputedAhead, Decision, Outcome, RouteEvent
 from kvmesh.cli.explain import best_rejected, show
 
 
@@ -52,6 +53,15 @@ def text(*events: RouteEvent) -> str:
 )
 def test_the_text_has_the_essentials(part: str) -> None:
     assert part in text(DECISION, OUTCOME)
+
+
+def test_what_was_computed_ahead_is_shown_with_its_use() -> None:
+    ahead = ComputedAhead(prefetch="sp_1", after="chatcmpl-0", first=512, tokens=640, used=608)
+    shown = text(DECISION, replace(OUTCOME, ahead=ahead))
+    assert "640 tokens (512 to 1,152) were to be computed ahead after chatcmpl-0" in shown
+    assert "chatcmpl-0: 608 of them used\n" in shown
+    useless = text(DECISION, replace(OUTCOME, ahead=replace(ahead, used=0, differs=True)))
+    assert "chatcmpl-0: none used, as this prompt differs from the predicted one\n" in useless
 
 
 def test_unused_tiers_are_omitted() -> None:

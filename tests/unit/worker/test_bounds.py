@@ -39,8 +39,8 @@ def test_a_pin_table_is_bounded_and_returns_the_pins_it_replaces(
 class Loader:
     """An engine that never starts a prefetch."""
 
-    def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
-        return None
+    def is_live(self, request: str, rank: int) -> bool:
+        return False
 
     def estimate_seconds(self, item: Prefetch, hashes: "array[int]") -> float:
         return 0.0
@@ -49,11 +49,8 @@ class Loader:
         await asyncio.Event().wait()
         return 0
 
-    def compute(self, work: Work) -> None:
+    async def compute(self, work: Work, held: int) -> None:
         raise AssertionError("nothing is loaded")
-
-    def cancel(self, work: Work) -> None:
-        raise AssertionError("nothing is computed")
 
 
 @given(st.lists(st.tuples(st.booleans(), IDS, TENANTS), max_size=40))

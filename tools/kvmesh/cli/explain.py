@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Candidate, Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import Candidate, ComputedAhead, Decision, Outcome, RouteEvent
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import HASH_BYTES
 
@@ -89,6 +89,8 @@ def render_outcome(outcome: Outcome, decision: Decision | None) -> RenderableTyp
         f"  {_ttft(outcome.ttft_s)}, all {outcome.output_tokens:,} after {_ms(outcome.total_s)}",
         f"  cached {outcome.cached_tokens:,} prompt tokens{_expected(decision)}",
     ]
+    if outcome.ahead is not None:
+        lines.append(f"  {_ahead(outcome.ahead)}")
     return Group(Text("\n".join(lines)), Text())
 
 
@@ -154,6 +156,16 @@ def _expected(decision: Decision | None) -> str:
         return ""
     expected = sum(decision.chosen.overlap) * decision.block_size
     return f", expected {expected:,}"
+
+
+def _ahead(ahead: ComputedAhead) -> str:
+    use = f"{ahead.used:,} of them used" if ahead.used else "none used"
+    reason = ", as this prompt differs from the predicted one" if ahead.differs else ""
+    until = ahead.first + ahead.tokens
+    return (
+        f"{ahead.tokens:,} tokens ({ahead.first:,} to {until:,}) were to be computed ahead"
+        f" after {ahead.after}: {use}{reason}"
+    )
 
 
 def _clock(seconds: float) -> str:

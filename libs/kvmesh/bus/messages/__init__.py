@@ -57,6 +57,7 @@ from kvmesh.bus.messages.load import Load
 from kvmesh.bus.messages.routing import (
     BanditStats,
     Candidate,
+    ComputedAhead,
     Decision,
     Hints,
     Outcome,
@@ -109,6 +110,7 @@ __all__ = [
     "Cleared",
     "Commit",
     "Computed",
+    "ComputedAhead",
     "Control",
     "ControlReply",
     "Corrupt",

@@ -127,6 +127,21 @@ class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=
     note: str | None = None
 
 
+class ComputedAhead(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens of a prompt that a speculative prefill was to compute before the request.
+
+    They are `tokens` tokens from `first` on, after the answer to the request `after`; `used` of
+    them were found cached. `differs`: the prompt is not the predicted one.
+    """
+
+    prefetch: str
+    after: str
+    first: int
+    tokens: int
+    used: int = 0
+    differs: bool = False
+
+
 class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=True):
     """Result of a placed request: `cached_tokens` as counted by the engine, times in seconds."""
 
@@ -138,6 +153,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     ttft_s: float | None
     total_s: float
     finish: str
+    ahead: ComputedAhead | None = None
 
 
 RouteEvent: TypeAlias = Decision | Outcome

@@ -37,7 +37,7 @@ DECLARED: dict[str, dict[str, str]] = {
         TIERS: "`vllm.kvbm`",
         HANDOFF: "`worker.serves`",
         ADAPTERS: "`worker.max_adapters`",
-        TAGS: ALWAYS,
+        **dict.fromkeys((PREFETCH, TAGS), ALWAYS),
     },
     "openai": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), PLUGIN),

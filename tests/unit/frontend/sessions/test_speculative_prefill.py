@@ -32,6 +32,7 @@ from kvmesh.frontend.sessions.speculative_prefill import (
     SpeculativePrefills,
     common_blocks,
     successor,
+    used_tokens,
 )
 from kvmesh.hashing import block_hashes
 
@@ -191,7 +192,7 @@ def hashes(*tokens: int) -> bytes:
 def made(sequence: bytes, base: int, expires: float = 9.0) -> Speculation:
     known = sequence[(base - 1) * 8 : base * 8]
     return Speculation(
-        "id", "t", "w", "m", known, base, sequence[-8:], len(sequence) // 8, 3, expires
+        "id", "t", "w", "m", known, base, sequence[-8:], len(sequence) // 8, 3, "r", expires
     )
 
 
@@ -229,4 +230,6 @@ def test_replaced_crowded_out_and_expired_speculations_are_returned() -> None:
 
 def test_useful_tokens_are_those_found_beyond_the_base() -> None:
     speculation = made(hashes(1, 2), 2)
-    assert [speculation.useful_tokens(cached, 1) for cached in (0, 2, 4, 99)] == [0, 0, 2, 3]
+    ahead = speculation.ahead(True, 1)
+    assert [used_tokens(ahead, cached) for cached in (0, 2, 4, 99)] == [0, 0, 2, 3]
+    assert used_tokens(speculation.ahead(False, 1), 99) == 0

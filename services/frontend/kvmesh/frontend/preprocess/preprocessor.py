@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Guided, Retain
+from kvmesh.bus.messages import ComputedAhead, Guided, Retain
 from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResult
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
@@ -55,6 +55,7 @@ class PreparedRequest(Struct):
     """A request ready for dispatch; `max_tokens` fits the context after every prompt.
 
     `tail` is the end of the rendered prompt, which shows whether the output begins with thinking.
+    `ahead` is what a speculative prefill was to compute of the first prompt.
     """
 
     request: GenerateRequest
@@ -65,6 +66,7 @@ class PreparedRequest(Struct):
     tail: str
     required_tool_call: RequiredToolCall | None
     guided: Guided | None
+    ahead: ComputedAhead | None = None
 
     @property
     def prompt_tokens(self) -> int:

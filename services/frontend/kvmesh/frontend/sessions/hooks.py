@@ -26,6 +26,7 @@ from kvmesh.frontend.sessions.speculative_prefill import (
     SpeculativePrefills,
     common_blocks,
     successor,
+    used_tokens,
 )
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.runtime.background import BackgroundTasks
@@ -70,7 +71,9 @@ class SessionHooks:
         if speculation is None:
             return HookedRequest(prepared)
         self._start(self._control.request(speculation.instance, Cancel(speculation.id)))
-        if speculation.fits(prompt.sequence_hashes):
+        fits = speculation.fits(prompt.sequence_hashes)
+        prepared.ahead = speculation.ahead(fits, prepared.model.card.block_size)
+        if fits:
             return HookedRequest(prepared, speculation)
         _count(speculation, 0)
         return HookedRequest(prepared)
@@ -82,9 +85,8 @@ class SessionHooks:
         """
         prepared, stream = hooked.prepared, active.tasks[0].stream
         request, transcript = prepared.request, active.transcript
-        if hooked.speculation is not None:
-            cached, size = sum(stream.cached or []), prepared.model.card.block_size
-            _count(hooked.speculation, hooked.speculation.useful_tokens(cached, size))
+        if hooked.speculation is not None and prepared.ahead is not None:
+            _count(hooked.speculation, used_tokens(prepared.ahead, sum(stream.cached or [])))
         if request.hints.session_final and request.hints.session is not None:
             cards = self._control.holders_of([prepared.model.card.name])
             command = Release(sessions=[request.hints.session])
@@ -143,6 +145,7 @@ class SessionHooks:
             end_hash=sequence_hashes[-HASH_BYTES:],
             blocks=len(sequence_hashes) // HASH_BYTES,
             requested_tokens=requested_tokens,
+            after=prepared.request.id,
             expires=asyncio.get_running_loop().time() + LIFETIME_S,
         )
         for replaced in self._speculations.add(speculation):

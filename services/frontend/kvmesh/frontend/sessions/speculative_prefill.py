@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvmesh.bus.messages import ComputedAhead
 from kvmesh.frontend.conversation import (
     Block,
     GenerateRequest,
@@ -57,7 +58,7 @@ class Speculation(Struct, frozen=True):
 
     The engine had the first `base_blocks` already; `base_hash` is the sequence hash of the last of
     them (packed), `end_hash` that of the last block of all. The engine was to compute
-    `requested_tokens`.
+    `requested_tokens` after the request `after`.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Speculation(Struct, frozen=True):
     end_hash: bytes
     blocks: int
     requested_tokens: int
+    after: str
     expires: float
 
     def fits(self, sequence_hashes: bytes) -> bool:
@@ -76,9 +78,20 @@ class Speculation(Struct, frozen=True):
         end = self.blocks * HASH_BYTES
         return sequence_hashes[end - HASH_BYTES : end] == self.end_hash
 
-    def useful_tokens(self, cached: int, block_size: int) -> int:
-        """Number of computed tokens among the `cached` ones of the real prompt."""
-        return min(max(cached - self.base_blocks * block_size, 0), self.requested_tokens)
+    def ahead(self, fits: bool, block_size: int) -> ComputedAhead:
+        """The tokens that it was to compute of the real prompt, which fits or differs."""
+        return ComputedAhead(
+            prefetch=self.id,
+            after=self.after,
+            first=self.base_blocks * block_size,
+            tokens=self.requested_tokens,
+            differs=not fits,
+        )
+
+
+def used_tokens(ahead: ComputedAhead, cached: int) -> int:
+    """Number of tokens computed ahead among the `cached` ones of the real prompt."""
+    return 0 if ahead.differs else min(max(cached - ahead.first, 0), ahead.tokens)
 
 
 def common_blocks(one: bytes, other: bytes) -> int:

@@ -5,6 +5,7 @@ import logging
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 from kvmesh.bus.errors import cause
@@ -15,14 +16,14 @@ from kvmesh.worker.enginecore.sequence import hash_prompt
 log = logging.getLogger(__name__)
 MAX_PREFETCHES = 256
 MIN_LEAD_S = 0.2
-PREFETCH_PRIORITY = -1
+PREFETCH_PRIORITY = -(1 << 31)  # below every request's
 
 
 class PrefetchLoader(Protocol):
     """The part of a prefetch that depends on the engine."""
 
-    def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
-        """The block hashes of a live request's prompt."""
+    def is_live(self, request: str, rank: int) -> bool:
+        """True if a request has this id."""
         ...
 
     def estimate_seconds(self, command: Prefetch, hashes: "array[int]") -> float:
@@ -33,20 +34,48 @@ class PrefetchLoader(Protocol):
         """Load a prompt's blocks from lower tiers; return the number of blocks held then."""
         ...
 
-    def compute(self, work: Work) -> None:
-        """Queue work whose output goes only to `without_prefetches`; raises Rejected."""
+    async def compute(self, work: Work, held: int) -> None:
+        """Compute a prompt, of which `held` blocks were held; raises Rejected.
+
+        Drops the rest if cancelled.
+        """
         ...
 
-    def cancel(self, work: Work) -> None:
-        """Drop work queued by `compute`; it may have ended."""
-        ...
+
+class HiddenRequests:
+    """Requests whose output nobody receives; `submit` queues work in the engine, `abort` drops it.
+
+    `submit` raises Rejected.
+    """
+
+    def __init__(self, submit: Callable[[Work], None], abort: Callable[[Work], None]) -> None:
+        self._submit = submit
+        self._abort = abort
+        self._ended: dict[str, asyncio.Event] = {}
+
+    async def run(self, work: Work) -> None:
+        """Submit work and wait for its end; drop it if cancelled."""
+        ended = self._ended[work.request] = asyncio.Event()
+        try:
+            self._submit(work)
+            await ended.wait()
+        finally:
+            self._abort(work)
+            del self._ended[work.request]
+
+    def visible(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Return `deltas` without those of hidden requests."""
+        for delta in deltas:
+            if delta.finish and delta.request in self._ended:
+                self._ended[delta.request].set()
+        return [delta for delta in deltas if delta.request not in self._ended]
 
 
 class PrefetchQueue:
     """Prefetches in progress, by id.
 
     Each first loads blocks from lower tiers, then computes as many more as requested behind all
-    requests, as work whose output is discarded.
+    requests.
     """
 
     def __init__(self, loader: PrefetchLoader, block_size: int) -> None:
@@ -55,7 +84,6 @@ class PrefetchQueue:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._prompts: dict[str, array[int]] = {}
         self._commands: dict[str, Prefetch] = {}
-        self._computing: dict[str, asyncio.Event] = {}
 
     def start(self, command: Prefetch) -> str:
         """Start a prefetch, or replace the one with the same id.
@@ -63,7 +91,7 @@ class PrefetchQueue:
         Returns the reason if it is refused.
         """
         self.cancel(command.id)
-        if self._loader.prompt_hashes(command.id, command.rank) is not None:
+        if self._loader.is_live(command.id, command.rank):
             return "a request has this id"
         local, sequence, _ = hash_prompt(command.tokens, self._block_size, command.salt)
         if not sequence:
@@ -89,20 +117,13 @@ class PrefetchQueue:
 
     def on_request(self, work: Work) -> None:
         """Stop prefetches that share a prefix with a new request, which computes it itself."""
-        prompt = self._loader.prompt_hashes(work.request, work.rank) if self._prompts else None
-        if prompt is None:
+        if not self._prompts:
             return
+        prompt = array("Q", hash_prompt(work.tokens, self._block_size, work.salt)[1])
         for prefetch, hashes in list(self._prompts.items()):
             shared = min(len(hashes), len(prompt))
             if shared and hashes[:shared] == prompt[:shared]:
                 self.cancel(prefetch)
-
-    def without_prefetches(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
-        """Return `deltas` without those of prefetches."""
-        for delta in deltas:
-            if delta.finish and delta.request in self._computing:
-                self._computing[delta.request].set()
-        return [delta for delta in deltas if delta.request not in self._computing]
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -143,16 +164,10 @@ class PrefetchQueue:
         tokens = min(held * size + command.compute, len(command.tokens) // 4) // size * size
         if tokens <= held * size:
             return
-        work = prefetch_work(command, command.tokens[: 4 * tokens])
-        done = self._computing[command.id] = asyncio.Event()
         try:
-            self._loader.compute(work)
-            await done.wait()
+            await self._loader.compute(prefetch_work(command, command.tokens[: 4 * tokens]), held)
         except Rejected as rejected:
             log.warning("prefetch %s not computed: %s", command.id, rejected.reason)
-        finally:
-            self._loader.cancel(work)
-            del self._computing[command.id]
 
 
 def prefetch_work(command: Prefetch, tokens: bytes) -> Work:

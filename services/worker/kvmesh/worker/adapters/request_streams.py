@@ -83,6 +83,10 @@ class RequestStreams:
         self._closed = False
         self.counters = [StreamCounters() for _ in range(ranks)]
 
+    def is_live(self, request: str) -> bool:
+        """True if a request has this id."""
+        return request in self._requests
+
     def start(self, work: Work, stream: AsyncIterator[StreamOutput]) -> None:
         """Follow `stream` until it ends; the request ends with it."""
         request = _StreamRequest(work, len(work.tokens) // 4)

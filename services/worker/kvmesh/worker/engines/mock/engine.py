@@ -75,7 +75,8 @@ class MockEngine:
         self._live: dict[str, _Live] = {}
         self._writer: AnswerWriter | None = None
         self._sink: Sink | None = None
-        self._prefetches = PrefetchQueue(MockLoader(self._ranks, self._request), block_size)
+        self._loader = MockLoader(self._ranks, self._request)
+        self._prefetches = PrefetchQueue(self._loader, block_size)
 
     async def start(self, sink: Sink) -> EngineInfo:
         options = self._options
@@ -207,7 +208,7 @@ class MockEngine:
             if delta.finish is not None and live is not None:
                 delta.handoff = live.handoff
                 del self._live[delta.request]
-        own = self._prefetches.without_prefetches(deltas)
+        own = self._loader.hidden.visible(deltas)
         if own and self._sink is not None:
             self._sink.output(own)
 

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from kvmesh.bus.messages import Prefetch, Work
+from kvmesh.worker.adapters.prefetch import HiddenRequests
 from kvmesh.worker.engine import Rejected
 from kvmesh.worker.enginecore.sequence import Request
 from kvmesh.worker.engines.mock.prefix_load import PrefixLoad
@@ -17,10 +18,10 @@ class MockLoader:
     def __init__(self, ranks: Sequence[MockRank], request: Callable[[Work], Request]) -> None:
         self._ranks = ranks
         self._request = request
+        self.hidden = HiddenRequests(self._submit, self._abort)
 
-    def prompt_hashes(self, request: str, rank: int) -> "array[int] | None":
-        sequence = self._ranks[rank].core.scheduler.live.get(request)
-        return sequence.sequence_hashes if sequence is not None else None
+    def is_live(self, request: str, rank: int) -> bool:
+        return request in self._ranks[rank].core.scheduler.live
 
     def estimate_seconds(self, command: Prefetch, hashes: "array[int]") -> float:
         core = self._ranks[command.rank].core
@@ -42,11 +43,14 @@ class MockLoader:
         finally:
             prefix.close()
 
-    def compute(self, work: Work) -> None:
+    async def compute(self, work: Work, held: int) -> None:
+        await self.hidden.run(work)
+
+    def _submit(self, work: Work) -> None:
         try:
             self._ranks[work.rank].submit(self._request(work))
         except ValueError as error:
             raise Rejected(str(error)) from error
 
-    def cancel(self, work: Work) -> None:
+    def _abort(self, work: Work) -> None:
         self._ranks[work.rank].abort(work.request)

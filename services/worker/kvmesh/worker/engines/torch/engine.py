@@ -64,6 +64,7 @@ class TorchEngine:
         self._store = store
         self._lower_tiers: LowerTiers | None = None
         self._handoffs: Handoffs | None = None
+        self._loader: TorchPrefetcher | None = None
         self._prefetches: PrefetchQueue | None = None
         self._thread = ThreadPoolExecutor(1, "torch")
         self._wake = asyncio.Event()
@@ -84,8 +85,10 @@ class TorchEngine:
             await self._open_lower_tiers(core, self._store)
         if self._worker.serves != "aggregated":
             self._handoffs = await self._open_handoffs(core)
-        loader = TorchPrefetcher(core, self._lower_tiers, self._accept, self._on_blocks_changed)
-        self._prefetches = PrefetchQueue(loader, core.limits.block_size)
+        self._loader = TorchPrefetcher(
+            core, self._lower_tiers, self._accept, self._on_blocks_changed
+        )
+        self._prefetches = PrefetchQueue(self._loader, core.limits.block_size)
         self._task = asyncio.create_task(self._run(core, sink), name="torch engine")
         return EngineInfo(
             reports_outcomes=True,
@@ -280,9 +283,7 @@ class TorchEngine:
         seconds = loop.time() - start
         deltas, events = core.commit(step, seconds)
         self._publish(events)
-        ready = (
-            self._prefetches.without_prefetches(deltas) if self._prefetches is not None else deltas
-        )
+        ready = self._loader.hidden.visible(deltas) if self._loader is not None else deltas
         if self._handoffs is not None:
             ready = self._handoffs.intercept(ready, sink.output)
         if ready:

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 
 from kvmesh.bus.messages import Prefetch, Work
-from kvmesh.worker.adapters.prefetch import prefetch_work
+from kvmesh.worker.adapters.prefetch import HiddenRequests, prefetch_work
 from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 from kvmesh.worker.engines.torch.core import TorchCore
@@ -22,12 +22,11 @@ class TorchPrefetcher:
     ) -> None:
         self._core = core
         self._lower_tiers = lower_tiers
-        self.compute = submit
+        self.hidden = HiddenRequests(submit, self._abort)
         self._on_change = on_change
 
-    def prompt_hashes(self, request: str, _: int) -> "array[int] | None":
-        sequence = self._core.scheduler.live.get(request)
-        return sequence.sequence_hashes if sequence is not None else None
+    def is_live(self, request: str, _: int) -> bool:
+        return request in self._core.scheduler.live
 
     def estimate_seconds(self, command: Prefetch, hashes: "array[int]") -> float:
         if self._lower_tiers is None:
@@ -63,6 +62,9 @@ class TorchPrefetcher:
             prefix.release()
             self._on_change()
 
-    def cancel(self, work: Work) -> None:
+    async def compute(self, work: Work, held: int) -> None:
+        await self.hidden.run(work)
+
+    def _abort(self, work: Work) -> None:
         self._core.abort(work.request)
         self._on_change()
