@@ -25,14 +25,13 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
-from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
     Speculation,
     SpeculativePrefills,
     common_blocks,
     successor,
-    used_tokens,
 )
 from kvmesh.hashing import block_hashes
 
@@ -189,6 +188,9 @@ def hashes(*tokens: int) -> bytes:
     return block_hashes(packed, 1, 7)[1]
 
 
+NOTHING: Any = [None] * 8  # fields that do not matter here
+
+
 def made(sequence: bytes, base: int, expires: float = 9.0) -> Speculation:
     known = sequence[(base - 1) * 8 : base * 8]
     return Speculation(
@@ -228,8 +230,14 @@ def test_replaced_crowded_out_and_expired_speculations_are_returned() -> None:
     assert list(table.expire(2.5)) == []
 
 
-def test_useful_tokens_are_those_found_beyond_the_base() -> None:
+def test_used_tokens_are_those_found_beyond_the_base() -> None:
     speculation = made(hashes(1, 2), 2)
-    ahead = speculation.ahead(True, 1)
-    assert [used_tokens(ahead, cached) for cached in (0, 2, 4, 99)] == [0, 0, 2, 3]
-    assert used_tokens(speculation.ahead(False, 1), 99) == 0
+
+    def used(cached: int, fits: bool = True) -> int:
+        prepared = PreparedRequest(*NOTHING)
+        prepared.ahead = speculation.ahead(fits, 1)
+        ahead = prepared.computed_ahead(cached)
+        return ahead.used if ahead is not None else -1
+
+    assert [used(cached) for cached in (0, 2, 4, 99)] == [0, 0, 2, 3]
+    assert used(99, fits=False) == 0

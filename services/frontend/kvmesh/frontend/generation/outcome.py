@@ -3,15 +3,12 @@
 import asyncio
 import time
 
-from msgspec.structs import replace
-
 from kvmesh.bus.messages import Outcome
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.nvext import all_outcomes
-from kvmesh.frontend.sessions.speculative_prefill import used_tokens
 
 
 class OutcomeReporter:
@@ -25,7 +22,6 @@ class OutcomeReporter:
         """Publish and count; `started` is the request's arrival on the loop's clock."""
         now, stream = asyncio.get_running_loop().time(), task.stream
         first, cached = stream.first_token_at, sum(stream.cached or [])
-        ahead = task.prepared.ahead
         self._events.outcome(
             task.model,
             Outcome(
@@ -37,7 +33,7 @@ class OutcomeReporter:
                 ttft_s=None if first is None else first - started,
                 total_s=now - started,
                 finish=stream.finish or "cancelled",
-                ahead=ahead and replace(ahead, used=used_tokens(ahead, cached)),
+                ahead=task.prepared.computed_ahead(cached),
             ),
         )
         _measure(task, started, now)

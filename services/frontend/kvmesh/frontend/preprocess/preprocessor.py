@@ -72,6 +72,13 @@ class PreparedRequest(Struct):
     def prompt_tokens(self) -> int:
         return sum(prompt.count for prompt in self.prompts)
 
+    def computed_ahead(self, cached: int) -> ComputedAhead | None:
+        """`ahead` with its use: the tokens among the first prompt's `cached` ones."""
+        if self.ahead is None or self.ahead.differs:
+            return self.ahead
+        used = min(max(cached - self.ahead.first, 0), self.ahead.tokens)
+        return replace(self.ahead, used=used)
+
 
 class Preprocessor:
     """Renders, tokenizes and hashes prompts; long ones in threads, so as not to block the loop.

@@ -26,7 +26,6 @@ from kvmesh.frontend.sessions.speculative_prefill import (
     SpeculativePrefills,
     common_blocks,
     successor,
-    used_tokens,
 )
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.runtime.background import BackgroundTasks
@@ -85,8 +84,9 @@ class SessionHooks:
         """
         prepared, stream = hooked.prepared, active.tasks[0].stream
         request, transcript = prepared.request, active.transcript
-        if hooked.speculation is not None and prepared.ahead is not None:
-            _count(hooked.speculation, used_tokens(prepared.ahead, sum(stream.cached or [])))
+        ahead = prepared.computed_ahead(sum(stream.cached or []))
+        if hooked.speculation is not None and ahead is not None:
+            _count(hooked.speculation, ahead.used)
         if request.hints.session_final and request.hints.session is not None:
             cards = self._control.holders_of([prepared.model.card.name])
             command = Release(sessions=[request.hints.session])

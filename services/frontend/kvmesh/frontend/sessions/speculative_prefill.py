@@ -89,11 +89,6 @@ class Speculation(Struct, frozen=True):
         )
 
 
-def used_tokens(ahead: ComputedAhead, cached: int) -> int:
-    """Number of tokens computed ahead among the `cached` ones of the real prompt."""
-    return 0 if ahead.differs else min(max(cached - ahead.first, 0), ahead.tokens)
-
-
 def common_blocks(one: bytes, other: bytes) -> int:
     """The number of leading blocks that two prompts share, from their packed sequence hashes."""
     return common_prefix(memoryview(one).cast("Q"), memoryview(other).cast("Q"))
