@@ -11,19 +11,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 from support.engines import make_prefetch
-from support.mesh import Mesh
 from support.nats import NatsServer
-from support.recorder import Recorder
-from support.vllm import ARGS, PLAIN, SIZE, prompt, sequence, work
+from support.vllm import PLAIN, SIZE, prompt, sequence
+from support.vllm_kvbm import KvbmRun, kvbm_run
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Fetch, KvbmRequest
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.settings import Settings
-from kvmesh.settings.schema import NatsSettings, StreamSettings, VllmSettings, WorkerSettings
 from kvmesh.worker.capabilities import Tiered, execute_command
-from kvmesh.worker.engine import Engine, EngineContext, create_engine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -32,33 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 DECODER: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
-
-
-class Run:
-    """A vLLM that shares its blocks, beside a kvbm process."""
-
-    def __init__(self, mesh: Mesh, model: Path) -> None:
-        self.mesh = mesh
-        settings = Settings(
-            nats=NatsSettings(url=mesh.nats_url, namespace=mesh.namespace),
-            streams=StreamSettings(lease_s=1),
-            vllm=VllmSettings(args=ARGS, kvbm=True),
-            worker=WorkerSettings(engine="vllm", block_size=SIZE, node="here", served_name="tiny"),
-        )
-        self.sink = Recorder()
-        self.engine: Engine = create_engine(EngineContext(settings, model))
-
-    async def generate(self, name: str, tokens: bytes) -> list[int]:
-        self.engine.submit(work(name, tokens))
-        await eventually(lambda: self.sink.finish(name), timeout=60, what=name)
-        return self.sink.tokens(name)
-
-    async def clear_cache(self) -> None:
-        """Empty vLLM's own cache."""
-        await asyncio.wait_for(self.engine.drain(), 30)
-        self.engine.clear()
-        await self.generate("marker", prompt(SIZE + 1, first=3999))
-        self.sink.deltas.clear()
 
 
 @pytest.fixture(scope="module")
@@ -80,28 +48,13 @@ def slow_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def run(
     nats_server: NatsServer, slow_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Run]:
+) -> AsyncIterator[KvbmRun]:
     folder = tmp_path_factory.mktemp("node")
-    env = {
-        "KVMESH_KVBM_NODE": "here",
-        "KVMESH_KVBM_DIRECTORY": str(folder / "node"),
-        "KVMESH_KVBM_HOST_BYTES": str(16 << 20),
-    }
-    mesh = Mesh(nats_server.url, folder, env)
-    bus = await Bus.connect(mesh.options, "test")
-    await ensure_streams(bus, StreamLimits(lease_s=1))
-    await bus.close()
-    mesh.start("kvbm", "kvbm-0")
-    run = Run(mesh, slow_model)
-    try:
-        await run.engine.start(run.sink)
+    async with kvbm_run(nats_server, folder, slow_model) as run:
         yield run
-    finally:
-        await run.engine.close()
-        mesh.stop()
 
 
-async def onboarded(run: Run, tokens: bytes, depth: int) -> str:
+async def onboarded(run: KvbmRun, tokens: bytes, depth: int) -> str:
     """Repeat a prompt until `depth` tokens were cached; its output is always the same.
 
     Returns the name of the request with that many cached tokens.
@@ -116,11 +69,11 @@ async def onboarded(run: Run, tokens: bytes, depth: int) -> str:
     raise AssertionError("no block was onboarded")
 
 
-async def test_evicted_blocks_are_onboarded(run: Run) -> None:
+async def test_evicted_blocks_are_onboarded(run: KvbmRun) -> None:
     await onboarded(run, prompt(150), 128)
 
 
-async def test_onboarded_blocks_are_reported_by_tier(run: Run) -> None:
+async def test_onboarded_blocks_are_reported_by_tier(run: KvbmRun) -> None:
     assert isinstance(run.engine, Tiered)
     tokens = prompt(150, first=3)
     again = await onboarded(run, tokens, 128)
@@ -133,12 +86,12 @@ async def test_onboarded_blocks_are_reported_by_tier(run: Run) -> None:
     assert (counts.loaded[2:], counts.skipped, counts.corrupt) == ([0, 0], 0, 0)
 
 
-async def test_a_prefetch_loads_what_the_kvbm_holds(run: Run) -> None:
+async def test_a_prefetch_loads_what_the_kvbm_holds(run: KvbmRun) -> None:
     tokens = prompt(300, first=11)
     await onboarded(run, tokens, 288)
     for _ in range(30):
         await run.clear_cache()
-        wanted = loaded(run) + 9
+        wanted = run.loaded_blocks() + 9
         assert not await prefetch(run, tokens)
         with suppress(AssertionError):
             await eventually(partial(has_loaded, run, wanted), timeout=3)
@@ -147,7 +100,7 @@ async def test_a_prefetch_loads_what_the_kvbm_holds(run: Run) -> None:
     assert run.sink.tiers("real") == [288]
 
 
-async def test_a_prefetch_computes_little_that_the_kvbm_lacks(run: Run) -> None:
+async def test_a_prefetch_computes_little_that_the_kvbm_lacks(run: KvbmRun) -> None:
     tokens = prompt(300, first=1234)
     assert not await prefetch(run, tokens)
     await eventually(lambda: sequence(tokens)[0] in run.sink.sequences, what="the first block")
@@ -155,24 +108,17 @@ async def test_a_prefetch_computes_little_that_the_kvbm_lacks(run: Run) -> None:
     assert run.sink.cached("other") == SIZE
 
 
-def has_loaded(run: Run, blocks: int) -> bool:
-    return loaded(run) >= blocks
+def has_loaded(run: KvbmRun, blocks: int) -> bool:
+    return run.loaded_blocks() >= blocks
 
 
-def loaded(run: Run) -> int:
-    """Blocks loaded from the kvbm's memory."""
-    assert isinstance(run.engine, Tiered)
-    counts = run.engine.tier_counts()
-    return counts.loaded[1] if counts is not None else 0
-
-
-async def prefetch(run: Run, tokens: bytes) -> str:
+async def prefetch(run: KvbmRun, tokens: bytes) -> str:
     """Start a prefetch that computes nothing; returns the reason if it is refused."""
     command = make_prefetch(tokens, salt=PLAIN)
     return (await execute_command(run.engine, "e", command)).reason
 
 
-async def test_the_kvbm_receives_the_speeds_of_vllm(run: Run) -> None:
+async def test_the_kvbm_receives_the_speeds_of_vllm(run: KvbmRun) -> None:
     bus = await Bus.connect(run.mesh.options, "listener")
     fetches: list[Fetch] = []
 
@@ -189,11 +135,11 @@ async def test_the_kvbm_receives_the_speeds_of_vllm(run: Run) -> None:
     await bus.close()
 
 
-async def test_the_last_block_of_a_prompt_of_full_blocks_is_computed(run: Run) -> None:
+async def test_the_last_block_of_a_prompt_of_full_blocks_is_computed(run: KvbmRun) -> None:
     await onboarded(run, prompt(128, first=7), 96)
 
 
-async def test_the_engine_runs_without_a_kvbm_and_attaches_to_the_next(run: Run) -> None:
+async def test_the_engine_runs_without_a_kvbm_and_attaches_to_the_next(run: KvbmRun) -> None:
     tokens = prompt(150, first=11)
     expected = await run.generate("before", tokens)
     run.mesh.kill("kvbm-0")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 from support.small_kvbm import KEY, SmallKvbm
 from support.wait import eventually
 
 from kvmesh._native import xxh3
-from kvmesh.blocks.digests import chain_digests, root_digest, split_digests
+from kvmesh.blocks.digests import chain_digests, part_digests, root_digest, split_digests
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Finish, KvLayout, LayerLayout
 from kvmesh.bus.streams.configuration import StreamLimits
@@ -21,13 +22,19 @@ from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings
 from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.engines.vllm.kvbm import bridge
-from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, SchedulerBridge
+from kvmesh.worker.engines.vllm.kvbm import lookups as lookups_module
+from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions
+from kvmesh.worker.engines.vllm.kvbm.lookups import SchedulerBridge
+from kvmesh.worker.engines.vllm.kvbm.parts import KvGroup, KvParts
 from kvmesh.worker.engines.vllm.kvbm.settings import kvbm_transfer_config
 
 LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
 )
-TOKENS = list(range(12))
+TOKENS = array("I", range(12))
+PARTS = KvParts(
+    block_size=4, groups=[KvGroup(index=0, layers=["l"], layout=LAYOUT)], shards=1, replicas=1
+)
 
 
 def origin(request: str) -> RequestOrigin:
@@ -40,7 +47,7 @@ async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[
     kvbm = SmallKvbm(bus, limits, tmp_path)
     await kvbm.start()
     root = root_digest(KEY, "m", "", "", LAYOUT)
-    packed = chain_digests(KEY, root, array("I", TOKENS).tobytes(), 4)
+    packed = chain_digests(KEY, root, TOKENS.tobytes(), 4)
     size = LAYOUT.block_bytes
     for place, digest in enumerate(split_digests(packed)):
         kvbm.blocks[digest] = (place * size, xxh3(bytes(size)))
@@ -48,20 +55,26 @@ async def kvbm(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[
     await kvbm.stop()
 
 
-@pytest_asyncio.fixture
-async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[SchedulerBridge]:
+async def attached(bus: Bus, node: str, parts: KvParts) -> SchedulerBridge:
+    """A bridge that is attached to the kvbm of a node."""
     bridge.export_bus_options(bus.options)
     options = BridgeOptions(
         weights="w",
-        node=kvbm.node,
+        node=node,
         instance="vllm",
         model="m",
         lease_s=10.0,
         wait_s=0.0,
         queue=100,
     )
-    lookups = await asyncio.to_thread(SchedulerBridge, options, LAYOUT)
-    await eventually(lambda: lookups._client.key, what="it attaches")
+    lookups = await asyncio.to_thread(SchedulerBridge, options, parts)
+    await eventually(lambda: lookups.is_attached, what="it attaches")
+    return lookups
+
+
+@pytest_asyncio.fixture
+async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[SchedulerBridge]:
+    lookups = await attached(bus, kvbm.node, PARTS)
     yield lookups
     await asyncio.to_thread(lookups.close)
 
@@ -81,8 +94,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(bridge, "time", clock)
-    monkeypatch.setattr(bridge, "UNCLAIMED_S", 0.2)
+    monkeypatch.setattr(lookups_module, "time", clock)
+    monkeypatch.setattr(lookups_module, "UNCLAIMED_S", 0.2)
     return clock
 
 
@@ -111,6 +124,63 @@ async def test_an_unpolled_lookup_expires_and_can_be_repeated(
     for request in ("taken", "asked"):
         lookups.release_lookup(request)
     await eventually(lambda: not kvbm.tickets)
+
+
+WINDOW = replace(LAYOUT, window=8)
+IN_PARTS = KvParts(
+    block_size=4,
+    groups=[
+        KvGroup(index=0, layers=["l"], layout=LAYOUT),
+        KvGroup(index=1, layers=["w"], layout=WINDOW),
+    ],
+    shards=1,
+    replicas=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "expected"),
+    [
+        ({0, 1, 2}, {0, 1, 2}, (3, 1)),
+        ({0, 1, 2}, {1, 2}, (3, 1)),
+        ({0, 1, 2}, {0, 1}, (2, 0)),
+        ({0, 1, 2}, {1}, None),
+        ({0, 1}, {0, 1, 2}, (2, 0)),
+        ({1, 2}, {0, 1, 2}, None),
+        ({0, 1, 2}, set(), None),
+    ],
+)
+async def test_a_prefix_is_found_if_every_part_has_what_it_needs(
+    bus: Bus,
+    limits: StreamLimits,
+    tmp_path: Path,
+    full: set[int],
+    window: set[int],
+    expected: tuple[int, int] | None,
+) -> None:
+    """`expected`: the end of the prefix, and the first block that is read of the window's part."""
+    kvbm = SmallKvbm(bus, limits, tmp_path)
+    await kvbm.start()
+    lead, other = IN_PARTS.layouts
+    packed = chain_digests(KEY, root_digest(KEY, "m", "", "", lead), TOKENS.tobytes(), 4)
+    size = LAYOUT.block_bytes
+    for layout, present in ((lead, full), (other, window)):
+        of_part = split_digests(part_digests(KEY, packed, layout))
+        for block in present:
+            kvbm.blocks[of_part[block]] = (block * size, xxh3(bytes(size)))
+    lookups = await attached(bus, kvbm.node, IN_PARTS)
+    await eventually(lambda: lookups.lookup("r", origin("r"), TOKENS, 0) is not None)
+    count = lookups.lookup("r", origin("r"), TOKENS, 0)
+    found = lookups.begin_copy("r")
+    if expected is None:
+        assert (count, found) == (0, None)
+    else:
+        assert found is not None
+        assert (count, found.parts[1].first) == expected
+    lookups.release_lookup("r")
+    await eventually(lambda: not kvbm.tickets, what="all tickets are returned")
+    await asyncio.to_thread(lookups.close)
+    await kvbm.stop()
 
 
 def test_logged_connector_options_contain_no_credentials(

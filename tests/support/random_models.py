@@ -4,7 +4,16 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from kvmesh.demo import model_dir
@@ -12,12 +21,76 @@ from kvmesh.demo import model_dir
 VOCABULARY = 8192
 
 
-def make_sliding_window_model(folder: Path, window: int, seed: int = 0) -> None:
+def make_attention_model(folder: Path, seed: int = 0) -> None:
+    """Write a Qwen 2 of four layers with full attention and large linear layers."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=16384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        eos_token_id=8184,
+        pad_token_id=8182,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        _write(Qwen2ForCausalLM(config), folder)
+
+
+def make_mla_model(folder: Path, seed: int = 0) -> None:
+    """Write a DeepSeek V2 of three layers, of which none has experts."""
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=16384,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        eos_token_id=8184,
+        pad_token_id=8182,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        _write(DeepseekV2ForCausalLM(config), folder)
+
+
+def make_linear_attention_model(folder: Path, seed: int = 0) -> None:
+    """Write a Mamba of two layers, which has states instead of KV."""
+    config = MambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        state_size=16,
+        num_hidden_layers=2,
+        eos_token_id=8184,
+        pad_token_id=8182,
+        bos_token_id=8183,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        _write(MambaForCausalLM(config), folder)
+
+
+def make_sliding_window_model(
+    folder: Path, window: int, intermediate: int = 128, seed: int = 0
+) -> None:
     """Write a Gemma 2 of four layers, alternately with a sliding window and full attention."""
     config = Gemma2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
-        intermediate_size=128,
+        intermediate_size=intermediate,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -186,7 +186,7 @@ class SmallKvbm:
         return Done(len(checksums))
 
     def _fetch(self, fetch: Fetch, digests: list[bytes]) -> Fetched:
-        found = list(itertools.takewhile(self.blocks.__contains__, digests))[fetch.held :]
+        found = list(itertools.takewhile(self.blocks.__contains__, digests[fetch.held :]))
         if not found:
             return Fetched(0, b"", b"", b"")
         ticket = next(self.numbers)

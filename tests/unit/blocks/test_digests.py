@@ -11,6 +11,7 @@ from kvmesh.blocks.digests import (
     DigestChain,
     chain_digests,
     fingerprint,
+    part_digests,
     root_digest,
     split_digests,
 )
@@ -48,6 +49,19 @@ def test_only_full_blocks_have_digests() -> None:
 )
 def test_every_part_of_the_namespace_counts(other: list[bytes]) -> None:
     assert not set(digests()) & set(other)
+
+
+def test_each_part_of_a_block_has_its_own_digests() -> None:
+    lead = b"".join(digests())
+    parts = [replace(LAYOUT, part=part, parts=3) for part in range(3)]
+    of_parts = [part_digests(KEY, lead, part) for part in parts]
+    assert of_parts[0] == lead
+    split = [split_digests(packed) for packed in of_parts]
+    assert len(set().union(*split)) == 12
+    assert part_digests(KEY, lead[:32], parts[1]) == of_parts[1][:32]
+    assert part_digests(bytes(32), lead, parts[1]) != of_parts[1]
+    other = replace(parts[1], layers=[LayerLayout(1, 16, 16)])
+    assert part_digests(KEY, lead, other) != of_parts[1]
 
 
 def test_a_changed_token_changes_all_that_follow() -> None:

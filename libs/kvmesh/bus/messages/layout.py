@@ -14,10 +14,16 @@ class LayerLayout(Struct, frozen=True, array_like=True):
     value_size: int
 
 
-class KvLayout(Struct, frozen=True, kw_only=True):
+class KvLayout(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Layout of a block: layer by layer, keys then values, each [block_size, heads, size].
 
     `weights` is a fingerprint of the model: KV is valid only for the weights that computed it.
+    `engine` names the engine, its version and its device, if a block has their arrangement instead
+    of the one above.
+
+    An engine with several ranks or kinds of layers divides a block into `parts`, which are stored
+    as blocks of their own. Part 0, the *lead*, stands for the block in KV events, cards and counts.
+    A part with a `window`, in tokens, is of use without the blocks before the window.
     """
 
     weights: str
@@ -25,6 +31,10 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     item_bytes: int
     block_size: int
     layers: list[LayerLayout]
+    engine: str = ""
+    part: int = 0
+    parts: int = 1
+    window: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -34,14 +44,17 @@ class KvLayout(Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """Description of the whole layout, equal only for equal layouts."""
+        """Description of the layout of this part, equal only for equal layouts."""
         runs = ((layer, len(list(same))) for layer, same in groupby(self.layers))
         layers = ", ".join(
             f"{count} layers of {layer.heads} heads of {layer.key_size}+{layer.value_size}"
             for layer, count in runs
         )
         item = f"{self.dtype} of {self.item_bytes} bytes"
-        return f"{item}, {self.block_size} tokens a block, {layers}, weights {self.weights}"
+        rest = f", computed by {self.engine}" if self.engine else ""
+        rest += f", window of {self.window} tokens" if self.window else ""
+        rest += f", part {self.part + 1} of {self.parts}" if self.parts > 1 else ""
+        return f"{item}, {self.block_size} tokens a block, {layers}, weights {self.weights}{rest}"
 
 
 def incompatible_models(

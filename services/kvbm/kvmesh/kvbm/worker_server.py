@@ -130,7 +130,7 @@ class WorkerServer:
                 if not tier.fits(space.slot_bytes):
                     reason = TooSmall(space.slot_bytes, tier.slots.capacity)
                     log.warning("tier %d is not used for %s: %s", number, model, reason)
-        layouts = self._manager.attachments.layouts_in_use[model]
+        layouts = self._manager.attachments.layouts_in_use.get(model, [])
         if len(layouts) > 1 and (model, *layouts) not in self._logged_layouts:
             self._logged_layouts.add((model, *layouts))
             text = "workers of %s differ in weights, type or layout, so not all share blocks: %s"

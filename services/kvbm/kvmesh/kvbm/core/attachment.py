@@ -1,5 +1,6 @@
 """Attached workers: their layouts, tickets and known prompts."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Attach, Fetch, KvLayout, Offer, encode
@@ -61,16 +62,20 @@ class Attachments:
 
     @property
     def layouts_in_use(self) -> dict[str, list[str]]:
-        """Summaries of the layouts of all attached workers, by model."""
-        spaces = {worker.space for worker in self.workers.values()}
+        """Summaries of the layouts of all attached workers, by model; of parts, the lead's."""
+        spaces = {worker.space for worker in self.workers.values() if worker.space.is_lead}
         models = sorted({space.model for space in spaces})
         return {m: sorted(s.summary for s in spaces if s.model == m) for m in models}
 
     @property
     def max_blocks(self) -> list[int]:
-        """Upper bound of the blocks in each tier, over all layouts."""
-        sizes = (space.slot_bytes for space in self._spaces.values())
-        return self._store.max_blocks(min(sizes, default=PAGE))
+        """Upper bound of the blocks in each tier, over all layouts; a block has all its parts."""
+        sizes: Counter[tuple[str, str, str, int]] = Counter()
+        for number, space in enumerate(self._spaces.values()):
+            layout = space.layout
+            alone = number if layout.parts == 1 else -1
+            sizes[space.model, layout.weights, layout.engine, alone] += space.slot_bytes
+        return self._store.max_blocks(min(sizes.values(), default=PAGE))
 
     def space(self, model: str, layout: KvLayout) -> Space | None:
         """The known space of a model and layout."""

@@ -19,4 +19,4 @@ def _clear(store: Store, block: Block, message: Clear) -> bool:
     copies = [c for c in block.copies.values() if not message.tiers or c.tier in message.tiers]
     for copy in copies:
         store.discard(copy)
-    return bool(copies)
+    return bool(copies) and block.space.is_lead

@@ -1,6 +1,7 @@
 """Retention over all tiers: priorities from prompts, pins, and released sessions."""
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import inf
 
@@ -19,6 +20,7 @@ from kvmesh.runtime.lru import LruCache
 IDLE_SESSION_S = 3600.0
 MAX_SESSION_BLOCKS = 1 << 20
 MAX_CLOSED = 4096
+LEAD = 0
 
 
 class TierRetention:
@@ -27,13 +29,15 @@ class TierRetention:
     def __init__(self, store: Store, defaults: Mapping[str, RetentionWish]) -> None:
         self._store = store
         self._defaults = defaults
-        self._sessions: SessionBlocks[bytes] = SessionBlocks(IDLE_SESSION_S, MAX_SESSION_BLOCKS)
+        self._sessions: defaultdict[int, SessionBlocks[bytes]] = defaultdict(
+            lambda: SessionBlocks(IDLE_SESSION_S, MAX_SESSION_BLOCKS)
+        )  # by part
         self._closed: LruCache[str, bool] = LruCache(MAX_CLOSED)
         self._pins: PinTable[int] = PinTable()
 
     @property
     def sessions(self) -> int:
-        return len(self._sessions)
+        return len(self._sessions[LEAD])
 
     # prompts
 
@@ -59,7 +63,8 @@ class TierRetention:
     def follow(self, prompt: PromptBlocks) -> None:
         """Record a session's new prompt; drop blocks that only its previous one used."""
         if prompt.session is not None and not self.is_closed(prompt.session):
-            tails = self._sessions.record(prompt.session, prompt.digests, self._store.now)
+            sessions = self._sessions[prompt.space.layout.part]
+            tails = sessions.record(prompt.session, prompt.digests, self._store.now)
             self._drop_tails(tails)
 
     def apply(
@@ -70,7 +75,8 @@ class TierRetention:
         copies = [c for block in blocks for c in block.copies.values() if c.tier in tiers]
         directives: dict[int, Directive] = {}
         if wishes or any(copy.retention is not None for copy in copies):
-            shared = self._sessions.shared_blocks(prompt.digests, prompt.session)
+            sessions = self._sessions[prompt.space.layout.part]
+            shared = sessions.shared_blocks(prompt.digests, prompt.session)
             for copy in copies:
                 wish = wishes.get(copy.block.index, NO_WISH)
                 exclusive = copy.block.index >= shared
@@ -121,7 +127,7 @@ class TierRetention:
         for block in blocks:
             self._pin(pinned, self._local_copies(block))
         self._store.tiers[ARENA].budget.outcomes.record_grant(directive)
-        return len(blocks)
+        return sum(block.space.is_lead for block in blocks)
 
     def unpin(self, name: str) -> int | None:
         """Remove a pin; return the number of its blocks, None if there is no such pin."""
@@ -136,7 +142,7 @@ class TierRetention:
         for block in blocks:
             for copy in self._local_copies(block):
                 self._store.tiers[copy.tier].update_retention(copy, change)
-        return len(blocks)
+        return sum(block.space.is_lead for block in blocks)
 
     def _apply_pins(self, prompt: PromptBlocks, copies: list[Copy]) -> None:
         for pinned, count in self._pins.matching(prompt.sequence_hashes, self._store.now):
@@ -158,7 +164,7 @@ class TierRetention:
         ended = list(sessions)
         for session in ended:
             self._closed.put(session, True)
-        return self._drop_tails(self._sessions.release(ended))
+        return sum(self._drop_tails(part.release(ended)) for part in self._sessions.values())
 
     def _drop_tails(self, tails: Iterable[PromptTail[bytes]]) -> int:
         dropped = 0
@@ -166,7 +172,7 @@ class TierRetention:
             for digest in reversed(tail.prompt[tail.start :]):
                 block = self._store.blocks.get(digest)
                 if block is not None and not _is_used(block):
-                    dropped += self._drop_local(block)
+                    dropped += self._drop_local(block) and block.space.is_lead
         return dropped
 
     def _local_copies(self, block: Block) -> list[Copy]:

@@ -88,7 +88,8 @@ class ClaimsExchange:
     def compatible(self, space: Space) -> set[str]:
         """The peers to query for blocks of a layout: same key, same layout if they have workers
         of the model, and no recent failure."""
-        ours = {space.model: [space.summary]}
+        # cards have the layouts of leads only
+        ours = {space.model: [space.summary]} if space.is_lead else {}
         return {
             card.instance
             for card in self.cards

@@ -20,6 +20,8 @@ MAX_FREQUENCY = 64.0
 class Space:
     """The blocks of one model in one layout. `rank` is the model's index on the node's card.
 
+    Of an engine that divides its blocks, these are one part (`KvLayout.part`).
+
     A block has `block_bytes` bytes in a slot of `slot_bytes`; `summary` describes the layout in
     words.
     """
@@ -30,6 +32,11 @@ class Space:
     block_bytes: int = field(init=False)
     slot_bytes: int = field(init=False)
     summary: str = field(init=False)
+
+    @property
+    def is_lead(self) -> bool:
+        """True for the part that stands for the blocks in events, cards and counts."""
+        return not self.layout.part
 
     def __post_init__(self) -> None:
         self.summary = self.layout.summary
@@ -85,6 +92,7 @@ class Frequency:
 class Block:
     """One block by its digest, with its copies in all tiers.
 
+    `parent_digest` names the block that it is useless without; blocks of a window have none.
     `index` counts from the prompt's root; `parent_hash` is the sequence hash of the block before,
     or the salt at the root. `last_operation` is the serial number of the last operation that
     touched it.

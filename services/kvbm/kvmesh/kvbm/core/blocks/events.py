@@ -1,4 +1,7 @@
-"""KV events of a node's tiers, buffered until they are published."""
+"""KV events of a node's tiers, buffered until they are published.
+
+Of blocks in parts, only the lead has events (`KvLayout.part`).
+"""
 
 from array import array
 from collections import defaultdict
@@ -59,6 +62,8 @@ class EventLog:
         return events
 
     def _append(self, tier: int, stored: bool, block: Block) -> None:
+        if not block.space.is_lead:
+            return
         runs = self._runs[block.space.rank]
         if not runs or not runs[-1].accepts(tier, stored, block):
             runs.append(_Run(tier, stored, block))
@@ -68,7 +73,8 @@ class EventLog:
 def dump(rank: int, blocks: Iterable[Block]) -> list[KvEvent]:
     """All registered copies of a rank's blocks, after a `Cleared`."""
     log = EventLog()
-    held = sorted((b for b in blocks if b.space.rank == rank), key=lambda block: block.index)
+    of_rank = (b for b in blocks if b.space.rank == rank and b.space.is_lead)
+    held = sorted(of_rank, key=lambda block: block.index)
     by_parent = {(tier, b.parent_hash): b for b in held for tier in b.copies if b.registered(tier)}
     logged: set[tuple[int, bytes]] = set()
     for block in held:

@@ -88,7 +88,7 @@ class PromptBlocks:
         """A new block without copies."""
         return Block(
             self.digests[index],
-            self.digests[index - 1] if index else None,
+            self.digests[index - 1] if index and not self.space.layout.window else None,
             self.space,
             self.tenant,
             index,

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf
 from operator import attrgetter
 
@@ -84,7 +84,7 @@ class Store:
         remote: RemoteTierConfig | None = None,
     ) -> None:
         self.blocks: dict[bytes, Block] = {}
-        self._by_sequence_hash: dict[int, Block] = {}
+        self._by_sequence_hash: defaultdict[int, dict[int, Block]] = defaultdict(dict)  # by part
         self.operation = Operation()
         self.tiers = {
             number: Tier(number, capacity, tenant_share, self.operation, self._dropped)
@@ -129,9 +129,10 @@ class Store:
             tier.touch(block.copies[number] for block in known if number in block.copies)
 
     def find_by_sequence_hash(self, sequence_hashes: Iterable[int]) -> list[Block]:
-        """The blocks with these sequence hashes that are in some tier."""
-        found = map(self._by_sequence_hash.get, sequence_hashes)
-        return [block for block in found if block is not None]
+        """The blocks with these sequence hashes that are in some tier, with all their parts."""
+        hashes = list(sequence_hashes)
+        found = (map(part.get, hashes) for part in self._by_sequence_hash.values())
+        return [block for block in chain.from_iterable(found) if block is not None]
 
     def max_blocks(self, slot_bytes: int) -> list[int]:
         """Capacity in blocks of each of TIERS, with slots of at least `slot_bytes`."""
@@ -164,7 +165,7 @@ class Store:
         if block.digest not in self.blocks:
             block.frequency.since = self.now
         self.blocks[block.digest] = block
-        self._by_sequence_hash[block.sequence_hash] = block
+        self._by_sequence_hash[block.space.layout.part][block.sequence_hash] = block
 
     def register(self, copy: Copy, checksum: int) -> None:
         """Mark a staged copy's content as final."""
@@ -223,8 +224,9 @@ class Store:
         self._log_change(copy, False)
         if not block.copies and self.blocks.get(block.digest) is block:
             del self.blocks[block.digest]
-            if self._by_sequence_hash.get(block.sequence_hash) is block:
-                del self._by_sequence_hash[block.sequence_hash]
+            part = self._by_sequence_hash[block.space.layout.part]
+            if part.get(block.sequence_hash) is block:
+                del part[block.sequence_hash]
 
     def _log_change(self, copy: Copy, added: bool) -> None:
         if copy.tier == ARENA:

@@ -73,8 +73,10 @@ class Onboarding:
         """
         request = (message.attachment, message.request)
         store = self._store
-        store.touch(found)
         held = max(0, min(message.held, len(prompt)))
+        # what a window has left behind will not be read again
+        in_use = found[held:] if prompt.space.layout.window else found
+        store.touch(in_use)
         end = self._prefix.end(prompt, found, held, request, message.wait_s > 0)
         engine = EngineSpeed(message.compute_tps, message.load_bps)
         chosen = held + self._prefix.worth_loading(prompt, engine, found[held:end])
@@ -91,7 +93,7 @@ class Onboarding:
         )
         self.tickets[number] = ticket
         self.park(ticket, store.now + message.wait_s)
-        self._count_uses(found[:held])
+        self._count_uses(in_use[: len(in_use) - len(found) + held])
         self._count_hits(found[held:chosen])
         if beyond and chosen == end and self._prefix.is_lookup_worthwhile(ticket):
             self._start_lookup(ticket)

@@ -80,7 +80,11 @@ class OfferedBlocks:
             return "closed"
         if index >= thinking:
             return "thinking"
-        if index and prompt.digests[index - 1] not in self._store.blocks:
+        if (
+            index
+            and not prompt.space.layout.window
+            and prompt.digests[index - 1] not in self._store.blocks
+        ):
             return "orphan"
         if self.staged and self.staged + prompt.space.slot_bytes > self._max_staged:
             return "busy"

@@ -11,12 +11,34 @@ import msgspec
 from kvmesh._native import xxh3
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
+from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.request_origin import KEY
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, export_bus_options
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
 CONNECTOR = "KvmeshConnector"
 HEAD_BYTES = 1 << 20
+# arguments of vLLM that change how much or how fast it computes, but not what
+NEUTRAL_ARGUMENTS = {
+    "api_server_count",
+    "compilation_config",
+    "disable_log_stats",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "kv_transfer_config",
+    "load_format",
+    "long_prefill_token_threshold",
+    "max_loras",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_gpu_blocks_override",
+    "scheduling_policy",
+    "seed",
+    "tensor_parallel_size",
+}
 
 
 def kvbm_transfer_config(settings: Settings, folder: Path, served: str) -> dict[str, Any]:
@@ -24,7 +46,7 @@ def kvbm_transfer_config(settings: Settings, folder: Path, served: str) -> dict[
     worker = settings.worker
     export_bus_options(bus_options(settings.nats))
     options = BridgeOptions(
-        weights=fingerprint(folder, settings.vllm.args),
+        weights=fingerprint(folder, engine_arguments(settings.vllm.args, settings.vllm.args_file)),
         node=worker.node or os.uname().nodename,
         instance=f"vllm-{secrets.token_hex(4)}",
         model=served,
@@ -41,9 +63,10 @@ def kvbm_transfer_config(settings: Settings, folder: Path, served: str) -> dict[
     }
 
 
-def fingerprint(folder: Path, arguments: list[str]) -> str:
-    """Hash of the first HEAD_BYTES of each model file and of vLLM's arguments."""
-    digest = xxh3(json.dumps(sorted(arguments)).encode())
+def fingerprint(folder: Path, arguments: dict[str, Any]) -> str:
+    """Hash of the first HEAD_BYTES of each model file, and of the arguments that change KV."""
+    changing = {name: arguments[name] for name in arguments.keys() - NEUTRAL_ARGUMENTS}
+    digest = xxh3(json.dumps(changing, sort_keys=True).encode())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
         with file.open("rb") as content:
             head = content.read(HEAD_BYTES)

@@ -1,0 +1,283 @@
+"""Lookups of prompts in the kvbm by vLLM's scheduler.
+
+Blocks found are verified and held in the arena until the workers, which may be other processes,
+have copied them.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from array import array
+from contextlib import AsyncExitStack, aclosing
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from kvmesh._native import xxh3
+from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, TierSpeeds, digest_of
+from kvmesh.worker.adapters.request_origin import RequestOrigin
+from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
+from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, KvbmBridge, PromptChain
+from kvmesh.worker.engines.vllm.kvbm.parts import KvParts
+
+log = logging.getLogger(__name__)
+DEADLINE_S = 30.0
+UNCLAIMED_S = 60.0
+WRITE_GRACE_S = 1.0
+WINDOW_TRIES = 3
+
+
+class PartBlocks(Struct):
+    """Blocks of one part, from index `first` on, at these offsets of the named arena.
+
+    `tiers` has the source tier of each block.
+    """
+
+    first: int
+    arena: str
+    offsets: "array[int]"
+    tiers: bytearray
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.offsets)
+
+
+class LookupResult(Struct):
+    """All that an engine with `held` blocks needs to continue after `end` blocks, by part.
+
+    `polled_at` is the time of the scheduler's last lookup (monotonic seconds). `copying`: vLLM has
+    allocated blocks for them.
+    """
+
+    held: int
+    end: int
+    parts: list[PartBlocks]
+    polled_at: float = 0.0
+    copying: bool = False
+
+    @property
+    def arena(self) -> str:
+        return self.parts[0].arena
+
+    def count_after(self, held: int) -> int:
+        """Number of blocks to load by an engine with `held` blocks."""
+        return max(0, self.end - held) if held >= self.held else 0
+
+    def tiers(self, first: int, end: int) -> bytearray:
+        """Source tiers of the lead's blocks from `first` to before `end`."""
+        lead = self.parts[0]
+        return lead.tiers[first - lead.first : end - lead.first]
+
+
+class SchedulerBridge(KvbmBridge):
+    """The scheduler's bridge: looks up prompts and holds the blocks found until they are copied."""
+
+    def __init__(self, options: BridgeOptions, parts: KvParts) -> None:
+        self._lock = threading.Lock()
+        self._lookups: dict[str, LookupResult | None] = {}
+        self._released: dict[str, asyncio.Event] = {}
+        self._check_speed = Throughput()
+        self._parts = parts
+        self._speeds = [TierSpeeds()] * len(parts.layouts)
+        self.corrupt = 0
+        super().__init__(options, "scheduler", parts.layouts, torch.device("cpu"))
+
+    def lookup(
+        self, request: str, origin: RequestOrigin, tokens: "array[int]", held: int
+    ) -> int | None:
+        """Number of loadable blocks after the `held` ones; None while the lookup is in progress."""
+        with self._lock:
+            if request in self._lookups:
+                found = self._lookups[request]
+                if found is None:
+                    return 0
+                found.polled_at = time.monotonic()
+                return found.count_after(held)
+            if request in self._released:
+                return None
+            if not self.is_attached:
+                return 0
+            released = self._released[request] = asyncio.Event()
+        task = self._run_lookup(request, origin, tokens, held, released)
+        asyncio.run_coroutine_threadsafe(task, self._loop)
+        return None
+
+    def update_speeds(self, compute_tps: float, copy_bps: float) -> None:
+        """Set the speeds measured by a rank. Each part is worth loading if the whole block is."""
+        layouts = self._layouts
+        whole = sum(layout.block_bytes for layout in layouts if not layout.window)
+        load_bps = combined_throughput(copy_bps * self._parts.shards, self._check_speed.value)
+        self._speeds = [
+            # what is read of a window is little, and without it the rest is of no use
+            TierSpeeds()
+            if layout.window
+            else TierSpeeds(compute_tps=compute_tps * whole / layout.block_bytes, load_bps=load_bps)
+            for layout in layouts
+        ]
+
+    def begin_copy(self, request: str) -> LookupResult | None:
+        """Hold the result of a lookup until `release_lookup`; None if it has expired."""
+        with self._lock:
+            found = self._lookups.get(request)
+            if found is not None:
+                found.copying = True
+            return found
+
+    def release_lookup(self, request: str) -> None:
+        """Release the blocks found for a request."""
+        with self._lock:
+            self._lookups.pop(request, None)
+            released = self._released.pop(request, None)
+        if released is not None:
+            self._loop.call_soon_threadsafe(released.set)
+
+    def finish_request(self, request: str) -> None:
+        """Report the request as computed, after WRITE_GRACE_S for its last writes."""
+        self.release_lookup(request)
+        for client in self._clients:
+            computed = client.report_computed
+            self._loop.call_soon_threadsafe(self._loop.call_later, WRITE_GRACE_S, computed, request)
+
+    async def _run_lookup(
+        self,
+        request: str,
+        origin: RequestOrigin,
+        tokens: "array[int]",
+        held: int,
+        released: asyncio.Event,
+    ) -> None:
+        try:
+            async with AsyncExitStack() as loads:
+                found = await self._find(loads, request, origin, tokens, held)
+                with self._lock:
+                    if found is None or self._released.get(request) is not released:
+                        return
+                    found.polled_at = time.monotonic()
+                    self._lookups[request] = found
+                await self._wait_until_copied(request, found, released)
+        except (RuntimeError, ValueError, OSError, ExceptionGroup) as error:
+            log.error("request %s: lookup failed: %s", request, error)
+        finally:
+            with self._lock:
+                if self._released.get(request) is released:
+                    self._lookups.setdefault(request, None)
+
+    async def _find(
+        self,
+        loads: AsyncExitStack,
+        request: str,
+        origin: RequestOrigin,
+        tokens: "array[int]",
+        held: int,
+    ) -> LookupResult | None:
+        """Find the longest prefix of which all parts have what they need; held until `loads` end.
+
+        A part with a window needs only the blocks of the window before the end of the prefix.
+        """
+        key = self._clients[0].key
+        if key is None:
+            return None
+        chain = PromptChain(self._options, origin, self._layouts[0])
+        prompts = chain.prompts(request, tokens, key, self._layouts)
+        whole = [part for part, layout in enumerate(self._layouts) if not layout.window]
+        found = await self._load(loads, prompts, dict.fromkeys(whole, held))
+        end = min(blocks.end for blocks in found.values())
+        windows = [part for part in range(len(prompts)) if part not in found]
+        for _ in range(WINDOW_TRIES if windows else 0):
+            if end <= held:
+                return None
+            first = {
+                part: max(held, self._parts.first_needed(part // self._parts.shards, end))
+                for part in windows
+            }
+            of_windows = await self._load(loads, prompts, first)
+            reached = min(blocks.end for blocks in of_windows.values())
+            if reached >= end:
+                found |= of_windows
+                break
+            end = reached
+        complete = len(found) == len(prompts) and end > held
+        if not complete or len({blocks.arena for blocks in found.values()}) > 1:
+            return None
+        return LookupResult(held, end, [found[part] for part in range(len(prompts))])
+
+    async def _load(
+        self, loads: AsyncExitStack, prompts: list[KvbmPrompt], first: dict[int, int]
+    ) -> dict[int, PartBlocks]:
+        """Load the blocks of several parts at a time, each from index `first` on."""
+        async with asyncio.TaskGroup() as group:
+            tasks = {
+                part: group.create_task(self._load_part(loads, prompts[part], part, start))
+                for part, start in first.items()
+            }
+        return {part: task.result() for part, task in tasks.items()}
+
+    async def _load_part(
+        self, loads: AsyncExitStack, prompt: KvbmPrompt, part: int, first: int
+    ) -> PartBlocks:
+        """Load the blocks with right checksums."""
+        client, found = self._clients[part], PartBlocks(first, "", array("Q"), bytearray())
+        loading = client.load(prompt, first, self._speeds[part], self._options.wait_s, DEADLINE_S)
+        await loads.enter_async_context(aclosing(loading))
+        async for fetched in loading:
+            found.arena = fetched.arena.path.name
+            valid = await self._verify(fetched, self._layouts[part].block_bytes)
+            found.offsets.extend(fetched.offsets[:valid])
+            found.tiers.extend(fetched.tiers[:valid])
+            if valid < len(fetched.offsets):
+                self.corrupt += 1
+                log.warning("request %s: a block has a wrong checksum", prompt.request)
+                client.report_corrupt(fetched, digest_of(prompt, fetched.first + valid))
+                break
+            if found.end == prompt.blocks:
+                break
+        return found
+
+    async def _verify(self, fetched: FetchedPart, size: int) -> int:
+        """Number of leading blocks with right checksums; each has `size` bytes."""
+        host = self._arenas.of(fetched.arena)
+        start = time.perf_counter()
+        valid = await asyncio.to_thread(_count_valid, fetched, host, size)
+        self._check_speed.record(valid * size, time.perf_counter() - start)
+        return valid
+
+    async def _wait_until_copied(
+        self, request: str, found: LookupResult, released: asyncio.Event
+    ) -> None:
+        """Wait until the blocks are copied, or not polled by vLLM for UNCLAIMED_S.
+
+        Blocks being copied are held without a time limit: no timer can detect the end of a
+        slow copy (docs/adr/0007).
+        """
+        while not released.is_set():
+            try:
+                async with asyncio.timeout(UNCLAIMED_S / 4):
+                    await released.wait()
+            except TimeoutError:
+                if self._drop_if_unclaimed(request, found):
+                    log.warning("request %s: lookup expired, vLLM did not poll for it", request)
+                    return
+
+    def _drop_if_unclaimed(self, request: str, found: LookupResult) -> bool:
+        """Drop an expired result; False if it is still in use. A later `lookup` starts again."""
+        with self._lock:
+            if found.copying or time.monotonic() - found.polled_at < UNCLAIMED_S:
+                return False
+            if self._lookups.get(request) is found:
+                del self._lookups[request], self._released[request]
+            return True
+
+
+def _count_valid(fetched: FetchedPart, host: Tensor, size: int) -> int:
+    """Number of leading blocks with right checksums."""
+    content = host.numpy().data
+    pairs = zip(fetched.offsets, fetched.checksums, strict=True)
+    wrong = (
+        i
+        for i, (offset, expected) in enumerate(pairs)
+        if xxh3(content[offset : offset + size]) != expected
+    )
+    return next(wrong, len(fetched.offsets))

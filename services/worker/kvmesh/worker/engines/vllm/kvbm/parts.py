@@ -1,0 +1,123 @@
+"""The parts of a block of vLLM: one for each group of layers and each rank that has its own.
+
+vLLM allocates blocks per group: layers of one kind of attention share a block table. Under tensor
+parallelism, each rank has the KV of its heads; of MLA, several ranks have the same.
+"""
+
+from math import ceil
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import KvLayout, LayerLayout
+
+FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+WINDOW = ("SlidingWindowSpec",)
+
+
+class KvGroup(Struct, frozen=True, kw_only=True):
+    """Layers that share a block table: group `index` of vLLM. `layout` is of its first part."""
+
+    index: int
+    layers: list[str]
+    layout: KvLayout
+
+
+class KvParts(Struct, frozen=True, kw_only=True):
+    """The parts of the blocks of an engine, of `block_size` tokens; the lead's group comes first.
+
+    Each group is divided into `shards`, by heads; `replicas` consecutive ranks have the same shard.
+    """
+
+    block_size: int
+    groups: list[KvGroup]
+    shards: int
+    replicas: int
+
+    @property
+    def layouts(self) -> list[KvLayout]:
+        """The layouts of all parts, group by group."""
+        return [self.part(g, s) for g in range(len(self.groups)) for s in range(self.shards)]
+
+    def part(self, group: int, shard: int) -> KvLayout:
+        """The layout of one shard of `groups[group]`."""
+        layout = self.groups[group].layout
+        parts = len(self.groups) * self.shards
+        return replace(layout, part=group * self.shards + shard, parts=parts)
+
+    def of_rank(self, rank: int) -> list[KvLayout]:
+        """The layouts of the parts of a tensor parallel rank, one per group."""
+        return [self.part(group, rank // self.replicas) for group in range(len(self.groups))]
+
+    def writes(self, rank: int) -> bool:
+        """True for one of the ranks that have the same shard."""
+        return rank % self.replicas == 0
+
+    def first_needed(self, group: int, end: int) -> int:
+        """The first block that a group needs to continue after `end` blocks."""
+        window = self.groups[group].layout.window
+        return max(0, (end * self.block_size - window + 1) // self.block_size) if window else 0
+
+
+def kv_parts(config: Any, ranks: int, weights: str, engine: str) -> KvParts:
+    """The parts of a model, from vLLM's `KVCacheConfig` and the number of tensor parallel ranks.
+
+    `weights` and `engine` as in `KvLayout`. Raises ValueError for a model with other KV.
+    """
+    groups = [
+        _group(index, group, weights, engine) for index, group in enumerate(config.kv_cache_groups)
+    ]
+    if not groups:
+        raise ValueError("the block manager needs a model with attention layers")
+    sizes = {group.layout.block_size for group in groups}
+    if len(sizes) > 1:
+        named = ", ".join(map(str, sorted(sizes)))
+        raise ValueError(f"the block manager needs blocks of one size, not of {named} tokens")
+    groups.sort(key=lambda group: group.layout.window > 0)
+    lead, *others = groups
+    # all blocks of the lead are kept: lookups follow it from the root on
+    groups = [replace(lead, layout=replace(lead.layout, window=0)), *others]
+    replicas = config.kv_tp_replicas
+    return KvParts(
+        block_size=sizes.pop(), groups=groups, shards=ranks // replicas, replicas=replicas
+    )
+
+
+def _group(index: int, group: Any, weights: str, engine: str) -> KvGroup:
+    spec = group.kv_cache_spec
+    kind = type(spec).__name__
+    if kind not in FULL + WINDOW or not group.enable_kv_transfer or group.host_resident:
+        raise ValueError(
+            f"the block manager cannot store the KV of {group.layer_names[0]} ({kind}): "
+            "run this model without vllm.kvbm"
+        )
+    window = spec.sliding_window + spec.extra_retained_tokens if kind in WINDOW else 0
+    layout = KvLayout(
+        weights=weights,
+        engine=engine,
+        block_size=spec.block_size,
+        layers=[_layer(spec)] * len(group.layer_names),
+        window=window,
+        **_item(spec),
+    )
+    return KvGroup(index=index, layers=list(group.layer_names), layout=layout)
+
+
+def _is_packed(spec: Any) -> bool:
+    """True if the KV of a token is not an array of the type, for example quantized with scales."""
+    return spec.state_content_bytes is not None or spec.tokens_per_state != 1
+
+
+def _item(spec: Any) -> dict[str, Any]:
+    name = str(spec.dtype).removeprefix("torch.")
+    if _is_packed(spec):
+        return {"dtype": f"{spec.kv_quant_mode.name} in {name}", "item_bytes": 1}
+    return {"dtype": name, "item_bytes": spec.dtype.itemsize}
+
+
+def _layer(spec: Any) -> LayerLayout:
+    if not _is_packed(spec):
+        return LayerLayout(spec.num_heads, spec.head_size, spec.head_size_v)
+    token_bytes = spec.num_states * spec.state_content_size_bytes / spec.block_size
+    return LayerLayout(spec.num_heads, ceil(token_bytes), 0)

@@ -1,0 +1,158 @@
+"""Write-through of vLLM's blocks by its workers, from copies: vLLM may reuse its blocks at once."""
+
+import asyncio
+from array import array
+
+import torch
+from torch import Tensor
+
+from kvmesh._native import xxh3
+from kvmesh.blocks.kvbm_client import KvbmClient, KvbmPrompt, PendingWrite
+from kvmesh.blocks.write_through import WriteThrough
+from kvmesh.bus.messages import KvLayout
+from kvmesh.worker.adapters.arena_tensors import ArenaTensors
+from kvmesh.worker.adapters.request_origin import RequestOrigin
+from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, KvbmBridge, PromptChain
+from kvmesh.worker.engines.vllm.kvbm.parts import KvParts
+
+
+class StagedBlocks:
+    """A request's tokens, and the content of its blocks that wait for write-through."""
+
+    def __init__(self, request: str, chain: PromptChain) -> None:
+        self.request = request
+        self.chain = chain
+        self.tokens = array("I")
+        self.rows: dict[int, Tensor] = {}
+
+
+class PartWriter:
+    """Writes the blocks of one part through; at most `limit` wait."""
+
+    def __init__(
+        self, client: KvbmClient, layout: KvLayout, arenas: ArenaTensors, limit: int
+    ) -> None:
+        self._layout = layout
+        self._arenas = arenas
+        self._limit = limit
+        self._queued_blocks = 0
+        self._staged: dict[str, StagedBlocks] = {}
+        self._writer: WriteThrough[StagedBlocks] = WriteThrough(client, self, limit)
+        self._writer.start()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of blocks written through and skipped."""
+        return self._writer.written, self._writer.skipped
+
+    async def close(self) -> None:
+        await self._writer.close()
+
+    def has_capacity(self, blocks: int) -> bool:
+        return self._queued_blocks + blocks <= self._limit
+
+    def put(
+        self, request: str, chain: PromptChain, tokens: "array[int]", first: int, rows: Tensor
+    ) -> None:
+        """Queue the blocks from `first` on, with content `rows`; `tokens` end after the last."""
+        item = self._staged.get(request) or StagedBlocks(request, chain)
+        end = first + len(rows)
+        if self._writer.put(request, item, first, end):
+            self._staged[request] = item
+            item.tokens = tokens
+            item.rows.update(zip(range(first, end), rows, strict=True))
+            self._queued_blocks += len(rows)
+
+    # BlockSource of the writer
+
+    def hold(self, item: StagedBlocks, key: bytes) -> KvbmPrompt | None:
+        del self._staged[item.request]
+        (prompt,) = item.chain.prompts(item.request, item.tokens, key, [self._layout])
+        return prompt
+
+    async def copy(self, item: StagedBlocks, pending: PendingWrite) -> "array[int]":
+        pairs = zip(pending.blocks, pending.offsets, strict=True)
+        rows = [(item.rows[block], offset) for block, offset in pairs]
+        return await asyncio.to_thread(_copy_rows, rows, self._arenas.of(pending.arena))
+
+    def release(self, item: StagedBlocks) -> None:
+        self._queued_blocks -= len(item.rows)
+        item.rows.clear()
+
+    def drop(self, item: StagedBlocks) -> None:
+        del self._staged[item.request]
+        self.release(item)
+
+
+class WorkerBridge(KvbmBridge):
+    """A rank's bridge: maps the arena to load from, and writes the blocks of its parts through."""
+
+    def __init__(
+        self, options: BridgeOptions, parts: KvParts, rank: int, device: torch.device
+    ) -> None:
+        self._lead = parts.part(0, 0)
+        self._skipped = 0
+        super().__init__(options, f"rank{rank}", parts.of_rank(rank), device)
+        self._writers: list[PartWriter] = self._wait(self._start())
+
+    def arena(self, name: str) -> Tensor | None:
+        """All bytes of the named arena, if attached."""
+        return self._arenas.named(name)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of blocks written through and skipped, of the first group."""
+        written, skipped = self._writers[0].counts
+        return written, skipped + self._skipped
+
+    def count_skipped(self, blocks: int) -> None:
+        """Count blocks not written because a queue is full."""
+        self._skipped += blocks
+
+    def has_capacity(self, blocks: int) -> bool:
+        """True if each queue can hold `blocks` more blocks."""
+        return self.is_attached and all(writer.has_capacity(blocks) for writer in self._writers)
+
+    def write_through(
+        self,
+        request: str,
+        origin: RequestOrigin,
+        tokens: "array[int]",
+        groups: list[tuple[int, Tensor]],
+    ) -> None:
+        """Queue the first block and the content of the blocks of each group for write-through.
+
+        All end with the last of `tokens`.
+        """
+        self._loop.call_soon_threadsafe(self._enqueue, request, origin, tokens, groups)
+
+    def _enqueue(
+        self,
+        request: str,
+        origin: RequestOrigin,
+        tokens: "array[int]",
+        groups: list[tuple[int, Tensor]],
+    ) -> None:
+        chain = PromptChain(self._options, origin, self._lead)
+        for writer, (first, rows) in zip(self._writers, groups, strict=True):
+            if len(rows):
+                writer.put(request, chain, tokens, first, rows)
+
+    async def _start(self) -> list[PartWriter]:
+        return [
+            PartWriter(client, layout, self._arenas, self._options.queue)
+            for client, layout in zip(self._clients, self._layouts, strict=True)
+        ]
+
+    async def _close(self) -> None:
+        for writer in self._writers:
+            await writer.close()
+        await super()._close()
+
+
+def _copy_rows(rows_and_offsets: list[tuple[Tensor, int]], host: Tensor) -> "array[int]":
+    checksums = array("Q")
+    for row, offset in rows_and_offsets:
+        host[offset : offset + len(row)].copy_(row)
+        checksums.append(xxh3(row.numpy().data))
+    return checksums

@@ -1,0 +1,193 @@
+"""Blocks of the models that agents use, from vLLM to the kvbm and back, proved by logits.
+
+Each model has large linear layers, so that loading its blocks beats computing them.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import pytest_asyncio
+from support.lora import make_adapter
+from support.nats import NatsServer, free_port
+from support.random_models import make_attention_model, make_mla_model, make_sliding_window_model
+from support.vllm import SIZE, VllmRun, prompt, work
+from support.vllm_kvbm import KvbmRun, Logprobs, faulty_loads, kvbm_run
+
+from kvmesh.hashing import salt
+from kvmesh.worker.engine import EngineError
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+LENGTH = 300
+WINDOW = 2 * SIZE
+
+
+class Case(NamedTuple):
+    """A vLLM with a model, and the folder with its faults (`faulty_loads`)."""
+
+    run: KvbmRun
+    folder: Path
+
+
+def make_model(name: str, folder: Path) -> list[str]:
+    """Write a model; returns vLLM's arguments for it."""
+    if name == "tensor parallel":
+        make_attention_model(folder)
+        return ["tensor_parallel_size=2"]
+    if name == "sliding window":
+        make_sliding_window_model(folder, WINDOW, intermediate=16384)
+        return ["num_gpu_blocks_override=97"]
+    make_mla_model(folder)
+    return ["tensor_parallel_size=2"] if "tensor parallel" in name else []
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["tensor parallel", "sliding window", "MLA, tensor parallel"],
+)
+async def case(
+    request: pytest.FixtureRequest,
+    nats_server: NatsServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Case]:
+    folder = tmp_path_factory.mktemp("case")
+    args = make_model(request.param, folder / "model")
+    with faulty_loads(folder):
+        async with kvbm_run(nats_server, folder, folder / "model", *args) as run:
+            yield Case(run, folder)
+
+
+async def test_loaded_blocks_give_the_same_logits(case: Case) -> None:
+    run, tokens = case.run, prompt(LENGTH)
+    cold = await run.logprobs("cold", tokens)
+    warm = await run.logprobs("warm", tokens)
+    assert run.sink.cached("cold") == 0
+    reusable = run.sink.cached("warm")
+    depth = (LENGTH - 1) // run.info.block_size * run.info.block_size
+    loaded = await run.onboarded(tokens, depth)
+    assert run.sink.tiers("loaded") == [0, depth]
+    again = await run.onboarded(tokens, depth)
+    assert again == loaded
+    if reusable:
+        assert reusable == depth
+        assert loaded == warm
+    else:  # MLA reuses no prefix of its own here; its kernels differ with a cached prefix
+        assert difference(cold[:1], loaded[:1]) < 0.01
+    with fault(case, "zeros"):
+        wrong = await run.onboarded(tokens, depth)
+        assert difference(cold[:1], wrong[:1]) > 0.1
+
+
+async def test_what_cannot_be_loaded_is_computed(case: Case) -> None:
+    run, tokens, size = case.run, prompt(LENGTH, first=55), case.run.info.block_size
+    expected = await run.logprobs("cold", tokens)
+    await run.onboarded(tokens, (LENGTH - 1) // size * size)
+    with fault(case, "lost"):
+        await run.clear_cache()
+        assert await run.logprobs("computed", tokens) == expected
+        assert run.sink.cached("computed") == 0
+    await run.onboarded(tokens, (LENGTH - 1) // size * size)
+
+
+async def test_a_longer_prompt_continues_a_loaded_one(case: Case) -> None:
+    run, size = case.run, case.run.info.block_size
+    first, longer = prompt(5 * SIZE + 10, first=7), prompt(9 * SIZE + 20, first=7)
+    expected = await run.logprobs("whole", longer)
+    other = prompt(5 * SIZE + 10, first=1234)
+    await run.generate("first", other)
+    await run.onboarded(other, (5 * SIZE + 9) // size * size)
+    assert difference(expected[:1], (await run.logprobs("once more", longer))[:1]) < 0.01
+    await run.onboarded(first, (5 * SIZE + 9) // size * size)
+    loaded = await run.onboarded(longer, (9 * SIZE + 19) // size * size)
+    assert difference(expected[:1], loaded[:1]) < 0.01
+
+
+async def test_a_tenant_loads_no_blocks_of_another(case: Case) -> None:
+    run, tokens, size = case.run, prompt(LENGTH, first=99), case.run.info.block_size
+    depth = (LENGTH - 1) // size * size
+    await run.generate("one", tokens, tenant="one", salt=salt("tiny", "", "one"))
+    await run.onboarded(tokens, depth, tenant="one", salt=salt("tiny", "", "one"))
+    await run.generate("two", tokens, tenant="two", salt=salt("tiny", "", "two"))
+    assert run.sink.cached("two") == 0
+
+
+async def test_blocks_of_an_adapter_are_its_own(nats_server: NatsServer, tmp_path: Path) -> None:
+    make_attention_model(tmp_path / "model")
+    adapters = [f"poet={make_adapter(tmp_path / 'poet')}"]
+    async with kvbm_run(nats_server, tmp_path, tmp_path / "model", adapters=adapters) as run:
+        (poet,) = run.info.adapters
+        tokens, of_poet = prompt(LENGTH), {"adapter": poet, "salt": salt("tiny", poet)}
+        warm = await run.logprobs("first", tokens, **of_poet)
+        warm = await run.logprobs("warm", tokens, **of_poet)
+        assert await run.onboarded(tokens, 288, **of_poet) == warm
+        assert await run.logprobs("plain", tokens) != warm
+        assert run.sink.cached("plain") == 0
+
+
+async def test_what_a_decode_engine_receives_is_written_through(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    """The decode engine has NIXL and the kvbm; the kvbm gets what another engine computed."""
+    pytest.importorskip("nixl")
+    make_attention_model(tmp_path / "model")
+    transfer = [
+        "kv_transfer_config.kv_connector=NixlConnector",
+        "kv_transfer_config.kv_role=kv_both",
+        "kv_transfer_config.kv_buffer_device=cpu",
+    ]
+    tokens = prompt(330)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+        prefill = await VllmRun.start(tmp_path / "model", *transfer)
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+        async with kvbm_run(nats_server, tmp_path, tmp_path / "model", *transfer) as decode:
+            await prefill.run_works(work("a", tokens, max_tokens=1, prefill=True))
+            handoff = prefill.sink.deltas["a"][-1].handoff
+            received = await decode.logprobs("a", tokens, handoff=handoff)
+            assert decode.loaded_blocks() == 0
+            loaded = await decode.onboarded(tokens, 320)
+            assert difference(received[:1], loaded[:1]) < 0.01
+            assert decode.sink.tiers("loaded") == [0, 320]
+        await prefill.engine.close()
+
+
+async def test_a_model_with_another_kind_of_state_is_refused(
+    nats_server: NatsServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from support.random_models import make_linear_attention_model
+
+    make_linear_attention_model(tmp_path / "model")
+    with pytest.raises(EngineError):
+        async with kvbm_run(nats_server, tmp_path, tmp_path / "model"):
+            pass
+    printed = "".join(capfd.readouterr())
+    assert "cannot store the KV of backbone.layers.0.mixer (MambaSpec)" in printed
+
+
+@contextmanager
+def fault(case: Case, name: str) -> Iterator[None]:
+    """Let all loads of the case fail in one way."""
+    (case.folder / name).touch()
+    try:
+        yield
+    finally:
+        (case.folder / name).unlink()
+
+
+def difference(one: Logprobs, other: Logprobs) -> float:
+    """The greatest difference of a log probability; infinite if the tokens differ much."""
+    differences = [
+        abs(value - theirs[token])
+        for ours, theirs in zip(one, other, strict=True)
+        for token, value in ours.items()
+        if token in theirs
+    ]
+    return max(differences, default=float("inf"))

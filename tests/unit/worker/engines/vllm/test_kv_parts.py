@@ -1,0 +1,108 @@
+"""The parts of a block, from descriptions of the KV as vLLM gives them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvmesh.bus.messages import LayerLayout
+
+torch = pytest.importorskip("torch", reason="needs torch")
+kv_parts = pytest.importorskip("kvmesh.worker.engines.vllm.kvbm.parts").kv_parts
+
+
+@dataclass
+class FullAttentionSpec:
+    """The fields of vLLM's class of this name that are read."""
+
+    block_size: int = 16
+    num_heads: int = 2
+    head_size: int = 32
+    head_size_v: int = 32
+    dtype: Any = field(default_factory=lambda: torch.bfloat16)
+    state_content_bytes: int | None = None
+    state_content_size_bytes: int = 128
+    tokens_per_state: int = 1
+    num_states: int = 16
+    kv_quant_mode: Any = None
+
+
+@dataclass
+class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window: int = 64
+    extra_retained_tokens: int = 0
+
+
+@dataclass
+class MambaSpec:
+    block_size: int = 16
+
+
+@dataclass
+class Group:
+    kv_cache_spec: Any
+    layer_names: list[str]
+    enable_kv_transfer: bool = True
+    host_resident: bool = False
+
+
+@dataclass
+class Config:
+    kv_cache_groups: list[Group]
+    kv_tp_replicas: int = 1
+
+
+def parts(*specs: Any, ranks: int = 1, replicas: int = 1) -> Any:
+    groups = [Group(spec, [f"layer {n}"]) for n, spec in enumerate(specs)]
+    return kv_parts(Config(groups, replicas), ranks, "w", "vLLM on cpu")
+
+
+def test_full_attention_leads() -> None:
+    made = parts(SlidingWindowSpec(), FullAttentionSpec())
+    assert [group.index for group in made.groups] == [1, 0]
+    assert [layout.window for layout in made.layouts] == [0, 64]
+    assert [(layout.part, layout.parts) for layout in made.layouts] == [(0, 2), (1, 2)]
+
+
+def test_windows_alone_are_stored_from_the_root_on_by_the_lead() -> None:
+    made = parts(SlidingWindowSpec(), SlidingWindowSpec(sliding_window=128))
+    assert [layout.window for layout in made.layouts] == [0, 128]
+
+
+def test_ranks_have_parts_and_replicas_share_them() -> None:
+    made = parts(FullAttentionSpec(), SlidingWindowSpec(), ranks=4, replicas=2)
+    assert [layout.part for layout in made.layouts] == [0, 1, 2, 3]
+    assert [[layout.part for layout in made.of_rank(rank)] for rank in range(4)] == [
+        [0, 2],
+        [0, 2],
+        [1, 3],
+        [1, 3],
+    ]
+    assert [made.writes(rank) for rank in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("end", "first"), [(1, 0), (4, 0), (5, 1), (10, 6)])
+def test_a_window_needs_its_last_blocks(end: int, first: int) -> None:
+    made = parts(FullAttentionSpec(), SlidingWindowSpec(sliding_window=64))
+    assert (made.first_needed(0, end), made.first_needed(1, end)) == (0, first)
+
+
+def test_a_layout_names_type_engine_and_sizes() -> None:
+    (layout,) = parts(FullAttentionSpec(head_size=576, head_size_v=0, num_heads=1)).layouts
+    assert (layout.dtype, layout.item_bytes) == ("bfloat16", 2)
+    assert layout.layers == [LayerLayout(1, 576, 0)]
+    assert layout.block_bytes == 16 * 576 * 2
+    assert "vLLM on cpu" in layout.summary
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ([], "needs a model with attention layers"),
+        ([FullAttentionSpec(), MambaSpec()], "cannot store the KV of layer 1 .MambaSpec."),
+        ([FullAttentionSpec(), SlidingWindowSpec(block_size=32)], "not of 16, 32 tokens"),
+    ],
+)
+def test_other_models_are_refused(specs: list[Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parts(*specs)
