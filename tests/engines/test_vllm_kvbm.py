@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,7 @@ from support.vllm_kvbm import KvbmRun, kvbm_run
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Fetch, KvbmRequest
+from kvmesh.bus.messages import Fetch, KvbmRequest, Sampling
 from kvmesh.worker.capabilities import Tiered, execute_command
 
 pytestmark = [
@@ -84,6 +85,18 @@ async def test_onboarded_blocks_are_reported_by_tier(run: KvbmRun) -> None:
     assert counts.loaded[1] >= 4
     assert counts.written >= 4
     assert (counts.loaded[2:], counts.skipped, counts.corrupt) == ([0, 0], 0, 0)
+
+
+async def test_an_answer_is_onboarded_with_its_prompt(run: KvbmRun) -> None:
+    sampling = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
+    for attempt in range(5):  # what is not written in time is computed, and written then
+        tokens = prompt(150, first=2100 + attempt)
+        answer = await run.generate("long", tokens, sampling=sampling)
+        await run.clear_cache()
+        await run.generate("again", tokens + array("I", answer).tobytes())
+        if run.sink.cached("again") == 224:
+            return
+    raise AssertionError(f"{run.sink.cached('again')} tokens of prompt and answer were loaded")
 
 
 async def test_a_prefetch_loads_what_the_kvbm_holds(run: KvbmRun) -> None:

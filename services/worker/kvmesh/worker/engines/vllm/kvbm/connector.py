@@ -118,7 +118,7 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._worker_side.begin_step()
+        self._worker_side.begin_step(self._metadata.finished)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for load in self._metadata.loads:

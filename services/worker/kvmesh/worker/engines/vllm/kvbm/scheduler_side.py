@@ -40,7 +40,10 @@ class GroupSave(Struct):
 
 
 class BlockSave(Struct):
-    """Blocks that are full after this step, by group; all end with the last of `tokens`."""
+    """Blocks that are full after this step, by group.
+
+    All end with the last of `tokens`, which follow those of the request's earlier saves.
+    """
 
     request: str
     origin: RequestOrigin
@@ -49,10 +52,14 @@ class BlockSave(Struct):
 
 
 class KvmeshConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
-    """Loads and saves of one step, and the number of prompt tokens that it computes."""
+    """Loads and saves of one step, and the number of prompt tokens that it computes.
+
+    `finished` are requests without further saves.
+    """
 
     def __init__(self) -> None:
         self.prefill_tokens = 0
+        self.finished: set[str] = set()
         self.loads: list[BlockLoad] = []
         self.saves: list[BlockSave] = []
 
@@ -60,6 +67,7 @@ class KvmeshConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLL
 class ConnectorRequest:
     """A request in vLLM with its block ids by group; the first `saved_blocks` are in the kvbm.
 
+    The workers know the tokens of the first `told_blocks`.
     `received_after`: the blocks after this many come from another engine; None if none do.
     """
 
@@ -69,6 +77,7 @@ class ConnectorRequest:
         self.received_after = received_after
         self.blocks: list[list[int]] = []
         self.saved_blocks = 0
+        self.told_blocks = 0
 
     def add_blocks(self, blocks: list[list[int]]) -> None:
         for table, fresh in zip(self.blocks, blocks, strict=True):
@@ -89,6 +98,7 @@ class SchedulerSide:
         self._loaded: dict[str, list[int]] = {}
         self._corrupt = 0
         self._loads: list[BlockLoad] = []
+        self._finished: set[str] = set()
 
     def get_num_new_matched_blocks(self, request: Any, held: int) -> tuple[int | None, bool]:
         request_id = request.request_id
@@ -133,6 +143,7 @@ class SchedulerSide:
     def build_meta(self, output: Any) -> KvmeshConnectorMetadata:
         metadata, cached = KvmeshConnectorMetadata(), output.scheduled_cached_reqs
         metadata.loads, self._loads = self._loads, []
+        metadata.finished, self._finished = self._finished, set()
         for new in output.scheduled_new_reqs:
             self._set_block_ids(new.req_id, new.block_ids, new.num_computed_tokens)
             self._schedule_saves(metadata, new.req_id, new.num_computed_tokens, output)
@@ -166,6 +177,7 @@ class SchedulerSide:
         if self._requests.pop(request, None) is None:
             self.bridge.release_lookup(request)
         else:
+            self._finished.add(request)
             self.bridge.finish_request(request)
 
     def _group_loads(
@@ -213,8 +225,9 @@ class SchedulerSide:
         full_blocks, first = min(after, known) // self._block_size, tracked.saved_blocks
         if full_blocks <= first:
             return
-        tracked.saved_blocks = full_blocks
-        tokens = array("I", tracked.request.all_token_ids[: full_blocks * self._block_size])
+        told, size = tracked.told_blocks, self._block_size
+        tracked.saved_blocks = tracked.told_blocks = full_blocks
+        tokens = array("I", tracked.request.all_token_ids[told * size : full_blocks * size])
         groups = [_group_save(table, first, full_blocks) for table in tracked.blocks]
         metadata.saves.append(BlockSave(request, tracked.origin, tokens, groups))
 

@@ -31,7 +31,10 @@ class WorkerSide:
         self._reports = rank == 0  # one decision: all ranks are about as fast
         self._meter = StepMeter()
 
-    def begin_step(self) -> None:
+    def begin_step(self, finished: set[str]) -> None:
+        """Begin a step, after which nothing of the `finished` requests is saved."""
+        if finished and self._writes:
+            self.bridge.forget_prompts(finished)
         self._meter.begin()
 
     def load(self, load: BlockLoad) -> None:
@@ -49,6 +52,7 @@ class WorkerSide:
         """Copy blocks aside for write-through; the step computed `prefill_tokens`."""
         saved = False
         for save in saves if self._writes else []:
+            self.bridge.extend_prompt(save.request, save.origin, save.tokens)
             count = max(len(group.blocks) for group in save.groups)
             if not self.bridge.has_capacity(count):
                 self.bridge.count_skipped(count)
@@ -58,7 +62,7 @@ class WorkerSide:
                 for group, caches in zip(save.groups, self._caches, strict=True)
             ]
             saved = True
-            self.bridge.write_through(save.request, save.origin, save.tokens, rows)
+            self.bridge.write_through(save.request, rows)
         if saved:  # the copies have synchronized with the device, so the step has ended
             self._meter.computed(prefill_tokens)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,20 @@ from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, KvbmBridge, Pr
 from kvmesh.worker.engines.vllm.kvbm.parts import KvParts
 
 
-class StagedBlocks:
-    """A request's tokens, and the content of its blocks that wait for write-through."""
+class SavedPrompt(NamedTuple):
+    """The tokens of a request's full blocks, and their digests."""
 
-    def __init__(self, request: str, chain: PromptChain) -> None:
+    tokens: "array[int]"
+    chain: PromptChain
+
+
+class StagedBlocks:
+    """The content of a request's blocks that wait for write-through; the last ends at `tokens`."""
+
+    def __init__(self, request: str, prompt: SavedPrompt) -> None:
         self.request = request
-        self.chain = chain
-        self.tokens = array("I")
+        self.prompt = prompt
+        self.tokens = 0
         self.rows: dict[int, Tensor] = {}
 
 
@@ -51,15 +59,13 @@ class PartWriter:
     def has_capacity(self, blocks: int) -> bool:
         return self._queued_blocks + blocks <= self._limit
 
-    def put(
-        self, request: str, chain: PromptChain, tokens: "array[int]", first: int, rows: Tensor
-    ) -> None:
-        """Queue the blocks from `first` on, with content `rows`; `tokens` end after the last."""
-        item = self._staged.get(request) or StagedBlocks(request, chain)
+    def put(self, request: str, prompt: SavedPrompt, first: int, rows: Tensor) -> None:
+        """Queue the blocks from `first` on, with content `rows`, which end the prompt so far."""
+        item = self._staged.get(request) or StagedBlocks(request, prompt)
         end = first + len(rows)
         if self._writer.put(request, item, first, end):
             self._staged[request] = item
-            item.tokens = tokens
+            item.tokens = len(prompt.tokens)
             item.rows.update(zip(range(first, end), rows, strict=True))
             self._queued_blocks += len(rows)
 
@@ -67,7 +73,8 @@ class PartWriter:
 
     def hold(self, item: StagedBlocks, key: bytes) -> KvbmPrompt | None:
         del self._staged[item.request]
-        (prompt,) = item.chain.prompts(item.request, item.tokens, key, [self._layout])
+        tokens = item.prompt.tokens[: item.tokens]
+        (prompt,) = item.prompt.chain.prompts(item.request, tokens, key, [self._layout])
         return prompt
 
     async def copy(self, item: StagedBlocks, pending: PendingWrite) -> "array[int]":
@@ -91,6 +98,7 @@ class WorkerBridge(KvbmBridge):
         self, options: BridgeOptions, parts: KvParts, rank: int, device: torch.device
     ) -> None:
         self._lead = parts.part(0, 0)
+        self._prompts: dict[str, SavedPrompt] = {}
         self._skipped = 0
         super().__init__(options, f"rank{rank}", parts.of_rank(rank), device)
         self._writers: list[PartWriter] = self._wait(self._start())
@@ -113,30 +121,36 @@ class WorkerBridge(KvbmBridge):
         """True if each queue can hold `blocks` more blocks."""
         return self.is_attached and all(writer.has_capacity(blocks) for writer in self._writers)
 
-    def write_through(
-        self,
-        request: str,
-        origin: RequestOrigin,
-        tokens: "array[int]",
-        groups: list[tuple[int, Tensor]],
-    ) -> None:
+    def extend_prompt(self, request: str, origin: RequestOrigin, tokens: "array[int]") -> None:
+        """Append the tokens of full blocks to a request's prompt."""
+        self._loop.call_soon_threadsafe(self._extend_prompt, request, origin, tokens)
+
+    def write_through(self, request: str, groups: list[tuple[int, Tensor]]) -> None:
         """Queue the first block and the content of the blocks of each group for write-through.
 
-        All end with the last of `tokens`.
+        All end with the request's prompt.
         """
-        self._loop.call_soon_threadsafe(self._enqueue, request, origin, tokens, groups)
+        self._loop.call_soon_threadsafe(self._enqueue, request, groups)
 
-    def _enqueue(
-        self,
-        request: str,
-        origin: RequestOrigin,
-        tokens: "array[int]",
-        groups: list[tuple[int, Tensor]],
-    ) -> None:
-        chain = PromptChain(self._options, origin, self._lead)
+    def forget_prompts(self, requests: set[str]) -> None:
+        """Forget the prompts of requests without further saves; what is queued is written."""
+        self._loop.call_soon_threadsafe(self._forget_prompts, requests)
+
+    def _extend_prompt(self, request: str, origin: RequestOrigin, tokens: "array[int]") -> None:
+        known = self._prompts.get(request)
+        if known is None:
+            chain = PromptChain(self._options, origin, self._lead)
+            known = self._prompts[request] = SavedPrompt(array("I"), chain)
+        known.tokens.extend(tokens)
+
+    def _enqueue(self, request: str, groups: list[tuple[int, Tensor]]) -> None:
         for writer, (first, rows) in zip(self._writers, groups, strict=True):
             if len(rows):
-                writer.put(request, chain, tokens, first, rows)
+                writer.put(request, self._prompts[request], first, rows)
+
+    def _forget_prompts(self, requests: set[str]) -> None:
+        for request in requests:
+            self._prompts.pop(request, None)
 
     async def _start(self) -> list[PartWriter]:
         return [
