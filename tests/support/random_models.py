@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -19,32 +20,33 @@ from transformers.utils import logging as transformers_logging
 from kvmesh.demo import model_dir
 
 VOCABULARY = 8192
+# large weights: with the usual ones all logits would be about equal
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "eos_token_id": 8184,
+    "pad_token_id": 8182,
+    "bos_token_id": None,
+}
 
 
 def make_attention_model(folder: Path, seed: int = 0) -> None:
     """Write a Qwen 2 of four layers with full attention and large linear layers."""
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=16384,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        eos_token_id=8184,
-        pad_token_id=8182,
-        bos_token_id=None,
+        **COMMON,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        _write(Qwen2ForCausalLM(config), folder)
+    _write(Qwen2ForCausalLM, config, folder, seed)
 
 
 def make_mla_model(folder: Path, seed: int = 0) -> None:
     """Write a DeepSeek V2 of three layers, of which none has experts."""
     config = DeepseekV2Config(
-        vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=16384,
         num_hidden_layers=3,
@@ -56,15 +58,9 @@ def make_mla_model(folder: Path, seed: int = 0) -> None:
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
         v_head_dim=128,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        eos_token_id=8184,
-        pad_token_id=8182,
-        bos_token_id=None,
+        **COMMON,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        _write(DeepseekV2ForCausalLM(config), folder)
+    _write(DeepseekV2ForCausalLM, config, folder, seed)
 
 
 def make_linear_attention_model(folder: Path, seed: int = 0) -> None:
@@ -78,9 +74,7 @@ def make_linear_attention_model(folder: Path, seed: int = 0) -> None:
         pad_token_id=8182,
         bos_token_id=8183,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        _write(MambaForCausalLM(config), folder)
+    _write(MambaForCausalLM, config, folder, seed)
 
 
 def make_sliding_window_model(
@@ -88,7 +82,6 @@ def make_sliding_window_model(
 ) -> None:
     """Write a Gemma 2 of four layers, alternately with a sliding window and full attention."""
     config = Gemma2Config(
-        vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=intermediate,
         num_hidden_layers=4,
@@ -97,22 +90,19 @@ def make_sliding_window_model(
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=window,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        eos_token_id=8184,
-        pad_token_id=8182,
-        bos_token_id=None,
+        **COMMON,
     )
+    _write(Gemma2ForCausalLM, config, folder, seed)
+
+
+def _write(architecture: Any, config: Any, folder: Path, seed: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        _write(Gemma2ForCausalLM(config), folder)
-
-
-def _write(model: torch.nn.Module, folder: Path) -> None:
+        model = architecture(config)
     folder.mkdir(parents=True, exist_ok=True)
     demo = model_dir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(demo / name, folder / name)
     transformers_logging.disable_progress_bar()
-    model.save_pretrained(folder)  # type: ignore[operator]
+    model.save_pretrained(folder)
     shutil.copyfile(demo / "generation_config.json", folder / "generation_config.json")

@@ -39,7 +39,7 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size
         if parallel.world_size != ranks or parallel.decode_context_parallel_size > 1:
-            raise ValueError("vllm.kvbm supports tensor parallelism, but no pipeline or context")
+            raise ValueError("vllm.kvbm supports tensor, but no pipeline or context parallelism")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._options = msgspec.convert(extra[KEY], BridgeOptions)
         identity = engine_identity(vllm_config)

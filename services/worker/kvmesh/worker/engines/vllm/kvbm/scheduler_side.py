@@ -67,7 +67,7 @@ class KvmeshConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLL
 class ConnectorRequest:
     """A request in vLLM with its block ids by group; the first `saved_blocks` are in the kvbm.
 
-    The workers know the tokens of the first `told_blocks`.
+    The workers have the tokens of the first `sent_blocks`.
     `received_after`: the blocks after this many come from another engine; None if none do.
     """
 
@@ -77,7 +77,7 @@ class ConnectorRequest:
         self.received_after = received_after
         self.blocks: list[list[int]] = []
         self.saved_blocks = 0
-        self.told_blocks = 0
+        self.sent_blocks = 0
 
     def add_blocks(self, blocks: list[list[int]]) -> None:
         for table, fresh in zip(self.blocks, blocks, strict=True):
@@ -225,9 +225,9 @@ class SchedulerSide:
         full_blocks, first = min(after, known) // self._block_size, tracked.saved_blocks
         if full_blocks <= first:
             return
-        told, size = tracked.told_blocks, self._block_size
-        tracked.saved_blocks = tracked.told_blocks = full_blocks
-        tokens = array("I", tracked.request.all_token_ids[told * size : full_blocks * size])
+        sent, size = tracked.sent_blocks, self._block_size
+        tracked.saved_blocks = tracked.sent_blocks = full_blocks
+        tokens = array("I", tracked.request.all_token_ids[sent * size : full_blocks * size])
         groups = [_group_save(table, first, full_blocks) for table in tracked.blocks]
         metadata.saves.append(BlockSave(request, tracked.origin, tokens, groups))
 
