@@ -3,6 +3,8 @@
 Each model has large linear layers, so that loading its blocks beats computing them.
 """
 
+import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +96,21 @@ async def test_what_cannot_be_loaded_is_computed(case: Case) -> None:
         await run.clear_cache()
         assert await run.logprobs("computed", tokens) == expected
         assert run.sink.cached("computed") == 0
+    await run.onboarded(tokens, (LENGTH - 1) // size * size)
+
+
+async def test_a_frozen_block_manager_delays_a_request_by_seconds_at_most(case: Case) -> None:
+    run, tokens, size = case.run, prompt(LENGTH, first=31), case.run.info.block_size
+    expected = await run.generate("before", tokens)
+    await run.clear_cache()
+    process = run.mesh.processes["kvbm-0"]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        assert await run.generate("during", tokens) == expected
+        assert time.monotonic() - start < 10
+    finally:
+        process.send_signal(signal.SIGCONT)
     await run.onboarded(tokens, (LENGTH - 1) // size * size)
 
 
