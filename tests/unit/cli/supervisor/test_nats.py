@@ -1,10 +1,14 @@
 """Configuration of the embedded NATS server."""
 
+import os
 from pathlib import Path
+
+import pytest
 
 from kvmesh.cli.credentials.server import ServerFiles
 from kvmesh.cli.credentials.server import server_config as secured_config
-from kvmesh.cli.supervisor.nats import server_config, server_environ
+from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.cli.supervisor.nats import server_config, server_environ, server_path
 from kvmesh.settings.schema import StreamSettings
 
 ROOT = Path(__file__).parents[4]
@@ -26,3 +30,10 @@ def test_the_server_syncs_every_second_and_bounds_its_garbage(tmp_path: Path) ->
     assert "sync_interval: 1s }" in (ROOT / "docs" / "deployment.md").read_text()
     assert int(server_environ(streams, {})["GOMEMLIMIT"]) > 2 << 30
     assert server_environ(streams, {"GOMEMLIMIT": "1GiB"})["GOMEMLIMIT"] == "1GiB"
+
+
+def test_the_server_is_found_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.access(server_path(), os.X_OK)
+    monkeypatch.setattr("kvmesh.cli.supervisor.nats.PACKAGE", "no-such-package")
+    with pytest.raises(UpError, match="install the no-such-package package"):
+        server_path()

