@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.retention_suite import RetentionSuite, charged_blocks
-from support.vllm import VllmRun
+from support.retention_suite import RetentionSuite, charged_blocks, fill_engine
+from support.vllm import SIZE, VllmRun
 from support.wait import eventually
 
 from kvmesh.bus.messages import Clear, Retain
@@ -24,7 +24,12 @@ pytestmark = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tiny_model: Path) -> AsyncIterator[VllmRun]:
     """A vLLM of 64 blocks beside the one that it keeps as a placeholder."""
-    made = await VllmRun.start(tiny_model, "max_model_len=1024", "num_gpu_blocks_override=65")
+    made = await VllmRun.start(
+        tiny_model,
+        "max_model_len=1024",
+        "num_gpu_blocks_override=65",
+        f"long_prefill_token_threshold={2 * SIZE}",
+    )
     yield made
     await made.engine.close()
 
@@ -62,3 +67,23 @@ async def test_a_reset_of_the_cache_ends_all_claims(started: VllmRun) -> None:
         assert started.sink.cached(f"{name} again") == 0
         await eventually(lambda: charged_blocks(started) == 0)
         assert (await started.execute(Clear())).blocks == 3
+
+
+async def test_equal_prompts_at_once_are_claimed_once(started: VllmRun) -> None:
+    """Beside a third, vLLM prefills 2 blocks of each a step, and so computes most of them twice."""
+    started.submit("third", started.prompt(1, 9), max_tokens=500)
+    await started.wait_for_tokens("third")
+    tokens = started.prompt(20)
+    kept = [Retain(0, None, 90, explicit=True)]
+    for name in ("one", "two"):
+        started.submit(name, tokens, max_tokens=1, retention=kept)
+    await started.ended("one", "two")
+    assert started.engine.abort("third")
+    assert started.sink.cached("two") < 18 * SIZE
+    await eventually(lambda: charged_blocks(started) == 20)
+    await fill_engine(started)
+    await started.run("again", tokens, max_tokens=1)
+    assert started.sink.cached("again") == 19 * SIZE
+    assert charged_blocks(started) == 20
+    assert (await started.execute(Clear())).ok
+    await eventually(lambda: charged_blocks(started) == 0)

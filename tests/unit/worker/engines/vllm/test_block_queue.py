@@ -24,6 +24,7 @@ class Block:
     block_id: int
     prev_free_block: Any = None
     next_free_block: Any = None
+    block_hash: bytes | None = b"cached"
 
 
 class InitialQueue:
@@ -91,6 +92,16 @@ def test_claimed_blocks_go_by_rank_and_the_end_of_a_prompt_first(pool: Pool) -> 
     assert not pool.budget.charged
 
 
+def test_empty_blocks_go_before_those_of_any_rank(pool: Pool) -> None:
+    pool.take(BLOCKS)
+    pool.claim(LOW, 3, 4)
+    pool.free(4, 3, *range(5, BLOCKS))
+    for block in pool.blocks[:3]:
+        block.block_hash = None
+    pool.queue.prepend_n(pool.blocks[:3])
+    assert pool.take(6) == [0, 1, 2, 4, 3, 5]
+
+
 def test_a_used_block_leaves_its_run_in_the_order(pool: Pool) -> None:
     pool.take(BLOCKS)
     pool.claim(HIGH, 0, 1, 2)
@@ -121,7 +132,7 @@ def test_blocks_without_content_lose_their_claims(pool: Pool) -> None:
     pool.queue.forget(pool.blocks)
     assert pool.queue.num_free_blocks == len(pool.queue.get_all_free_blocks()) == 3
     assert not pool.budget.charged
-    assert pool.take(3) == [1, 0, 5]
+    assert pool.take(3) == [0, 1, 5]
 
 
 def test_too_many_blocks_are_refused(pool: Pool) -> None:

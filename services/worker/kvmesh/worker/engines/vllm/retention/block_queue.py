@@ -2,7 +2,8 @@
 
 It has the methods of `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Blocks without claims are
 in one list by recency, as in vLLM; those with claims are in their runs. A rank below the default
-comes before the list, a higher one after it.
+comes before the list, a higher one after it. Blocks without content, which vLLM puts at the start
+of the list, precede all others.
 """
 
 from array import array
@@ -99,11 +100,10 @@ class RetainingBlockQueue:
 
     def forget(self, blocks: Sequence[Any]) -> None:
         """End the claims of blocks that have lost their content; free ones are evicted first."""
-        retained = [b for b in blocks if self._runs.by_block[b.block_id] is not None]
-        free = [block for block in retained if block.next_free_block is not None]
+        free = [block for block in blocks if block.next_free_block is not None]
         for block in free:
             self.remove(block)
-        self._runs.forget(block.block_id for block in retained)
+        self._runs.forget(block.block_id for block in blocks)
         self.prepend_n(free)
 
     def _take(self, limit: int, now: float) -> list[Any]:
@@ -113,6 +113,9 @@ class RetainingBlockQueue:
             return self._runs.evict(run, limit, now)
         if run is None or run.entry is None or run.entry[:2] > PLAIN:
             return self._plain.take(limit)
+        empty = self._plain.empty(limit)
+        if empty:
+            return self._plain.take(empty)
         if run.entry[:2] < PLAIN or self._first_stamp() > run.stamp:
             return self._runs.evict(run, limit, now)
         return self._plain.take(1)

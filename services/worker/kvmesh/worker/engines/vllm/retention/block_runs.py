@@ -60,6 +60,13 @@ class FreeList:
         last.next_free_block = first
         first.prev_free_block = last
 
+    def empty(self, limit: int) -> int:
+        """The number of blocks without content at the start, up to `limit`."""
+        block, found = self.head.next_free_block, 0
+        while found < limit and block is not self.tail and block.block_hash is None:
+            block, found = block.next_free_block, found + 1
+        return found
+
     def take(self, limit: int) -> list[Any]:
         """Remove and return up to `limit` blocks from the start."""
         taken: list[Any] = []

@@ -20,14 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.engine.core import EngineCore
 
 from kvmesh.bus.messages import Clear, Pin, Release, Unpin
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
-from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 from kvmesh.worker.engines.vllm.retention.hinted_requests import HintedRequests
 from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
@@ -42,6 +40,7 @@ from kvmesh.worker.engines.vllm.retention.settings import (
     QueryOutcomes,
     QueryState,
 )
+from kvmesh.worker.engines.vllm.retention.vllm_prefix_cache import VllmPrefixCache
 
 log = logging.getLogger(__name__)
 NOT_TRACKED = None, None
@@ -71,34 +70,6 @@ class RetentionStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no typ
         return not self.data
 
 
-class VllmPrefixCache:
-    """`PrefixCache` over vLLM's `BlockPool`."""
-
-    def __init__(self, pool: Any, queue: RetainingBlockQueue) -> None:
-        self._pool = pool
-        self._queue = queue
-
-    def find(self, block_hash: bytes, group: int) -> list[int]:
-        key = make_block_hash_with_group_id(block_hash, group)
-        found = self._pool.cached_block_hash_to_block._cache.get(key)
-        if found is None:
-            return []
-        return list(found) if isinstance(found, dict) else [found.block_id]
-
-    def holds(self, block: int) -> bool:
-        return self._pool.blocks[block].block_hash is not None
-
-    def is_free(self, block: int) -> bool:
-        return bool(self._pool.blocks[block].ref_cnt == 0)
-
-    def drop(self, blocks: list[int]) -> None:
-        self._pool.evict_blocks(set(blocks))
-        for number in blocks:
-            block = self._pool.blocks[number]
-            self._queue.remove(block)
-            self._queue.prepend_n([block])
-
-
 class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
     """Created by the scheduler and by each worker process; only the scheduler's does anything."""
 
@@ -114,7 +85,6 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._outcomes: dict[str, list[str]] = {}
         self._retention: PrefixCacheRetention | None = None
         self._pool: Any = None
-        self._cached: Any = None
         self._figures: tuple[int, ...] = ()
         if role is KVConnectorRole.SCHEDULER:
             _install_command(self)
@@ -132,13 +102,10 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             int(options.budget * pool.num_gpu_blocks), unlimited_ttl_s=options.session_idle_s
         )
         runs = RetainedRuns(pool.blocks, budget)
-        old = pool.free_block_queue
-        queue = RetainingBlockQueue(old, type(pool.blocks[0]), runs, time.monotonic)
-        pool.free_block_queue = queue
-        self._pool, self._cached = pool, pool.cached_block_hash_to_block
+        self._pool = pool
         self._retention = PrefixCacheRetention(
             options,
-            VllmPrefixCache(pool, queue),
+            VllmPrefixCache(pool, runs, time.monotonic),
             runs,
             budget,
             self._groups,
@@ -160,9 +127,6 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             if self._ended:
                 retention.release(self._ended)
                 self._ended.clear()
-            if self._pool.cached_block_hash_to_block is not self._cached:
-                self._cached = self._pool.cached_block_hash_to_block
-                self._pool.free_block_queue.forget(self._pool.blocks)
             self._claim_allocated(retention, scheduler_output)
         return KVConnectorMetadata()
 
@@ -177,8 +141,10 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         name, outcome = request.request_id, None
         _, tracked = self._requests.pop(name, NOT_TRACKED)
         if tracked is not None and self._retention is not None:
+            now = time.monotonic()
             self._claim(self._retention, tracked, request.num_computed_tokens)
-            self._retention.rank_prompt(tracked, time.monotonic())
+            self._retention.claim_copies(tracked, now)
+            self._retention.rank_prompt(tracked, now)
             if tracked.granted and tracked.output_directives:
                 outcome = self._retention.grant(tracked.output_directives)[0]
             hint = self._hinted.hint(name)

@@ -18,6 +18,7 @@ METHODS: dict[str, tuple[Any, list[str]]] = {
     "prepend_n": (kv_cache_utils.FreeKVCacheBlockQueue, ["self", "blocks"]),
     "get_all_free_blocks": (kv_cache_utils.FreeKVCacheBlockQueue, ["self"]),
     "evict_blocks": (block_pool.BlockPool, ["self", "block_ids"]),
+    "reset_prefix_cache": (block_pool.BlockPool, ["self"]),
     "update_block_hashes": (Request, ["self"]),
     "call_utility_async": (core_client.AsyncMPClient, ["self", "method", "args"]),
 }

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvmesh.bus.messages import Pin
 from kvmesh.retention.budget import RetentionBudget
-from kvmesh.retention.claims import UNCLAIMED, RetentionWish
+from kvmesh.retention.claims import THINKING_LEVEL, UNCLAIMED, RetentionWish
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
@@ -22,6 +22,7 @@ from kvmesh.worker.engines.vllm.retention.block_runs import NO_FLOOR, RetainedRu
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 
 MAX_UNUSED = 1024
+COPY = RetentionWish(THINKING_LEVEL)
 
 
 class PrefixCache(Protocol):
@@ -29,6 +30,10 @@ class PrefixCache(Protocol):
 
     def find(self, block_hash: bytes, group: int) -> list[int]:
         """Ids of the blocks of a KV cache group that hold this hash; several if duplicated."""
+        ...
+
+    def first_copies(self, blocks: Sequence[int]) -> list[int]:
+        """For each block, the one that vLLM finds by its hash: of several copies the first."""
         ...
 
     def holds(self, block: int) -> bool:
@@ -125,7 +130,7 @@ class PrefixCacheRetention:
 
     def claim(self, request: RetainedRequest, group: int, end: int, now: float) -> None:
         """Claim a request's blocks of a group up to index `end`, which will be full."""
-        first, ids = request.claimed[group], request.blocks[group]
+        first = request.claimed[group]
         if end <= first:
             return
         request.claimed[group] = end
@@ -133,13 +138,24 @@ class PrefixCacheRetention:
             return
         self._runs.expire(now)
         shared = request.shared_blocks(group)
+        found = self._found(request, group, first, end, now)
         for start, stop, wish in request.wishes(group, first, end):
             middle = min(max(start, shared), stop)
-            self._claim_range(request, ids[start:middle], wish, False, now)
-            self._claim_range(request, ids[middle:stop], wish, True, now)
+            self._claim_range(request, found[start - first : middle - first], wish, False, now)
+            self._claim_range(request, found[middle - first : stop - first], wish, True, now)
         if request.raised is not None:
-            self._claim_range(request, ids[first:end], request.raised, False, now)
-        self._apply_pins(request, group, first, now)
+            self._claim_range(request, found, request.raised, False, now)
+        self._apply_pins(request, group, first, found, now)
+
+    def claim_copies(self, request: RetainedRequest, now: float) -> None:
+        """Claim what a request computed a second time, in case its own copies are now the first.
+
+        To be called at its end.
+        """
+        copied, request.copied = request.copied, {}
+        for group, index in copied.items():
+            end, request.claimed[group] = request.claimed[group], index
+            self.claim(request, group, end, now)
 
     def rank_prompt(self, request: RetainedRequest, now: float) -> None:
         """Rank a request's runs no lower than those that follow, and merge equal ones.
@@ -148,11 +164,31 @@ class PrefixCacheRetention:
         """
         if self._runs.retained:
             for ids in request.blocks:
-                self._set_floors([block for block in ids if block], now)
+                found = self._cache.first_copies([block for block in ids if block])
+                self._set_floors(found, now)
 
     def grant(self, directives: Iterable[Directive]) -> list[str]:
         """Record that all existing blocks of these directives have been claimed."""
         return [str(self._budget.outcomes.record_grant(directive)) for directive in directives]
+
+    def _found(
+        self, request: RetainedRequest, group: int, first: int, end: int, now: float
+    ) -> list[int]:
+        """The blocks in which vLLM finds the content of a request's blocks `first` to `end`.
+
+        vLLM computes a prompt anew that another request has not computed yet. No later prompt gets
+        such a copy before the first one has gone: the copy has the lowest rank.
+        """
+        ids = request.blocks[group][first:end]
+        found = self._cache.first_copies(ids)
+        if found != ids:
+            pairs = list(zip(ids, found, strict=True))
+            copies = [own for own, other in pairs if own != other]
+            request.copied[group] = min(
+                first + ids.index(copies[0]), request.copied.get(group, end)
+            )
+            self._claim_range(request, copies, COPY, True, now)
+        return found
 
     def _claim_range(
         self,
@@ -190,11 +226,13 @@ class PrefixCacheRetention:
         self._budget.claim(made.retention, len(blocks), wish, now, directive, exclusive)
         self._runs.update(made, blocks, now)
 
-    def _apply_pins(self, request: RetainedRequest, group: int, first: int, now: float) -> None:
-        """Pin the blocks from index `first` on that pinned prefixes cover."""
-        ids, per_block = request.blocks[group], self.group_sizes[group] // self.hash_size
+    def _apply_pins(
+        self, request: RetainedRequest, group: int, first: int, found: list[int], now: float
+    ) -> None:
+        """Pin those of the blocks `found`, from index `first` on, that pinned prefixes cover."""
+        per_block = self.group_sizes[group] // self.hash_size
         for pin, blocks in self._pins.matching(request.sequence_hashes, now):
-            held = ids[first : min(blocks // per_block, request.claimed[group])]
+            held = found[: max(blocks // per_block - first, 0)]
             self._pin_blocks(pin, [block for block in held if block], now)
 
     def _set_floors(self, blocks: Sequence[int], now: float) -> None:
