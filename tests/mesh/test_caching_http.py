@@ -29,6 +29,8 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import SeqBatch, SeqFree
+from kvmesh.cli.explain import find_events, own_id
+from kvmesh.cli.prefetch_uses import PrefetchUses
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 JSON_TYPE = {"Content-Type": "application/json"}
@@ -54,6 +56,7 @@ class Stage:
     """A mesh of two mock workers with a host tier; `instances` by name."""
 
     client: Client
+    bus: Bus
     freed: list[SeqFree]
     instances: dict[str, str]
 
@@ -81,6 +84,22 @@ class Stage:
         async with self.client.session.request(method, url, data=data, headers=headers) as reply:
             assert reply.status == 200, await reply.text()
             return await reply.json()
+
+    async def explains(self, request: str, prefetch: str, used: int) -> None:
+        """`kvmesh explain` shows that the request used `used` tokens of the prefetch."""
+        prefetch = own_id(prefetch)
+
+        async def shown() -> bool:
+            uses = PrefetchUses()
+            events = await find_events(self.bus, prefetch, None, uses)
+            of_request = uses.of_request(request)
+            return (
+                [event.request for event in events] == [prefetch]
+                and [use.prefetch.request for use in of_request] == [prefetch]
+                and of_request[0].used_tokens == used
+            )
+
+        await eventually(shown, what="the decisions and the outcome")
 
 
 def worker(content: Content) -> str:
@@ -131,7 +150,7 @@ async def stage(
         instances = await eventually(found, what="both workers are known to the frontend")
         for instance in instances.values():
             await eventually(partial(is_placed, client, instance), what="the router places on both")
-        yield Stage(client, freed, instances)
+        yield Stage(client, bus, freed, instances)
     mesh.stop()
     await bus.close()
 
@@ -330,6 +349,7 @@ async def test_a_prefetched_prompt_is_cached_in_the_engine(stage: Stage, api: Ap
     assert content.cached == cachable(content)
     cache = (content.nvext or {})["cache"]
     assert cache["tiers"][0] == content.cached
+    await stage.explains(content.id, fetched["id"], content.cached)
 
 
 # --- sessions ---

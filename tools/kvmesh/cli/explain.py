@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
 import msgspec
@@ -11,29 +11,54 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Candidate, ComputedAhead, Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import (
+    Candidate,
+    ComputedAhead,
+    Decision,
+    Outcome,
+    PrefetchTerms,
+    RouteEvent,
+)
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.cli.prefetch_uses import PrefetchUse, PrefetchUses, base_id, prompt_rank
 from kvmesh.hashing import HASH_BYTES
 
 TIMEOUT_S = 10.0
+PREFETCH_ID = b"pf_"
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 TIERS = ("engine", "host", "disk", "remote")
 
 
-async def find_events(bus: Bus, request: str, since: datetime | None) -> list[RouteEvent]:
-    """All decisions and outcomes of a request in the route stream, in order.
+def own_id(request: str) -> str:
+    """The id of a request or of a prefetch, which the API extends by the worker's instance."""
+    prefetch, _, _ = request.partition(".")
+    return prefetch if prefetch.encode().startswith(PREFETCH_ID) else request
 
-    Further attempts of a request have the ids REQUEST.1, REQUEST.2, …; they are included.
+
+async def find_events(
+    bus: Bus, request: str, since: datetime | None, uses: PrefetchUses | None = None
+) -> list[RouteEvent]:
+    """All decisions and outcomes of a request or a prefetch in the route stream, in order.
+
+    Further attempts of a request have the ids REQUEST.1, REQUEST.2, …; they are included. `uses`
+    follows the prefetches in the stream.
     Raises TimeoutError if reading to the end of the stream takes more than TIMEOUT_S.
     """
     found: list[RouteEvent] = []
+    if uses is None:
+        uses = PrefetchUses()
     wanted = request.encode()
 
     def on_message(message: StreamMessage) -> None:
-        if wanted not in message.data:
+        data = message.data
+        if wanted not in data and not uses and PREFETCH_ID not in data:
             return
-        event = _routes.decode(message.data)
-        if event.request == request or event.request.startswith(f"{request}."):
+        try:
+            event = _routes.decode(data)
+        except msgspec.MsgspecError:
+            return  # of another version
+        uses.add(event)
+        if request in (event.request, base_id(event.request)):
             found.append(event)
 
     start = Start() if since is None else Start(time=since)
@@ -48,8 +73,8 @@ async def find_events(bus: Bus, request: str, since: datetime | None) -> list[Ro
     return found
 
 
-def show(events: Iterable[RouteEvent], console: Console) -> None:
-    """Print each decision with its candidates, and each outcome."""
+def show(events: Iterable[RouteEvent], console: Console, uses: PrefetchUses | None = None) -> None:
+    """Print each decision with its candidates, and each outcome; then the prefetches concerned."""
     decisions: dict[str, Decision] = {}
     for event in events:
         if isinstance(event, Decision):
@@ -57,6 +82,9 @@ def show(events: Iterable[RouteEvent], console: Console) -> None:
             console.print(render_decision(event))
         else:
             console.print(render_outcome(event, decisions.get(event.request)))
+    for request in dict.fromkeys(base_id(name) for name in decisions) if uses else ():
+        for lines in prefetch_lines(request, uses):
+            console.print(Text("\n".join(lines)), Text(), sep="\n")
 
 
 def render_decision(decision: Decision) -> RenderableType:
@@ -76,6 +104,8 @@ def render_decision(decision: Decision) -> RenderableType:
         lines.append(f"  prefill on {first.worker} rank {first.rank} ({first.instance})")
     if decision.note:
         lines.append(f"  note: {decision.note}")
+    if decision.prefetch is not None:
+        lines.append(f"  {_terms(decision.prefetch)}")
     best = best_rejected(decision)
     if best is not None:
         lines.append(f"  {_margin(chosen, best)}")
@@ -166,6 +196,52 @@ def _ahead(ahead: ComputedAhead) -> str:
         f"{ahead.tokens:,} tokens ({ahead.first:,} to {until:,}) were to be computed ahead"
         f" after {ahead.after}: {use}{reason}"
     )
+
+
+def prefetch_lines(request: str, uses: PrefetchUses) -> Iterator[list[str]]:
+    """Lines on each prefetch that a request ended, or on the prefetch with this id."""
+    own = uses.of_prefetch(request)
+    for use in [own] if own is not None else uses.of_request(request):
+        placed, rank = use.prefetch, use.rank
+        lines = [
+            f"{placed.request} at {_clock(placed.time)} on {rank.worker} rank {rank.rank}"
+            f" ({rank.instance}): {_aim(use)}"
+        ]
+        if use.request is None:
+            lines.append("  no request with its prompt or of its session has come since")
+        else:
+            after = use.request.time - placed.time
+            lines.append(f"  {use.request.request} came {_ms(after)} later{_use(use)}")
+        yield lines
+
+
+def _terms(terms: PrefetchTerms) -> str:
+    compute = f", computing {terms.compute:,} tokens at most" if terms.compute else ""
+    at = "now" if terms.at is None else f"by {_clock(terms.at)}"
+    return f"a prefetch: to be loaded {at}{compute}, for {terms.deadline_s:g} s"
+
+
+def _aim(use: PrefetchUse) -> str:
+    load, compute, first = use.tokens_to_load, use.tokens_to_compute, use.first_token
+    if not load + compute:
+        return "nothing was to be loaded or computed"
+    parts = [f"{load:,} to be loaded"] * bool(load) + [f"{compute:,} to be computed"] * bool(
+        compute
+    )
+    total = load + compute
+    return f"{total:,} tokens ({first:,} to {first + total:,}), {' and '.join(parts)}"
+
+
+def _use(use: PrefetchUse) -> str:
+    used = f": {use.used_tokens:,} of them used" if use.used_tokens else ": none used"
+    if use.request is not None and use.elsewhere:
+        return f"{used}, as it was placed on {prompt_rank(use.request).worker}"
+    if use.differs:
+        same = use.shared_blocks * use.prefetch.block_size
+        return f"{used}, as its prompt differs after {same:,} tokens"
+    if use.outcome is None:
+        return " and has not ended"
+    return used if use.tokens_to_load + use.tokens_to_compute else ""
 
 
 def _clock(seconds: float) -> str:

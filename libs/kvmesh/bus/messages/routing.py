@@ -63,12 +63,21 @@ class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefer: dict[str, float] = {}
 
 
+class PrefetchTerms(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Terms of a prefetch, as in `Prefetch`: `compute` tokens at most, by the Unix time `at`."""
+
+    compute: int = 0
+    at: float | None = None
+    deadline_s: float = 60.0
+
+
 class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Request for a placement of one prompt, given by its packed sequence hashes.
 
     `deadline_s` bounds the wait in the router's queue, in seconds from now. `salt`, if known, saves
     queries to all shards of an index. `arrived` is the Unix time of the original arrival, for a
-    request that waited in another router's queue or ran on a worker before.
+    request that waited in another router's queue or ran on a worker before. `prefetch` is set if
+    the prompt is to be prefetched, not served.
     """
 
     request: str
@@ -85,6 +94,7 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     explain: bool = False
     salt: int | None = None
     arrived: float | None = None
+    prefetch: PrefetchTerms | None = None
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
@@ -104,7 +114,8 @@ class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=
     """A placement and its reasons. `time` is in Unix seconds; `wait_s` is the time in the queue.
 
     `candidates` are the best of the `eligible` ranks, cheapest first; `prefill` is the rank that
-    computes the prompt, if it differs from `chosen`.
+    computes the prompt, if it differs from `chosen`. `prefetch` is set if the prompt is to be
+    prefetched.
     """
 
     request: str
@@ -125,6 +136,7 @@ class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=
     index_s: float = 0.0
     attempt: int = 0
     note: str | None = None
+    prefetch: PrefetchTerms | None = None
 
 
 class ComputedAhead(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -143,7 +155,10 @@ class ComputedAhead(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=True):
-    """Result of a placed request: `cached_tokens` as counted by the engine, times in seconds."""
+    """Result of a placed request: `cached_tokens` as counted by the engine, times in seconds.
+
+    `cached_tiers` are the cached tokens by tier; empty if the engine has not counted them.
+    """
 
     request: str
     instance: str
@@ -154,6 +169,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     total_s: float
     finish: str
     ahead: ComputedAhead | None = None
+    cached_tiers: list[int] = []
 
 
 RouteEvent: TypeAlias = Decision | Outcome

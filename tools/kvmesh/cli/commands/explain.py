@@ -1,4 +1,4 @@
-"""`kvmesh explain`: shows the routing decisions about a request, and its outcome."""
+"""`kvmesh explain`: shows the routing decisions about a request or prefetch, and its outcome."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "The id is that of the response, also in its X-Request-Id header. Overlaps and loads are "
         "in blocks; candidates are sorted by cost."
     )
-    parser.add_argument("request", metavar="REQUEST_ID", help="such as chatcmpl-…")
+    parser.add_argument("request", metavar="REQUEST_ID", help="such as chatcmpl-… or pf_…")
     parser.add_argument(
         "--json", action="store_true", help="print the messages, one JSON object per line"
     )
@@ -31,11 +31,13 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     from kvmesh.bus.client import Bus
     from kvmesh.cli.bus_session import run_on_bus
-    from kvmesh.cli.explain import find_events, show
+    from kvmesh.cli.explain import find_events, own_id, show
     from kvmesh.cli.messages.decoding import plain
+    from kvmesh.cli.prefetch_uses import PrefetchUses
 
     async def main(bus: Bus) -> int:
-        events = await find_events(bus, arguments.request, arguments.since)
+        request, uses = own_id(arguments.request), PrefetchUses()
+        events = await find_events(bus, request, arguments.since, uses)
         if not events:
             print(f"kvmesh explain: no decision about {arguments.request}", file=sys.stderr)
             return 1
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         else:
             console = Console(highlight=False)
             wide = console if console.is_terminal else Console(highlight=False, width=160)
-            show(events, wide)
+            show(events, wide, uses)
         return 0
 
     return run_on_bus("explain", settings, main)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import RouteRequest
+from kvmesh.bus.messages import PrefetchTerms, RouteRequest
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 
@@ -23,6 +23,7 @@ def route_request(
     exclude: Sequence[str] = (),
     explain: bool = False,
     arrived: float | None = None,
+    prefetch: PrefetchTerms | None = None,
 ) -> RouteRequest:
     """Query for `prompt` under the id `attempt`, with the hints and constraints of `request`.
 
@@ -47,4 +48,5 @@ def route_request(
         explain=explain,
         salt=prompt.salt,
         arrived=arrived,
+        prefetch=prefetch,
     )

@@ -34,6 +34,7 @@ class OutcomeReporter:
                 total_s=now - started,
                 finish=stream.finish or "cancelled",
                 ahead=task.prepared.computed_ahead(cached),
+                cached_tiers=stream.cached or [],
             ),
         )
         _measure(task, started, now)

@@ -160,6 +160,7 @@ class RouterCore:
             index_s=index_s,
             attempt=len(request.placement.exclude),
             note=note or choice.note,
+            prefetch=request.prefetch,
         )
 
     def commit(self, decision: Decision, now: float) -> list[SeqAdd]:

@@ -9,6 +9,7 @@ from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     Cancel,
     Prefetch,
+    PrefetchTerms,
     RankKey,
     Refused,
     Routed,
@@ -56,7 +57,7 @@ class PrefetchEndpoint:
         target = await self._prompts.resolve(call)
         target.require_full_block()
         own = f"pf_{secrets.token_hex(12)}"
-        routed = await self._route(target, own)
+        routed = await self._route(target, own, parsed)
         worker = routed.prefill or RankKey(routed.instance, routed.rank)
         command = _command(scoped(target.tenant, own), target, parsed, worker.rank)
         reply = await self._control.request(worker.instance, command)
@@ -86,10 +87,11 @@ class PrefetchEndpoint:
         reply = await self._control.request(untoken(instance), command)
         return {"id": call.path_id, "object": "prefetch", "cancelled": reply.ok}
 
-    async def _route(self, target: ResolvedPrompt, request_id: str) -> Routed:
+    async def _route(self, target: ResolvedPrompt, request_id: str, parsed: PrefetchBody) -> Routed:
         """Placement of the prompt now; a prefetch does not wait in the router's queue for long."""
         model = target.model.card.name
         attempts = [request_id]
+        terms = PrefetchTerms(compute=parsed.compute, at=parsed.at, deadline_s=parsed.deadline)
 
         def compose(new_attempt: bool, arrived: float | None) -> RouteRequest:
             if new_attempt:
@@ -103,6 +105,7 @@ class PrefetchEndpoint:
                 max_tokens=1,
                 deadline_s=ROUTE_S,
                 arrived=arrived,
+                prefetch=terms,
             )
 
         try:
