@@ -2,6 +2,7 @@
 
 import io
 from array import array
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -21,9 +22,7 @@ def candidate(worker: str, *overlap: int) -> Candidate:
     )  # fmt: skip
 
 
-def decision(
-    request: str, hashes: range | list[int], worker: str = "a", **fields: object
-) -> Decision:
+def decision(request: str, hashes: range | list[int], worker: str = "a", **fields: Any) -> Decision:
     made = Decision(
         request=request, model="m", time=100.0, router="r", policy="kv", chosen=candidate(worker),
         candidates=[], tokens=SIZE * len(hashes) + 5, max_tokens=1, block_size=SIZE,
@@ -32,7 +31,7 @@ def decision(
     return replace(made, **fields)
 
 
-def prefetch(name: str = "pf_1", blocks: int = 10, **fields: object) -> Decision:
+def prefetch(name: str = "pf_1", blocks: int = 10, **fields: Any) -> Decision:
     """It finds 2 blocks in the engine and 3 on the host, and may compute 4."""
     terms = PrefetchTerms(compute=4 * SIZE + 3)
     given = {"prefetch": terms, "chosen": candidate("a", 2, 3), **fields}
@@ -105,7 +104,7 @@ def test_the_last_attempt_of_a_request_counts() -> None:
 
 
 def test_the_prefill_worker_is_the_one_that_prefetches() -> None:
-    apart = {"prefill": candidate("p", 1), "chosen": candidate("d")}
+    apart: dict[str, Any] = {"prefill": candidate("p", 1), "chosen": candidate("d")}
     asked, real = prefetch(**apart), decision("c", range(12), prefill=candidate("p", 5))
     assert used(asked, real, outcome("c", 5 * SIZE))[1] == 4 * SIZE
 

@@ -82,8 +82,8 @@ def show(events: Iterable[RouteEvent], console: Console, uses: PrefetchUses | No
             console.print(render_decision(event))
         else:
             console.print(render_outcome(event, decisions.get(event.request)))
-    for request in dict.fromkeys(base_id(name) for name in decisions) if uses else ():
-        for lines in prefetch_lines(request, uses):
+    for request in dict.fromkeys(base_id(name) for name in decisions):
+        for lines in prefetch_lines(request, uses or PrefetchUses()):
             console.print(Text("\n".join(lines)), Text(), sep="\n")
 
 

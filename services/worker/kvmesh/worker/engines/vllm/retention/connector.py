@@ -44,6 +44,8 @@ from kvmesh.worker.engines.vllm.retention.vllm_prefix_cache import VllmPrefixCac
 
 log = logging.getLogger(__name__)
 NOT_TRACKED = None, None
+NO_TRANSFER = KVConnectorMetadata()
+REPORT_S = 1.0  # between looks for claims that have expired
 _commands = msgspec.msgpack.Decoder(Clear | Release | Pin | Unpin | QueryState | QueryOutcomes)
 
 
@@ -79,6 +81,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._options = msgspec.convert(extra.get(KEY, {}), ConnectorOptions)
         self._groups = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
         self._requests: dict[str, tuple[Any, RetainedRequest | None]] = {}
+        self._prompts: set[str] = set()  # of requests whose prompts are not complete
         self._hinted = HintedRequests()
         self._missing = "vLLM has not bound its block pool"
         self._ended: list[str] = []
@@ -86,6 +89,8 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._retention: PrefixCacheRetention | None = None
         self._pool: Any = None
         self._figures: tuple[int, ...] = ()
+        self._changed = False
+        self._report_at = 0.0
         if role is KVConnectorRole.SCHEDULER:
             _install_command(self)
 
@@ -119,7 +124,10 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if request.request_id not in self._requests:
-            self._requests[request.request_id] = request, self._start(request)
+            started = self._start(request)
+            self._requests[request.request_id] = request, started
+            if started is not None:
+                self._prompts.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         retention = self._retention
@@ -128,7 +136,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
                 retention.release(self._ended)
                 self._ended.clear()
             self._claim_allocated(retention, scheduler_output)
-        return KVConnectorMetadata()
+        return NO_TRANSFER
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -145,11 +153,13 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             self._claim(self._retention, tracked, request.num_computed_tokens)
             self._retention.claim_copies(tracked, now)
             self._retention.rank_prompt(tracked, now)
-            if tracked.granted and tracked.output_directives:
+            if name not in self._prompts and tracked.output_directives:
                 outcome = self._retention.grant(tracked.output_directives)[0]
             hint = self._hinted.hint(name)
             if hint is not None and hint.final and tracked.session is not None:
                 self._ended.append(tracked.session)
+        self._prompts.discard(name)
+        self._changed = True
         report = self._hinted.finish(name, outcome)
         if report is not None:
             return False, {KEY: report}
@@ -160,12 +170,14 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         return False, {KEY: {DECODE: outcome}}
 
     def get_kv_connector_stats(self) -> RetentionStats | None:
-        if self._retention is None:
+        now = time.monotonic()
+        if self._retention is None or not (self._changed or now >= self._report_at):
             return None
+        self._changed, self._report_at = False, now + REPORT_S
         data: dict[str, Any] = {}
         if self._outcomes:
             data[OUTCOMES], self._outcomes = self._outcomes, {}
-        figures = self._retention.figures(time.monotonic())
+        figures = self._retention.figures(now)
         if figures != self._figures:
             self._figures, data[STATE] = figures, self._current_state(self._retention)
         return RetentionStats(data) if data else None
@@ -243,6 +255,9 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
 
     def _claim_allocated(self, retention: PrefixCacheRetention, output: Any) -> None:
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        if not (output.scheduled_new_reqs or self._prompts or any(cached.new_block_ids)):
+            return  # as in most steps: a full block is claimed when the next one is allocated
+        self._changed = True
         for new in output.scheduled_new_reqs:
             self._add_blocks(retention, new.req_id, new.block_ids, replace=True)
             computed = new.num_computed_tokens + scheduled[new.req_id]
@@ -251,8 +266,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         for name, blocks, computed in rows:
             if blocks is not None:
                 self._add_blocks(retention, name, blocks, name in cached.resumed_req_ids)
-            tracked = self._requests.get(name, NOT_TRACKED)[1]
-            if tracked is not None and computed + scheduled[name] >= tracked.due:
+            if blocks is not None or name in self._prompts:
                 self._claim_request(retention, name, computed + scheduled[name])
 
     def _add_blocks(
@@ -270,7 +284,6 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             retention.allocated(tracked, ids, tracked.salt, tracked.tenant)
             if replace:
                 tracked.blocks[group], tracked.claimed[group] = list(ids), 0
-                tracked.due = 0
             else:
                 tracked.blocks[group] += ids
 
@@ -279,14 +292,11 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         if tracked is None:
             return
         self._claim(retention, tracked, computed)
-        if not tracked.granted and computed >= request.num_prompt_tokens:
-            tracked.granted = True
+        if name in self._prompts and computed >= request.num_prompt_tokens:
+            self._prompts.remove(name)
             retention.rank_prompt(tracked, time.monotonic())
             outcomes = retention.grant(tracked.prompt_directives)
             self._report(retention, name, tracked, outcomes)
-        if tracked.granted:
-            ends = zip(tracked.claimed, retention.group_sizes, strict=True)
-            tracked.due = min((claimed + 1) * size for claimed, size in ends)
 
     def _report(
         self,

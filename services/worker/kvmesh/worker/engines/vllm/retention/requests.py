@@ -18,8 +18,7 @@ class RetainedRequest:
     `hashes` are vLLM's, which vLLM extends during generation; `sequence_hashes` are kvmesh's of the
     prompt. `shared` counts the leading hashes that other sessions use. `blocks` are block ids, 0
     for one outside a sliding window; the first `claimed` of them have been claimed. `copied` is the
-    first index of a block that another one's content equals. Below `due` computed tokens there is
-    nothing to claim or to report.
+    first index of a block that another one's content equals, by group.
     """
 
     def __init__(
@@ -43,8 +42,6 @@ class RetainedRequest:
         self.blocks: list[list[int]] = [[] for _ in group_sizes]
         self.claimed = [0] * len(group_sizes)
         self.copied: dict[int, int] = {}
-        self.due = 0
-        self.granted = False
         self.prompt_directives = directives(origin.retention, self.payer)
         decode = [] if origin.decode is None else [origin.decode]
         self.output_directives = directives(decode, self.payer)
