@@ -14,6 +14,8 @@ from transformers import (
     MambaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -75,6 +77,31 @@ def make_linear_attention_model(folder: Path, seed: int = 0) -> None:
         bos_token_id=8183,
     )
     _write(MambaForCausalLM, config, folder, seed)
+
+
+def make_hybrid_model(folder: Path, intermediate: int = 128, seed: int = 0) -> None:
+    """Write a Qwen 3 Next of four layers, three with linear attention and one with full attention.
+
+    Its heads are so large that a block of 32 tokens has as much KV as a state has bytes: vLLM would
+    enlarge the blocks otherwise.
+    """
+    config = Qwen3NextConfig(
+        hidden_size=64,
+        intermediate_size=intermediate,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        mlp_only_layers=[0, 1, 2],
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        **COMMON,
+    )
+    _write(Qwen3NextForCausalLM, config, folder, seed)
 
 
 def make_sliding_window_model(

@@ -105,6 +105,16 @@ def with_prefix(requested: list[RetentionSegment]) -> list[RetentionSegment]:
     return list(_merged(reversed(found)))
 
 
+def retained_end(
+    retention: Sequence[Retain], longest: int, defaults: Mapping[str, RetentionWish] = DEFAULTS
+) -> int:
+    """Return where the last retained range ends, if after at most `longest` tokens; else 0."""
+    wishes = _parse_wishes(retention, None, defaults)
+    ranges = zip(retention, wishes, strict=False)
+    ends = (r.end for r, wish in ranges if r.end is not None and wish.needs_budget)
+    return max((end for end in ends if end <= longest), default=0)
+
+
 def _at_least(wish: RetentionWish, other: RetentionWish) -> RetentionWish:
     """Return the higher wish, with the directive of `wish` if it has one."""
     if _sort_key(wish) >= _sort_key(other):

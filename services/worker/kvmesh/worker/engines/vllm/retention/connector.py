@@ -27,6 +27,7 @@ from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
+from kvmesh.worker.engines.vllm.retention.checkpoints import RetainedPrefixes, has_checkpoints
 from kvmesh.worker.engines.vllm.retention.hinted_requests import HintedRequests
 from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
 from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetention
@@ -79,7 +80,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._options = msgspec.convert(extra.get(KEY, {}), ConnectorOptions)
-        self._groups = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._requests: dict[str, tuple[Any, RetainedRequest | None]] = {}
         self._prompts: set[str] = set()  # of requests whose prompts are not complete
         self._hinted = HintedRequests()
@@ -87,6 +88,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._ended: list[str] = []
         self._outcomes: dict[str, list[str]] = {}
         self._retention: PrefixCacheRetention | None = None
+        self._prefixes: RetainedPrefixes | None = None
         self._pool: Any = None
         self._figures: tuple[int, ...] = ()
         self._changed = False
@@ -113,16 +115,23 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             VllmPrefixCache(pool, runs, time.monotonic),
             runs,
             budget,
-            self._groups,
+            [spec.block_size for spec in self._specs],
             pool.hash_block_size,
         )
+        if has_checkpoints(self._specs):
+            self._prefixes = RetainedPrefixes(self._retention, self._hinted)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self._prefixes is not None:
+            end = self._prefixes.end(request, time.monotonic())
+            if end > num_computed_tokens:
+                request.shared_prefix_boundary = end
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._forget_prefix(request.request_id)
         if request.request_id not in self._requests:
             started = self._start(request)
             self._requests[request.request_id] = request, started
@@ -147,6 +156,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         name, outcome = request.request_id, None
+        self._forget_prefix(name)
         _, tracked = self._requests.pop(name, NOT_TRACKED)
         if tracked is not None and self._retention is not None:
             now = time.monotonic()
@@ -225,6 +235,10 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         pass
 
     # helpers
+
+    def _forget_prefix(self, request: str) -> None:
+        if self._prefixes is not None:
+            self._prefixes.forget(request)
 
     def _start(self, request: Any) -> RetainedRequest | None:
         retention = self._retention

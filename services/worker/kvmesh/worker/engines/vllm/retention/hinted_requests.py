@@ -39,7 +39,6 @@ class HintedRequests:
         given = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
         if given is None or request.request_id in self._open:
             return None
-        lora = request.lora_request
         name = _SUFFIX.sub("", request.request_id)
         report = self._open[request.request_id] = {}
         self._reports.put(name, report)
@@ -51,16 +50,17 @@ class HintedRequests:
             if self._malformed == 1:
                 log.warning("a request has a malformed hint, as responses tell: %s", error)
             return None
-        origin = hinted_origin(
-            hint,
-            request.request_id,
-            request.num_prompt_tokens,
-            cache_salt=request.cache_salt or "",
-            adapter=f"{lora.lora_name}:{lora.lora_path}" if lora is not None else "",
-            session=request.session_id,
-        )
+        origin = _origin(hint, request)
         self._hints[request.request_id] = hint, origin
         return origin
+
+    def origin(self, request: Any) -> RequestOrigin | None:
+        """The origin of a vLLM `Request` that has not begun; None without a well-formed hint."""
+        given = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
+        try:
+            return None if given is None else _origin(parse_hint(given), request)
+        except HintError:
+            return None
 
     def hint(self, request: str) -> RequestHint | None:
         """The hint of a request that has begun."""
@@ -103,3 +103,15 @@ class HintedRequests:
             if found is not None:
                 return found
         return None
+
+
+def _origin(hint: RequestHint, request: Any) -> RequestOrigin:
+    lora = request.lora_request
+    return hinted_origin(
+        hint,
+        request.request_id,
+        request.num_prompt_tokens,
+        cache_salt=request.cache_salt or "",
+        adapter=f"{lora.lora_name}:{lora.lora_path}" if lora is not None else "",
+        session=request.session_id,
+    )

@@ -57,6 +57,8 @@ def changed_internals() -> list[str]:
         found.append("BlockHashToBlockMap._cache")
     if "kv_event_publisher" not in inspect.getsource(Scheduler.__init__):
         found.append("Scheduler.kv_event_publisher")
+    if "shared_prefix_boundary" not in inspect.getsource(Request.__init__):
+        found.append("Request.shared_prefix_boundary")
     if not hasattr(core.EngineCore, "step"):
         found.append("EngineCore")
     return found

@@ -302,6 +302,17 @@ class PrefixCacheRetention:
 
     # pins
 
+    @property
+    def has_pins(self) -> bool:
+        """True if any pin is in force."""
+        return len(self._pins) > 0
+
+    def pinned_end(self, prompt: Sequence[int], now: float) -> int:
+        """Tokens of the longest pin that is a prefix of a prompt, given by sequence hashes."""
+        pins = self._pins.matching(prompt, now)
+        whole = (blocks for pin, blocks in pins if blocks == len(pin.prompt))
+        return self.hash_size * max(whole, default=0)
+
     def pin(self, pin: Pin, now: float) -> int:
         """Pin a prefix; return the number of its blocks that are held and within the budget."""
         self.unpin(pin.id, now)

@@ -1,20 +1,21 @@
-"""Retention in a real vLLM whose layers alternate between a sliding window and full attention.
+"""Retention in a real vLLM whose layers are of several kinds, which share one block pool.
 
-The block pool is shared by two groups of layers. Blocks outside of the window are freed while their
-request runs.
+Beside full attention, the models have a sliding window, whose blocks vLLM frees while their request
+runs, or linear attention, whose state vLLM keeps at few positions of a prompt.
 """
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from support.random_models import make_sliding_window_model
+from support.random_models import make_hybrid_model, make_sliding_window_model
 from support.retention_suite import charged_blocks
-from support.vllm import SIZE, VllmRun
+from support.vllm import SIZE, VllmRun, sequence
 from support.wait import eventually
 
-from kvmesh.bus.messages import Clear, Retain
+from kvmesh.bus.messages import Clear, Pin, Retain, Unpin
 from kvmesh.worker.capabilities import Retaining
 
 pytestmark = [
@@ -24,16 +25,29 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 LENGTH = 10  # blocks of a prompt
+PREFIX = 5 * SIZE
 HIT = (LENGTH - 1) * SIZE  # vLLM computes the last block of a cached prompt again
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmRun]:
-    folder = tmp_path_factory.mktemp("models") / "window"
-    make_sliding_window_model(folder, window=2 * SIZE)
-    made = await VllmRun.start(
-        folder, "max_model_len=1024", "num_gpu_blocks_override=97", "max_num_batched_tokens=128"
-    )
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["sliding window", "linear attention"]
+)
+async def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[VllmRun]:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    args = [
+        "max_model_len=1024",
+        "num_gpu_blocks_override=97",
+        "max_num_batched_tokens=128",
+    ]
+    if request.param == "sliding window":
+        make_sliding_window_model(folder, window=2 * SIZE)
+    else:
+        make_hybrid_model(folder)
+        args.append("dtype=bfloat16")  # linear attention on a CPU has no other type
+    made = await VllmRun.start(folder, *args)
+    assert made.info.block_size == SIZE
     yield made
     await made.engine.close()
 
@@ -70,6 +84,32 @@ async def test_a_prompt_survives_its_own_long_answer(started: VllmRun) -> None:
     await flood(started)
     await started.run("again", tokens, max_tokens=1)
     assert started.sink.cached("again") == HIT
+
+
+async def test_prompts_share_a_retained_prefix_at_once(started: VllmRun) -> None:
+    """The second prompt continues from the end of the prefix, the first to differ from another."""
+    whole = Retain(0, None, 80, explicit=True)
+    for i, (retain, reused) in enumerate(
+        ((whole, 0), (Retain(0, PREFIX + 7, 80, explicit=True), PREFIX))
+    ):
+        prefix = started.prompt(LENGTH, i)[: 4 * (PREFIX + 7)]
+        one, other = prefix + started.prompt(2, 900), prefix + started.prompt(2, 901)
+        await started.run(f"one {i}", one, max_tokens=1, retention=[retain])
+        await flood(started)
+        await started.run(f"other {i}", other, max_tokens=1)
+        assert started.sink.cached(f"other {i}") == reused
+        assert (await started.execute(Clear())).ok
+
+
+async def test_prompts_share_a_pinned_prefix_at_once(started: VllmRun) -> None:
+    prefix = started.prompt(LENGTH, 11)[: 4 * PREFIX]
+    hashes = array("Q", sequence(prefix)).tobytes()
+    assert (await started.execute(Pin(id="p", sequence_hashes=hashes, ttl_s=600.0))).ok
+    await started.run("one", prefix + started.prompt(2, 900), max_tokens=1)
+    await flood(started)
+    await started.run("other", prefix + started.prompt(2, 901), max_tokens=1)
+    assert started.sink.cached("other") == PREFIX
+    assert (await started.execute(Unpin("p"))).ok
 
 
 async def test_claims_beyond_the_budget_are_clipped_and_refuse_nothing(started: VllmRun) -> None:
