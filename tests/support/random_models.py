@@ -1,6 +1,7 @@
 """Tiny models with random weights of the architectures that agents' models have."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def make_hybrid_model(folder: Path, intermediate: int = 128, seed: int = 0) -> N
     """Write a Qwen 3 Next of four layers, three with linear attention and one with full attention.
 
     Its heads are so large that a block of 32 tokens has as much KV as a state has bytes: vLLM would
-    enlarge the blocks otherwise.
+    enlarge the blocks otherwise. Its states decay slowly, and its linear layers add little to them:
+    what a prompt began with shows in the logits.
     """
     config = Qwen3NextConfig(
         hidden_size=64,
@@ -101,7 +103,7 @@ def make_hybrid_model(folder: Path, intermediate: int = 128, seed: int = 0) -> N
         shared_expert_intermediate_size=64,
         **COMMON,
     )
-    _write(Qwen3NextForCausalLM, config, folder, seed)
+    _write(Qwen3NextForCausalLM, config, folder, seed, _remember)
 
 
 def make_sliding_window_model(
@@ -122,10 +124,25 @@ def make_sliding_window_model(
     _write(Gemma2ForCausalLM, config, folder, seed)
 
 
-def _write(architecture: Any, config: Any, folder: Path, seed: int) -> None:
+def _remember(model: Any) -> None:
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.data.fill_(-6.0)
+        elif name.endswith("mlp.down_proj.weight"):
+            weight.data *= 0.02
+
+
+def _write(
+    architecture: Any,
+    config: Any,
+    folder: Path,
+    seed: int,
+    adjust: Callable[[Any], None] = lambda _: None,
+) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = architecture(config)
+    adjust(model)
     folder.mkdir(parents=True, exist_ok=True)
     demo = model_dir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

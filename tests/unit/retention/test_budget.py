@@ -23,6 +23,7 @@ from kvmesh.retention.token_ranges import (
     RetentionError,
     RetentionSegment,
     parse_defaults,
+    retained_end,
     segments,
     with_prefix,
 )
@@ -329,3 +330,14 @@ def test_a_malformed_default_is_named(text: str) -> None:
     with pytest.raises(RetentionError, match="KIND=PRIORITY") as caught:
         parse_defaults([text])
     assert caught.value.text == text
+
+
+def test_a_retained_prefix_ends_with_the_last_range_that_fits() -> None:
+    system = Retain(0, 100, kind="system")
+    kept, longer = Retain(0, 300, 60, explicit=True), Retain(300, 900, 60, explicit=True)
+    low = Retain(300, 500, 10, explicit=True)
+    assert retained_end([system], 800) == 0
+    assert retained_end([system], 800, {"system": RetentionWish(60)}) == 100
+    assert retained_end([system, kept, low, longer], 800) == 300
+    assert retained_end([kept, longer], 900) == 900
+    assert retained_end([Retain(0, None, 60, explicit=True)], 900) == 0
