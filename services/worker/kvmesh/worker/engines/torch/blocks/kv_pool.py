@@ -4,25 +4,29 @@ A row holds keys, then values, layer by layer, each as [block_size, heads, size]
 to other memory as a whole.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvmesh.bus.messages import KvLayout
+from kvmesh.worker.adapters.copies.block_copies import BlockCopies, Span
+from kvmesh.worker.adapters.copies.cuda_copies import CudaBlockCopies
+from kvmesh.worker.adapters.copies.host_copies import HostSpan
+
+LANE_BYTES = 16 << 20
 
 
 class KvPool:
     """A pool of `blocks` blocks on `device`, initially zero so that unwritten KV is finite.
 
-    Copies may run in another thread than the model, on blocks that it does not use meanwhile.
+    Copies may run in other threads than the model, on blocks that it does not use meanwhile. They
+    do not wait for its stream: whoever computes a block waits for the end before it is copied.
     """
 
     def __init__(self, layout: KvLayout, blocks: int, dtype: torch.dtype, device: torch.device):
         self.layout = layout
         self.blocks = blocks
-        self._device = device
         self._rows = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -34,8 +38,10 @@ class KvPool:
                 tensors.append(part.view(blocks, layout.block_size, layer.heads, size))
                 start += count
         self._stream: torch.cuda.Stream | None = None
+        self._copies: BlockCopies | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._copies = CudaBlockCopies(device, max(LANE_BYTES, layout.block_bytes))
 
     def write(self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
         """Store KV [tokens, heads, size] at `slots`: block ids, and offsets in the blocks."""
@@ -62,42 +68,27 @@ class KvPool:
 
     def copy_out(self, blocks: Sequence[int], host: Tensor, offsets: Sequence[int]) -> None:
         """Copy blocks to these offsets of `host`, a tensor of bytes; synchronous."""
-        if self._stream is None:
-            rows, content, size = self._rows.numpy(), host.numpy(), self.layout.block_bytes
-            for block, offset in zip(blocks, offsets, strict=True):
-                content[offset : offset + size] = rows[block]
-            return
-        with torch.cuda.stream(self._stream):
-            for run in self._runs(blocks, offsets):
-                host[run.start : run.end].copy_(self._rows[run.blocks].view(-1), non_blocking=True)
-        self._stream.synchronize()
+        self.begin_copy_out(blocks, host, offsets).wait()
 
     def copy_in(self, blocks: Sequence[int], host: Tensor, offsets: Sequence[int]) -> None:
         """Fill blocks from these offsets of `host`; synchronous."""
-        if self._stream is None:
+        self.begin_copy_in(blocks, host, offsets).wait()
+
+    def begin_copy_out(self, blocks: Sequence[int], host: Tensor, offsets: Sequence[int]) -> Span:
+        """Begin to copy blocks out; the result can be waited for."""
+        if self._copies is None:
+            rows, content, size = self._rows.numpy(), host.numpy(), self.layout.block_bytes
+            for block, offset in zip(blocks, offsets, strict=True):
+                content[offset : offset + size] = rows[block]
+            return HostSpan(0.0)
+        with torch.cuda.stream(self._stream):
+            return self._copies.gather([self._rows], blocks, host, offsets)
+
+    def begin_copy_in(self, blocks: Sequence[int], host: Tensor, offsets: Sequence[int]) -> Span:
+        """Begin to fill blocks; the result can be waited for."""
+        if self._copies is None:
             rows, content, size = self._rows.numpy(), host.numpy(), self.layout.block_bytes
             for block, offset in zip(blocks, offsets, strict=True):
                 rows[block] = content[offset : offset + size]
-            return
-        with torch.cuda.stream(self._stream):
-            for run in self._runs(blocks, offsets):
-                arrived = host[run.start : run.end].to(self._device, non_blocking=True)
-                self._rows.index_copy_(0, run.blocks, arrived.view(-1, self.layout.block_bytes))
-        self._stream.synchronize()
-
-    def _runs(self, blocks: Sequence[int], offsets: Sequence[int]) -> Iterator["_Run"]:
-        """Group blocks that are contiguous on the host."""
-        size, first = self.layout.block_bytes, 0
-        for i in range(1, len(blocks) + 1):
-            if i == len(blocks) or offsets[i] != offsets[i - 1] + size:
-                index = torch.tensor(blocks[first:i], device=self._device)
-                yield _Run(index, offsets[first], offsets[i - 1] + size)
-                first = i
-
-
-class _Run(NamedTuple):
-    """Blocks, and their bytes `start` to `end` of host memory."""
-
-    blocks: Tensor
-    start: int
-    end: int
+            return HostSpan(0.0)
+        return self._copies.fill([self._rows], blocks, host, offsets)

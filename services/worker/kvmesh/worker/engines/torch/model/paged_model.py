@@ -54,11 +54,14 @@ class PagedModel:
         attach(self.module, self._attention)
 
     def forward(self, rows: Iterable[BatchRow]) -> Tensor:
-        """Compute the KV of the rows.
+        """Compute the KV of the rows; it is complete when this returns.
 
         Returns float32 logits on the CPU, [rows with `wants_logits`, vocabulary].
         """
         logits = [self._forward_pass(part) for part in split_rows(rows, self.pass_tokens)]
+        if self.device.type == "cuda":
+            # a pass without logits does not wait; copies of the KV and the step's time need the end
+            torch.cuda.current_stream(self.device).synchronize()
         return torch.cat(logits)
 
     @property
