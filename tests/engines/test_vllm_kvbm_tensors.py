@@ -1,7 +1,6 @@
 """Copies between vLLM's KV tensors and the arena, whatever the tensors' strides are."""
 
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,10 +52,12 @@ def kernel_blocks(values: Any) -> Any:
 ARRANGEMENTS = [heads_first, tokens_first, blocks_second, padded, kernel_blocks]
 
 
-def side(arrange: Any, seed: int) -> Any:
-    """A worker side of two layers with random content."""
+def side(arrange: Any, seed: int, copies: Any = None) -> Any:
+    """A worker side of two layers with random content, and the arena."""
     import torch
 
+    from kvmesh.worker.adapters.copies.host_copies import HostBlockCopies
+    from kvmesh.worker.engines.vllm.kvbm.staging import RowStaging
     from kvmesh.worker.engines.vllm.kvbm.worker_side import WorkerSide, grouped_caches
 
     made = torch.Generator().manual_seed(seed)
@@ -65,44 +66,162 @@ def side(arrange: Any, seed: int) -> Any:
         for name in ("a", "b")
     }
     host = torch.zeros(1 << 16, dtype=torch.uint8)
-    bridge: Any = SimpleNamespace(arena=lambda name: host if name == "arena" else None)
-    return WorkerSide(bridge, PARTS, 0, grouped_caches(caches, PARTS, BLOCKS)), host
+    bridge = Bridge(host)
+    grouped = grouped_caches(caches, PARTS, BLOCKS)
+    copies = copies or HostBlockCopies(torch.device("cpu"))
+    staging = [RowStaging(8, LAYOUT.block_bytes, page_locked=False)]
+    return WorkerSide(bridge, PARTS, 0, grouped, copies, staging), host  # type: ignore[arg-type]
+
+
+class Bridge:
+    """Records what is written through, and what is skipped."""
+
+    def __init__(self, host: Any) -> None:
+        self._host = host
+        self.written: list[tuple[str, int, Any]] = []
+        self.counts = (0, 0)
+        self.skipped = 0
+
+    def arena(self, name: str) -> Any:
+        return self._host if name == "arena" else None
+
+    def has_capacity(self, blocks: int) -> bool:
+        return True
+
+    def count_skipped(self, blocks: int) -> None:
+        self.skipped += blocks
+
+    def extend_prompt(self, *arguments: Any) -> None:
+        pass
+
+    def write_through(self, request: str, groups: list[tuple[int, Any]]) -> None:
+        self.written += [(request, first, rows) for first, rows in groups]
+
+
+class HeldCopies:
+    """Copies that begin at once and end when the test says so."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from kvmesh.worker.adapters.copies.host_copies import HostBlockCopies
+
+        self._copies = HostBlockCopies(torch.device("cpu"))
+        self.spans: list[HeldSpan] = []
+
+    def begin_step(self) -> None:
+        self._copies.begin_step()
+
+    def end_step(self) -> Any:
+        return self._copies.end_step()
+
+    def fill(self, *arguments: Any) -> Any:
+        return self._held(self._copies.fill(*arguments))
+
+    def gather(self, *arguments: Any) -> Any:
+        return self._held(self._copies.gather(*arguments))
+
+    def _held(self, _: Any) -> "HeldSpan":
+        self.spans.append(HeldSpan())
+        return self.spans[-1]
+
+
+class HeldSpan:
+    ended = False
+    seconds = 1.0
+
+    def wait(self) -> None:
+        raise AssertionError("vLLM's thread waits for a copy")
+
+
+def content(side: Any, blocks: list[int]) -> Any:
+    """The rows of blocks."""
+    import torch
+
+    rows = torch.zeros(len(blocks), LAYOUT.block_bytes, dtype=torch.uint8)
+    offsets = range(0, rows.numel(), LAYOUT.block_bytes)
+    side._copies.gather(side._caches[0], blocks, rows.view(-1), offsets)
+    return rows
+
+
+def load(request: str, arena: str, blocks: list[int], offsets: list[int]) -> Any:
+    from kvmesh.worker.engines.vllm.kvbm.scheduler_side import BlockLoad, GroupLoad
+
+    return BlockLoad(request, arena, [GroupLoad(blocks, [array("Q", offsets)])])
+
+
+def save(request: str, first: int, blocks: list[int]) -> Any:
+    from kvmesh.worker.engines.vllm.kvbm.scheduler_side import BlockSave, GroupSave
+
+    origin: Any = None
+    return BlockSave(request, origin, array("I"), [GroupSave(first, blocks)])
 
 
 @pytest.mark.parametrize("arrange", ARRANGEMENTS)
 def test_a_block_has_the_same_bytes_in_every_arrangement(arrange: Any) -> None:
     reference, _ = side(heads_first, 1)
     other, _ = side(arrange, 1)
-    rows = reference._copy_aside([4, 1], reference._caches[0])
-    assert rows.shape == (2, LAYOUT.block_bytes)
-    assert rows.equal(other._copy_aside([4, 1], other._caches[0]))
+    assert content(reference, [4, 1]).equal(content(other, [4, 1]))
 
 
 @pytest.mark.parametrize("arrange", ARRANGEMENTS)
 def test_only_the_blocks_of_a_load_change(arrange: Any) -> None:
-    from kvmesh.worker.engines.vllm.kvbm.scheduler_side import BlockLoad, GroupLoad
-
     source, _ = side(heads_first, 1)
     target, host = side(arrange, 2)
     everything = list(range(BLOCKS))
-    before = target._copy_aside(everything, target._caches[0])
-    rows = source._copy_aside([4, 1], source._caches[0])
+    before, rows = content(target, everything), content(source, [4, 1])
     size = LAYOUT.block_bytes
     host[size : 2 * size], host[4 * size : 5 * size] = rows[0], rows[1]
-    offsets = [array("Q", [size, 4 * size])]
-    target.load(BlockLoad("r", "arena", [GroupLoad([0, 3], offsets)]))
-    after = target._copy_aside(everything, target._caches[0])
+    target.load(load("r", "arena", [0, 3], [size, 4 * size]))
+    after = content(target, everything)
     assert after[[0, 3]].equal(rows)
     assert after[[1, 2, 4, 5]].equal(before[[1, 2, 4, 5]])
-    assert (target.received, target.failed) == ({"r"}, set())
+    assert target.take_loaded() == ({"r"}, set())
+    assert target.take_loaded() == (set(), set())
 
 
 def test_a_load_from_an_unknown_arena_fails() -> None:
-    from kvmesh.worker.engines.vllm.kvbm.scheduler_side import BlockLoad, GroupLoad
-
     target, _ = side(heads_first, 2)
-    target.load(BlockLoad("r", "gone", [GroupLoad([0], [array("Q", [0])])]))
-    assert (target.received, target.failed) == ({"r"}, {"r"})
+    target.load(load("r", "gone", [0], [0]))
+    assert target.take_loaded() == ({"r"}, {"r"})
+
+
+def test_a_load_is_reported_when_its_copy_has_ended() -> None:
+    copies = HeldCopies()
+    target, _ = side(heads_first, 2, copies)
+    target.load(load("slow", "arena", [0], [0]))
+    target.load(load("fast", "arena", [1], [0]))
+    assert target.take_loaded() == (set(), set())
+    copies.spans[1].ended = True
+    assert target.take_loaded() == ({"fast"}, set())
+    copies.spans[0].ended = True
+    assert target.take_loaded() == ({"slow"}, set())
+    assert target.take_stats().data["copy_bps"] == LAYOUT.block_bytes
+
+
+def test_saves_of_a_step_are_rows_of_their_requests() -> None:
+    source, _ = side(heads_first, 1)
+    source.save([save("one", 3, [4, 1]), save("two", 0, [5])], 0)
+    (one, first, rows), (two, start, others) = source.bridge.written
+    assert (one, first, two, start) == ("one", 3, "two", 0)
+    found = [rows.row(0), rows.row(1), others.row(0)]
+    assert all(a.equal(b) for a, b in zip(found, content(source, [4, 1, 5]), strict=True))
+
+
+def test_rows_are_taken_again_when_released_and_filled() -> None:
+    copies = HeldCopies()
+    source, _ = side(heads_first, 1, copies)
+    source.save([save("one", 0, [0, 1, 2, 3, 4, 5]), save("two", 0, [0, 1, 2])], 0)
+    assert [request for request, _, _ in source.bridge.written] == ["one"]
+    assert source.bridge.skipped == 3
+    rows = source.bridge.written[0][2]
+    assert not rows.filled
+    rows.release()
+    source.save([save("three", 0, [0, 1, 2])], 0)
+    assert source.bridge.skipped == 6
+    copies.spans[0].ended = True
+    source.save([save("four", 0, [0, 1, 2])], 0)
+    assert [request for request, _, _ in source.bridge.written] == ["one", "four"]
 
 
 def test_tensors_that_do_not_fit_the_layout_are_refused() -> None:

@@ -2,10 +2,11 @@
 
 The scheduler polls `get_num_new_matched_tokens` until the lookup of a prompt is complete. Each
 worker copies its parts of the blocks found while other requests run; after each step it copies
-newly filled blocks aside, and they are written through from the copies. Requests from outside the
-mesh bypass the connector.
+newly filled blocks aside, and they are written through from the copies. On a GPU the copies run on
+streams of their own (docs/adr/0034). Requests from outside the mesh bypass the connector.
 """
 
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -18,6 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvmesh.worker.adapters.copies.block_copies import BlockCopies, row_bytes
+from kvmesh.worker.adapters.copies.cuda_copies import CudaBlockCopies
+from kvmesh.worker.adapters.copies.host_copies import HostBlockCopies
 from kvmesh.worker.adapters.request_origin import KEY
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions
 from kvmesh.worker.engines.vllm.kvbm.identity import engine_identity
@@ -25,10 +29,13 @@ from kvmesh.worker.engines.vllm.kvbm.lookups import SchedulerBridge
 from kvmesh.worker.engines.vllm.kvbm.parts import kv_parts
 from kvmesh.worker.engines.vllm.kvbm.scheduler_side import KvmeshConnectorMetadata, SchedulerSide
 from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR
+from kvmesh.worker.engines.vllm.kvbm.staging import RowStaging, staging_rows
 from kvmesh.worker.engines.vllm.kvbm.stats import COMPUTE, COPY, KvmeshConnectorStats
 from kvmesh.worker.engines.vllm.kvbm.worker_side import WorkerSide, grouped_caches
 from kvmesh.worker.engines.vllm.kvbm.writer import WorkerBridge
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
+
+LANE_BYTES = 64 << 20
 
 
 class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
@@ -45,6 +52,7 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         identity = engine_identity(vllm_config)
         self._parts = kv_parts(kv_cache_config, ranks, self._options.weights, identity)
         self._blocks = kv_cache_config.num_blocks
+        self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -112,9 +120,17 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         caches = grouped_caches(kv_caches, self._parts, self._blocks)
-        rank = get_tensor_model_parallel_rank()
-        bridge = WorkerBridge(self._options, self._parts, rank, caches[0][0].device)
-        self._worker = WorkerSide(bridge, self._parts, rank, caches)
+        rank, device = get_tensor_model_parallel_rank(), caches[0][0].device
+        sizes, on_gpu = [row_bytes(group) for group in caches], device.type == "cuda"
+        step, rows = ceil(self._step_tokens / self._parts.block_size), 0
+        if self._parts.writes(rank):
+            rows = staging_rows(self._options.queue, step, sum(sizes))
+        staging = [RowStaging(rows, size, page_locked=on_gpu) for size in sizes]
+        copies: BlockCopies = HostBlockCopies(device)
+        if on_gpu:
+            copies = CudaBlockCopies(device, max(LANE_BYTES, *sizes))
+        bridge = WorkerBridge(self._options, self._parts, rank, device)
+        self._worker = WorkerSide(bridge, self._parts, rank, caches, copies, staging)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -134,9 +150,7 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._worker_side.save(self._metadata.saves, self._metadata.prefill_tokens)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        side = self._worker_side
-        received, side.received = side.received, set()
-        failed, side.failed = side.failed, set()
+        received, failed = self._worker_side.take_loaded()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def shutdown(self) -> None:

@@ -1,15 +1,17 @@
 """Speeds and counts of the connector, reported with vLLM's statistics after each step."""
 
-import time
+from collections import deque
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvmesh.worker.adapters.copies.block_copies import Span
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 
 COMPUTE, COPY = "compute_tps", "copy_bps"
 WRITTEN, SKIPPED, CORRUPT = "written_blocks", "skipped_blocks", "corrupt_blocks"
 LOADED = "loaded"
+PENDING = 16
 
 
 class KvmeshConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
@@ -37,30 +39,28 @@ class KvmeshConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has 
 
 
 class StepMeter:
-    """Measures the worker's steps: prefill speed, and speed of copies from the arena."""
+    """Measures the speeds of prefill and of copies from the arena; at most PENDING steps wait."""
 
     def __init__(self) -> None:
         self._compute = Throughput()
         self._copy = Throughput()
-        self._started = 0.0
-        self._copy_s = 0.0
+        self._steps: deque[tuple[int, Span]] = deque(maxlen=PENDING)
         self._reported: dict[str, float] = {}
-
-    def begin(self) -> None:
-        self._started, self._copy_s = time.perf_counter(), 0.0
 
     def copied(self, size: int, seconds: float) -> None:
         """Record a copy of `size` bytes from the arena."""
-        self._copy_s += seconds
         self._copy.record(size, seconds)
 
-    def computed(self, tokens: int) -> None:
-        """Record the end of a step that computed `tokens` prompt tokens."""
+    def computed(self, tokens: int, step: Span) -> None:
+        """Record a step that computes `tokens` prompt tokens."""
         if tokens >= MIN_MEASURED_TOKENS:
-            self._compute.record(tokens, time.perf_counter() - self._started - self._copy_s)
+            self._steps.append((tokens, step))
 
     def take(self, written: int, skipped: int) -> KvmeshConnectorStats | None:
         """Current figures; None if unchanged since the last call."""
+        while self._steps and self._steps[0][1].ended:
+            tokens, step = self._steps.popleft()
+            self._compute.record(tokens, step.seconds)
         figures = {
             COMPUTE: self._compute.value,
             COPY: self._copy.value,

@@ -15,6 +15,10 @@ from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, KvbmBridge, PromptChain
 from kvmesh.worker.engines.vllm.kvbm.parts import KvParts
+from kvmesh.worker.engines.vllm.kvbm.staging import StagedRows
+
+FILL_S = 60.0  # for a step and the copies after it; the worker gives a hanging vLLM up
+POLL_S = 0.002
 
 
 class SavedPrompt(NamedTuple):
@@ -31,7 +35,8 @@ class StagedBlocks:
         self.request = request
         self.prompt = prompt
         self.tokens = 0
-        self.rows: dict[int, Tensor] = {}
+        self.staged: list[StagedRows] = []
+        self.rows: dict[int, tuple[StagedRows, int]] = {}
 
 
 class PartWriter:
@@ -59,15 +64,18 @@ class PartWriter:
     def has_capacity(self, blocks: int) -> bool:
         return self._queued_blocks + blocks <= self._limit
 
-    def put(self, request: str, prompt: SavedPrompt, first: int, rows: Tensor) -> None:
+    def put(self, request: str, prompt: SavedPrompt, first: int, rows: StagedRows) -> None:
         """Queue the blocks from `first` on, with content `rows`, which end the prompt so far."""
         item = self._staged.get(request) or StagedBlocks(request, prompt)
         end = first + len(rows)
-        if self._writer.put(request, item, first, end):
-            self._staged[request] = item
-            item.tokens = len(prompt.tokens)
-            item.rows.update(zip(range(first, end), rows, strict=True))
-            self._queued_blocks += len(rows)
+        if not self._writer.put(request, item, first, end):
+            rows.release()
+            return
+        self._staged[request] = item
+        item.tokens = len(prompt.tokens)
+        item.staged.append(rows)
+        item.rows.update((first + number, (rows, number)) for number in range(len(rows)))
+        self._queued_blocks += len(rows)
 
     # BlockSource of the writer
 
@@ -78,12 +86,18 @@ class PartWriter:
         return prompt
 
     async def copy(self, item: StagedBlocks, pending: PendingWrite) -> "array[int]":
+        async with asyncio.timeout(FILL_S):
+            while not all(rows.filled for rows in item.staged):
+                await asyncio.sleep(POLL_S)
         pairs = zip(pending.blocks, pending.offsets, strict=True)
-        rows = [(item.rows[block], offset) for block, offset in pairs]
-        return await asyncio.to_thread(_copy_rows, rows, self._arenas.of(pending.arena))
+        placed = [(*item.rows[block], offset) for block, offset in pairs]
+        return await asyncio.to_thread(_copy_rows, placed, self._arenas.of(pending.arena))
 
     def release(self, item: StagedBlocks) -> None:
-        self._queued_blocks -= len(item.rows)
+        self._queued_blocks -= sum(map(len, item.staged))
+        for rows in item.staged:
+            rows.release()
+        item.staged.clear()
         item.rows.clear()
 
     def drop(self, item: StagedBlocks) -> None:
@@ -125,7 +139,7 @@ class WorkerBridge(KvbmBridge):
         """Append the tokens of full blocks to a request's prompt."""
         self._loop.call_soon_threadsafe(self._extend_prompt, request, origin, tokens)
 
-    def write_through(self, request: str, groups: list[tuple[int, Tensor]]) -> None:
+    def write_through(self, request: str, groups: list[tuple[int, StagedRows]]) -> None:
         """Queue the first block and the content of the blocks of each group for write-through.
 
         All end with the request's prompt.
@@ -143,7 +157,7 @@ class WorkerBridge(KvbmBridge):
             known = self._prompts[request] = SavedPrompt(array("I"), chain)
         known.tokens.extend(tokens)
 
-    def _enqueue(self, request: str, groups: list[tuple[int, Tensor]]) -> None:
+    def _enqueue(self, request: str, groups: list[tuple[int, StagedRows]]) -> None:
         for writer, (first, rows) in zip(self._writers, groups, strict=True):
             if len(rows):
                 writer.put(request, self._prompts[request], first, rows)
@@ -164,9 +178,10 @@ class WorkerBridge(KvbmBridge):
         await super()._close()
 
 
-def _copy_rows(rows_and_offsets: list[tuple[Tensor, int]], host: Tensor) -> "array[int]":
+def _copy_rows(placed: list[tuple[StagedRows, int, int]], host: Tensor) -> "array[int]":
     checksums = array("Q")
-    for row, offset in rows_and_offsets:
+    for rows, number, offset in placed:
+        row = rows.row(number)
         host[offset : offset + len(row)].copy_(row)
         checksums.append(xxh3(row.numpy().data))
     return checksums
