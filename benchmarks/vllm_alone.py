@@ -29,36 +29,51 @@ from pathlib import Path
 import aiohttp
 from common import cpu_seconds
 
-BLOCK, BLOCKS = 32, 400
-SYSTEM, TURN, ANSWER, JOB = 512, 96, 16, 1000
 FLAGS = ["--kv-transfer-config", '{"kv_connector":"KvmeshRetentionConnector","kv_role":"kv_both"}']
 HINT = json.dumps({"cache_control": {"ttl": "10m"}})
 START_S = 400.0
 
 
+@dataclass(frozen=True)
+class Scale:
+    """Tokens of the trace's parts, and vLLM's blocks of `block` tokens; `arguments` are vLLM's."""
+
+    block: int = 32
+    blocks: int = 400
+    context: int = 2048
+    system: int = 512
+    turn: int = 96
+    answer: int = 16
+    job: int = 1000
+    arguments: tuple[str, ...] = ("--enforce-eager",)
+
+
 @dataclass
 class Figures:
-    """Times to the first token in seconds, and token counts of the agents' prompts."""
+    """Times to the first token in seconds, and token counts: `total` of all, others of agents."""
 
     agents: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     prompt: int = 0
     cached: int = 0
+    total: int = 0
 
 
 class Server:
     """A vLLM server in a process of its own."""
 
-    def __init__(self, model: Path, folder: Path, plugin: bool) -> None:
+    def __init__(self, model: Path, folder: Path, plugin: bool, scale: Scale) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.plugin = plugin
+        self.scale = scale
         self.figures = Figures()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "tiny", "--port", str(port)]
-        command += ["--host", "127.0.0.1", "--enforce-eager", "--block-size", str(BLOCK)]
-        command += ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "2048"]
+        command += ["--host", "127.0.0.1", "--block-size", str(scale.block)]
+        command += ["--num-gpu-blocks-override", str(scale.blocks)]
+        command += ["--max-model-len", str(scale.context), *scale.arguments]
         command += ["--enable-prompt-tokens-details", *(FLAGS if plugin else [])]
         env = {
             **os.environ,
@@ -94,7 +109,7 @@ class Server:
         body = {
             "model": "tiny",
             "prompt": prompt,
-            "max_tokens": ANSWER,
+            "max_tokens": self.scale.answer,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -114,10 +129,12 @@ class Server:
                 first = first or time.perf_counter() - start
                 for choice in chunk["choices"]:
                     tokens += choice["token_ids"]
-                if is_agent and (usage := chunk.get("usage")):
-                    details = usage.get("prompt_tokens_details") or {}
-                    self.figures.prompt += usage["prompt_tokens"]
-                    self.figures.cached += details.get("cached_tokens") or 0
+                if usage := chunk.get("usage"):
+                    self.figures.total += usage["total_tokens"]
+                    if is_agent:
+                        details = usage.get("prompt_tokens_details") or {}
+                        self.figures.prompt += usage["prompt_tokens"]
+                        self.figures.cached += details.get("cached_tokens") or 0
         (self.figures.agents if is_agent else self.figures.others).append(first)
         return tokens
 
@@ -136,36 +153,64 @@ class Server:
         self.process.wait(30)
 
 
-async def replay(server: Server, options: argparse.Namespace) -> float:
-    """Send the trace; returns the CPU seconds that the server spent."""
-    chance = random.Random(options.seed)
-    system = [chance.randrange(8000) for _ in range(SYSTEM)]
+@dataclass
+class Replay:
+    """The figures of one server, with its CPU seconds and the seconds of the trace."""
+
+    figures: Figures
+    cpu_s: float
+    seconds: float
+
+
+async def replay(server: Server, options: argparse.Namespace) -> Replay:
+    """Send the trace; agents take their turns at the same time if `options.concurrent`."""
+    chance, scale = random.Random(options.seed), server.scale
+
+    def tokens(count: int) -> list[int]:
+        return [chance.randrange(8000) for _ in range(count)]
+
+    async def turn(prompt: list[int], jobs: list[list[int]]) -> None:
+        prompt += await server.ask(http, prompt, is_agent=True)
+        for job in jobs:
+            await server.ask(http, job, is_agent=False)
+
+    system = tokens(scale.system)
     prompts = [list(system) for _ in range(options.agents)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as http:
         await server.ready(http)
-        await server.ask(http, [1] * JOB, is_agent=False)
+        await server.ask(http, [1] * scale.job, is_agent=False)
         server.figures = Figures()
-        before = server.cpu_s()
+        before, start = server.cpu_s(), time.perf_counter()
         for _ in range(options.turns):
+            turns = []
             for prompt in prompts:
-                prompt += [chance.randrange(8000) for _ in range(TURN)]
-                prompt += await server.ask(http, prompt, is_agent=True)
-                for _ in range(options.jobs):
-                    job = [chance.randrange(8000) for _ in range(JOB)]
-                    await server.ask(http, job, is_agent=False)
-        return server.cpu_s() - before
+                prompt += tokens(scale.turn)
+                turns.append(turn(prompt, [tokens(scale.job) for _ in range(options.jobs)]))
+            if options.concurrent:
+                await asyncio.gather(*turns)
+            else:
+                for each in turns:
+                    await each
+        seconds = time.perf_counter() - start
+        return Replay(server.figures, server.cpu_s() - before, seconds)
 
 
-def run(model: Path, folder: Path, plugin: bool, options: argparse.Namespace) -> list[float]:
-    """Cached share, median milliseconds of agents and of others, and CPU seconds of one server."""
-    server = Server(model, folder, plugin)
+def run(
+    model: Path, folder: Path, plugin: bool, options: argparse.Namespace, scale: Scale
+) -> Replay:
+    """Replay the trace on a server of its own."""
+    server = Server(model, folder, plugin, scale)
     try:
-        spent = asyncio.run(replay(server, options))
+        return asyncio.run(replay(server, options))
     finally:
         server.close()
-    found = server.figures
-    times = [statistics.median(times) * 1e3 for times in (found.agents, found.others)]
-    return [100 * found.cached / found.prompt, *times, spent]
+
+
+def columns(found: Replay) -> list[float]:
+    """Cached share, median milliseconds of agents and of others, and CPU seconds."""
+    figures = found.figures
+    times = [statistics.median(times) * 1e3 for times in (figures.agents, figures.others)]
+    return [100 * figures.cached / figures.prompt, *times, found.cpu_s]
 
 
 def main() -> None:
@@ -176,6 +221,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="one-off prompts after each turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--concurrent", action="store_true", help="all agents at the same time")
     options = parser.parse_args()
     from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
@@ -185,7 +231,8 @@ def main() -> None:
         make_tiny_model(folder / "tiny")
         for _ in range(options.rounds):
             for plugin, figures in rounds.items():
-                figures.append(run(folder / "tiny", folder, plugin, options))
+                found = run(folder / "tiny", folder, plugin, options, Scale())
+                figures.append(columns(found))
     print(f"{options.agents} agents, {options.turns} turns, {options.jobs} jobs after each turn")
     print(f"{'':24}{'cached %':>10}{'agents ms':>11}{'others ms':>11}{'CPU s':>8}")
     for plugin, figures in rounds.items():

@@ -15,7 +15,7 @@ from kvmesh.worker.adapters.copies.block_copies import (
     scatter,
 )
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 
 
 class HostSpan:
@@ -49,10 +49,10 @@ class HostBlockCopies:
         began, size = time.perf_counter(), row_bytes(tensors)
         with torch.inference_mode():
             for chunk in chunks(blocks, offsets, size, max(1, CHUNK_BYTES // size)):
+                runs = [bytes_of(host, run, size) for run in chunk.runs]
+                rows = (runs[0] if len(runs) == 1 else torch.cat(runs)).to(self._device)
                 index = torch.tensor(chunk.blocks, device=self._device)
-                for run in chunk.runs:
-                    rows = bytes_of(host, run, size).to(self._device).view(-1, size)
-                    scatter(tensors, index[run.first : run.end], rows)
+                scatter(tensors, index, rows.view(-1, size))
         return self._copied(began)
 
     def gather(
@@ -62,9 +62,14 @@ class HostBlockCopies:
         with torch.inference_mode():
             for chunk in chunks(blocks, offsets, size, max(1, CHUNK_BYTES // size)):
                 index = torch.tensor(chunk.blocks, device=self._device)
+                if len(chunk.runs) == 1:
+                    rows = bytes_of(host, chunk.runs[0], size).view(-1, size)
+                    collect(tensors, index, rows)
+                    continue
+                rows = host.new_empty(len(chunk.blocks), size)
+                collect(tensors, index, rows)
                 for run in chunk.runs:
-                    rows = bytes_of(host, run, size).view(-1, size)
-                    collect(tensors, index[run.first : run.end], rows)
+                    bytes_of(host, run, size).copy_(rows[run.first : run.end].view(-1))
         return self._copied(began)
 
     def _copied(self, began: float) -> Span:
