@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from common import Report, Row, median, parser
 from gpu_copies import measure_copies
-from gpu_engine import Scale, measure_engine
+from gpu_engine import Kind, Scale, measure_engine
 from kv_node import node
 from vllm_alone import Replay, run
 from vllm_alone import Scale as TraceScale
@@ -46,10 +46,10 @@ def copies(report: Report, options: argparse.Namespace) -> str:
     return f"copies at {worst:.0%} of a plain one or better"
 
 
-def engine(report: Report, options: argparse.Namespace, kind: str) -> str:
+def engine(report: Report, options: argparse.Namespace, kind: Kind) -> str:
     on_gpu = options.device != "cpu"
     prefix = options.prefix or (8192 if options.model else 4096 if on_gpu else 512)
-    scale = Scale(prefix, streams=16, window=64) if on_gpu else Scale(prefix, rounds=1)
+    scale = Scale(prefix, streams=16, window=64) if on_gpu else Scale(prefix, block=32, rounds=1)
     host_bytes = 16 * GIB if on_gpu else 64 * MIB
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -61,7 +61,7 @@ def engine(report: Report, options: argparse.Namespace, kind: str) -> str:
 
 def retention(report: Report, options: argparse.Namespace) -> str:
     on_gpu = options.device != "cpu"
-    scale, load = TraceScale(), {"agents": 3, "turns": 3, "jobs": 2}
+    scale, load = TraceScale(blocks=160), {"agents": 3, "turns": 3, "jobs": 2}
     if on_gpu:
         sizes = {"context": 16384, "system": 4096, "turn": 512, "answer": 64, "job": 8000}
         scale = TraceScale(block=16, blocks=6000, arguments=(), **sizes)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common import Report, median
 from kv_node import LIMITS, NODE, Node, until
@@ -26,6 +26,7 @@ from kvmesh.settings import Settings
 from kvmesh.settings.schema import NatsSettings, TorchSettings, VllmSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta, create_engine
 
+Kind = Literal["torch", "vllm"]
 TRIES = 20
 WAIT_S = 600.0
 
@@ -72,7 +73,7 @@ class Arrivals:
 class MeasuredEngine:
     """An engine beside the kvbm of a node."""
 
-    def __init__(self, kind: str, model: Path, device: str, scale: Scale, url: str, bus: Bus):
+    def __init__(self, kind: Kind, model: Path, device: str, scale: Scale, url: str, bus: Bus):
         def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
             worker = WorkerIdentity(node=NODE, instance=kind, model="bench", layout=layout)
             return KvbmClient(bus, LIMITS, worker, user)
@@ -181,7 +182,7 @@ def _vllm_arguments(blocks: int, scale: Scale, on_gpu: bool) -> list[str]:
 
 
 async def measure_engine(
-    report: Report, kind: str, model: Path, device: str, scale: Scale, running: Node
+    report: Report, kind: Kind, model: Path, device: str, scale: Scale, running: Node
 ) -> str:
     """Add the figures of one engine; returns them in words."""
     bus = await running.connect("bench")
@@ -200,7 +201,7 @@ async def measure_engine(
         await bus.close()
 
 
-async def _computed(report: Report, engine: MeasuredEngine, kind: str) -> tuple[float, float]:
+async def _computed(report: Report, engine: MeasuredEngine, kind: Kind) -> tuple[float, float]:
     """TTFT of new prompts, and of the same with the engine's own cache."""
     await engine.ttft(engine.prompt())  # compiles and allocates
     cold, warm = [], []
@@ -215,7 +216,7 @@ async def _computed(report: Report, engine: MeasuredEngine, kind: str) -> tuple[
 
 
 async def _loaded(
-    report: Report, engine: MeasuredEngine, kind: str, computed: float
+    report: Report, engine: MeasuredEngine, kind: Kind, computed: float
 ) -> float | None:
     """TTFT of prompts from the host's memory; None if the block manager prefers computing."""
     found: list[float] = []
@@ -236,7 +237,7 @@ async def _loaded(
 
 
 async def _beside_streams(
-    report: Report, engine: MeasuredEngine, kind: str, loaded: float
+    report: Report, engine: MeasuredEngine, kind: Kind, loaded: float
 ) -> float:
     """A load beside streams; returns the share of their tokens per second that they keep."""
     times: list[float] = []
