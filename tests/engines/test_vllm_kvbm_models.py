@@ -14,7 +14,12 @@ import pytest
 import pytest_asyncio
 from support.lora import make_adapter
 from support.nats import NatsServer, free_port
-from support.random_models import make_attention_model, make_mla_model, make_sliding_window_model
+from support.random_models import (
+    make_attention_model,
+    make_hybrid_model,
+    make_mla_model,
+    make_sliding_window_model,
+)
 from support.vllm import SIZE, VllmRun, prompt, work
 from support.vllm_kvbm import KvbmRun, Logprobs, faulty_loads, kvbm_run
 
@@ -29,13 +34,18 @@ pytestmark = [
 ]
 LENGTH = 300
 WINDOW = 2 * SIZE
+LINEAR = "linear attention"
 
 
 class Case(NamedTuple):
-    """A vLLM with a model, and the folder with its faults (`faulty_loads`)."""
+    """A vLLM with a model, and the folder with its faults (`faulty_loads`).
+
+    `has_states`: the model continues a prompt only where vLLM has kept a state.
+    """
 
     run: KvbmRun
     folder: Path
+    has_states: bool
 
 
 def make_model(name: str, folder: Path) -> list[str]:
@@ -46,6 +56,9 @@ def make_model(name: str, folder: Path) -> list[str]:
     if name == "sliding window":
         make_sliding_window_model(folder, WINDOW, intermediate=16384)
         return ["num_gpu_blocks_override=97"]
+    if name == LINEAR:
+        make_hybrid_model(folder, intermediate=16384)
+        return ["num_gpu_blocks_override=97", "dtype=bfloat16"]
     make_mla_model(folder)
     return ["tensor_parallel_size=2"] if "tensor parallel" in name else []
 
@@ -53,7 +66,7 @@ def make_model(name: str, folder: Path) -> list[str]:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["tensor parallel", "sliding window", "MLA, tensor parallel"],
+    params=["tensor parallel", "sliding window", LINEAR, "MLA, tensor parallel"],
 )
 async def case(
     request: pytest.FixtureRequest,
@@ -64,7 +77,7 @@ async def case(
     args = make_model(request.param, folder / "model")
     with faulty_loads(folder):
         async with kvbm_run(nats_server, folder, folder / "model", *args) as run:
-            yield Case(run, folder)
+            yield Case(run, folder, request.param == LINEAR)
 
 
 async def test_loaded_blocks_give_the_same_logits(case: Case) -> None:
@@ -83,9 +96,10 @@ async def test_loaded_blocks_give_the_same_logits(case: Case) -> None:
         assert loaded == warm
     else:  # MLA reuses no prefix of its own here; its kernels differ with a cached prefix
         assert difference(cold[:1], loaded[:1]) < 0.01
-    with fault(case, "zeros"):
-        wrong = await run.onboarded(tokens, depth)
-        assert difference(cold[:1], wrong[:1]) > 0.1
+    for wrong in ["zeros", "zero states"] if case.has_states else ["zeros"]:
+        with fault(case, wrong):
+            differing = await run.onboarded(tokens, depth)
+            assert difference(cold[:1], differing[:1]) > 0.1, wrong
 
 
 async def test_what_cannot_be_loaded_is_computed(case: Case) -> None:
@@ -124,6 +138,23 @@ async def test_a_longer_prompt_continues_a_loaded_one(case: Case) -> None:
     assert difference(expected[:1], (await run.logprobs("once more", longer))[:1]) < 0.01
     await run.onboarded(first, (5 * SIZE + 9) // size * size)
     loaded = await run.onboarded(longer, (9 * SIZE + 19) // size * size)
+    assert difference(expected[:1], loaded[:1]) < 0.01
+
+
+async def test_a_prompt_loads_what_it_shares_with_others(case: Case) -> None:
+    """Of states, only those at the ends of the other prompts are there."""
+    run, size = case.run, case.run.info.block_size
+    long, short = prompt(LENGTH, first=2500), prompt(5 * SIZE + 10, first=2500)
+    branch = prompt(7 * SIZE + 6, first=2500) + prompt(2 * SIZE, first=3300)
+    expected = await run.logprobs("whole", branch, salt=salt("tiny", "", "apart"), tenant="apart")
+    for tokens in (short, long):
+        await run.generate("once", tokens)
+        await run.onboarded(tokens, (len(tokens) // 4 - 1) // size * size)
+    await run.clear_cache()
+    loaded = await run.logprobs("branch", branch)
+    shared = 5 * SIZE if case.has_states else (7 * SIZE + 6) // size * size
+    assert run.sink.cached("branch") == shared
+    assert run.sink.tiers("branch") == [0, shared]
     assert difference(expected[:1], loaded[:1]) < 0.01
 
 

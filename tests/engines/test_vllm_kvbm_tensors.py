@@ -69,7 +69,7 @@ def side(arrange: Any, seed: int, copies: Any = None) -> Any:
     bridge = Bridge(host)
     grouped = grouped_caches(caches, PARTS, BLOCKS)
     copies = copies or HostBlockCopies(torch.device("cpu"))
-    staging = [RowStaging(8, LAYOUT.block_bytes, page_locked=False)]
+    staging = [RowStaging(8, LAYOUT.block_bytes, LAYOUT.block_bytes, page_locked=False)]
     return WorkerSide(bridge, PARTS, 0, grouped, copies, staging), host  # type: ignore[arg-type]
 
 
@@ -235,3 +235,52 @@ def test_tensors_that_do_not_fit_the_layout_are_refused() -> None:
     odd = torch.zeros(BLOCKS + 1, HEADS, TOKENS, CONTENT)
     with pytest.raises(ValueError, match="the KV of 6 blocks has the shape"):
         grouped_caches({"a": odd, "b": odd}, PARTS, BLOCKS)
+
+
+def test_a_state_is_stored_with_zeros_at_its_end() -> None:
+    """The rows of states lie apart in vLLM's memory; what lies between them is not stored."""
+    import torch
+
+    from kvmesh.worker.adapters.copies.host_copies import HostBlockCopies
+    from kvmesh.worker.engines.vllm.kvbm.scheduler_side import (
+        BlockLoad,
+        BlockSave,
+        GroupLoad,
+        GroupSave,
+    )
+    from kvmesh.worker.engines.vllm.kvbm.staging import RowStaging
+    from kvmesh.worker.engines.vllm.kvbm.worker_side import WorkerSide, grouped_caches
+
+    layout = KvLayout(
+        weights="w",
+        dtype="state",
+        item_bytes=1,
+        block_size=TOKENS,
+        layers=[LayerLayout(1, 6, 0)],
+        window=TOKENS,
+    )
+    group = KvGroup(index=0, layers=["a", "b"], layout=layout, has_state=True)
+    parts = KvParts(block_size=TOKENS, groups=[group], shards=1, replicas=1)
+    memory = torch.arange(2 * BLOCKS * 32, dtype=torch.int8).view(2, BLOCKS, 1, 1, 32)
+    views = {"a": memory[0, ..., :11], "b": memory[1, ..., :11]}
+    host = torch.full((100,), 99, dtype=torch.uint8)
+    bridge: Any = Bridge(host)
+    caches, copies = grouped_caches(views, parts, BLOCKS), HostBlockCopies(torch.device("cpu"))
+    staging = [RowStaging(2, layout.block_bytes, 22, page_locked=False)]
+    made = WorkerSide(bridge, parts, 0, caches, copies, staging)
+    origin: Any = None
+    made.save([BlockSave("r", origin, array("I"), [GroupSave(7, [4])])], 1)
+    ((_, first, rows),) = bridge.written
+    expected = torch.cat(
+        [views["a"][4].flatten(), views["b"][4].flatten(), torch.zeros(2, dtype=torch.int8)]
+    )
+    assert first == 7
+    assert rows.row(0).equal(expected.view(torch.uint8))
+    before = memory.clone()
+    host[:24] = rows.row(0)
+    made.load(BlockLoad("r", "arena", [GroupLoad([2], [array("Q", [0])])]))
+    assert memory[:, 2, 0, 0, :11].equal(before[:, 4, 0, 0, :11])
+    memory[:, 2, 0, 0, :11] = before[:, 2, 0, 0, :11]
+    assert memory.equal(before)
+    with pytest.raises(ValueError, match="a block has 10 bytes, not 24"):
+        grouped_caches({name: view[..., :5] for name, view in views.items()}, parts, BLOCKS)

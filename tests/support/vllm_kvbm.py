@@ -37,7 +37,9 @@ def register():
             blocks.groups.clear()
         return load(self, blocks)
     def load_zeros(self, group, caches, host):
-        return load_group(self, group, caches, torch.zeros_like(host) if is_on("zeros") else host)
+        has_state = caches[0].dtype is torch.int8
+        wrong = is_on("zeros") or has_state and is_on("zero states")
+        return load_group(self, group, caches, torch.zeros_like(host) if wrong else host)
     WorkerSide.load, WorkerSide._load_group = load_or_fail, load_zeros
 """
 
@@ -128,8 +130,9 @@ async def kvbm_run(
 
 @contextmanager
 def faulty_loads(folder: Path) -> Iterator[None]:
-    """Make vLLM's processes load zeros, or nothing, while `folder` has the file `zeros` or `lost`.
+    """Make vLLM's processes load zeros, zero states or nothing, while `folder` has such a file.
 
+    The file is named `zeros`, `zero states` or `lost`.
     A plugin of vLLM's changes the connector; it is found in `folder`.
     """
     (folder / "faulty_loads.py").write_text(PLUGIN)

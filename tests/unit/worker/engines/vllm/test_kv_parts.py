@@ -36,6 +36,11 @@ class SlidingWindowSpec(FullAttentionSpec):
 @dataclass
 class MambaSpec:
     block_size: int = 16
+    shapes: Any = ((3, 10), (5,))
+    dtypes: Any = field(default_factory=lambda: (torch.bfloat16, torch.float32))
+    state_content_size_bytes: int = 80
+    mamba_cache_mode: str = "align"
+    num_speculative_blocks: int = 0
 
 
 @dataclass
@@ -95,11 +100,35 @@ def test_a_layout_names_type_engine_and_sizes() -> None:
     assert "vLLM on cpu" in layout.summary
 
 
+def test_a_state_is_a_block_of_which_the_last_is_needed() -> None:
+    made = parts(MambaSpec(), FullAttentionSpec(), MambaSpec(num_speculative_blocks=2))
+    assert [group.index for group in made.groups] == [1, 0, 2]
+    assert made.states == [1, 2]
+    assert [group.is_speculative for group in made.groups] == [False, False, True]
+    assert [made.first_needed(1, end) for end in (1, 2, 10)] == [0, 1, 9]
+
+
+@pytest.mark.parametrize(("size", "stored"), [(80, 80), (81, 96)])
+def test_a_state_is_filled_up_to_a_multiple_of_the_tokens(size: int, stored: int) -> None:
+    made = parts(FullAttentionSpec(), MambaSpec(state_content_size_bytes=size))
+    assert made.layouts[1].block_bytes == stored
+    assert "bfloat16 [3, 10], float32 [5]" in made.layouts[1].summary
+
+
+def test_ranks_with_the_same_kv_have_different_states() -> None:
+    with pytest.raises(ValueError, match="the states of layer 1 with more tensor parallel ranks"):
+        parts(FullAttentionSpec(), MambaSpec(), ranks=4, replicas=2)
+
+
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
         ([], "needs a model with attention layers"),
-        ([FullAttentionSpec(), MambaSpec()], "cannot store the KV of layer 1 .MambaSpec."),
+        ([MambaSpec()], "cannot store the KV of layer 0 .MambaSpec."),
+        (
+            [FullAttentionSpec(), MambaSpec(mamba_cache_mode="none")],
+            "cannot store the KV of layer 1 .MambaSpec.",
+        ),
         ([FullAttentionSpec(), SlidingWindowSpec(block_size=32)], "not of 16, 32 tokens"),
     ],
 )

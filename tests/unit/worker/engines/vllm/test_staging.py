@@ -50,7 +50,7 @@ def part_writer(host: torch.Tensor) -> PartWriter:
 
 
 def test_rows_are_the_first_free_ones() -> None:
-    staging = RowStaging(4, ROW, page_locked=False)
+    staging = RowStaging(4, ROW, ROW, page_locked=False)
     one, two = staged(staging, 1), staged(staging, 2)
     assert (one.offsets, two.offsets) == ([0], [8, 16])
     assert staging.take(2) is None
@@ -59,7 +59,7 @@ def test_rows_are_the_first_free_ones() -> None:
 
 
 def test_rows_are_reused_when_their_copy_has_ended() -> None:
-    staging, copying = RowStaging(2, ROW, page_locked=False), Copying()
+    staging, copying = RowStaging(2, ROW, ROW, page_locked=False), Copying()
     rows = staged(staging, 2)
     rows.copied = copying
     rows.release()
@@ -77,7 +77,7 @@ def test_the_number_of_rows_is_bounded() -> None:
 
 async def test_rows_are_written_when_they_are_filled() -> None:
     staging, host, copying = (
-        RowStaging(2, ROW, False),
+        RowStaging(2, ROW, ROW, False),
         torch.zeros(32, dtype=torch.uint8),
         Copying(),
     )
@@ -86,7 +86,7 @@ async def test_rows_are_written_when_they_are_filled() -> None:
     staging.memory.fill_(1)
     writer = part_writer(host)
     prompt: Any = None
-    item = StagedBlocks("r", prompt)
+    item = StagedBlocks("r", "r", prompt)
     item.staged.append(rows)
     item.rows.update({5: (rows, 0), 6: (rows, 1)})
     pending: Any = SimpleNamespace(blocks=[6, 5], offsets=[24, 0], arena=None)
@@ -103,7 +103,7 @@ async def test_rows_are_written_when_they_are_filled() -> None:
 
 
 async def test_rows_that_are_not_queued_are_given_back() -> None:
-    staging = RowStaging(2, ROW, page_locked=False)
+    staging = RowStaging(2, ROW, ROW, page_locked=False)
     writer = part_writer(torch.zeros(0, dtype=torch.uint8))
     prompt: Any = SimpleNamespace(tokens=[1, 2])
     writer.put("r", prompt, 0, staged(staging, 2))  # no kvbm is attached

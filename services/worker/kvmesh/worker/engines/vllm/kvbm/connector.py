@@ -121,11 +121,15 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         caches = grouped_caches(kv_caches, self._parts, self._blocks)
         rank, device = get_tensor_model_parallel_rank(), caches[0][0].device
-        sizes, on_gpu = [row_bytes(group) for group in caches], device.type == "cuda"
+        sizes = [group.layout.block_bytes for group in self._parts.groups]
+        on_gpu = device.type == "cuda"
         step, rows = ceil(self._step_tokens / self._parts.block_size), 0
         if self._parts.writes(rank):
             rows = staging_rows(self._options.queue, step, sum(sizes))
-        staging = [RowStaging(rows, size, page_locked=on_gpu) for size in sizes]
+        staging = [
+            RowStaging(rows, size, row_bytes(group), page_locked=on_gpu)
+            for size, group in zip(sizes, caches, strict=True)
+        ]
         copies: BlockCopies = HostBlockCopies(device)
         if on_gpu:
             copies = CudaBlockCopies(device, max(LANE_BYTES, *sizes))

@@ -13,10 +13,12 @@ from contextlib import AsyncExitStack, aclosing
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, TierSpeeds, digest_of
+from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
 from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, KvbmBridge, PromptChain
@@ -27,6 +29,8 @@ DEADLINE_S = 30.0
 UNCLAIMED_S = 60.0
 WRITE_GRACE_S = 1.0
 WINDOW_TRIES = 3
+PROBES = 32
+MAX_PROBES = 256
 
 
 class PartBlocks(Struct):
@@ -81,6 +85,8 @@ class SchedulerBridge(KvbmBridge):
         self._released: dict[str, asyncio.Event] = {}
         self._check_speed = Throughput()
         self._parts = parts
+        shards = range(parts.shards)
+        self._state_parts = [group * parts.shards + s for group in parts.states for s in shards]
         self._speeds = [TierSpeeds()] * len(parts.layouts)
         self.corrupt = 0
         super().__init__(options, "scheduler", parts.layouts, torch.device("cpu"))
@@ -176,33 +182,80 @@ class SchedulerBridge(KvbmBridge):
         """Find the longest prefix of which all parts have what they need; held until `loads` end.
 
         A part with a window needs only the blocks of the window before the end of the prefix.
+        There are few states; the likeliest is the one at the end of the prompt, which this request
+        computes if it is missing.
         """
         key = self._clients[0].key
         if key is None:
             return None
         chain = PromptChain(self._options, origin, self._layouts[0])
         prompts = chain.prompts(request, tokens, key, self._layouts)
+        last = prompts[0].blocks
         whole = [part for part, layout in enumerate(self._layouts) if not layout.window]
-        found = await self._load(loads, prompts, dict.fromkeys(whole, held))
-        end = min(blocks.end for blocks in found.values())
+        states = self._state_parts
+        first = dict.fromkeys(whole, held) | dict.fromkeys(states, last - 1)
+        found = await self._load(loads, prompts, first)
+        end = min(found[part].end for part in whole)
+        if end < last or any(found[part].end < last for part in states):
+            found = {part: found[part] for part in whole}
+        end = await self._find_windows(loads, prompts, held, end, found)
+        complete = len(found) == len(prompts) and end > held
+        if not complete or len({blocks.arena for blocks in found.values()}) > 1:
+            return None
+        return LookupResult(held, end, [found[part] for part in range(len(prompts))])
+
+    async def _find_windows(
+        self,
+        loads: AsyncExitStack,
+        prompts: list[KvbmPrompt],
+        held: int,
+        end: int,
+        found: dict[int, PartBlocks],
+    ) -> int:
+        """Add the missing parts to `found`; returns the longest end that they allow, up to `end`.
+
+        If it cannot be found, parts are missing still.
+        """
+        states = [part for part in self._state_parts if part not in found]
         windows = [part for part in range(len(prompts)) if part not in found]
         for _ in range(WINDOW_TRIES if windows else 0):
+            if states and end > held:
+                end = await self._last_state(prompts[states[0]], states[0], held, end)
             if end <= held:
-                return None
+                break
             first = {
                 part: max(held, self._parts.first_needed(part // self._parts.shards, end))
                 for part in windows
             }
-            of_windows = await self._load(loads, prompts, first)
+            # nothing is known of states after the end: no other request is to wait for one
+            needed = [_shortened(p, end) if n in states else p for n, p in enumerate(prompts)]
+            of_windows = await self._load(loads, needed, first)
             reached = min(blocks.end for blocks in of_windows.values())
             if reached >= end:
                 found |= of_windows
                 break
             end = reached
-        complete = len(found) == len(prompts) and end > held
-        if not complete or len({blocks.arena for blocks in found.values()}) > 1:
-            return None
-        return LookupResult(held, end, [found[part] for part in range(len(prompts))])
+        return end
+
+    async def _last_state(self, prompt: KvbmPrompt, part: int, held: int, end: int) -> int:
+        """The greatest end up to `end` of a block with a state; `held` if none is found."""
+        for stop in range(end, max(held, end - MAX_PROBES), -PROBES):
+            ends = range(stop, max(held, stop - PROBES), -1)
+            async with asyncio.TaskGroup() as group:
+                probes = [group.create_task(self._holds(prompt, part, end)) for end in ends]
+            known = next((e for e, probe in zip(ends, probes, strict=True) if probe.result()), None)
+            if known is not None:
+                return known
+        return held
+
+    async def _holds(self, prompt: KvbmPrompt, part: int, end: int) -> bool:
+        """True if the kvbm has the last of the first `end` blocks, without waiting for it."""
+        wanted, speeds = _shortened(prompt, end), TierSpeeds()
+        loading = self._clients[part].load(wanted, end - 1, speeds, 0.0, DEADLINE_S, False)
+        async with aclosing(loading):
+            async for fetched in loading:
+                return len(fetched.offsets) > 0
+        return False
 
     async def _load(
         self, loads: AsyncExitStack, prompts: list[KvbmPrompt], first: dict[int, int]
@@ -269,6 +322,16 @@ class SchedulerBridge(KvbmBridge):
             if self._lookups.get(request) is found:
                 del self._lookups[request], self._released[request]
             return True
+
+
+def _shortened(prompt: KvbmPrompt, blocks: int) -> KvbmPrompt:
+    """The first blocks of a prompt."""
+    return replace(
+        prompt,
+        digests=prompt.digests[: blocks * DIGEST_BYTES],
+        sequence_hashes=prompt.sequence_hashes[: blocks * HASH_BYTES],
+        local=prompt.local[: blocks * HASH_BYTES],
+    )
 
 
 def _count_valid(fetched: FetchedPart, host: Tensor, size: int) -> int:

@@ -2,6 +2,10 @@
 
 vLLM allocates blocks per group: layers of one kind of attention share a block table. Under tensor
 parallelism, each rank has the KV of its heads; of MLA, several ranks have the same.
+
+Layers of linear attention have a state instead of KV. The block of such a group is the state at its
+end, and vLLM keeps few of them. A prompt continues from one state, so these parts have a window of
+one block.
 """
 
 from math import ceil
@@ -14,14 +18,21 @@ from kvmesh.bus.messages import KvLayout, LayerLayout
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec",)
+STATE = ("MambaSpec",)
 
 
 class KvGroup(Struct, frozen=True, kw_only=True):
-    """Layers that share a block table: group `index` of vLLM. `layout` is of its first part."""
+    """Layers that share a block table: group `index` of vLLM. `layout` is of its first part.
+
+    `has_state`: a block is the state of the layers at its end, filled up with less than one byte a
+    token. `is_speculative`: vLLM has further states for tokens that it may discard.
+    """
 
     index: int
     layers: list[str]
     layout: KvLayout
+    has_state: bool = False
+    is_speculative: bool = False
 
 
 class KvParts(Struct, frozen=True, kw_only=True):
@@ -54,6 +65,11 @@ class KvParts(Struct, frozen=True, kw_only=True):
         """True for one of the ranks that have the same shard."""
         return rank % self.replicas == 0
 
+    @property
+    def states(self) -> list[int]:
+        """The numbers of the groups with states."""
+        return [number for number, group in enumerate(self.groups) if group.has_state]
+
     def first_needed(self, group: int, end: int) -> int:
         """The first block that a group needs to continue after `end` blocks."""
         window = self.groups[group].layout.window
@@ -76,9 +92,17 @@ def kv_parts(config: Any, ranks: int, weights: str, engine: str) -> KvParts:
         raise ValueError(f"the block manager needs blocks of one size, not of {named} tokens")
     groups.sort(key=lambda group: group.layout.window > 0)
     lead, *others = groups
+    replicas = config.kv_tp_replicas
+    states = [group for group in groups if group.has_state]
+    if states and replicas > 1:  # the ranks with the same KV have different states
+        raise ValueError(
+            f"the block manager cannot store the states of {states[0].layers[0]} "
+            f"with more tensor parallel ranks than heads of KV"
+        )
+    if lead.has_state:
+        raise _refusal(lead.layers[0], STATE[0])
     # all blocks of the lead are kept: lookups follow it from the root on
     groups = [replace(lead, layout=replace(lead.layout, window=0)), *others]
-    replicas = config.kv_tp_replicas
     return KvParts(
         block_size=sizes.pop(), groups=groups, shards=ranks // replicas, replicas=replicas
     )
@@ -87,11 +111,11 @@ def kv_parts(config: Any, ranks: int, weights: str, engine: str) -> KvParts:
 def _group(index: int, group: Any, weights: str, engine: str) -> KvGroup:
     spec = group.kv_cache_spec
     kind = type(spec).__name__
-    if kind not in FULL + WINDOW or not group.enable_kv_transfer or group.host_resident:
-        raise ValueError(
-            f"the block manager cannot store the KV of {group.layer_names[0]} ({kind}): "
-            "run this model without vllm.kvbm"
-        )
+    stored = kind in FULL + WINDOW or (kind in STATE and spec.mamba_cache_mode == "align")
+    if not stored or not group.enable_kv_transfer or group.host_resident:
+        raise _refusal(group.layer_names[0], kind)
+    if kind in STATE:
+        return _state_group(index, group, weights, engine)
     window = spec.sliding_window + spec.extra_retained_tokens if kind in WINDOW else 0
     layout = KvLayout(
         weights=weights,
@@ -102,6 +126,36 @@ def _group(index: int, group: Any, weights: str, engine: str) -> KvGroup:
         **_item(spec),
     )
     return KvGroup(index=index, layers=list(group.layer_names), layout=layout)
+
+
+def _state_group(index: int, group: Any, weights: str, engine: str) -> KvGroup:
+    spec, count = group.kv_cache_spec, len(group.layer_names)
+    tensors = zip(spec.dtypes, spec.shapes, strict=True)
+    kinds = [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in tensors]
+    token_bytes = ceil(count * spec.state_content_size_bytes / spec.block_size)
+    layout = KvLayout(
+        weights=weights,
+        engine=engine,
+        block_size=spec.block_size,
+        dtype=f"states of {count} layers, each {', '.join(kinds)}",
+        item_bytes=1,
+        layers=[LayerLayout(1, token_bytes, 0)],
+        window=spec.block_size,
+    )
+    return KvGroup(
+        index=index,
+        layers=list(group.layer_names),
+        layout=layout,
+        has_state=True,
+        is_speculative=spec.num_speculative_blocks > 0,
+    )
+
+
+def _refusal(layer: str, kind: str) -> ValueError:
+    return ValueError(
+        f"the block manager cannot store the KV of {layer} ({kind}): "
+        "run this model without vllm.kvbm"
+    )
 
 
 def _is_packed(spec: Any) -> bool:

@@ -42,7 +42,7 @@ class GroupSave(Struct):
 class BlockSave(Struct):
     """Blocks that are full after this step, by group.
 
-    All end with the last of `tokens`, which follow those of the request's earlier saves.
+    None ends after the last of `tokens`, which follow those of the request's earlier saves.
     """
 
     request: str
@@ -67,7 +67,8 @@ class KvmeshConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLL
 class ConnectorRequest:
     """A request in vLLM with its block ids by group; the first `saved_blocks` are in the kvbm.
 
-    The workers have the tokens of the first `sent_blocks`.
+    Of states, those after the first `saved_states` blocks are not. The workers have the tokens of
+    the first `sent_blocks`.
     `received_after`: the blocks after this many come from another engine; None if none do.
     """
 
@@ -77,6 +78,7 @@ class ConnectorRequest:
         self.received_after = received_after
         self.blocks: list[list[int]] = []
         self.saved_blocks = 0
+        self.saved_states = 0
         self.sent_blocks = 0
 
     def add_blocks(self, blocks: list[list[int]]) -> None:
@@ -191,6 +193,8 @@ class SchedulerSide:
         for number, group in enumerate(self._parts.groups):
             table = tables[group.index]
             wanted = [i for i in range(held, end) if table[i] != NULL_BLOCK]
+            if group.has_state and wanted != [end - 1]:
+                return []
             load = GroupLoad([table[i] for i in wanted], [])
             for part in found.parts[number * shards : (number + 1) * shards]:
                 if wanted and (wanted[0] < part.first or wanted[-1] >= part.end):
@@ -207,6 +211,7 @@ class SchedulerSide:
         known, tracked.received_after = tracked.received_after, None
         known = computed // self._block_size if known is None else known
         tracked.saved_blocks = max(tracked.saved_blocks, known)
+        tracked.saved_states = max(tracked.saved_states, known)
 
     def _of_groups(self, blocks: Any) -> list[list[int]]:
         """Block ids in the order of our groups, from vLLM's; None stands for none."""
@@ -223,18 +228,53 @@ class SchedulerSide:
         metadata.prefill_tokens += max(0, min(after, tracked.request.num_prompt_tokens) - computed)
         known = len(tracked.request.all_token_ids)
         full_blocks, first = min(after, known) // self._block_size, tracked.saved_blocks
-        if full_blocks <= first:
+        states = self._states(tracked, full_blocks, output.kv_connector_block_state)
+        if full_blocks <= first and not states:
             return
         sent, size = tracked.sent_blocks, self._block_size
-        tracked.saved_blocks = tracked.sent_blocks = full_blocks
+        tracked.saved_blocks = max(first, full_blocks)
+        tracked.sent_blocks = max(sent, full_blocks)
         tokens = array("I", tracked.request.all_token_ids[sent * size : full_blocks * size])
-        groups = [_group_save(table, first, full_blocks) for table in tracked.blocks]
+        groups = [
+            states.get(number) or _group_save([] if group.has_state else table, first, full_blocks)
+            for number, (group, table) in enumerate(
+                zip(self._parts.groups, tracked.blocks, strict=True)
+            )
+        ]
         metadata.saves.append(BlockSave(request, tracked.origin, tokens, groups))
+
+    def _states(
+        self, tracked: ConnectorRequest, full_blocks: int, offered: Any
+    ) -> dict[int, GroupSave]:
+        """The states to save after this step, by group: those at the end of one block, or none.
+
+        A request has a running state, which each step overwrites. vLLM offers a block with the
+        state at a block's end in the step that computes it or later, and keeps it through the step.
+        """
+        numbers = self._parts.states
+        if not numbers or offered is None:
+            return {}
+        last = full_blocks * self._block_size
+        if any(self._parts.groups[number].is_speculative for number in numbers):
+            last = min(last, tracked.request.num_prompt_tokens)
+        indices = {self._parts.groups[number].index: number for number in numbers}
+        found: dict[int, dict[int, GroupSave]] = {}
+        offers = offered.boundary_state_offloads.get(tracked.request.request_id, [])
+        for index, block, tokens in offers:
+            end, rest = divmod(tokens, self._block_size)
+            is_new = tracked.saved_states < end and tokens <= last
+            if index in indices and block != NULL_BLOCK and is_new and not rest:
+                found.setdefault(end, {})[indices[index]] = GroupSave(end - 1, [block])
+        ends = [end for end, states in found.items() if len(states) == len(numbers)]
+        if not ends:
+            return {}
+        tracked.saved_states = max(ends)
+        return found[tracked.saved_states]
 
 
 def _group_save(table: list[int], first: int, end: int) -> GroupSave:
     """The blocks to save of one group, without those that its window has left behind."""
-    while first < end and table[first] == NULL_BLOCK:
+    while first < min(end, len(table)) and table[first] == NULL_BLOCK:
         first += 1
     return GroupSave(first, table[first:end])
 

@@ -53,13 +53,16 @@ class StagedRows:
 class RowStaging:
     """Memory for `count` rows of `row_bytes` bytes, page-locked if a device copies to it.
 
+    The `content_bytes` of a block are followed by zeros.
+
     One thread takes rows. Released rows are free again when their copy has ended, since the device
     writes to them until then.
     """
 
-    def __init__(self, count: int, row_bytes: int, page_locked: bool) -> None:
+    def __init__(self, count: int, row_bytes: int, content_bytes: int, page_locked: bool) -> None:
         self.row_bytes = row_bytes
         self.memory = torch.empty(count * row_bytes, dtype=torch.uint8, pin_memory=page_locked)
+        self.memory.view(count, row_bytes)[:, content_bytes:] = 0
         self._free = list(range(count))
         self._returned: deque[StagedRows] = deque()
 

@@ -137,7 +137,8 @@ def grouped_caches(caches: dict[str, Tensor], parts: KvParts, blocks: int) -> li
     for group in parts.groups:
         views = [_by_block(caches[name], blocks) for name in group.layers]
         held = sum(view[0].numel() * view.element_size() for view in views)
-        if held != group.layout.block_bytes:
+        missing = group.layout.block_bytes - held
+        if not 0 <= missing < (group.layout.block_size if group.has_state else 1):
             raise ValueError(
                 f"the block manager cannot store the KV of {group.layers[0]}: "
                 f"a block has {held} bytes, not {group.layout.block_bytes}"

@@ -29,9 +29,13 @@ class SavedPrompt(NamedTuple):
 
 
 class StagedBlocks:
-    """The content of a request's blocks that wait for write-through; the last ends at `tokens`."""
+    """The content of a request's blocks that wait for write-through; the last ends at `tokens`.
 
-    def __init__(self, request: str, prompt: SavedPrompt) -> None:
+    `key` names them in the queue.
+    """
+
+    def __init__(self, key: str, request: str, prompt: SavedPrompt) -> None:
+        self.key = key
         self.request = request
         self.prompt = prompt
         self.tokens = 0
@@ -40,12 +44,21 @@ class StagedBlocks:
 
 
 class PartWriter:
-    """Writes the blocks of one part through; at most `limit` wait."""
+    """Writes the blocks of one part through; at most `limit` wait.
+
+    With `has_gaps`, a request's blocks are not consecutive.
+    """
 
     def __init__(
-        self, client: KvbmClient, layout: KvLayout, arenas: ArenaTensors, limit: int
+        self,
+        client: KvbmClient,
+        layout: KvLayout,
+        arenas: ArenaTensors,
+        limit: int,
+        has_gaps: bool = False,
     ) -> None:
         self._layout = layout
+        self._has_gaps = has_gaps
         self._arenas = arenas
         self._limit = limit
         self._queued_blocks = 0
@@ -65,14 +78,15 @@ class PartWriter:
         return self._queued_blocks + blocks <= self._limit
 
     def put(self, request: str, prompt: SavedPrompt, first: int, rows: StagedRows) -> None:
-        """Queue the blocks from `first` on, with content `rows`, which end the prompt so far."""
-        item = self._staged.get(request) or StagedBlocks(request, prompt)
+        """Queue the blocks from `first` on, with content `rows`."""
+        key = f"{request} {first}" if self._has_gaps else request
+        item = self._staged.get(key) or StagedBlocks(key, request, prompt)
         end = first + len(rows)
-        if not self._writer.put(request, item, first, end):
+        if not self._writer.put(key, item, first, end):
             rows.release()
             return
-        self._staged[request] = item
-        item.tokens = len(prompt.tokens)
+        self._staged[key] = item
+        item.tokens = end * self._layout.block_size
         item.staged.append(rows)
         item.rows.update((first + number, (rows, number)) for number in range(len(rows)))
         self._queued_blocks += len(rows)
@@ -80,7 +94,7 @@ class PartWriter:
     # BlockSource of the writer
 
     def hold(self, item: StagedBlocks, key: bytes) -> KvbmPrompt | None:
-        del self._staged[item.request]
+        del self._staged[item.key]
         tokens = item.prompt.tokens[: item.tokens]
         (prompt,) = item.prompt.chain.prompts(item.request, tokens, key, [self._layout])
         return prompt
@@ -101,7 +115,7 @@ class PartWriter:
         item.rows.clear()
 
     def drop(self, item: StagedBlocks) -> None:
-        del self._staged[item.request]
+        del self._staged[item.key]
         self.release(item)
 
 
@@ -112,6 +126,7 @@ class WorkerBridge(KvbmBridge):
         self, options: BridgeOptions, parts: KvParts, rank: int, device: torch.device
     ) -> None:
         self._lead = parts.part(0, 0)
+        self._has_gaps = [group.has_state for group in parts.groups]
         self._prompts: dict[str, SavedPrompt] = {}
         self._skipped = 0
         super().__init__(options, f"rank{rank}", parts.of_rank(rank), device)
@@ -140,10 +155,7 @@ class WorkerBridge(KvbmBridge):
         self._loop.call_soon_threadsafe(self._extend_prompt, request, origin, tokens)
 
     def write_through(self, request: str, groups: list[tuple[int, StagedRows]]) -> None:
-        """Queue the first block and the content of the blocks of each group for write-through.
-
-        All end with the request's prompt.
-        """
+        """Queue the first block and the content of the blocks of each group for write-through."""
         self._loop.call_soon_threadsafe(self._enqueue, request, groups)
 
     def forget_prompts(self, requests: set[str]) -> None:
@@ -167,9 +179,10 @@ class WorkerBridge(KvbmBridge):
             self._prompts.pop(request, None)
 
     async def _start(self) -> list[PartWriter]:
+        parts = zip(self._clients, self._layouts, self._has_gaps, strict=True)
         return [
-            PartWriter(client, layout, self._arenas, self._options.queue)
-            for client, layout in zip(self._clients, self._layouts, strict=True)
+            PartWriter(client, layout, self._arenas, self._options.queue, has_gaps)
+            for client, layout, has_gaps in parts
         ]
 
     async def _close(self) -> None:
