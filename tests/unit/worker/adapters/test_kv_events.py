@@ -191,6 +191,19 @@ def test_blocks_after_an_unknown_parent_or_of_another_size_are_strays() -> None:
     assert books.dropped_blocks == 5
 
 
+def test_offloaded_blocks_that_an_engine_does_not_describe_are_strays() -> None:
+    held = ledger()
+    assert held.apply([BlocksStored([7], None, b"", 0, tier=1)]) == []
+    assert held.dropped_blocks == 1
+
+
+def test_blocks_offloaded_to_another_node_are_remote() -> None:
+    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU"}
+    payload = msgspec.msgpack.encode([0.0, [event, {**event, "locality": "REMOTE"}], 0])
+    decoded = EventDecoder().decode(payload)
+    assert decoded == [BlocksRemoved([1], 1), BlocksRemoved([1], 3)]
+
+
 def test_tiers_are_separate() -> None:
     books = ledger()
     root = stored(list(range(8)))

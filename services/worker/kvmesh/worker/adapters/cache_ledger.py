@@ -251,8 +251,10 @@ class CacheLedger:
 
     def _store(self, event: BlocksStored) -> list[KvEvent]:
         whole = len(event.tokens) == 4 * event.block_size * len(event.hashes)
-        previous = self._previous_hash(event)
-        if event.block_size != self._block_size or not whole or previous is None:
+        fits = whole and event.block_size == self._block_size
+        # vLLM announces offloaded blocks that it cannot describe with size 0 and without tokens
+        previous = self._previous_hash(event) if fits else None
+        if previous is None:
             self.dropped_blocks += len(event.hashes)
             return []
         local, sequence = block_hashes(event.tokens, self._block_size, previous)

@@ -5,6 +5,9 @@ A message is `[topic, sequence number (uint64, big-endian), payload]`, the paylo
 it. Fields differ between engines and versions, so most are optional here: a request's cache salt is
 one of vLLM's `extra_keys` and SGLang's `cache_salt`. A second socket, if the engine has one,
 replays messages from a sequence number on.
+
+Of vLLM's fields, `session_id` is not read, since the index knows blocks and not sessions, nor is
+`ownership`, which names one of several offloading tiers.
 """
 
 import asyncio
@@ -33,6 +36,7 @@ RECEIVE_QUEUE = 10_000
 REPLAY_TIMEOUT_S = 5.0
 TAIL_CHECK_S = 2.0
 END = (1 << 64) - 1
+REMOTE = 3  # the tier
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _FIELDS = {
     "BlockStored": (*_STORED, "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
@@ -69,7 +73,7 @@ class EventDecoder:
             yield _stored(event)
         elif kind == "BlockRemoved" and event.get("group_idx") in (None, self._group):
             hashes = [fold_hash(value) for value in event["block_hashes"]]
-            yield BlocksRemoved(hashes, medium_tier(event.get("medium")))
+            yield BlocksRemoved(hashes, _tier(event))
 
     def _is_chosen_group(self, event: dict[str, Any]) -> bool:
         group = event.get("group_idx")
@@ -118,10 +122,15 @@ def _stored(event: dict[str, Any]) -> BlocksStored:
         None if parent is None else fold_hash(parent),
         array("I", event["token_ids"]).tobytes(),
         event["block_size"],
-        medium_tier(event.get("medium")),
+        _tier(event),
         _salt(keys, adapter),
         adapter,
     )
+
+
+def _tier(event: dict[str, Any]) -> int:
+    """The tier of an event's blocks; those that vLLM offloads to another node are remote."""
+    return REMOTE if event.get("locality") == "REMOTE" else medium_tier(event.get("medium"))
 
 
 def _salt(extra_keys: list[list[Any] | None] | None, adapter: str | None) -> int | None:
