@@ -60,6 +60,7 @@ class EventSink(Protocol):
 class ApiServer:
     """Serves on `url`; `style` is "vllm" or "sglang".
 
+    `prompt_details`: like vLLM with `--enable-prompt-tokens-details`.
     `adapters` are those loaded at run time, name to folder; None: the server has no such endpoint.
     """
 
@@ -76,6 +77,7 @@ class ApiServer:
     evict_by_priority: bool = False
     track_sessions: bool = False
     adapters: dict[str, str] | None = None
+    prompt_details: bool = False
     plugin_problem: str | None = None
 
     def __post_init__(self) -> None:
@@ -93,6 +95,8 @@ class ApiServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.status = 200
+        self.cut_usage = False
+        self.polls = 0  # of the metrics
         self.steps = 0
         self.url = ""
         self._runner: web.AppRunner | None = None
@@ -249,7 +253,8 @@ class ApiServer:
         request.extra = body.get("cache_salt")
         if not body["stream"]:
             token, finish = await request.news.get()
-            return web.json_response(self._completion_chunk(request, token, finish, []))
+            chunk = self._completion_chunk(request, token, finish, [])
+            return web.json_response(chunk | self._usage(request))
         return await self._stream(http, request, self._completion_chunk)
 
     def _completion_chunk(
@@ -266,6 +271,12 @@ class ApiServer:
                 "top_logprobs": [top],
             }
         return {"object": "text_completion", "choices": [choice]}
+
+    def _usage(self, request: Request) -> dict[str, Any]:
+        details = {"prompt_tokens_details": {"cached_tokens": request.cached}}
+        return {
+            "usage": {"prompt_tokens": request.prompt, **(details if self.prompt_details else {})}
+        }
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
@@ -319,6 +330,12 @@ class ApiServer:
                 generated.append(token)
                 data = json.dumps(chunk(request, token, finish, generated))
                 await answer.write(f"data: {data}\n\n".encode())
+            if request.body.get("stream_options", {}).get("include_usage"):
+                if self.cut_usage and http.transport is not None:
+                    http.transport.abort()
+                    return answer
+                usage = json.dumps({"choices": [], **self._usage(request)})
+                await answer.write(f"data: {usage}\n\n".encode())
             await answer.write(b"data: [DONE]\n\n")
         finally:
             self.release(request)
@@ -362,6 +379,7 @@ class ApiServer:
         return web.json_response(sizes | {"max_running_requests": self.max_sequences})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.polls += 1
         if self.style == "sglang":
             lines = [f"sglang:num_running_reqs {len(self.running)}"]
             lines.append(f"sglang:num_queue_reqs {len(self.waiting)}")

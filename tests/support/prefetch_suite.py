@@ -57,6 +57,8 @@ class PrefetchSuite:
     ) -> None:
         tokens = started.prompt(12.5)
         await started.run("a", started.prompt(2.5), max_tokens=1)
+        held = set(started.sequence(started.prompt(2.5)))
+        await eventually(lambda: started.held_hashes == held, what="the events of the request")
         compute = int(4.4 * started.size)
         assert not (await started.execute(prefetch_of(started, tokens, compute=compute))).reason
         there = set(started.sequence(tokens)[: 2 + 4])

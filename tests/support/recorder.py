@@ -72,8 +72,8 @@ class Recorder:
         return self.deltas[name][-1].finish if self.deltas.get(name) else None
 
     def tiers(self, name: str) -> list[int]:
-        """Cached prompt tokens, by tier."""
-        return next(d.cached for d in self.deltas[name] if d.cached is not None)
+        """Cached prompt tokens, by tier, as told last."""
+        return [d.cached for d in self.deltas[name] if d.cached is not None][-1]
 
     def cached(self, name: str) -> int:
         return sum(self.tiers(name))

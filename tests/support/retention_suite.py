@@ -60,13 +60,7 @@ def joined(*parts: bytes) -> bytes:
 
 
 class RetentionSuite:
-    """An engine of 64 blocks, 4 sequences at once, and a context of 32 blocks.
-
-    `knows_cached_tokens`: it knows how many tokens were cached even if tenants share a salt, as
-    they do here and not in a mesh.
-    """
-
-    knows_cached_tokens = True
+    """An engine of 64 blocks, 4 sequences at once, and a context of 32 blocks."""
 
     async def test_retained_blocks_outlive_later_ones(self, started: StartedEngine) -> None:
         kept, plain = started.prompt(5), started.prompt(5, 500)
@@ -174,8 +168,7 @@ class RetentionSuite:
         assert (await started.execute(Release(sessions=["A", "unknown"]))).blocks == 0
         assert started.sink.removed == removed
         await run(started, "b2", two, session="B")
-        if self.knows_cached_tokens:
-            assert started.sink.cached("b2") == 6 * started.size
+        assert started.sink.cached("b2") == 6 * started.size
 
     async def test_blocks_of_a_running_request_are_not_dropped(
         self, started: StartedEngine

@@ -114,9 +114,9 @@ class Chunk(Struct, array_like=True):
     The first chunk carries `cached`, the cached prompt tokens per tier, and `retention`, one of
     "honoured", "clipped" or "unsupported" for each explicit `Retain` of the prompt. The last chunk
     carries `finish` ("stop", "length", "abort" or "error"), `error` with a reason, `decode`, the
-    outcome of an explicit `Work.decode`, and after a prefill `handoff`, for the `Work` of the
-    decode engine. `invalid`: the engine refused the request after the worker had accepted it; any
-    worker would refuse it.
+    outcome of an explicit `Work.decode`, `cached` again if that of the first was an estimate, and
+    after a prefill `handoff`, for the `Work` of the decode engine. `invalid`: the engine refused
+    the request after the worker had accepted it; any worker would refuse it.
     """
 
     request: str

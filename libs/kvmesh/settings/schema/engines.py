@@ -132,6 +132,9 @@ class RemoteSettings(Section, frozen=True, kw_only=True):
         Count, Meta(description="sequences per step, if the server does not report them")
     ] = 256
     max_batched_tokens: Annotated[Count, Meta(description="tokens per step")] = 8192
+    kvbm: Annotated[
+        bool, Meta(description="that server shares KV blocks through the kvbm of the node")
+    ] = False
     probe_s: Annotated[Seconds, Meta(description="interval of health and load probes")] = 1.0
     connect_timeout_s: Annotated[Seconds, Meta(description="longest wait for a connection")] = 5.0
 

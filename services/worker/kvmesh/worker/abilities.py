@@ -41,6 +41,8 @@ DECLARED: dict[str, dict[str, str]] = {
     },
     "openai": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), PLUGIN),
+        TIERS: "`remote.kvbm`",
+        PREFETCH: "vLLM's `--enable-prompt-tokens-details`",
         ADAPTERS: "vLLM's `VLLM_ALLOW_RUNTIME_LORA_UPDATING`",
         TAGS: ALWAYS,
     },

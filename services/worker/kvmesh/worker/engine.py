@@ -46,8 +46,9 @@ class OutputDelta(Struct):
     """Output of one request since its previous delta: tokens in order, and at the end the reason.
 
     `finish` is "stop", "length", "abort" or "error". `cached` is the prompt tokens that were not
-    computed, by tier; it comes with the first tokens. `handoff` comes with the end of a prefill:
-    the engine-specific address of its KV for another engine of this kind.
+    computed, by tier; it comes with the first tokens, and again with the last if the first was an
+    estimate. `handoff` comes with the end of a prefill: the engine-specific address of its KV for
+    another engine of this kind.
 
     `retention` comes with `cached`: the outcome of each explicit directive for the prompt. `decode`
     comes with `finish`: the outcome of the directive for the output. Both are None if the engine

@@ -85,3 +85,14 @@ def test_cached_tokens_after_a_remote_prefill_are_those_that_the_prefill_found(
     stream.prefilled([16, 0])
     stream.receive(Chunk("r", 0, [1], cached=[48, 0]), 11.0)
     assert stream.cached == [16, 0]
+
+
+def test_the_last_chunk_corrects_the_cached_tokens_of_its_attempt(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [1, 2], cached=[16], retention=["honoured"]), 11.0)
+    stream.receive(Chunk("r", 2, [3], cached=[0, 32]), 12.0)
+    assert (stream.cached, stream.retention_outcomes) == ([0, 32], ["honoured"])
+    stream.lose("gone", "vanished")
+    stream.next_attempt()
+    stream.dispatched("w2", 13.0)
+    stream.receive(Chunk("r.1", 3, [4], finish="stop", cached=[64]), 14.0)
+    assert stream.cached == [0, 32], "a migrated request keeps what its first worker reused"

@@ -67,6 +67,17 @@ def test_no_slice_starts_before_the_first_tokens_of_requests() -> None:
     pacer.end(True)
 
 
+def test_requests_of_other_clients_count_like_those_of_callers() -> None:
+    pacer = PrefetchPacer(1000)
+    pacer.record_others(1, 1)
+    assert pacer.pause(0.0) is None
+    pacer.record_others(1, 0)
+    slices = run_slices(pacer, 20.0)
+    assert sum(end - start for start, end, _ in slices) < 1.05 * LOST_SHARE * 20.0
+    pacer.record_others(0, 0)
+    assert pacer.pause(100.0) == 0.0
+
+
 def test_a_slice_is_one_step_at_most() -> None:
     pacer = PrefetchPacer(8)
     for number in range(20):

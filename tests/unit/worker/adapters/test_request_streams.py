@@ -1,10 +1,12 @@
 """Output and load of engines that return a stream per request."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 from support.engines import prompt, work
 from support.recorder import Recorder
+from support.wait import eventually
 
 from kvmesh.worker.adapters.request_streams import RequestStreams, StreamOutput
 
@@ -33,6 +35,37 @@ async def test_cached_tokens_come_by_tier_with_the_first_token(
     await streams.drain()
     assert [delta.cached for delta in sink.deltas["r"]] == [told, None]
     assert streams.load("w", 0, 10, 0).cached_tokens == (cached or 0)
+    await streams.close()
+
+
+@pytest.mark.parametrize(("at_end", "told"), [(16, [16]), (None, None)])
+async def test_an_estimate_of_cached_tokens_is_corrected_at_the_end(
+    at_end: int | None, told: list[int] | None
+) -> None:
+    sink = Recorder()
+    streams = RequestStreams(sink, 1, 16)
+    first = StreamOutput([7], cached=48, estimate=True)
+    last = StreamOutput([8], finish="stop", cached=at_end)
+    streams.start(work("r", prompt(64)), answered(first, last))
+    await streams.drain()
+    assert [delta.cached for delta in sink.deltas["r"]] == [[48], told]
+    load = streams.load("w", 0, 10, 0)
+    assert (load.prompt_tokens, load.cached_tokens) == (64, 48 if at_end is None else at_end)
+    await streams.close()
+
+
+async def test_an_aborted_request_counts_with_its_estimate() -> None:
+    async def endless() -> AsyncIterator[StreamOutput]:
+        yield StreamOutput([7], cached=48, estimate=True)
+        await asyncio.Event().wait()
+
+    sink = Recorder()
+    streams = RequestStreams(sink, 1, 16)
+    streams.start(work("r", prompt(64)), endless())
+    await eventually(lambda: sink.tokens("r"))
+    assert streams.load("w", 0, 10, 0).cached_tokens == 0
+    assert streams.abort("r")
+    assert streams.load("w", 0, 10, 0).cached_tokens == 48
     await streams.close()
 
 

@@ -115,9 +115,9 @@ class TokenStream:
         skip = have - chunk.offset
         if skip < 0:
             return ChunkResult.GAP
-        if chunk.cached is not None and self.cached is None:
+        if chunk.cached is not None and (self.cached is None or not self.inherited):
             self.cached = min(chunk.cached, self.prefill_cached or chunk.cached, key=sum)
-            self.retention_outcomes = chunk.retention or []
+            self.retention_outcomes = chunk.retention or self.retention_outcomes
         fresh = chunk.tokens[skip:] if skip else chunk.tokens
         if not fresh and chunk.finish is None:
             return ChunkResult.OLD

@@ -15,6 +15,8 @@ class PrefetchPacer:
     slices' length and their share of the time are bounded by the requests' mean time to the first
     token. Beside decoding requests, slices take LOST_SHARE of the time. None starts while a request
     waits for its first token. All times are in seconds.
+
+    Requests of other clients of the engine count as last polled.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -25,6 +27,8 @@ class PrefetchPacer:
         self._ended_at = -inf
         self._waiting = 0
         self._decoding = 0
+        self._others = 0
+        self._others_waiting = 0
         self.blocks = 1
 
     def begin(self) -> None:
@@ -42,6 +46,10 @@ class PrefetchPacer:
         self._decoding -= has_token
         self._waiting -= not has_token
 
+    def record_others(self, running: int, waiting: int) -> None:
+        """Record how many requests of other clients the engine runs, and how many wait in it."""
+        self._others, self._others_waiting = running, waiting
+
     def record_slice(self, seconds: float, now: float) -> None:
         """Record a slice of `blocks` blocks that ended at `now`; changes `blocks` for the next."""
         self._last_s, self._ended_at = seconds, now
@@ -57,9 +65,9 @@ class PrefetchPacer:
 
     def pause(self, now: float) -> float | None:
         """Time until the next slice may start; None if a request has to get its token first."""
-        if self._waiting:
+        if self._waiting or self._others_waiting:
             return None
-        share = LOST_SHARE if self._decoding else self._idle_share
+        share = LOST_SHARE if self._decoding or self._others else self._idle_share
         return max(0.0, self._ended_at + self._last_s * (1 / share - 1) - now)
 
     @property

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 class StreamOutput(Struct):
     """Output from a stream; `cached` is the prompt tokens not computed, if the engine reports them.
 
+    It comes with the first tokens; if that is an `estimate`, the last output may correct it.
+
     `below` has how many of those came from each tier below the engine. `handoff` comes with the end
     of a prefill whose KV another engine is to fetch. `retention` and `decode` are outcomes of
     directives, as in `OutputDelta`. `continues`: the caller gets `finish` now, while the engine
@@ -37,6 +39,7 @@ class StreamOutput(Struct):
     retention: list[str] | None = None
     decode: str | None = None
     continues: bool = False
+    estimate: bool = False
 
 
 class EngineUnavailable(Exception):
@@ -62,6 +65,8 @@ class _StreamRequest:
     task: asyncio.Task[None] | None = None
     generated: int = 0
     started: bool = False
+    cached: int = 0
+    counted: bool = False  # its prompt and cached tokens, which the counters cannot take back
     delivered: bool = False  # the caller has had the last delta
 
 
@@ -206,11 +211,14 @@ class RequestStreams:
             return
         if not request.started and (output.tokens or output.finish):
             request.started = True
-            cached = output.cached or 0
-            delta.cached = _by_tier(cached, output.below)
+            request.cached = output.cached or 0
+            delta.cached = _by_tier(request.cached, output.below)
             delta.retention = output.retention
-            counters.prompt_tokens += request.prompt_tokens
-            counters.cached_tokens += cached
+            if not output.estimate:
+                self._count_prompt(request)
+        elif output.finish and output.cached is not None and not request.counted:
+            request.cached = output.cached
+            delta.cached = _by_tier(request.cached, output.below)
         if not request.delivered:
             self._emit([delta])
         if output.finish is not None:
@@ -229,7 +237,14 @@ class RequestStreams:
             self._emit([OutputDelta(name, [], finish=finish, error=error, invalid=invalid)])
         self._end(request)
 
+    def _count_prompt(self, request: _StreamRequest) -> None:
+        counters, request.counted = self.counters[request.work.rank], True
+        counters.prompt_tokens += request.prompt_tokens
+        counters.cached_tokens += request.cached
+
     def _end(self, request: _StreamRequest) -> None:
+        if request.started and not request.counted:
+            self._count_prompt(request)
         del self._requests[request.work.request]
         if request.task is not None:
             self._closing.add(request.task)

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 from support.api_server import ApiServer, continuation, unpack
+from support.engines import make_prefetch
 from support.recorder import Recorder
 from support.wait import eventually
 
@@ -19,7 +20,12 @@ from kvmesh.hashing import block_hashes, salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.abilities import undeclared
-from kvmesh.worker.capabilities import AdapterLoading, Retaining
+from kvmesh.worker.capabilities import (
+    AdapterLoading,
+    Prefetching,
+    Retaining,
+    execute_command,
+)
 from kvmesh.worker.engine import (
     EngineContext,
     EngineError,
@@ -161,6 +167,86 @@ async def test_a_server_without_the_endpoint_loads_no_adapters(
     reason = "SGLang" if server.style == "sglang" else "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
     with pytest.raises(Unsupported, match=reason):
         await engine.load_adapter("poet@1", tmp_path)
+
+
+@pytest_asyncio.fixture
+async def telling(tmp_path: Path) -> AsyncIterator[Sidecar]:
+    """The sidecar of a vLLM with `--enable-prompt-tokens-details`."""
+    server = ApiServer(tmp_path, "vllm", prompt_details=True)
+    await server.start()
+    sidecar = Sidecar(server)
+    await sidecar.start()
+    yield sidecar
+    await sidecar.engine.close()
+    await server.close()
+
+
+async def test_a_vllm_s_cached_tokens_correct_the_estimate(telling: Sidecar) -> None:
+    sink = telling.sink
+    await telling.run(work("a", prompt(40)))
+    await eventually(lambda: sequence(prompt(40)) <= sink.sequences)
+    telling.server.held.clear()  # evictions whose events have not come
+    await telling.run(work("b", prompt(40)), work("one", prompt(40, first=9), max_tokens=1))
+    told = [delta.cached for delta in sink.deltas["b"] if delta.cached is not None]
+    assert told == [[32], [0]]
+    assert sink.finish("b") == "length"
+    assert sink.cached("one") == 0
+    assert telling.engine.load("i")[0].cached_tokens == 0
+
+
+async def test_an_answer_whose_usage_does_not_come_is_complete(telling: Sidecar) -> None:
+    telling.server.cut_usage = True
+    await telling.run(work("a", prompt(40)))
+    assert telling.sink.tokens("a") == continuation(unpack(prompt(40)), 12)
+    assert telling.sink.finish("a") == "length"
+
+
+async def test_a_prefetch_computes_in_slices(telling: Sidecar) -> None:
+    engine, server, sink = telling.engine, telling.server, telling.sink
+    tokens = prompt(200)
+    assert isinstance(engine, Prefetching)
+    assert not engine.prefetch(make_prefetch(tokens, "p", salt=PLAIN, compute=192))
+    await eventually(lambda: sequence(tokens) <= sink.sequences, what="the whole prompt")
+    await eventually(lambda: not engine.abort("p"), what="its end")
+    lengths = [len(body["prompt"]) for body in server.bodies]
+    assert len(lengths) > 2
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 193
+    assert {body["max_tokens"] for body in server.bodies} == {1}
+    assert not sink.deltas
+    load = engine.load("i")[0]
+    assert (load.requests, load.prompt_tokens) == (0, 0)
+
+
+async def test_slices_wait_for_requests_that_reach_the_server_directly(telling: Sidecar) -> None:
+    engine, server = telling.engine, telling.server
+    server.step_s = 0.02
+
+    async def polled(times: int) -> None:
+        seen = server.polls
+        await eventually(lambda: server.polls >= seen + times, what="polls of the metrics")
+
+    direct = [server.enter({}, unpack(prompt(20, first=i)), 200, []) for i in range(5)]
+    await eventually(lambda: len(server.running) == 4)
+    await polled(2)
+    assert isinstance(engine, Prefetching)
+    assert not engine.prefetch(make_prefetch(prompt(64), "p", salt=PLAIN, compute=64))
+    await polled(5)
+    assert not server.bodies, "one of the others waits"
+    for request in direct:
+        server.release(request)
+    await eventually(lambda: sequence(prompt(64)) <= telling.sink.sequences, what="the prefetch")
+
+
+async def test_prefetches_need_a_server_that_reports_cached_tokens(
+    start: Start, server: ApiServer
+) -> None:
+    command = make_prefetch(prompt(64), "p", salt=PLAIN)
+    reply = await execute_command((await start()).engine, "openai", command)
+    reason = "SGLang" if server.style == "sglang" else "--enable-prompt-tokens-details"
+    assert not reply.ok
+    assert reply.reason.startswith("unsupported: ")
+    assert reason in reply.reason
 
 
 async def test_tokens_stream_as_token_ids(start: Start) -> None:
@@ -336,13 +422,14 @@ async def test_the_key_and_the_request_follow_the_api_of_the_server(start: Start
         logit_bias={7: 1.5},
         guided=Guided(kind="json_schema", value=schema),
     )
-    await sidecar.run(work("a", prompt(40), sampling=sampling, adapter="lora-a"))
+    await sidecar.run(work("a", prompt(40), sampling=sampling, adapter="lora-a", session="s"))
     server = sidecar.server
     assert server.headers[-1]["Authorization"] == "Bearer secret"
     body = server.bodies[-1]
     if server.style == "vllm":
         assert (body["model"], body["top_k"], body["seed"]) == ("lora-a", 5, 9)
         assert body["structured_outputs"] == {"json": schema}
+        assert body["session_id"] == "s"
     else:
         params = body["sampling_params"]
         assert (body["lora_path"], params["top_k"], params["sampling_seed"]) == ("lora-a", 5, 9)

@@ -11,8 +11,13 @@ from kvmesh.worker.engine import Rejected
 _TOKEN = "token_id:"
 
 
-def request_fields(work: Work, tokens: list[int], model: str, tag: str | None) -> dict[str, Any]:
-    """Body of a streamed completion; `tag` is the cache salt. Raises Rejected."""
+def request_fields(
+    work: Work, tokens: list[int], model: str, tag: str | None, usage: bool
+) -> dict[str, Any]:
+    """Body of a streamed completion; `tag` is the cache salt. Raises Rejected.
+
+    `usage` asks for the usage, which ends the stream.
+    """
     sampling = remaining(work)
     fields: dict[str, Any] = {
         "model": work.adapter or model,
@@ -29,6 +34,10 @@ def request_fields(work: Work, tokens: list[int], model: str, tag: str | None) -
         fields["structured_outputs"] = structured_outputs(sampling.guided)
     if tag is not None:
         fields["cache_salt"] = tag
+    if work.session is not None:
+        fields["session_id"] = work.session
+    if usage:
+        fields["stream_options"] = {"include_usage": True}
     return fields
 
 
@@ -37,7 +46,7 @@ def read_chunk(chunk: Mapping[str, Any]) -> StreamOutput:
     if "error" in chunk:
         _fail(chunk["error"])
     if not chunk.get("choices"):
-        return StreamOutput([])
+        return StreamOutput([], cached=cached_tokens(chunk))
     choice = chunk["choices"][0]
     tokens = choice.get("token_ids")
     if tokens is None:
@@ -48,6 +57,14 @@ def read_chunk(chunk: Mapping[str, Any]) -> StreamOutput:
         None if reason is None else "length" if reason == "length" else "stop",
         logprobs=_logprobs(choice.get("logprobs")),
     )
+
+
+def cached_tokens(content: Mapping[str, Any]) -> int | None:
+    """The cached prompt tokens in the usage of a response or a chunk; None if it has none."""
+    usage = content.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, Mapping) else None
+    count = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    return count if isinstance(count, int) and count >= 0 else None
 
 
 def _fail(error: Any) -> None:

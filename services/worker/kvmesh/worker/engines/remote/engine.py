@@ -1,36 +1,31 @@
 """Sidecar engine: connects a running inference server to the mesh.
 
 Requests go to the server over HTTP; its KV events arrive over ZeroMQ. Closing the connection aborts
-a request. If the server does not report cached prompt tokens, the engine counts the blocks known
-from events when it sends the request.
+a request. Until the server has reported the cached tokens of a prompt, and if it never does, the
+count is that of the blocks known from events when the request was sent.
 """
 
 import asyncio
-import json
 import logging
 from array import array
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncGenerator, Container
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
-from kvmesh.bus.errors import cause
-from kvmesh.bus.messages import Capacity, Clear, Load, Pin, Release, Unpin, Work
+from kvmesh.bus.messages import Capacity, Clear, Load, Pin, Prefetch, Release, Unpin, Work
+from kvmesh.index import TIERS
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.adapters import sglang_fields as sglang
-from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.prefetching import PrefetchingAdapter
 from kvmesh.worker.adapters.request_origin import origin_params
-from kvmesh.worker.adapters.request_streams import (
-    EngineUnavailable,
-    RequestStreams,
-    StepClock,
-    StreamOutput,
-)
+from kvmesh.worker.adapters.request_streams import RequestStreams, StepClock, StreamOutput
 from kvmesh.worker.adapters.zmq_events import rank_endpoint
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     NO_RETENTION,
     EngineConfigError,
@@ -43,13 +38,10 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.engines.remote import completions
+from kvmesh.worker.engines.remote.answers import ServerRequest, answer
+from kvmesh.worker.engines.remote.direct_traffic import DirectTraffic
 from kvmesh.worker.engines.remote.retention import ServerRetention
-from kvmesh.worker.engines.remote.server import (
-    Gauges,
-    InferenceServer,
-    ServerInfo,
-    message_of,
-)
+from kvmesh.worker.engines.remote.server import Gauges, InferenceServer, ServerInfo
 from kvmesh.worker.lora.folder import AdapterError
 from kvmesh.worker.model_folder import model_context
 
@@ -57,6 +49,7 @@ log = logging.getLogger(__name__)
 MISSED_PROBES = 3
 ENGINE = 0  # the tier
 LINE_BYTES = 1 << 20
+NO_CACHED_TOKENS = "the server does not report cached tokens (--enable-prompt-tokens-details)"
 
 
 def create(context: EngineContext) -> "RemoteEngine":
@@ -68,7 +61,7 @@ def create(context: EngineContext) -> "RemoteEngine":
     return RemoteEngine(worker, remote, served, model_context(context.folder))
 
 
-class RemoteEngine(StreamingAdapter):
+class RemoteEngine(PrefetchingAdapter):
     """One server as an engine of the mesh."""
 
     def __init__(
@@ -90,6 +83,9 @@ class RemoteEngine(StreamingAdapter):
         self._gauges = Gauges()
         self._clock = StepClock()
         self._retention: ServerRetention | None = None
+        self._reports_cached = False
+        self._traffic = DirectTraffic()
+        self._open_requests = 0
         self._warnings: dict[str, str] = {}
 
     async def start(self, sink: Sink) -> EngineInfo:
@@ -105,7 +101,7 @@ class RemoteEngine(StreamingAdapter):
         try:
             self._info = await self._server.describe(self._remote.model)
             if not self._is_sglang:
-                await self._server.check_token_ids(self._info.model)
+                self._reports_cached = await self._server.try_completion(self._info.model)
                 retention = ServerRetention(self._http, self._url)
                 self._retention = retention if await retention.find() else None
                 if retention.problem:
@@ -127,6 +123,18 @@ class RemoteEngine(StreamingAdapter):
                 self._feeds.append(self._feed(rank, ledger, sink))
         for feed in self._feeds:
             feed.start()
+        if self._reports_cached:
+            self._open_prefetches(
+                self._streams,
+                self._ledgers,
+                self._send,
+                block_size,
+                self._info.context or self._context,
+                self._remote.max_batched_tokens,
+                self._remote.kvbm,
+            )
+        elif not self._is_sglang:
+            log.info("%s: no prefetches, %s", self._redacted_url, NO_CACHED_TOKENS)
         self._tasks.start(self._watch(server), "server watch")
         return self._describe(block_size)
 
@@ -142,15 +150,22 @@ class RemoteEngine(StreamingAdapter):
             raise Rejected("the engine has not started")
         if not 0 <= work.rank < self._remote.dp_ranks:
             raise Rejected(f"there is no rank {work.rank}")
-        path, body = self._request(work)
-        read = self._reader()
+        outputs = self._send(work)
         if self._is_sglang:
             self._salts.remember(work)
         exclusive = self._salts.is_exclusive(work)
         cached = self._ledgers[work.rank].cached_tokens(work) if exclusive else 0
         size = self._block_size
         cached = min(cached, (len(work.tokens) // 4 - 1) // size * size)
-        self._streams.start(work, self._generate(self._http, work, path, body, read, cached))
+        self._streams.start(work, self._serve(work, self._paced(work.rank, outputs), cached))
+        self._end_prefetches_of(work)
+
+    def prefetch(self, command: Prefetch) -> str:
+        if self._is_sglang:
+            raise Unsupported("the openai engine does not prefetch with SGLang")
+        if self._streams is not None and not self._reports_cached:
+            raise Unsupported(NO_CACHED_TOKENS)
+        return super().prefetch(command)
 
     async def release(self, sessions: list[str]) -> int:
         return await self._retaining_server().execute(Release(sessions=sessions))
@@ -204,6 +219,11 @@ class RemoteEngine(StreamingAdapter):
             for rank, ledger in enumerate(self._ledgers)
         ]
 
+    def tier_counts(self) -> TierCounts | None:
+        if not self._remote.kvbm:
+            return None
+        return self._gauges.tiers or TierCounts(loaded=[0] * TIERS)
+
     def clear(self) -> None:
         self._tasks.start(self._clear(), "clear cache")
 
@@ -234,6 +254,7 @@ class RemoteEngine(StreamingAdapter):
             block_size=block_size,
             adapters=worker.adapters or info.adapters,
             structural_tags=True,
+            tiered=self._remote.kvbm,
             capacity=Capacity(
                 blocks=self._blocks,
                 max_sequences=info.max_sequences or self._remote.max_sequences,
@@ -242,44 +263,60 @@ class RemoteEngine(StreamingAdapter):
             ),
         )
 
-    def _request(self, work: Work) -> tuple[str, dict[str, Any]]:
+    def _request(self, work: Work) -> ServerRequest:
+        """The HTTP request for work; raises Rejected."""
         tokens, tag = array("I", work.tokens).tolist(), self._salts.cache_salt(work)
         polarity = {"none": 0, "higher": 1, "lower": -1}[self._remote.priority]
         priority = {"priority": polarity * work.priority} if polarity else {}
+        headers = {"X-data-parallel-rank": str(work.rank)} if self._remote.dp_ranks > 1 else {}
         if self._is_sglang:
-            return "/generate", sglang.request_fields(work, tokens, tag) | priority
-        body = completions.request_fields(work, tokens, self._info.model, tag)
-        if self._retention is not None:
+            return ServerRequest(
+                url=f"{self._url}/generate",
+                body=sglang.request_fields(work, tokens, tag) | priority,
+                headers=headers,
+                read=sglang.AnswerReader().read,
+            )
+        usage = self._reports_cached
+        body = completions.request_fields(work, tokens, self._info.model, tag, usage)
+        if self._retention is not None or self._remote.kvbm:
             body["kv_transfer_params"] = origin_params(work)
-        return "/v1/completions", body | priority
+        return ServerRequest(
+            url=f"{self._url}/v1/completions",
+            body=body | priority,
+            headers=headers,
+            read=completions.read_chunk,
+            awaits_usage=usage,
+        )
 
-    def _reader(self) -> Callable[[Any], StreamOutput]:
-        return sglang.AnswerReader().read if self._is_sglang else completions.read_chunk
+    def _send(self, work: Work) -> AsyncGenerator[StreamOutput, None]:
+        """The outputs of a request, sent with the first; raises Rejected at once."""
+        return self._answer(self._request(work))
 
-    async def _generate(
-        self,
-        http: aiohttp.ClientSession,
-        work: Work,
-        path: str,
-        body: dict[str, Any],
-        read: Callable[[Any], StreamOutput],
-        cached: int,
-    ) -> AsyncIterator[StreamOutput]:
-        ranks = {"X-data-parallel-rank": str(work.rank)} if self._remote.dp_ranks > 1 else {}
-        is_first = True
+    async def _answer(self, request: ServerRequest) -> AsyncGenerator[StreamOutput, None]:
+        if self._http is None:
+            raise Rejected("the engine has not started")
+        self._open_requests += 1
         try:
-            async with http.post(self._url + path, json=body, headers=ranks) as response:
-                await _check(response)
-                async for chunk in _events(response):
-                    output = read(chunk)
-                    output.cached = cached if output.cached is None else output.cached
-                    if self._retention is not None and _reports_now(output, work, is_first):
-                        outcomes = await self._retention.outcomes(work.request)
-                        output.retention, output.decode = outcomes
-                    is_first = False
+            async with aclosing(answer(self._http, request)) as outputs:
+                async for output in outputs:
                     yield output
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineUnavailable(redacted(f"{self._url}: {cause(error)}")) from error
+        finally:
+            self._open_requests -= 1
+
+    async def _serve(
+        self, work: Work, stream: AsyncGenerator[StreamOutput, None], cached: int
+    ) -> AsyncGenerator[StreamOutput, None]:
+        """The outputs for a caller: with outcomes, and `cached` until the server reports it."""
+        is_first = True
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                if is_first and output.cached is None:
+                    output.cached, output.estimate = cached, True
+                if self._retention is not None and _reports_now(output, work, is_first):
+                    outcomes = await self._retention.outcomes(work.request)
+                    output.retention, output.decode = outcomes
+                is_first = False
+                yield output
 
     async def _clear(self) -> None:
         if self._server is not None and not await self._server.clear(self._info.owner):
@@ -292,14 +329,20 @@ class RemoteEngine(StreamingAdapter):
             healthy = await server.healthy()
             failures = 0 if healthy else failures + 1
             if healthy:
-                self._gauges = await server.gauges()
-                self._step()
+                await self._poll(server)
                 if self._retention is not None:
                     await self._retention.update()
         if self._streams is not None:
             self._streams.fail(EngineError(f"{self._redacted_url}/health does not reply"))
 
-    def _step(self) -> None:
+    async def _poll(self, server: InferenceServer) -> None:
+        own = self._open_requests
+        self._gauges = await server.gauges()
+        own, now = max(own, self._open_requests), asyncio.get_running_loop().time()
+        if self._remote.dp_ranks == 1:
+            others = self._traffic.update(self._gauges, own, now)
+            for pacer in self._pacers:
+                pacer.record_others(others.running, others.waiting)
         steps = self._clock.update(self._gauges.steps)
         for counters in self._streams.counters if self._streams is not None else ():
             counters.steps = steps
@@ -310,26 +353,3 @@ def _reports_now(output: StreamOutput, work: Work, is_first: bool) -> bool:
     if output.finish is not None and work.decode is not None and work.decode.explicit:
         return True
     return is_first and any(retain.explicit for retain in work.retention)
-
-
-async def _check(response: aiohttp.ClientResponse) -> None:
-    """Raise Rejected for errors of the caller or the key, EngineUnavailable for other failures."""
-    if response.status == 200:
-        return
-    text = (await response.text())[:2000]
-    if response.status in (400, 404, 413, 422):
-        raise Rejected(message_of(text) or f"the server replied {response.status}")
-    if response.status in (401, 403):
-        raise Rejected(f"the server rejects this worker's API key ({response.status})")
-    raise EngineUnavailable(f"the server replied {response.status}: {message_of(text)}")
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """Decoded JSON of the server-sent events up to `[DONE]`."""
-    async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            return
-        yield json.loads(data)

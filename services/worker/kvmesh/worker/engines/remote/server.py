@@ -10,8 +10,18 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmesh.bus.errors import cause
+from kvmesh.index import TIERS
 from kvmesh.settings import redacted
+from kvmesh.worker.adapters.kvbm_series import (
+    CORRUPT,
+    KVBM_COUNTERS,
+    LOADED_SERIES,
+    SKIPPED,
+    WRITTEN,
+)
+from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import EngineConfigError, EngineError, Unsupported
+from kvmesh.worker.engines.remote.completions import cached_tokens
 from kvmesh.worker.lora.folder import AdapterError
 
 PROBE_TIMEOUT_S = 5.0
@@ -42,12 +52,16 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
 
 
 class Gauges(NamedTuple):
-    """Current metrics of the server, None if absent; `usage` is the share of blocks in use."""
+    """Current metrics of the server, None if absent; `usage` is the share of blocks in use.
+
+    `tiers` are of kvmesh's connector to the block manager.
+    """
 
     running: int | None = None
     waiting: int | None = None
     usage: float | None = None
     steps: float | None = None
+    tiers: TierCounts | None = None
 
 
 class InferenceServer:
@@ -78,8 +92,11 @@ class InferenceServer:
         )
         return await self._with_sizes(info)
 
-    async def check_token_ids(self, model: str) -> None:
-        """Generate one token to check that the server accepts and returns token ids."""
+    async def try_completion(self, model: str) -> bool:
+        """Generate one token to check that the server accepts and returns token ids.
+
+        True if the server reports cached tokens.
+        """
         body = {
             "model": model,
             "prompt": [1],
@@ -91,13 +108,15 @@ class InferenceServer:
         try:
             async with self._http.post(path, json=body | {"stream": False}) as response:
                 response.raise_for_status()
-                choice = (await response.json())["choices"][0]
+                content = await response.json()
+                choice = content["choices"][0]
         except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
             raise EngineError(redacted(f"cannot use {path}: {cause(error)}")) from error
         if choice.get("token_ids") is None:
             raise EngineConfigError(
                 f"{redacted(path)} does not return token ids (return_token_ids)"
             )
+        return cached_tokens(content) is not None
 
     async def healthy(self) -> bool:
         """True if /health replies 200 within PROBE_TIMEOUT_S."""
@@ -110,11 +129,18 @@ class InferenceServer:
 
     async def gauges(self) -> Gauges:
         """Load of the server from /metrics; all None without metrics."""
-        samples = {name: value for name, _, value in await self._metrics()}
+        found_samples = await self._metrics()
+        samples = {name: value for name, _, value in found_samples}
         names = _SGLANG if _SGLANG["running"] in samples else _VLLM
         found = {key: samples.get(name) for key, name in names.items()}
         counts = {key: None if (n := found[key]) is None else int(n) for key in found}
-        return Gauges(counts["running"], counts["waiting"], found["usage"], found.get("steps"))
+        return Gauges(
+            counts["running"],
+            counts["waiting"],
+            found["usage"],
+            found.get("steps"),
+            _tier_counts(found_samples),
+        )
 
     async def clear(self, owner: str) -> bool:
         """Reset the server's prefix cache; False if the server refuses."""
@@ -202,6 +228,27 @@ def message_of(text: str) -> str:
     content = _object(text)
     error = content.get("error", content or text)
     return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _tier_counts(samples: list[tuple[str, dict[str, str], float]]) -> TierCounts | None:
+    """The blocks that kvmesh's connector has moved on all ranks; None without the connector."""
+    totals = dict.fromkeys(KVBM_COUNTERS, 0)
+    series = {f"{name}_total": key for key, name in KVBM_COUNTERS.items()}
+    loaded, found = [0] * TIERS, False
+    for name, labels, value in samples:
+        if name in series:
+            totals[series[name]] += int(value)
+            found = True
+        elif name == f"{LOADED_SERIES}_total" and (tier := _whole(labels.get("tier"))) < TIERS:
+            loaded[tier] += int(value)
+    if not found:
+        return None
+    return TierCounts(
+        loaded=loaded,
+        written=totals[WRITTEN],
+        skipped=totals[SKIPPED],
+        corrupt=totals[CORRUPT],
+    )
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import logging
 import os
 from array import array
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Prefetch, Work
-from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
-from kvmesh.worker.adapters.prefetch import PrefetchQueue
-from kvmesh.worker.adapters.prefetch_pacer import PrefetchPacer
+from kvmesh.worker.adapters.prefetching import PrefetchingAdapter
 from kvmesh.worker.adapters.request_origin import KEY, origin_params
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
@@ -47,7 +44,6 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.constraints import Constraints
-from kvmesh.worker.engines.vllm.prefetch import VllmPrefetcher
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
@@ -62,7 +58,7 @@ TAGGING = ("auto", "xgrammar")
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
-class VllmEngine(StreamingAdapter):
+class VllmEngine(PrefetchingAdapter):
     """One `AsyncLLM` with one or more data-parallel ranks.
 
     `retains`: `KvmeshRetentionConnector` receives the origin of each request.
@@ -95,8 +91,6 @@ class VllmEngine(StreamingAdapter):
         self._supports_handoff = has_handoff(arguments.get("kv_transfer_config"))
         self._stats: list[RankStats] = []
         self._ledgers: list[CacheLedger] = []
-        self._pacers: list[PrefetchPacer] = []
-        self._prefetches: PrefetchQueue | None = None
         self._blocks = 0
         self._block_size = 1
 
@@ -126,7 +120,15 @@ class VllmEngine(StreamingAdapter):
         self._streams = RequestStreams(sink, ranks, cache.block_size)
         self._stats = [collector.rank(rank) for rank in range(ranks)]
         self._ledgers = [CacheLedger(cache.block_size, self._salts.root_salt) for _ in range(ranks)]
-        self._prefetches = self._prefetch_queue(self._streams, config)
+        self._open_prefetches(
+            self._streams,
+            self._ledgers,
+            lambda work: self._generate(work, self._sampling(work)),
+            cache.block_size,
+            config.model_config.max_model_len,
+            config.scheduler_config.max_num_batched_tokens,
+            self._tiered,
+        )
         self._follow(sink)
         self._tasks.start(self._watch(), "vllm health")
         return self._describe(config)
@@ -142,23 +144,13 @@ class VllmEngine(StreamingAdapter):
             params = self._sampling(work)
         except (VLLMClientError, ValueError) as error:
             raise Rejected(str(error)) from error
-        self._streams.start(work, self._serve(work, params))
-        if self._prefetches is not None:
-            self._prefetches.on_request(work)
+        self._streams.start(work, self._paced(work.rank, self._generate(work, params)))
+        self._end_prefetches_of(work)
 
     def prefetch(self, command: Prefetch) -> str:
-        if self._prefetches is None:
-            return "the engine has not started"
-        if not 0 <= command.rank < len(self._ledgers):
-            return f"there is no rank {command.rank}"
         if command.adapter is not None and command.adapter not in self._adapters:
             return f"there is no adapter {command.adapter}"
-        return self._prefetches.start(command)
-
-    def abort(self, request: str) -> bool:
-        if self._prefetches is not None and self._prefetches.cancel(request):
-            return True
-        return super().abort(request)
+        return super().prefetch(command)
 
     def max_adapter_rank(self) -> int:
         return self._adapters.max_rank
@@ -189,8 +181,6 @@ class VllmEngine(StreamingAdapter):
         self._tasks.start(self._clear(), "vllm clear")
 
     async def close(self) -> None:
-        if self._prefetches is not None:
-            await self._prefetches.close()
         await self._stop_streams()
         if self._constraints is not None:
             self._constraints.close()
@@ -216,20 +206,6 @@ class VllmEngine(StreamingAdapter):
         except (TypeError, ValueError) as error:
             raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
         return AsyncLLM.from_engine_args(engine_args, stat_loggers=[collector.logger])
-
-    def _prefetch_queue(self, streams: RequestStreams, config: Any) -> PrefetchQueue:
-        step_blocks = config.scheduler_config.max_num_batched_tokens // self._block_size
-        self._pacers = [PrefetchPacer(step_blocks) for _ in self._ledgers]
-        loader = VllmPrefetcher(
-            self._ledgers,
-            self._pacers,
-            lambda work: self._generate(work, self._sampling(work)),
-            streams.is_live,
-            self._block_size,
-            config.model_config.max_model_len,
-            self._tiered,
-        )
-        return PrefetchQueue(loader, self._block_size)
 
     def _follow(self, sink: Sink) -> None:
         for rank, source in self._llm.get_kv_event_sources().items():
@@ -287,23 +263,6 @@ class VllmEngine(StreamingAdapter):
         handoff = {"do_remote_decode": True} if work.prefill else work.handoff or {}
         params = {**handoff, **(origin_params(work) if self._tiered or self.retains else {})}
         return {"kv_transfer_params": params} if params else None
-
-    async def _serve(
-        self, work: Work, params: SamplingParams
-    ) -> AsyncGenerator[StreamOutput, None]:
-        """Run a request of a caller, to whose speed prefetches adapt."""
-        pacer, clock = self._pacers[work.rank], asyncio.get_running_loop().time
-        started, has_token = clock(), False
-        pacer.begin()
-        try:
-            async with aclosing(self._generate(work, params)) as outputs:
-                async for output in outputs:
-                    if not has_token:
-                        has_token = True
-                        pacer.record_first_token(clock() - started)
-                    yield output
-        finally:
-            pacer.end(has_token)
 
     async def _generate(
         self, work: Work, params: SamplingParams

@@ -1,4 +1,4 @@
-"""Prefetches of vLLM: slices of a prompt as requests for one token, paced beside the others.
+"""Prefetches in slices of a prompt: requests for one token, paced beside the others.
 
 vLLM schedules running requests before waiting ones of any priority, so a whole prompt as one
 request would delay all that arrive meanwhile. It keeps all full blocks that an aborted request has
@@ -22,12 +22,13 @@ from kvmesh.worker.adapters.request_streams import StreamOutput
 
 log = logging.getLogger(__name__)
 POLL_S = 0.01
+EVENT_LAG_S = 0.1
 SETBACKS = 2
 LOOKUP_BLOCKS = 16
 
 
-class VllmPrefetcher:
-    """Implements `PrefetchLoader`; `generate` runs a request in vLLM.
+class SlicePrefetcher:
+    """Implements `PrefetchLoader`; `generate` runs a request and reports its cached tokens.
 
     One `ledger` and `pacer` per rank. `context` is in tokens; `tiered`: there is a connector to a
     block manager.
@@ -60,6 +61,8 @@ class VllmPrefetcher:
         return pacer.seconds(min(len(hashes), -(-command.compute // self._block_size)))
 
     async def load(self, command: Prefetch, hashes: "array[int]", local: "array[int]") -> int:
+        # a speculative prefill begins before the events of the answer that it follows have come
+        await asyncio.sleep(EVENT_LAG_S)
         work = prefetch_work(command, command.tokens)
         held = self._ledgers[work.rank].cached_tokens(work) // self._block_size
         return await self._load(work, held) if self._tiered else held
@@ -71,7 +74,7 @@ class VllmPrefetcher:
             reused = await self._run_slice(work, end, end == total)
             setbacks += reused < held
             if setbacks == SETBACKS:
-                log.info("prefetch %s ends: vLLM evicts what it computed", work.request)
+                log.info("prefetch %s ends: the engine evicts what it computed", work.request)
                 return
             held = end
 
@@ -91,7 +94,7 @@ class VllmPrefetcher:
         return held
 
     async def _run_slice(self, work: Work, end: int, last: bool) -> int:
-        """Have vLLM hold the first `end` blocks of a prompt; return how many it did not compute."""
+        """Have the engine hold the first `end` blocks; return how many it did not compute."""
         pacer, reused = self._pacers[work.rank], 0
         async with self._turns[work.rank]:
             started = await self._wait_for_turn(pacer)

@@ -1,0 +1,25 @@
+"""Estimate of the requests that reach a server directly."""
+
+from kvmesh.worker.engines.remote.direct_traffic import STALE_S, DirectTraffic
+from kvmesh.worker.engines.remote.server import Gauges
+
+
+def test_requests_beyond_the_worker_s_own_are_those_of_others() -> None:
+    traffic = DirectTraffic()
+    assert traffic.update(Gauges(4, 2, 0.5, 1.0), own=6, now=0.0) == (0, 0)
+    assert traffic.update(Gauges(4, 2, 0.5, 2.0), own=5, now=1.0) == (1, 1)
+    assert traffic.update(Gauges(4, 0, 0.5, 3.0), own=1, now=2.0) == (3, 0)
+    assert traffic.update(Gauges(1, 0, 0.5, 4.0), own=3, now=3.0) == (0, 0)
+
+
+def test_gauges_of_a_server_without_steps_grow_stale() -> None:
+    traffic = DirectTraffic()
+    aborted = Gauges(0, 1, 0.0, 7.0)  # it has not stepped since, so that the gauge stays
+    assert traffic.update(aborted, own=0, now=0.0) == (1, 1)
+    assert traffic.update(aborted, own=0, now=STALE_S) == (1, 1)
+    assert traffic.update(aborted, own=0, now=STALE_S + 1) == (0, 0)
+    assert traffic.update(Gauges(1, 0, 0.1, 8.0), own=0, now=STALE_S + 2) == (1, 0)
+
+
+def test_a_server_without_metrics_has_no_other_clients() -> None:
+    assert DirectTraffic().update(Gauges(), own=0, now=0.0) == (0, 0)
