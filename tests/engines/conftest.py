@@ -1,5 +1,6 @@
 """Fixtures of the tests that run real engines: a tiny model, a NATS server, vLLM's environment."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder: Path = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slow_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a large MLP: its blocks load faster than it computes them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder: Path = tmp_path_factory.mktemp("models") / "slow"
+    shutil.copytree(tiny_model, folder)
+    config = LlamaConfig.from_pretrained(folder)
+    config.intermediate_size = 16384
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 

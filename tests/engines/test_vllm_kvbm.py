@@ -1,6 +1,5 @@
 """Real vLLM with a real kvbm: write-through, onboarding, equal output."""
 
-import shutil
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -27,22 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 DECODER: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
-
-
-@pytest.fixture(scope="module")
-def slow_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a large MLP: its blocks load faster than it computes them."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder: Path = tmp_path_factory.mktemp("models") / "slow"
-    shutil.copytree(tiny_model, folder)
-    config = LlamaConfig.from_pretrained(folder)
-    config.intermediate_size = 16384
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvmesh.bus.errors import cause
 from kvmesh.index import TIERS
 from kvmesh.settings import redacted
-from kvmesh.worker.adapters.kvbm_series import (
+from kvmesh.worker.adapters.connector_series import (
     CORRUPT,
     KVBM_COUNTERS,
     LOADED_SERIES,

@@ -6,10 +6,10 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvmesh.runtime.lru import LruCache
+from kvmesh.worker.adapters.connector_series import CORRUPT, LOADED, SKIPPED, WRITTEN
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR as KVBM_CONNECTOR
-from kvmesh.worker.engines.vllm.kvbm.stats import CORRUPT, LOADED, SKIPPED, WRITTEN
 from kvmesh.worker.engines.vllm.retention.settings import CONNECTOR as RETENTION_CONNECTOR
 from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, STATE
 

@@ -28,12 +28,12 @@ from kvmesh.worker.engines.vllm.kvbm.identity import engine_identity
 from kvmesh.worker.engines.vllm.kvbm.lookups import SchedulerBridge
 from kvmesh.worker.engines.vllm.kvbm.parts import kv_parts
 from kvmesh.worker.engines.vllm.kvbm.scheduler_side import KvmeshConnectorMetadata, SchedulerSide
-from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR
+from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR, server_options
 from kvmesh.worker.engines.vllm.kvbm.staging import RowStaging, staging_rows
 from kvmesh.worker.engines.vllm.kvbm.stats import COMPUTE, COPY, KvmeshConnectorStats
 from kvmesh.worker.engines.vllm.kvbm.worker_side import WorkerSide, grouped_caches
 from kvmesh.worker.engines.vllm.kvbm.writer import WorkerBridge
-from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
+from kvmesh.worker.engines.vllm.prometheus import KvbmStats, UnexportedStats
 
 LANE_BYTES = 64 << 20
 
@@ -47,8 +47,7 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         ranks = parallel.tensor_parallel_size
         if parallel.world_size != ranks or parallel.decode_context_parallel_size > 1:
             raise ValueError("vllm.kvbm supports tensor, but no pipeline or context parallelism")
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._options = msgspec.convert(extra[KEY], BridgeOptions)
+        self._options = _given_options(vllm_config) or server_options(vllm_config)
         identity = engine_identity(vllm_config)
         self._parts = kv_parts(kv_cache_config, ranks, self._options.weights, identity)
         self._blocks = kv_cache_config.num_blocks
@@ -113,8 +112,9 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return KvmeshConnectorStats(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> UnexportedStats:
-        return UnexportedStats(*arguments)
+    def build_prom_metrics(cls, config: Any, *arguments: Any) -> UnexportedStats | KvbmStats:
+        kind = UnexportedStats if _given_options(config) else KvbmStats
+        return kind(config, *arguments)
 
     # worker side
 
@@ -181,3 +181,9 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if not isinstance(metadata, KvmeshConnectorMetadata):
             raise TypeError(f"unexpected connector metadata {type(metadata).__name__}")
         return metadata
+
+
+def _given_options(config: Any) -> BridgeOptions | None:
+    """The options from the worker that embeds this vLLM; None in a server."""
+    given = config.kv_transfer_config.kv_connector_extra_config.get(KEY)
+    return msgspec.convert(given, BridgeOptions) if given else None

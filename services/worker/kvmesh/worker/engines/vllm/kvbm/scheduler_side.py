@@ -8,10 +8,11 @@ from typing import Any
 from msgspec import Struct
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvmesh.worker.adapters.connector_series import CORRUPT, LOADED
 from kvmesh.worker.adapters.request_origin import OriginError, RequestOrigin, request_origin
 from kvmesh.worker.engines.vllm.kvbm.lookups import LookupResult, SchedulerBridge
 from kvmesh.worker.engines.vllm.kvbm.parts import KvParts
-from kvmesh.worker.engines.vllm.kvbm.stats import CORRUPT, LOADED, KvmeshConnectorStats
+from kvmesh.worker.engines.vllm.kvbm.stats import KvmeshConnectorStats
 
 log = logging.getLogger(__name__)
 NULL_BLOCK = 0  # vLLM's place holder for blocks that a sliding window has left behind
@@ -280,8 +281,24 @@ def _group_save(table: list[int], first: int, end: int) -> GroupSave:
 
 
 def _origin(request: Any) -> RequestOrigin | None:
+    """The origin of a request whose KV follows from its tokens and the origin's adapter.
+
+    Callers of a server may send any origin: blocks must not be stored under another one's digests.
+    """
     try:
-        return request_origin(request)
+        origin = request_origin(request)
+        if origin is not None:
+            _check_content(request, origin)
     except OriginError as error:
         log.warning("request %s uses no lower tiers: %s", request.request_id, error)
         return None
+    return origin
+
+
+def _check_content(request: Any, origin: RequestOrigin) -> None:
+    lora = request.lora_request
+    adapter = lora.lora_name if lora is not None else ""
+    if adapter != origin.adapter:
+        raise OriginError(f"its adapter is {adapter!r}, its origin's is {origin.adapter!r}")
+    if request.mm_features or request.prompt_embeds is not None:
+        raise OriginError("its prompt has more than tokens")

@@ -10,13 +10,14 @@ import msgspec
 
 from kvmesh._native import xxh3
 from kvmesh.runtime.service import bus_options
-from kvmesh.settings.schema import Settings
+from kvmesh.settings import Settings, load
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.request_origin import KEY
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, export_bus_options
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
 CONNECTOR = "KvmeshConnector"
+MODULE = f"{PACKAGE}.kvbm.connector"
 HEAD_BYTES = 1 << 20
 # arguments of vLLM that change how much or how fast it computes, but not what
 NEUTRAL_ARGUMENTS = {
@@ -43,24 +44,46 @@ NEUTRAL_ARGUMENTS = {
 
 def kvbm_transfer_config(settings: Settings, folder: Path, served: str) -> dict[str, Any]:
     """`kv_transfer_config` for `KvmeshConnector`; exports the bus options to it."""
-    worker = settings.worker
     export_bus_options(bus_options(settings.nats))
-    options = BridgeOptions(
-        weights=fingerprint(folder, engine_arguments(settings.vllm.args, settings.vllm.args_file)),
+    weights = fingerprint(folder, engine_arguments(settings.vllm.args, settings.vllm.args_file))
+    options = _options(settings, weights, f"vllm-{secrets.token_hex(4)}", served)
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {KEY: msgspec.to_builtins(options)},
+    }
+
+
+def server_options(config: Any) -> BridgeOptions:
+    """Options in a vLLM server that no worker has started, from `VllmConfig` and the environment.
+
+    The variables are those of a worker; exports the bus options. Each process of the server gets
+    the same. Raises SettingsError, or ValueError for a model that is not a folder.
+    """
+    settings, model = load(None, os.environ, {}), config.model_config
+    folder = Path(model.model)
+    if not folder.is_dir():
+        raise ValueError(f"{CONNECTOR} needs the model as a folder; {model.model!r} is none")
+    export_bus_options(bus_options(settings.nats))
+    arguments = {"model": model.compute_hash(), "cache": config.cache_config.compute_hash()}
+    engine = xxh3(str(config.kv_transfer_config.engine_id).encode())
+    served = settings.worker.served_name or folder.name
+    return _options(settings, fingerprint(folder, arguments), f"vllm-{engine:016x}", served)
+
+
+def _options(settings: Settings, weights: str, instance: str, served: str) -> BridgeOptions:
+    worker = settings.worker
+    return BridgeOptions(
+        weights=weights,
         node=worker.node or os.uname().nodename,
-        instance=f"vllm-{secrets.token_hex(4)}",
+        instance=instance,
         model=served,
         lease_s=settings.streams.lease_s,
         wait_s=worker.shared_wait_s,
         queue=worker.write_through_blocks,
     )
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": f"{PACKAGE}.kvbm.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {KEY: msgspec.to_builtins(options)},
-    }
 
 
 def fingerprint(folder: Path, arguments: dict[str, Any]) -> str:

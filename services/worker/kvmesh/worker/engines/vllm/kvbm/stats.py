@@ -5,12 +5,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvmesh.worker.adapters.connector_series import LOADED, SKIPPED, WRITTEN
 from kvmesh.worker.adapters.copies.block_copies import Span
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 
 COMPUTE, COPY = "compute_tps", "copy_bps"
-WRITTEN, SKIPPED, CORRUPT = "written_blocks", "skipped_blocks", "corrupt_blocks"
-LOADED = "loaded"
 PENDING = 16
 
 

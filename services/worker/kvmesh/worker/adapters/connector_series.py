@@ -2,5 +2,5 @@
 
 WRITTEN, SKIPPED, CORRUPT = "written_blocks", "skipped_blocks", "corrupt_blocks"
 LOADED = "loaded"
-LOADED_SERIES = "kvmesh_kvbm_loaded_blocks"
-KVBM_COUNTERS = {key: f"kvmesh_kvbm_{key}" for key in (WRITTEN, SKIPPED, CORRUPT)}
+LOADED_SERIES = "kvmesh_vllm_loaded_blocks"
+KVBM_COUNTERS = {key: f"kvmesh_vllm_{key}" for key in (WRITTEN, SKIPPED, CORRUPT)}
