@@ -34,7 +34,7 @@ os.environ |= {
 from kvmesh.bus.messages import KvEvent, Prefetch, Sampling, Work
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import VllmSettings, WorkerSettings
-from kvmesh.worker.adapters.prefetch import PREFETCH_PRIORITY
+from kvmesh.worker.adapters.prefetching.queue import PREFETCH_PRIORITY
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta, create_engine
 
 BLOCK = 32

@@ -3,7 +3,7 @@
 import time
 
 from kvmesh.bus.messages import Prefetch
-from kvmesh.worker.adapters.prefetch import MAX_PREFETCHES
+from kvmesh.worker.adapters.prefetching.queue import MAX_PREFETCHES
 from support.engines import StartedEngine, make_prefetch
 from support.wait import eventually
 

@@ -12,7 +12,7 @@ from kvmesh.bus.streams.publisher import Backlog
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.worker.adapters import prefetch as prefetches
-from kvmesh.worker.adapters.prefetch import PrefetchQueue
+from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 
 IDS = st.integers(0, 9).map(str)
 TENANTS = st.sampled_from(["red", "blue", "green"])

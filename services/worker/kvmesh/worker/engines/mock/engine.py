@@ -10,7 +10,7 @@ from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
-from kvmesh.worker.adapters.prefetch import PrefetchQueue
+from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from kvmesh.bus.messages import Prefetch, Work
-from kvmesh.worker.adapters.prefetch import HiddenRequests
+from kvmesh.worker.adapters.prefetching.queue import HiddenRequests
 from kvmesh.worker.engine import Rejected
 from kvmesh.worker.enginecore.sequence import Request
 from kvmesh.worker.engines.mock.prefix_load import PrefixLoad

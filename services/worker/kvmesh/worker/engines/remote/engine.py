@@ -21,7 +21,7 @@ from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.adapters import sglang_fields as sglang
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
-from kvmesh.worker.adapters.prefetching import PrefetchingAdapter
+from kvmesh.worker.adapters.prefetching.adapter import PrefetchingAdapter
 from kvmesh.worker.adapters.request_origin import origin_params
 from kvmesh.worker.adapters.request_streams import RequestStreams, StepClock, StreamOutput
 from kvmesh.worker.adapters.zmq_events import rank_endpoint

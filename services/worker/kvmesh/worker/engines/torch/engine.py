@@ -15,7 +15,7 @@ from kvmesh.bus.messages import Capacity, Guided, KvEvent, Load, Pin, Prefetch, 
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
-from kvmesh.worker.adapters.prefetch import PrefetchQueue
+from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,

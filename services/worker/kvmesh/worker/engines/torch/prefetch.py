@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 
 from kvmesh.bus.messages import Prefetch, Work
-from kvmesh.worker.adapters.prefetch import HiddenRequests, prefetch_work
+from kvmesh.worker.adapters.prefetching.queue import HiddenRequests, prefetch_work
 from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 from kvmesh.worker.engines.torch.core import TorchCore

@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from kvmesh.bus.messages import Capacity, Guided, Load, Prefetch, Work
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
-from kvmesh.worker.adapters.prefetching import PrefetchingAdapter
+from kvmesh.worker.adapters.prefetching.adapter import PrefetchingAdapter
 from kvmesh.worker.adapters.request_origin import KEY, origin_params
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,

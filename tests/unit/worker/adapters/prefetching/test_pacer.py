@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.worker.adapters.prefetch_pacer import LOST_SHARE, MAX_SLICE_S, PrefetchPacer
+from kvmesh.worker.adapters.prefetching.pacer import LOST_SHARE, MAX_SLICE_S, PrefetchPacer
 
 OVERHEAD_S = 0.002
 BLOCK_S = 0.0005

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Prefetch, Work
 from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.worker.adapters.cache_ledger import CacheLedger
-from kvmesh.worker.adapters.prefetch import prefetch_work
-from kvmesh.worker.adapters.prefetch_pacer import PrefetchPacer
+from kvmesh.worker.adapters.prefetching.pacer import PrefetchPacer
+from kvmesh.worker.adapters.prefetching.queue import prefetch_work
 from kvmesh.worker.adapters.request_streams import StreamOutput
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from contextlib import aclosing
 from kvmesh.bus.messages import Prefetch, Work
 from kvmesh.worker.adapters.base import StreamingAdapter
 from kvmesh.worker.adapters.cache_ledger import CacheLedger
-from kvmesh.worker.adapters.prefetch import PrefetchQueue
-from kvmesh.worker.adapters.prefetch_pacer import PrefetchPacer
-from kvmesh.worker.adapters.prefetch_slices import SlicePrefetcher
+from kvmesh.worker.adapters.prefetching.pacer import PrefetchPacer
+from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
+from kvmesh.worker.adapters.prefetching.slices import SlicePrefetcher
 from kvmesh.worker.adapters.request_streams import RequestStreams, StreamOutput
 
 
