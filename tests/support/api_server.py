@@ -60,7 +60,8 @@ class EventSink(Protocol):
 class ApiServer:
     """Serves on `url`; `style` is "vllm" or "sglang".
 
-    `prompt_details`: like vLLM with `--enable-prompt-tokens-details`.
+    `prompt_details`: like vLLM with `--enable-prompt-tokens-details`. `kvbm_series` are metrics of
+    kvmesh's connector.
     `adapters` are those loaded at run time, name to folder; None: the server has no such endpoint.
     """
 
@@ -78,6 +79,7 @@ class ApiServer:
     track_sessions: bool = False
     adapters: dict[str, str] | None = None
     prompt_details: bool = False
+    kvbm_series: str = ""
     plugin_problem: str | None = None
 
     def __post_init__(self) -> None:
@@ -399,7 +401,7 @@ vllm:iteration_tokens_total_bucket{{engine="0",le="+Inf"}} {self.steps}
 vllm:iteration_tokens_total_count{{engine="0"}} {self.steps}
 vllm:iteration_tokens_total_sum{{engine="0"}} {self.steps}
 """
-        return web.Response(text=text)
+        return web.Response(text=text + self.kvbm_series)
 
     async def _reset(self, _: web.Request) -> web.Response:
         await self.reset()

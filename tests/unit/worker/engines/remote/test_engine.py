@@ -24,6 +24,8 @@ from kvmesh.worker.capabilities import (
     AdapterLoading,
     Prefetching,
     Retaining,
+    TierCounts,
+    Tiered,
     execute_command,
 )
 from kvmesh.worker.engine import (
@@ -247,6 +249,36 @@ async def test_prefetches_need_a_server_that_reports_cached_tokens(
     assert not reply.ok
     assert reply.reason.startswith("unsupported: ")
     assert reason in reply.reason
+
+
+KVBM_SERIES = """# TYPE kvmesh_vllm_loaded_blocks counter
+kvmesh_vllm_loaded_blocks_total{engine="0",tier="1"} 5.0
+kvmesh_vllm_loaded_blocks_total{engine="1",tier="1"} 2.0
+kvmesh_vllm_loaded_blocks_total{engine="0",tier="9"} 2.0
+# TYPE kvmesh_vllm_written_blocks counter
+kvmesh_vllm_written_blocks_total{engine="0"} 3.0
+"""
+
+
+@pytest.mark.parametrize("series", [KVBM_SERIES, ""])
+async def test_a_server_with_the_block_manager_has_lower_tiers(tmp_path: Path, series: str) -> None:
+    server = ApiServer(tmp_path, "vllm", kvbm_series=series)
+    await server.start()
+    sidecar = Sidecar(server, kvbm=True)
+    await sidecar.start()
+    engine = sidecar.engine
+    assert isinstance(engine, Tiered)
+    assert sidecar.info is not None
+    assert sidecar.info.tiered == bool(series)
+    await sidecar.run(work("a", prompt(40)))
+    assert ("kv_transfer_params" in server.bodies[-1]) == bool(series)
+    if series:
+        expected = TierCounts(loaded=[0, 7, 0, 0], written=3)
+        await eventually(lambda: engine.tier_counts() == expected, what="the server's metrics")
+    else:
+        assert engine.tier_counts() is None
+    await engine.close()
+    await server.close()
 
 
 async def test_tokens_stream_as_token_ids(start: Start) -> None:

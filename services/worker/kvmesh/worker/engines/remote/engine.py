@@ -15,7 +15,6 @@ from pathlib import Path
 import aiohttp
 
 from kvmesh.bus.messages import Capacity, Clear, Load, Pin, Prefetch, Release, Unpin, Work
-from kvmesh.index import TIERS
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.adapters import sglang_fields as sglang
@@ -49,6 +48,7 @@ log = logging.getLogger(__name__)
 MISSED_PROBES = 3
 ENGINE = 0  # the tier
 LINE_BYTES = 1 << 20
+NO_CONNECTOR = "the server's metrics have no series of KvmeshConnector"
 NO_CACHED_TOKENS = "the server does not report cached tokens (--enable-prompt-tokens-details)"
 
 
@@ -84,6 +84,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._clock = StepClock()
         self._retention: ServerRetention | None = None
         self._reports_cached = False
+        self._tier_counts: TierCounts | None = None
         self._traffic = DirectTraffic()
         self._open_requests = 0
         self._warnings: dict[str, str] = {}
@@ -106,6 +107,10 @@ class RemoteEngine(PrefetchingAdapter):
                 self._retention = retention if await retention.find() else None
                 if retention.problem:
                     self._warnings[NO_RETENTION] = retention.problem
+            if self._remote.kvbm:
+                self._tier_counts = (await self._server.gauges()).tiers
+                if self._tier_counts is None:
+                    log.warning("%s: no lower tiers, %s", self._redacted_url, NO_CONNECTOR)
             return self._open_streams(sink, self._server)
         except EngineError:
             await self._http.close()
@@ -131,7 +136,7 @@ class RemoteEngine(PrefetchingAdapter):
                 block_size,
                 self._info.context or self._context,
                 self._remote.max_batched_tokens,
-                self._remote.kvbm,
+                tiered=self._tier_counts is not None,
             )
         elif not self._is_sglang:
             log.info("%s: no prefetches, %s", self._redacted_url, NO_CACHED_TOKENS)
@@ -220,9 +225,7 @@ class RemoteEngine(PrefetchingAdapter):
         ]
 
     def tier_counts(self) -> TierCounts | None:
-        if not self._remote.kvbm:
-            return None
-        return self._gauges.tiers or TierCounts(loaded=[0] * TIERS)
+        return self._tier_counts
 
     def clear(self) -> None:
         self._tasks.start(self._clear(), "clear cache")
@@ -254,7 +257,7 @@ class RemoteEngine(PrefetchingAdapter):
             block_size=block_size,
             adapters=worker.adapters or info.adapters,
             structural_tags=True,
-            tiered=self._remote.kvbm,
+            tiered=self._tier_counts is not None,
             capacity=Capacity(
                 blocks=self._blocks,
                 max_sequences=info.max_sequences or self._remote.max_sequences,
@@ -278,7 +281,7 @@ class RemoteEngine(PrefetchingAdapter):
             )
         usage = self._reports_cached
         body = completions.request_fields(work, tokens, self._info.model, tag, usage)
-        if self._retention is not None or self._remote.kvbm:
+        if self._retention is not None or self._tier_counts is not None:
             body["kv_transfer_params"] = origin_params(work)
         return ServerRequest(
             url=f"{self._url}/v1/completions",
@@ -339,6 +342,8 @@ class RemoteEngine(PrefetchingAdapter):
         own = self._open_requests
         self._gauges = await server.gauges()
         own, now = max(own, self._open_requests), asyncio.get_running_loop().time()
+        if self._tier_counts is not None:
+            self._tier_counts = self._gauges.tiers or self._tier_counts
         if self._remote.dp_ranks == 1:
             others = self._traffic.update(self._gauges, own, now)
             for pacer in self._pacers:

@@ -33,6 +33,8 @@ class KvbmStats(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
             for key, series in KVBM_COUNTERS.items()
         }
         self._totals: dict[tuple[int, str], int] = {}
+        for engine in self.per_engine_labelvalues:  # by zeros a worker knows that there are series
+            self.observe({}, engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Count the blocks of a step; those moved to lower tiers come as totals."""
