@@ -192,7 +192,8 @@ class SchedulerBridge(KvbmBridge):
         prompts = chain.prompts(request, tokens, key, self._layouts)
         last = prompts[0].blocks
         whole = [part for part, layout in enumerate(self._layouts) if not layout.window]
-        states = self._state_parts
+        # beside speculation, vLLM may keep the state before the last
+        states = [] if self._parts.is_speculative else self._state_parts
         first = dict.fromkeys(whole, held) | dict.fromkeys(states, last - 1)
         found = await self._load(loads, prompts, first)
         end = min(found[part].end for part in whole)

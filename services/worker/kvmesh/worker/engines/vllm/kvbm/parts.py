@@ -70,6 +70,11 @@ class KvParts(Struct, frozen=True, kw_only=True):
         """The numbers of the groups with states."""
         return [number for number, group in enumerate(self.groups) if group.has_state]
 
+    @property
+    def is_speculative(self) -> bool:
+        """True if some group is."""
+        return any(group.is_speculative for group in self.groups)
+
     def first_needed(self, group: int, end: int) -> int:
         """The first block that a group needs to continue after `end` blocks."""
         window = self.groups[group].layout.window

@@ -256,7 +256,7 @@ class SchedulerSide:
         if not numbers or offered is None:
             return {}
         last = full_blocks * self._block_size
-        if any(self._parts.groups[number].is_speculative for number in numbers):
+        if self._parts.is_speculative:
             last = min(last, tracked.request.num_prompt_tokens)
         indices = {self._parts.groups[number].index: number for number in numbers}
         found: dict[int, dict[int, GroupSave]] = {}

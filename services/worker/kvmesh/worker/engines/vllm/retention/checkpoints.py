@@ -22,22 +22,23 @@ from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetenti
 SPARSE = {"SlidingWindowSpec", "MambaSpec"}
 
 
-def has_checkpoints(specs: Sequence[Any]) -> bool:
-    """True if vLLM keeps what some layers need at few positions of a prompt."""
-    return any(type(spec).__name__ in SPARSE for spec in specs)
-
-
 class RetainedPrefixes:
-    """The retained prefixes of waiting requests; vLLM asks for them once a step."""
+    """The retained prefixes of waiting requests; vLLM asks for them once a step.
 
-    def __init__(self, retention: PrefixCacheRetention, hinted: HintedRequests) -> None:
+    vLLM computes the last `dropped` blocks of a prefix again, for its draft model.
+    """
+
+    def __init__(
+        self, retention: PrefixCacheRetention, hinted: HintedRequests, dropped: int
+    ) -> None:
         self._retention = retention
         self._hinted = hinted
+        self._dropped = dropped
         self._block_size = lcm(*retention.group_sizes)
         self._ends: dict[str, int] = {}
 
     def end(self, request: Any, now: float) -> int:
-        """Tokens of the longest retained prefix that ends before the prompt does; 0 if none."""
+        """Reusable tokens of the longest retained prefix that ends before the prompt; 0 if none."""
         known = self._ends.get(request.request_id)
         if known is None:
             known = self._ends[request.request_id] = self._find(request, now)
@@ -60,9 +61,20 @@ class RetainedPrefixes:
         if self._retention.has_pins:
             ends.append(self._pinned_end(request, origin, now))
         fitting = max(end for end in ends if end <= longest)
-        return fitting // self._block_size * self._block_size
+        return max(0, fitting // self._block_size - self._dropped) * self._block_size
 
     def _pinned_end(self, request: Any, origin: RequestOrigin, now: float) -> int:
         tokens = array("I", request.prompt_token_ids)
         packed = block_hashes(tokens.tobytes(), self._retention.hash_size, origin.salt)[1]
         return self._retention.pinned_end(array("Q", packed), now)
+
+
+def retained_prefixes(
+    config: Any, specs: Sequence[Any], retention: PrefixCacheRetention, hinted: HintedRequests
+) -> RetainedPrefixes | None:
+    """For vLLM with this configuration and KV cache groups; None if it keeps all that is needed."""
+    if not any(type(spec).__name__ in SPARSE for spec in specs):
+        return None
+    speculative = config.speculative_config
+    dropped = speculative is not None and speculative.use_eagle_block_drop()
+    return RetainedPrefixes(retention, hinted, int(dropped))

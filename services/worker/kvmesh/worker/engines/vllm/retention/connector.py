@@ -27,7 +27,7 @@ from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
-from kvmesh.worker.engines.vllm.retention.checkpoints import RetainedPrefixes, has_checkpoints
+from kvmesh.worker.engines.vllm.retention.checkpoints import RetainedPrefixes, retained_prefixes
 from kvmesh.worker.engines.vllm.retention.hinted_requests import HintedRequests
 from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
 from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetention
@@ -118,8 +118,9 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             [spec.block_size for spec in self._specs],
             pool.hash_block_size,
         )
-        if has_checkpoints(self._specs):
-            self._prefixes = RetainedPrefixes(self._retention, self._hinted)
+        self._prefixes = retained_prefixes(
+            self._vllm_config, self._specs, self._retention, self._hinted
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
