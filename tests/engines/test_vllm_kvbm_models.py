@@ -47,6 +47,11 @@ class Case(NamedTuple):
     folder: Path
     has_states: bool
 
+    @property
+    def noise(self) -> float:
+        """How much a log probability differs if a prompt is computed in other parts."""
+        return 0.08 if self.has_states else 0.01  # bfloat16: 2.5 units of a logit
+
 
 def make_model(name: str, folder: Path) -> list[str]:
     """Write a model; returns vLLM's arguments for it."""
@@ -135,10 +140,10 @@ async def test_a_longer_prompt_continues_a_loaded_one(case: Case) -> None:
     other = prompt(5 * SIZE + 10, first=1234)
     await run.generate("first", other)
     await run.onboarded(other, (5 * SIZE + 9) // size * size)
-    assert difference(expected[:1], (await run.logprobs("once more", longer))[:1]) < 0.01
+    assert difference(expected[:1], (await run.logprobs("once more", longer))[:1]) < case.noise
     await run.onboarded(first, (5 * SIZE + 9) // size * size)
     loaded = await run.onboarded(longer, (9 * SIZE + 19) // size * size)
-    assert difference(expected[:1], loaded[:1]) < 0.01
+    assert difference(expected[:1], loaded[:1]) < case.noise
 
 
 async def test_a_prompt_loads_what_it_shares_with_others(case: Case) -> None:
@@ -146,7 +151,11 @@ async def test_a_prompt_loads_what_it_shares_with_others(case: Case) -> None:
     run, size = case.run, case.run.info.block_size
     long, short = prompt(LENGTH, first=2500), prompt(5 * SIZE + 10, first=2500)
     branch = prompt(7 * SIZE + 6, first=2500) + prompt(2 * SIZE, first=3300)
-    expected = await run.logprobs("whole", branch, salt=salt("tiny", "", "apart"), tenant="apart")
+    apart = {"salt": salt("tiny", "", "apart"), "tenant": "apart"}
+    if case.has_states:  # so that vLLM, too, continues from the end of the short one
+        await run.generate("once", short, **apart)
+    expected = await run.logprobs("whole", branch, **apart)
+    reused = run.sink.cached("whole")
     for tokens in (short, long):
         await run.generate("once", tokens)
         await run.onboarded(tokens, (len(tokens) // 4 - 1) // size * size)
@@ -155,7 +164,11 @@ async def test_a_prompt_loads_what_it_shares_with_others(case: Case) -> None:
     shared = 5 * SIZE if case.has_states else (7 * SIZE + 6) // size * size
     assert run.sink.cached("branch") == shared
     assert run.sink.tiers("branch") == [0, shared]
-    assert difference(expected[:1], loaded[:1]) < 0.01
+    if case.has_states:
+        assert reused == shared
+        assert loaded == expected
+    else:
+        assert difference(expected[:1], loaded[:1]) < 0.01
 
 
 async def test_a_tenant_loads_no_blocks_of_another(case: Case) -> None:
