@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """How much a log probability differs if a prompt is computed in other parts."""
+        """Difference of a log probability between a prompt computed whole and in parts."""
         return 0.08 if self.has_states else 0.01  # bfloat16: 2.5 units of a logit
 
 
