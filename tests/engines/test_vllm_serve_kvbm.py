@@ -145,6 +145,10 @@ async def test_a_prefetch_loads_from_the_block_manager(run: VllmRun) -> None:
         {"kv_transfer_params": {"kvmesh": {"request": "r", "salt": 1, "adapter": "poet"}}},
         {"kv_transfer_params": {"kvmesh": {"request": "r", "salt": -1}}},
         {"kv_transfer_params": None},
+        {
+            "lora_request": SimpleNamespace(lora_name="bare"),
+            "kv_transfer_params": {"kvmesh": {"request": "r", "salt": 1, "adapter": "bare"}},
+        },
     ],
 )
 def test_no_block_is_looked_up_under_a_forged_origin(forged: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvmesh.bus.messages import adapter_name
 from kvmesh.worker.adapters.connector_series import CORRUPT, LOADED
 from kvmesh.worker.adapters.request_origin import OriginError, RequestOrigin, request_origin
 from kvmesh.worker.engines.vllm.kvbm.lookups import LookupResult, SchedulerBridge
@@ -292,6 +293,8 @@ def _origin(request: Any) -> RequestOrigin | None:
     except OriginError as error:
         log.warning("request %s uses no lower tiers: %s", request.request_id, error)
         return None
+    if origin is not None and origin.adapter and adapter_name(origin.adapter) == origin.adapter:
+        return None  # a bare name says nothing of the adapter's content
     return origin
 
 
