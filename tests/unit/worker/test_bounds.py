@@ -11,7 +11,7 @@ from kvmesh.bus.messages import KvEvent, Prefetch, Removed, Stored, Work
 from kvmesh.bus.streams.publisher import Backlog
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
-from kvmesh.worker.adapters import prefetch as prefetches
+from kvmesh.worker.adapters.prefetching import queue
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 
 IDS = st.integers(0, 9).map(str)
@@ -75,7 +75,7 @@ def test_no_more_prefetches_are_under_way_than_there_are_slots(
         assert not under_way._tasks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetches, "MAX_PREFETCHES", SLOTS)
+        patch.setattr(queue, "MAX_PREFETCHES", SLOTS)
         asyncio.run(run())
 
 
