@@ -5,6 +5,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -146,4 +147,25 @@ def faulty_loads(folder: Path) -> Iterator[None]:
         patch.setenv("FAULTS", str(folder))
         patch.setenv("PYTHONPATH", str(folder))
         patch.setattr(sys, "path", [str(folder), *sys.path])
+        yield
+
+
+@contextmanager
+def cached_mla() -> Iterator[None]:
+    """Let vLLM reuse prefixes of MLA models on a CPU, which it does not do by itself.
+
+    Its kernels there differ more between a prompt computed whole and in parts than a test could
+    allow, with and without a block manager: only its own cached prefix can be compared with.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def keep_prefix_caching(config: Any) -> None:
+        wanted = config.cache_config.enable_prefix_caching
+        update(config)
+        config.cache_config.enable_prefix_caching = wanted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep_prefix_caching))
         yield
