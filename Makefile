@@ -75,9 +75,9 @@ soak: $(ENGINES)
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
 
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
-# that were built for another torch must go. Takes about eleven minutes on two cores.
+# that were built for another torch must go. Takes about twenty minutes on two slow cores.
 vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore tests/engines
+	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 --dist loadfile tests/engines
 	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_transfer.py
 
 $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
@@ -88,7 +88,7 @@ $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . \
 	  --config-settings=build-dir=$(VLLM_VENV)/build/{wheel_tag}
 	$(VLLM_VENV)/bin/python -m pip install --quiet 'hypothesis>=6.170' 'nixl==1.5.*' 'psutil>=7' \
-	  'pytest>=9.2' 'pytest-asyncio>=1.5' 'pytest-timeout>=2.4'
+	  'pytest>=9.2' 'pytest-asyncio>=1.5' 'pytest-timeout>=2.4' 'pytest-xdist>=3.8'
 	touch $@
 
 sanitize:

@@ -1,17 +1,16 @@
 """Retention in the prefix cache of a real vLLM: the contract of every engine with `Retaining`."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.retention_suite import RetentionSuite, charged_blocks, fill_engine
+from support.engines import StartedEngine
+from support.retention_suite import RetentionSuite, charged_blocks, emptied, fill_engine
 from support.vllm import SIZE, VllmRun
 from support.wait import eventually
 
 from kvmesh.bus.messages import Clear, Retain
-from kvmesh.worker.capabilities import Retaining
 
 pytestmark = [
     pytest.mark.vllm,
@@ -35,27 +34,15 @@ async def shared(tiny_model: Path) -> AsyncIterator[VllmRun]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def started(shared: VllmRun) -> VllmRun:
-    """The shared engine with an empty cache and a fresh record."""
-    await asyncio.wait_for(shared.engine.drain(), 60)
-    assert isinstance(shared.engine, Retaining)
-    await shared.engine.release(["A", "B", "s"])
-    await shared.engine.unpin("p")
-    assert (await shared.execute(Clear())).ok
-    await eventually(lambda: not shared.held_hashes, what="the cache is empty")
-    (state,) = shared.engine.retention()
-    assert state.charged_blocks == 0
-    shared.earlier = state.outcomes
-    shared.sink.deltas.clear()
-    shared.sink.order.clear()
-    return shared
+async def started(shared: VllmRun) -> StartedEngine:
+    return await emptied(shared)
 
 
 class TestVllmRetention(RetentionSuite):
     """The suite of all engines, on vLLM."""
 
 
-async def test_a_reset_of_the_cache_ends_all_claims(started: VllmRun) -> None:
+async def test_a_reset_of_the_cache_ends_all_claims(started: StartedEngine) -> None:
     """vLLM refuses a reset if a block is neither used nor free, so a second one must succeed."""
     for name in ("a", "b"):
         kept = [Retain(0, None, 90, explicit=True)]
@@ -69,7 +56,7 @@ async def test_a_reset_of_the_cache_ends_all_claims(started: VllmRun) -> None:
         assert (await started.execute(Clear())).blocks == 3
 
 
-async def test_equal_prompts_at_once_are_claimed_once(started: VllmRun) -> None:
+async def test_equal_prompts_at_once_are_claimed_once(started: StartedEngine) -> None:
     """Beside a third, vLLM prefills 2 blocks of each a step, and so computes most of them twice."""
     started.submit("third", started.prompt(1, 9), max_tokens=500)
     await started.wait_for_tokens("third")

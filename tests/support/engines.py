@@ -51,6 +51,12 @@ class StartedEngine:
         """The sequence hashes of a prompt's full blocks."""
         return sequence(tokens, self.salt if salt is None else salt, self.size)
 
+    def depth(self, tokens: bytes) -> int:
+        """Leading tokens of a prompt that the engine could reuse according to its events."""
+        hashes, held = self.sequence(tokens), self.held_hashes
+        count = next((i for i, hash_ in enumerate(hashes) if hash_ not in held), len(hashes))
+        return min(count, (len(tokens) // 4 - 1) // self.size) * self.size
+
     def submit(self, name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> None:
         self.engine.submit(work(name, tokens, max_tokens, **{"salt": self.salt, **fields}))
 

@@ -1,10 +1,11 @@
 """Contract of the engines that prefetch; lengths are in blocks."""
 
+import asyncio
 import time
 
 from kvmesh.bus.messages import Prefetch
 from kvmesh.worker.adapters.prefetching.queue import MAX_PREFETCHES
-from support.engines import StartedEngine, make_prefetch
+from support.engines import StartedEngine, make_prefetch, prompt
 from support.wait import eventually
 
 
@@ -12,6 +13,12 @@ def prefetch_of(
     started: StartedEngine, tokens: bytes, name: str = "p", **fields: object
 ) -> Prefetch:
     return make_prefetch(tokens, name, **{"salt": started.salt, **fields})
+
+
+async def first_blocks_held(started: StartedEngine, tokens: bytes, count: int) -> None:
+    """Wait until the engine holds the first `count` blocks of a prompt, by its events."""
+    blocks = set(started.sequence(tokens)[:count])
+    await eventually(lambda: blocks <= started.held_hashes, what=f"{count} blocks")
 
 
 class PrefetchSuite:
@@ -98,3 +105,53 @@ class PrefetchSuite:
         reply = await started.execute(prefetch_of(started, fitting))
         assert reply.reason == "a request has this id"
         assert started.engine.abort("p")
+
+
+class SlicedPrefetchSuite(PrefetchSuite):
+    """Contract of the engines that prefetch in slices; theirs have 1,024 tokens of context."""
+
+    async def test_a_prefetch_computes_beside_a_running_request(
+        self, started: StartedEngine
+    ) -> None:
+        """The request may end before the first slice where others load the machine: some tries."""
+        alone = started.prompt(2, first=9)
+        await started.run("before", alone, max_tokens=600)
+        for number in range(5):
+            beside, tokens = f"beside{number}", started.prompt(12, first=100 * number)
+            started.submit(beside, alone, max_tokens=600)
+            await started.wait_for_tokens(beside)
+            command = prefetch_of(started, tokens, compute=12 * started.size)
+            assert (await started.execute(command)).ok
+            await first_blocks_held(started, tokens, 1)
+            was_beside = not started.sink.finish(beside)
+            await started.ended(beside)
+            assert started.sink.tokens(beside) == started.sink.tokens("before")
+            await first_blocks_held(started, tokens, 12)
+            if was_beside:
+                break
+        assert was_beside
+        assert not started.sink.tokens("p")
+
+    async def test_what_a_prefetch_computed_before_its_request_is_cached(
+        self, started: StartedEngine
+    ) -> None:
+        tokens, requests = started.prompt(25), started.load().requests
+        assert (await started.execute(prefetch_of(started, tokens, compute=25 * started.size))).ok
+        await eventually(lambda: len(started.held_hashes) >= 3, what="some slices")
+        held = started.depth(tokens)
+        await started.run("a", tokens, max_tokens=1)
+        assert started.sink.cached("a") >= held
+        assert started.load().requests == requests + 1, "slices are not counted"
+        assert not started.engine.abort("p"), "the request is here"
+
+    async def test_an_ended_prefetch_leaves_nothing_running(self, started: StartedEngine) -> None:
+        for number in range(20):
+            command = prefetch_of(started, prompt(480, first=number), compute=480, deadline_s=5.0)
+            assert (await started.execute(command)).ok
+            await asyncio.sleep(0)
+            assert started.engine.abort("p")
+        before = time.monotonic()
+        await started.run("a", started.prompt(1), max_tokens=1)
+        assert time.monotonic() - before < 30
+        await started.wait_for_events()
+        await eventually(lambda: not started.load().active_blocks, what="no block is in use")

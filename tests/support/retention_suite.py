@@ -3,6 +3,7 @@
 Lengths are in blocks, since engines support different block sizes.
 """
 
+import asyncio
 from array import array
 
 from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
@@ -55,6 +56,22 @@ def charged_blocks(started: StartedEngine) -> int:
     return sum(state.charged_blocks for state in started.engine.retention())
 
 
+async def emptied(shared: StartedEngine) -> StartedEngine:
+    """An engine of several tests, with an empty cache and a fresh record."""
+    await asyncio.wait_for(shared.engine.drain(), 60)
+    assert isinstance(shared.engine, Retaining)
+    await shared.engine.release(["A", "B", "s"])
+    await shared.engine.unpin("p")
+    assert (await shared.execute(Clear())).ok
+    await eventually(lambda: not shared.held_hashes, what="the cache is empty")
+    (state,) = shared.engine.retention()
+    assert state.charged_blocks == 0
+    shared.earlier = state.outcomes
+    shared.sink.deltas.clear()
+    shared.sink.order.clear()
+    return shared
+
+
 def joined(*parts: bytes) -> bytes:
     return b"".join(parts)
 
@@ -86,10 +103,13 @@ class RetentionSuite:
         kept = started.prompt(25)
         await run(started, "kept", kept, retention=[Retain(0, None, 100, explicit=True)])
         for i in range(4):
-            started.submit(f"big{i}", started.prompt(30, 2000 + i), max_tokens=20)
+            tokens = started.prompt(28, 2000 + i)
+            started.submit(f"big{i}", tokens, max_tokens=int(3.5 * started.size))
         await started.ended(*(f"big{i}" for i in range(4)))
-        await eventually(lambda: held_blocks(started, kept) < 25)
-        await eventually(lambda: counts(started)["evicted"] == 1)
+        await eventually(
+            lambda: held_blocks(started, kept) < 25, what="retained blocks are evicted"
+        )
+        await eventually(lambda: counts(started)["evicted"] == 1, what="the outcome")
 
     async def test_over_budget_a_directive_is_clipped(self, started: StartedEngine) -> None:
         retain = Retain(0, None, 90, explicit=True)

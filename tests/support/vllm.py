@@ -65,9 +65,3 @@ class VllmRun(StartedEngine):
         tokens = array("I", [4000 + self.markers] * (SIZE + 1)).tobytes()
         await self.run_works(work(f"marker{self.markers}", tokens, max_tokens=1))
         await eventually(lambda: sequence(tokens)[0] in self.held_hashes, what="the marker's event")
-
-    def depth(self, tokens: bytes) -> int:
-        """Leading tokens of a prompt that vLLM could reuse according to its events."""
-        hashes, held = sequence(tokens), self.held_hashes
-        count = next((i for i, hash_ in enumerate(hashes) if hash_ not in held), len(hashes))
-        return min(count, (len(tokens) // 4 - 1) // SIZE) * SIZE

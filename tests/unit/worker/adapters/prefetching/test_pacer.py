@@ -2,7 +2,12 @@
 
 import pytest
 
-from kvmesh.worker.adapters.prefetching.pacer import LOST_SHARE, MAX_SLICE_S, PrefetchPacer
+from kvmesh.worker.adapters.prefetching.pacer import (
+    LOST_SHARE,
+    MAX_PAUSE_S,
+    MAX_SLICE_S,
+    PrefetchPacer,
+)
 
 OVERHEAD_S = 0.002
 BLOCK_S = 0.0005
@@ -84,3 +89,10 @@ def test_a_slice_is_one_step_at_most() -> None:
         pacer.record_slice(1e-6, float(number))
     assert pacer.blocks == 8
     assert PrefetchPacer(0).blocks == 1
+
+
+def test_one_slice_on_a_machine_that_stalls_does_not_stop_prefetches() -> None:
+    pacer = PrefetchPacer(1000)
+    run_slices(pacer, 1.0)
+    pacer.record_slice(60.0, 61.0)
+    assert pacer.pause(61.0 + MAX_PAUSE_S) == 0.0

@@ -23,3 +23,10 @@ def test_gauges_of_a_server_without_steps_grow_stale() -> None:
 
 def test_a_server_without_metrics_has_no_other_clients() -> None:
     assert DirectTraffic().update(Gauges(), own=0, now=0.0) == (0, 0)
+
+
+def test_requests_that_ended_since_the_last_step_are_not_those_of_others() -> None:
+    traffic = DirectTraffic()
+    gauges = Gauges(1, 0, 0.1, 5.0)
+    assert traffic.update(gauges, own=1, now=0.0) == (0, 0)
+    assert traffic.update(gauges, own=0, now=1.0) == (0, 0)

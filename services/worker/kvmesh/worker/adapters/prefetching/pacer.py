@@ -5,6 +5,7 @@ from math import inf
 LOST_SHARE = 0.1
 FIRST_TOKEN_S = 0.05
 MAX_SLICE_S = 0.1
+MAX_PAUSE_S = 10.0
 SMOOTHING = 0.2
 
 
@@ -14,7 +15,8 @@ class PrefetchPacer:
     A request that arrives while a slice runs waits for its end, on average for half of it: the
     slices' length and their share of the time are bounded by the requests' mean time to the first
     token. Beside decoding requests, slices take LOST_SHARE of the time. None starts while a request
-    waits for its first token. All times are in seconds.
+    waits for its first token. All times are in seconds. A slice that took much longer than others,
+    as on a machine under other load, delays the next one by MAX_PAUSE_S at most.
 
     Requests of other clients of the engine count as last polled.
     """
@@ -68,7 +70,8 @@ class PrefetchPacer:
         if self._waiting or self._others_waiting:
             return None
         share = LOST_SHARE if self._decoding or self._others else self._idle_share
-        return max(0.0, self._ended_at + self._last_s * (1 / share - 1) - now)
+        pause = min(self._last_s * (1 / share - 1), MAX_PAUSE_S)
+        return max(0.0, self._ended_at + pause - now)
 
     @property
     def _loss_s(self) -> float:

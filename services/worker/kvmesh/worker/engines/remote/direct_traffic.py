@@ -19,19 +19,21 @@ class DirectTraffic:
     """Compares the server's gauges with the requests that this worker has in it.
 
     A server updates its gauges when it takes a step, so that those of requests aborted since stay:
-    gauges without a step in STALE_S seconds count nothing.
+    without a step the last estimate stays, and without one in STALE_S seconds there are none.
     """
 
     def __init__(self) -> None:
         self._steps: float | None = None
         self._stepped_at = -inf
+        self._others = OtherRequests()
 
     def update(self, gauges: Gauges, own: int, now: float) -> OtherRequests:
         """The other clients' requests; `own` is the number of this worker's, `now` in seconds."""
         if gauges.steps is None or gauges.steps != self._steps:
             self._steps, self._stepped_at = gauges.steps, now
-        if now - self._stepped_at > STALE_S:
-            return OtherRequests()
-        running, waiting = gauges.running or 0, gauges.waiting or 0
-        others = max(0, running + waiting - own)
-        return OtherRequests(others, min(others, waiting))
+            running, waiting = gauges.running or 0, gauges.waiting or 0
+            others = max(0, running + waiting - own)
+            self._others = OtherRequests(others, min(others, waiting))
+        elif now - self._stepped_at > STALE_S:
+            self._others = OtherRequests()
+        return self._others

@@ -87,6 +87,7 @@ class RemoteEngine(PrefetchingAdapter):
         self._tier_counts: TierCounts | None = None
         self._traffic = DirectTraffic()
         self._open_requests = 0
+        self._most_open = 0
         self._warnings: dict[str, str] = {}
 
     async def start(self, sink: Sink) -> EngineInfo:
@@ -299,6 +300,7 @@ class RemoteEngine(PrefetchingAdapter):
         if self._http is None:
             raise Rejected("the engine has not started")
         self._open_requests += 1
+        self._most_open = max(self._most_open, self._open_requests)
         try:
             async with aclosing(answer(self._http, request)) as outputs:
                 async for output in outputs:
@@ -339,13 +341,13 @@ class RemoteEngine(PrefetchingAdapter):
             self._streams.fail(EngineError(f"{self._redacted_url}/health does not reply"))
 
     async def _poll(self, server: InferenceServer) -> None:
-        own = self._open_requests
+        self._most_open = self._open_requests
         self._gauges = await server.gauges()
-        own, now = max(own, self._open_requests), asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         if self._tier_counts is not None:
             self._tier_counts = self._gauges.tiers or self._tier_counts
         if self._remote.dp_ranks == 1:
-            others = self._traffic.update(self._gauges, own, now)
+            others = self._traffic.update(self._gauges, self._most_open, now)
             for pacer in self._pacers:
                 pacer.record_others(others.running, others.waiting)
         steps = self._clock.update(self._gauges.steps)
