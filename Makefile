@@ -77,7 +77,8 @@ soak: $(ENGINES)
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
 # that were built for another torch must go. Takes about twenty minutes on two slow cores.
 vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 --dist loadfile tests/engines
+	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 \
+	  --dist loadfile --no-loadscope-reorder tests/engines
 	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_transfer.py
 
 $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)

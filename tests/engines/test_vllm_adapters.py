@@ -2,28 +2,32 @@
 
 import asyncio
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from support.vllm import PLAIN, VllmRun, prompt, work
 from support.wait import eventually
 
 from kvmesh.bus.messages import ControlReply, LoadAdapter, UnloadAdapter, Work
 from kvmesh.hashing import salt
 from kvmesh.settings.schema import VllmSettings
+from kvmesh.worker.capabilities import AdapterLoading
 from kvmesh.worker.engine import EngineConfigError, Rejected
 from kvmesh.worker.lora.manager import AdapterManager
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
 ]
 PROMPT = prompt(80)
 
 
 class Adapters:
-    """A vLLM and the manager of its adapters."""
+    """A vLLM and a manager of its adapters."""
 
     def __init__(self, run: VllmRun, max_adapters: int, retire_s: float = 0.1) -> None:
         self.run = run
@@ -47,8 +51,26 @@ class Adapters:
         return self.run.sink.tokens(request)
 
     async def close(self) -> None:
+        """Unload all, and close the manager."""
         await self.manager.close()
-        await self.run.engine.close()
+        assert isinstance(self.run.engine, AdapterLoading)
+        for identity in loaded(self.run):
+            await self.run.engine.unload_adapter(identity)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tiny_model: Path) -> AsyncIterator[VllmRun]:
+    run = await VllmRun.start(tiny_model, max_adapters=2)
+    yield run
+    await run.engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def started(shared: VllmRun) -> VllmRun:
+    """The shared engine with a fresh record."""
+    await asyncio.wait_for(shared.engine.drain(), 60)
+    shared.sink.deltas.clear()
+    return shared
 
 
 def request_of(request: str, adapter: str, tokens: bytes = PROMPT) -> Work:
@@ -81,12 +103,12 @@ async def test_an_adapter_has_its_own_output_and_blocks(tiny_model: Path, tmp_pa
     reply = await adapters.load("critic", folder)
     assert not reply.ok
     assert "worker.max_adapters" in reply.reason
-    await adapters.close()
+    await adapters.manager.close()
+    await run.engine.close()
 
 
-async def test_adapters_change_while_vllm_runs(tiny_model: Path, tmp_path: Path) -> None:
-    run = await VllmRun.start(tiny_model, max_adapters=2)
-    adapters = Adapters(run, 2)
+async def test_adapters_change_while_vllm_runs(started: VllmRun, tmp_path: Path) -> None:
+    run, adapters = started, Adapters(started, 2)
     plain = await adapters.answer("plain")
     folder = make_adapter(tmp_path / "poet", seed=1)
     first = await adapters.load("poet", folder)
@@ -108,7 +130,7 @@ async def test_adapters_change_while_vllm_runs(tiny_model: Path, tmp_path: Path)
     assert two != one
     assert run.sink.cached("two") == 0
     await eventually(lambda: adapters.listed == [second.adapter], what="the first one has left")
-    await eventually(lambda: not loaded(run, first.adapter), what="vLLM has unloaded it")
+    await eventually(lambda: first.adapter not in loaded(run), what="vLLM has unloaded it")
     third = await adapters.load("critic", make_adapter(tmp_path / "critic", seed=3))
     assert third.ok, third.reason
     shutil.rmtree(folder)
@@ -152,11 +174,10 @@ async def refuses_bad_folders(adapters: Adapters, tmp_path: Path) -> None:
 
 
 async def test_a_request_without_an_adapter_is_right_beside_others(
-    tiny_model: Path, tmp_path: Path
+    started: VllmRun, tmp_path: Path
 ) -> None:
     """vLLM on a CPU computes it with the adapter in the last slot, unless that slot is empty."""
-    run = await VllmRun.start(tiny_model, max_adapters=2)
-    adapters = Adapters(run, 2, retire_s=60)  # three are loaded
+    run, adapters = started, Adapters(started, 2, retire_s=60)  # three are loaded
     replies = [
         await adapters.load(name, make_adapter(tmp_path / name, seed))
         for seed, name in enumerate(("one", "two"), 1)
@@ -178,9 +199,8 @@ async def test_a_request_without_an_adapter_is_right_beside_others(
     await adapters.close()
 
 
-async def test_unloading_waits_for_the_last_step(tiny_model: Path, tmp_path: Path) -> None:
-    run = await VllmRun.start(tiny_model, max_adapters=1)
-    adapters = Adapters(run, 1)
+async def test_unloading_waits_for_the_last_step(started: VllmRun, tmp_path: Path) -> None:
+    run, adapters = started, Adapters(started, 2)
     reply = await adapters.load("poet", make_adapter(tmp_path / "poet"))
     run.engine.submit(work("long", PROMPT, 300, adapter=reply.adapter, salt=PLAIN))
     await run.wait_for_tokens("long")
@@ -206,5 +226,5 @@ async def test_settings_that_cannot_work_are_refused_at_the_start(
         await VllmRun.start(tiny_model, *more, vllm=vllm, max_adapters=2)
 
 
-def loaded(run: VllmRun, identity: str) -> bool:
-    return identity in run.engine._adapters  # type: ignore[attr-defined]
+def loaded(run: VllmRun) -> list[str]:
+    return list(run.engine._adapters.identities)  # type: ignore[attr-defined]

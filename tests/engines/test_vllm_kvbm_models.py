@@ -19,6 +19,7 @@ from support.random_models import (
     make_hybrid_model,
     make_mla_model,
     make_sliding_window_model,
+    make_unlike_layers_model,
 )
 from support.vllm import SIZE, VllmRun, prompt, work
 from support.vllm_kvbm import KvbmRun, Logprobs, cached_mla, faulty_loads, kvbm_run
@@ -36,6 +37,7 @@ LENGTH = 300
 WINDOW = 2 * SIZE
 WINDOWED = "sliding window"
 LINEAR = "linear attention"
+UNLIKE = "unlike layers"
 
 
 class Case(NamedTuple):
@@ -63,6 +65,9 @@ def make_model(name: str, folder: Path) -> list[str]:
     if name == WINDOWED:
         make_sliding_window_model(folder, WINDOW, intermediate=16384)
         return ["num_gpu_blocks_override=97"]
+    if name == UNLIKE:
+        make_unlike_layers_model(folder, WINDOW, intermediate=16384)
+        return ["disable_hybrid_kv_cache_manager=true"]
     if name == LINEAR:
         make_hybrid_model(folder, intermediate=16384)
         return ["num_gpu_blocks_override=97", "dtype=bfloat16"]
@@ -73,7 +78,7 @@ def make_model(name: str, folder: Path) -> list[str]:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["tensor parallel", WINDOWED, LINEAR, "MLA, tensor parallel"],
+    params=["tensor parallel", WINDOWED, LINEAR, UNLIKE, "MLA, tensor parallel"],
 )
 async def case(
     request: pytest.FixtureRequest,

@@ -57,6 +57,9 @@ class Steps:
             all_token_ids=list(range(PROMPT)),
             kv_transfer_params={"kvmesh": msgspec.to_builtins(ORIGIN)},
             num_tokens=PROMPT,
+            lora_request=None,
+            mm_features=[],
+            prompt_embeds=None,
         )
         self.side.update_state_after_alloc(self.request, None, 0)
         self.computed = 0

@@ -11,6 +11,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     MambaConfig,
     MambaForCausalLM,
     Qwen2Config,
@@ -122,6 +124,26 @@ def make_sliding_window_model(
         **COMMON,
     )
     _write(Gemma2ForCausalLM, config, folder, seed)
+
+
+def make_unlike_layers_model(
+    folder: Path, window: int, intermediate: int = 128, seed: int = 0
+) -> None:
+    """Write a Gemma 4 of four layers; those with full attention have larger heads."""
+    config = Gemma4TextConfig(
+        hidden_size=64,
+        intermediate_size=intermediate,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+        sliding_window=window,
+        **COMMON,
+    )
+    _write(Gemma4ForCausalLM, config, folder, seed)
 
 
 def _remember(model: Any) -> None:

@@ -44,6 +44,12 @@ class MambaSpec:
 
 
 @dataclass
+class UniformTypeKVCacheSpecs:
+    block_size: int
+    kv_cache_specs: dict[str, Any]
+
+
+@dataclass
 class Group:
     kv_cache_spec: Any
     layer_names: list[str]
@@ -52,9 +58,23 @@ class Group:
 
 
 @dataclass
+class Tensor:
+    layers: list[str]
+    layer_stride: int
+    block_stride: int
+
+
+@dataclass
 class Config:
     kv_cache_groups: list[Group]
     kv_tp_replicas: int = 1
+    pages: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def kv_cache_tensors(self) -> list[Tensor]:
+        names = [name for group in self.kv_cache_groups for name in group.layer_names]
+        pages = {name: self.pages.get(name, 4096) for name in names}
+        return [Tensor([name], 10 * page, page) for name, page in pages.items()]
 
 
 def parts(*specs: Any, ranks: int = 1, replicas: int = 1) -> Any:
@@ -98,6 +118,32 @@ def test_a_layout_names_type_engine_and_sizes() -> None:
     assert layout.layers == [LayerLayout(1, 576, 0)]
     assert layout.block_bytes == 16 * 576 * 2
     assert "vLLM on cpu" in layout.summary
+
+
+def test_layers_of_one_group_have_sizes_of_their_own() -> None:
+    """A worker has a spec for each; the scheduler has the first one's, and their strides."""
+    specs = {"attention": FullAttentionSpec(num_heads=1, head_size=576, head_size_v=0)}
+    specs["indexer"] = FullAttentionSpec(num_heads=1, head_size=132, dtype=torch.uint8)
+    pages = {"attention": 16 * 576 * 2, "indexer": 16 * 132}
+    of_worker = UniformTypeKVCacheSpecs(16, specs)
+    layouts = [
+        kv_parts(Config([Group(spec, list(specs))], pages=pages), 1, "w", "vLLM on cpu").layouts
+        for spec in (of_worker, specs["attention"])
+    ]
+    assert layouts[0] == layouts[1]
+    (layout,) = layouts[0]
+    assert layout.layers == [LayerLayout(1, 2 * 576, 0), LayerLayout(1, 132, 0)]
+    assert layout.block_bytes == sum(pages.values())
+
+
+def test_a_group_is_refused_with_the_layer_that_cannot_be_stored() -> None:
+    class CrossAttentionSpec(FullAttentionSpec):
+        """Another kind."""
+
+    specs = {"a": FullAttentionSpec(), "b": CrossAttentionSpec()}
+    group = Group(UniformTypeKVCacheSpecs(16, specs), ["a", "b"])
+    with pytest.raises(ValueError, match=r"cannot store the KV of b \(CrossAttentionSpec\)"):
+        kv_parts(Config([group]), 1, "w", "vLLM on cpu")
 
 
 def test_a_state_is_a_block_of_which_the_last_is_needed() -> None:

@@ -6,6 +6,9 @@ parallelism, each rank has the KV of its heads; of MLA, several ranks have the s
 Layers of linear attention have a state instead of KV. The block of such a group is the state at its
 end, and vLLM keeps few of them. A prompt continues from one state, so these parts have a window of
 one block.
+
+Layers of one group may have KV of different sizes (the indexer of sparse attention beside MLA).
+vLLM's scheduler knows one layer's kind, and how many bytes each takes: the layout is in bytes.
 """
 
 from math import ceil
@@ -24,8 +27,8 @@ STATE = ("MambaSpec",)
 class KvGroup(Struct, frozen=True, kw_only=True):
     """Layers that share a block table: group `index` of vLLM. `layout` is of its first part.
 
-    `has_state`: a block is the state of the layers at its end, filled up with less than one byte a
-    token. `is_speculative`: vLLM has further states for tokens that it may discard.
+    `has_state`: a block is the state of the layers at its end. `is_speculative`: vLLM has further
+    states for tokens that it may discard. `padding`: bytes at most by which blocks are filled up.
     """
 
     index: int
@@ -33,6 +36,7 @@ class KvGroup(Struct, frozen=True, kw_only=True):
     layout: KvLayout
     has_state: bool = False
     is_speculative: bool = False
+    padding: int = 0
 
 
 class KvParts(Struct, frozen=True, kw_only=True):
@@ -86,8 +90,14 @@ def kv_parts(config: Any, ranks: int, weights: str, engine: str) -> KvParts:
 
     `weights` and `engine` as in `KvLayout`. Raises ValueError for a model with other KV.
     """
+    pages = {
+        name: min(tensor.layer_stride, tensor.block_stride)
+        for tensor in config.kv_cache_tensors
+        for name in tensor.layers
+    }
     groups = [
-        _group(index, group, weights, engine) for index, group in enumerate(config.kv_cache_groups)
+        _group(index, group, pages, weights, engine)
+        for index, group in enumerate(config.kv_cache_groups)
     ]
     if not groups:
         raise ValueError("the block manager needs a model with attention layers")
@@ -113,24 +123,33 @@ def kv_parts(config: Any, ranks: int, weights: str, engine: str) -> KvParts:
     )
 
 
-def _group(index: int, group: Any, weights: str, engine: str) -> KvGroup:
-    spec = group.kv_cache_spec
+def _group(index: int, group: Any, pages: dict[str, int], weights: str, engine: str) -> KvGroup:
+    """`pages`: bytes of each layer in a block, with padding; others use the KV of these."""
+    names, spec = [name for name in group.layer_names if name in pages], group.kv_cache_spec
+    # in a worker, layers of one kind and different sizes have a spec each
+    specs = getattr(spec, "kv_cache_specs", dict.fromkeys(names, spec))
+    for name in names:
+        kind = type(specs[name]).__name__
+        stored = kind in FULL + WINDOW or (
+            kind in STATE and specs[name].mamba_cache_mode == "align"
+        )
+        if not stored or not group.enable_kv_transfer or group.host_resident:
+            raise _refusal(name, kind)
+    spec, size = specs[names[0]], spec.block_size
     kind = type(spec).__name__
-    stored = kind in FULL + WINDOW or (kind in STATE and spec.mamba_cache_mode == "align")
-    if not stored or not group.enable_kv_transfer or group.host_resident:
-        raise _refusal(group.layer_names[0], kind)
     if kind in STATE:
         return _state_group(index, group, weights, engine)
-    window = spec.sliding_window + spec.extra_retained_tokens if kind in WINDOW else 0
+    sizes = [pages[name] for name in names]
+    is_uniform = len(set(sizes)) == 1
     layout = KvLayout(
         weights=weights,
         engine=engine,
-        block_size=spec.block_size,
-        layers=[_layer(spec)] * len(group.layer_names),
-        window=window,
-        **_item(spec),
+        block_size=size,
+        window=spec.sliding_window + spec.extra_retained_tokens if kind in WINDOW else 0,
+        **(_equal_layers(spec, len(names)) if is_uniform else _unlike_layers(sizes, size)),
     )
-    return KvGroup(index=index, layers=list(group.layer_names), layout=layout)
+    padding = 0 if is_uniform else layout.block_bytes - 1
+    return KvGroup(index=index, layers=names, layout=layout, padding=padding)
 
 
 def _state_group(index: int, group: Any, weights: str, engine: str) -> KvGroup:
@@ -152,6 +171,7 @@ def _state_group(index: int, group: Any, weights: str, engine: str) -> KvGroup:
         layers=list(group.layer_names),
         layout=layout,
         has_state=True,
+        padding=spec.block_size - 1,
         is_speculative=spec.num_speculative_blocks > 0,
     )
 
@@ -168,15 +188,17 @@ def _is_packed(spec: Any) -> bool:
     return spec.state_content_bytes is not None or spec.tokens_per_state != 1
 
 
-def _item(spec: Any) -> dict[str, Any]:
+def _equal_layers(spec: Any, count: int) -> dict[str, Any]:
     name = str(spec.dtype).removeprefix("torch.")
-    if _is_packed(spec):
-        return {"dtype": f"{spec.kv_quant_mode.name} in {name}", "item_bytes": 1}
-    return {"dtype": name, "item_bytes": spec.dtype.itemsize}
-
-
-def _layer(spec: Any) -> LayerLayout:
     if not _is_packed(spec):
-        return LayerLayout(spec.num_heads, spec.head_size, spec.head_size_v)
+        layer = LayerLayout(spec.num_heads, spec.head_size, spec.head_size_v)
+        return {"dtype": name, "item_bytes": spec.dtype.itemsize, "layers": [layer] * count}
     token_bytes = spec.num_states * spec.state_content_size_bytes / spec.block_size
-    return LayerLayout(spec.num_heads, ceil(token_bytes), 0)
+    layer = LayerLayout(spec.num_heads, ceil(token_bytes), 0)
+    kind = f"{spec.kv_quant_mode.name} in {name}"
+    return {"dtype": kind, "item_bytes": 1, "layers": [layer] * count}
+
+
+def _unlike_layers(pages: list[int], block_size: int) -> dict[str, Any]:
+    layers = [LayerLayout(1, ceil(page / block_size), 0) for page in pages]
+    return {"dtype": "bytes of unlike layers", "item_bytes": 1, "layers": layers}

@@ -138,7 +138,7 @@ def grouped_caches(caches: dict[str, Tensor], parts: KvParts, blocks: int) -> li
         views = [_by_block(caches[name], blocks) for name in group.layers]
         held = sum(view[0].numel() * view.element_size() for view in views)
         missing = group.layout.block_bytes - held
-        if not 0 <= missing < (group.layout.block_size if group.has_state else 1):
+        if not 0 <= missing <= group.padding:
             raise ValueError(
                 f"the block manager cannot store the KV of {group.layers[0]}: "
                 f"a block has {held} bytes, not {group.layout.block_bytes}"
