@@ -259,7 +259,7 @@ def test_a_state_is_stored_with_zeros_at_its_end() -> None:
         layers=[LayerLayout(1, 6, 0)],
         window=TOKENS,
     )
-    group = KvGroup(index=0, layers=["a", "b"], layout=layout, has_state=True)
+    group = KvGroup(index=0, layers=["a", "b"], layout=layout, has_state=True, padding=3)
     parts = KvParts(block_size=TOKENS, groups=[group], shards=1, replicas=1)
     memory = torch.arange(2 * BLOCKS * 32, dtype=torch.int8).view(2, BLOCKS, 1, 1, 32)
     views = {"a": memory[0, ..., :11], "b": memory[1, ..., :11]}

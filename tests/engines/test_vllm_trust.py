@@ -230,6 +230,7 @@ async def test_constraints_are_tried_despite_frozen_trial_processes(
 ) -> None:
     """Importing vLLM anew takes longer than a constraint may take."""
     await serving(mesh)
+    await eventually(lambda: mesh.logs().count("trial process is ready") >= 2, timeout=60)
     workers = [mesh.processes[name].pid for name in ("worker-0", "worker-1")]
     frozen = [trial_process(worker) for worker in workers]
     for process in frozen:

@@ -130,6 +130,7 @@ class _Process(asyncio.Protocol):
         except BaseException:
             process.kill()
             raise
+        log.info("%s is ready", PROCESS)
         return process
 
     async def try_constraint(self, number: int, guided: Guided, timeout_s: float) -> Verdict:

@@ -110,10 +110,8 @@ class VllmEngine(PrefetchingAdapter):
         await self._adapters.open(self._llm)
         config = self._llm.vllm_config
         self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)
-        try:
-            await self._constraints.open()
-        except EngineError as error:
-            log.warning("the trial process did not start: %s", error)
+        # importing vLLM takes seconds, which only requests with constraints wait for
+        self._tasks.start(_open(self._constraints), "trial process")
         cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
         self._blocks, self._block_size = cache.num_gpu_blocks, cache.block_size
         self._salts = PromptSalts(self._served, cache.block_size)
@@ -369,3 +367,10 @@ def _cause(error: BaseException) -> str:
     """The last line of the message: vLLM puts the reason there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+async def _open(constraints: Constraints) -> None:
+    try:
+        await constraints.open()
+    except EngineError as error:
+        log.warning("the trial process did not start: %s", error)
