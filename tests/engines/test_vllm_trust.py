@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import urllib.error
@@ -40,8 +41,8 @@ PAUSE_S = LEASE_S + 2.0  # what a client may notice of a worker
 SLACK_S = 4.0  # for machines on which everything is slow
 CLIENTS, TOKENS = 4, 24
 KEYS: dict[str, dict[str, Any]] = {
-    "victim": {"tenant": VICTIM},
-    "evil": {"tenant": EVIL, "scopes": ["cache"]},
+    "victim": {"tenant": VICTIM, "scopes": ["routing"]},
+    "evil": {"tenant": EVIL, "scopes": ["cache", "routing"]},
     "operator": {"scopes": ["cache", "admin"]},
     "none": {},  # of `Traffic`
 }
@@ -139,8 +140,11 @@ async def test_a_tenant_neither_hits_nor_clears_blocks_of_another(mesh: Mesh) ->
     await serving(mesh)
     text = "What nobody else may know of the victim. " * 20
 
+    (instance,) = re.findall(r'instance="(worker-0-\w+)"', " ".join(running(mesh)))
+    placed = {"x-kvmesh-worker-instance-id": instance}
+
     def cached_tokens(key: str, **headers: str) -> int:
-        return cached(mesh, key, text, **headers)
+        return cached(mesh, key, text, **placed, **headers)
 
     def is_cached(key: str, **headers: str) -> bool:
         return cached_tokens(key, **headers) >= 4 * SIZE
