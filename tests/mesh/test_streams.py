@@ -51,12 +51,13 @@ async def test_streams_are_stored_as_documented(bus: Bus) -> None:
                 documented |= dict.fromkeys(re.findall(r"`(\w+)`", what), storage)
     found = await mesh_streams(bus)
     kinds = {(info.config.name or "").rpartition("-")[2]: info.config for info in found}
-    assert {"kv", "route", "seq", "instances", "router", "kvbm", "index", "models"} <= kinds.keys()
+    buckets = {"instances", "router", "kvbm", "plan", "index", "models"}
+    assert {"kv", "route", "seq", "scaling", *buckets} <= kinds.keys()
     for kind, config in kinds.items():
         assert config.storage == documented[kind], kind
-        rebuilt = kind in ("kv", "route", "seq")
-        assert config.discard == (DiscardPolicy.OLD if rebuilt else DiscardPolicy.NEW), kind
-        assert (config.duplicate_window == 1.0) is (rebuilt or kind == "instances"), kind
+        events = kind in ("kv", "route", "seq", "scaling")
+        assert config.discard == (DiscardPolicy.OLD if events else DiscardPolicy.NEW), kind
+        assert (config.duplicate_window == 1.0) is (events or kind == "instances"), kind
 
 
 async def test_an_account_that_permits_few_consumers_has_all_streams(tmp_path: Path) -> None:
@@ -129,6 +130,8 @@ async def test_buckets_of_other_meshes_are_not_changed(
         f"KV_{bus.subjects.instances_bucket}",
         f"KV_{bus.subjects.router_bucket}",
         f"KV_{bus.subjects.kvbm_bucket}",
+        bus.subjects.scaling_stream,
+        f"KV_{bus.subjects.plan_bucket}",
         f"OBJ_{bus.subjects.index_bucket}",
         f"OBJ_{bus.subjects.model_bucket}",
     }
@@ -137,7 +140,7 @@ async def test_buckets_of_other_meshes_are_not_changed(
 async def test_buckets_are_read_from_their_leader(bus: Bus) -> None:
     infos = await mesh_streams(bus)
     buckets = [info.config for info in infos if (info.config.name or "").startswith("KV_")]
-    assert len(buckets) == 3
+    assert len(buckets) == 4
     assert not any(config.allow_direct for config in buckets)
 
 

@@ -58,7 +58,7 @@ def _pattern(subject: str) -> str:
 Grant = tuple[Iterable[str], Iterable[str]]
 _LIBRARY = (f"{API}.INFO", f"{API}.STREAM.NAMES")  # nats-py requests these; they reveal no message
 _EACH = f"{ANY}-{ANY}"  # any instance
-_NO_SERVERS = (User.PLANNER, User.OPERATOR, User.OBSERVER)  # they serve no requests
+_NO_SERVERS = (User.OPERATOR, User.OBSERVER)  # they serve no requests
 # Replies go to these only. `allow_responses` of NATS permits any subject that a request names for
 # its reply, so a user that sends a request to itself could publish anywhere. Inboxes are random: a
 # user cannot guess another's.
@@ -71,12 +71,12 @@ def _frontend(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.ping(_EACH)),
-            *(s.sessions, s.limits, s.seq(ANY), s.route(ANY)),
+            *(s.sessions, s.limits, s.seq(ANY), s.route(ANY), s.wake(ANY)),
             *_lease(s, User.FRONTEND, name),
             *_lease(s, User.WORKER, ANY),  # to delete leases of dead workers
             *(entry for bucket in stores for entry in _write(bucket)),
             *_reads(_kv(s.instances_bucket), _kv(s.keys_bucket), _objects(s.model_bucket)),
-            *_reads(*map(_kv, stores)),
+            *_reads(*map(_kv, stores), _kv(s.plan_bucket)),
             *_creates(*_streams(s)),
         ],
         [s.out(own), s.load_all, s.sessions, s.limits],
@@ -140,11 +140,21 @@ def _kvbm(s: Subjects, name: str) -> Grant:
 
 
 def _planner(s: Subjects, name: str) -> Grant:
-    return _reads(s.route_stream, _kv(s.instances_bucket)), [s.load_all]
+    streams = (s.route_stream, s.seq_stream, s.scaling_stream)
+    return (
+        [
+            *(s.scaling(ANY), s.ctl(_EACH)),
+            *_lease(s, User.PLANNER, name),
+            *_write(s.plan_bucket),
+            *_reads(*streams, _kv(s.instances_bucket), _kv(s.plan_bucket)),
+        ],
+        [s.load_all, s.wake_all, s.ping(f"{name}-{ANY}")],
+    )
 
 
 def _observer(s: Subjects, name: str) -> Grant:
-    streams = (s.kv_stream, s.route_stream, s.seq_stream, _kv(s.instances_bucket))
+    events = (s.kv_stream, s.route_stream, s.seq_stream, s.scaling_stream)
+    streams = (*events, _kv(s.instances_bucket), _kv(s.plan_bucket))
     lists = (f"{API}.STREAM.LIST", *(f"{API}.CONSUMER.LIST.{stream}" for stream in streams))
     return [*lists, *_reads(*streams, deletes=False)], _events(s)
 
@@ -175,15 +185,15 @@ _TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
 
 
 def _events(s: Subjects) -> list[str]:
-    """The subjects of all events and loads, which contain neither tokens nor prompts."""
-    return [s.kv_all, s.route_all, s.seq_all, s.load_all]
+    """The subjects of events, loads and wakes: they contain neither tokens nor prompts."""
+    return [s.kv_all, s.route_all, s.seq_all, s.scaling_all, s.load_all, s.wake_all]
 
 
 def _startup_streams(s: Subjects) -> list[str]:
     """The streams that each process ensures at its start."""
-    buckets = (s.instances_bucket, s.router_bucket, s.kvbm_bucket)
+    buckets = (s.instances_bucket, s.router_bucket, s.kvbm_bucket, s.plan_bucket)
     objects = (s.index_bucket, s.model_bucket)
-    streams = (s.kv_stream, s.route_stream, s.seq_stream)
+    streams = (s.kv_stream, s.route_stream, s.seq_stream, s.scaling_stream)
     return [*streams, *map(_kv, buckets), *map(_objects, objects)]
 
 

@@ -65,6 +65,10 @@ class Subjects:
     def seq_stream(self) -> str:
         return f"kvm-{self.namespace}-seq"
 
+    @property
+    def scaling_stream(self) -> str:
+        return f"kvm-{self.namespace}-scaling"
+
     def owns(self, stream: str | None) -> bool:
         """True if a stream belongs to this mesh, directly or as one of its buckets."""
         name = (stream or "").removeprefix("KV_").removeprefix("OBJ_")
@@ -91,6 +95,14 @@ class Subjects:
     @property
     def seq_all(self) -> str:
         return self._of("seq", ">")
+
+    def scaling(self, model: str) -> str:
+        """Decisions of the planner about one model."""
+        return self._of("scaling", token(model))
+
+    @property
+    def scaling_all(self) -> str:
+        return self._of("scaling", ">")
 
     # buckets
 
@@ -135,6 +147,30 @@ class Subjects:
     @property
     def kvbm_bucket(self) -> str:
         return f"kvm-{self.namespace}-kvbm"
+
+    @property
+    def plan_bucket(self) -> str:
+        """The bucket of the planner: the wanted fleet and the answers of operators."""
+        return f"kvm-{self.namespace}-plan"
+
+    @property
+    def desired_key(self) -> str:
+        """Key, in the plan bucket, of the wanted fleet."""
+        return "desired"
+
+    @property
+    def plan_settings_key(self) -> str:
+        """Key, in the plan bucket, of the planner's settings that were set at run time."""
+        return "settings"
+
+    @property
+    def report_key(self) -> str:
+        """Key, in the plan bucket, of the latest report of the operator."""
+        return "report"
+
+    def idle_key(self, model: str) -> str:
+        """Key, in the plan bucket, of a model that may run without workers."""
+        return f"idle.{token(model)}"
 
     @property
     def identity_key(self) -> str:
@@ -193,6 +229,14 @@ class Subjects:
     def limits(self) -> str:
         """Use of API keys' limits, published between frontends."""
         return self._of("limits")
+
+    def wake(self, model: str) -> str:
+        """Requests of an idle model that wait for a worker, published by frontends."""
+        return self._of("wake", token(model))
+
+    @property
+    def wake_all(self) -> str:
+        return self._of("wake", "*")
 
     # one process each
 

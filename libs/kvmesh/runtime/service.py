@@ -182,5 +182,7 @@ def stream_limits(streams: StreamSettings) -> StreamLimits:
         route_age_s=streams.route_age_s,
         seq_bytes=streams.seq_bytes,
         seq_age_s=streams.seq_age_s,
+        scaling_bytes=streams.scaling_bytes,
+        scaling_age_s=streams.scaling_age_s,
         lease_s=streams.lease_s,
     )

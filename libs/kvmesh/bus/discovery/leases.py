@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from math import inf
 
 import msgspec
 
@@ -54,7 +55,8 @@ class Lease:
     """Keeps `card` in the instances bucket until closed.
 
     `lapsed` runs when the lease has ended meanwhile: other processes consider this one dead. A
-    bucket that was lost with its server does not count.
+    bucket that was lost with its server does not count. With `rejoins`, the card then gets another
+    `started`, as that of a new process.
     """
 
     def __init__(
@@ -63,11 +65,14 @@ class Lease:
         card: Instance,
         limits: StreamLimits,
         lapsed: Callable[[], None] = lambda: None,
+        rejoins: bool = False,
     ) -> None:
         self._bus = bus
         self._limits = limits
         self._duration = LeaseDuration(bus, limits)
         self._lapsed = lapsed
+        self._rejoins = rejoins
+        self._renewed_at = -inf
         self._revision: int | None = None
         self._bucket_created: object = None
         self._renewing = asyncio.Lock()
@@ -75,15 +80,23 @@ class Lease:
         self._closed = False
         self.card = card
 
+    @property
+    def held(self) -> bool:
+        """False if the lease may have ended: it has not been renewed for its duration."""
+        return asyncio.get_running_loop().time() - self._renewed_at < self._duration.seconds
+
     async def open(self) -> None:
         """Join. `started` of the card becomes the server's time: the later of two instances counts,
         and the clocks of their machines may differ.
         """
         await self._duration.refresh()
         await self._renew()
+        await self._start_anew()
+        self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
+
+    async def _start_anew(self) -> None:
         self.card = msgspec.structs.replace(self.card, started=await self._stored_at())
         await self._renew()
-        self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
 
     async def _stored_at(self) -> float:
         """Unix time at which the server stored the card."""
@@ -115,23 +128,34 @@ class Lease:
             log.warning("could not delete the lease; it will expire: %s", cause(error))
 
     async def _renew(self) -> None:
+        if await self._store() and self._rejoins:
+            await self._start_anew()
+
+    async def _store(self) -> bool:
+        """Store the card; True if the lease had ended."""
         async with self._renewing:
+            begun = asyncio.get_running_loop().time()
+            ended = False
             bucket = await _bucket(self._bus)
             key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
             try:
                 if self._revision is not None:
                     data = encode(self.card)
                     self._revision = await bucket.update(key, data, last=self._revision)
-                    return
+                    self._renewed_at = begun
+                    return False
             except Conflict:
                 if (
                     not await _exists(bucket, key)
                     and self._bucket_created == self._duration.bucket_created
                 ):
                     log.warning("the lease had ended: other processes considered this one dead")
+                    ended = True
                     self._lapsed()
             self._revision = await bucket.put(key, encode(self.card))
             self._bucket_created = self._duration.bucket_created
+            self._renewed_at = begun
+            return ended
 
     async def _renew_until_closed(self) -> None:
         failing = False

@@ -22,6 +22,7 @@ from kvmesh.bus.messages.control import (
     Prefetch,
     Release,
     Resend,
+    Serve,
     UnloadAdapter,
     Unpin,
 )
@@ -54,6 +55,15 @@ from kvmesh.bus.messages.kvbm import (
 )
 from kvmesh.bus.messages.layout import KvLayout, LayerLayout, incompatible_models
 from kvmesh.bus.messages.load import Load
+from kvmesh.bus.messages.planning import (
+    DesiredFleet,
+    FleetCandidate,
+    FleetReport,
+    IdleModel,
+    PoolPlan,
+    ScalingDecision,
+    Wake,
+)
 from kvmesh.bus.messages.routing import (
     BanditStats,
     Candidate,
@@ -117,6 +127,7 @@ __all__ = [
     "Corrupt",
     "Decision",
     "Declined",
+    "DesiredFleet",
     "Detach",
     "Done",
     "Drain",
@@ -124,8 +135,11 @@ __all__ = [
     "Fetch",
     "Fetched",
     "Finish",
+    "FleetCandidate",
+    "FleetReport",
     "Guided",
     "Hints",
+    "IdleModel",
     "Incomplete",
     "Instance",
     "KeyUse",
@@ -150,6 +164,7 @@ __all__ = [
     "Pin",
     "Ping",
     "Placement",
+    "PoolPlan",
     "Prefetch",
     "PrefetchTerms",
     "Prepare",
@@ -167,6 +182,7 @@ __all__ = [
     "RouteRequest",
     "Routed",
     "Sampling",
+    "ScalingDecision",
     "SeqAdd",
     "SeqBatch",
     "SeqEvent",
@@ -174,6 +190,7 @@ __all__ = [
     "SeqPrefilled",
     "SeqProgress",
     "SeqWait",
+    "Serve",
     "SessionPrompt",
     "SessionQuery",
     "StepOutput",
@@ -181,6 +198,7 @@ __all__ = [
     "Thresholds",
     "UnloadAdapter",
     "Unpin",
+    "Wake",
     "Wanted",
     "Work",
     "WorkReply",

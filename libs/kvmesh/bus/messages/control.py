@@ -111,13 +111,23 @@ class UnloadAdapter(Struct, frozen=True, kw_only=True, tag="unload_adapter"):
     timeout_s: float = 60.0
 
 
+class Serve(Struct, frozen=True, tag="serve"):
+    """Serve whole requests, only prompts, or prefilled and whole requests from now on; idempotent.
+
+    Requests that run or arrive for the earlier role end as they would have. A worker that restarts
+    has the role of its settings.
+    """
+
+    serves: Literal["aggregated", "prefill", "decode"]
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Liveness probe: the server replies "no responders" if the instance is gone."""
 
 
 AdapterCommand: TypeAlias = LoadAdapter | UnloadAdapter
 Control: TypeAlias = (
-    Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch | AdapterCommand
+    Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch | AdapterCommand | Serve
 )
 
 

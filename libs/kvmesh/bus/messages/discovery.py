@@ -14,6 +14,7 @@ class Role(StrEnum):
     INDEXER = "indexer"
     WORKER = "worker"
     KVBM = "kvbm"
+    PLANNER = "planner"
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

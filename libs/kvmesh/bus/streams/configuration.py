@@ -48,6 +48,8 @@ class StreamLimits:
     route_age_s: float = 24 * 3600.0
     seq_bytes: int = 64 << 20
     seq_age_s: float = 3600.0
+    scaling_bytes: int = 64 << 20
+    scaling_age_s: float = 30 * 24 * 3600.0
     lease_s: float = 10.0
 
 
@@ -161,6 +163,14 @@ def _streams(bus: Bus, limits: StreamLimits) -> list[_StreamSpec]:
         ),
         # active sequences: worthless once the server that held them is gone
         ("seq", names.seq_stream, names.seq_all, limits.seq_bytes, limits.seq_age_s, MEMORY),
+        (
+            "scaling",
+            names.scaling_stream,
+            names.scaling_all,
+            limits.scaling_bytes,
+            limits.scaling_age_s,
+            file,
+        ),
     ]
     return [_stream(bus, *kind) for kind in kinds]
 
@@ -235,6 +245,7 @@ def _buckets(bus: Bus) -> list[_StreamSpec]:
     return [
         values(names.router_bucket),
         values(names.kvbm_bucket),
+        values(names.plan_bucket),
         objects(names.index_bucket),
         objects(names.model_bucket),
     ]
@@ -247,7 +258,8 @@ async def _nothing() -> None:
 async def purge_states(bus: Bus) -> None:
     """Empty the streams and delete the index snapshots, as far as they exist."""
     subjects = bus.subjects
-    for stream in (subjects.kv_stream, subjects.route_stream, subjects.seq_stream):
+    streams = (subjects.kv_stream, subjects.route_stream, subjects.seq_stream)
+    for stream in (*streams, subjects.scaling_stream):
         with contextlib.suppress(NotFound):
             await bus.js.purge_stream(stream)
     with contextlib.suppress(NotFound):

@@ -17,6 +17,7 @@ from kvmesh.settings.schema.frontend import FrontendSettings
 from kvmesh.settings.schema.indexer import IndexerSettings
 from kvmesh.settings.schema.kvbm import KvbmSettings
 from kvmesh.settings.schema.mesh import LogSettings, NatsSettings, ProcessSettings, StreamSettings
+from kvmesh.settings.schema.planner import PlannerSettings
 from kvmesh.settings.schema.router import RouterSettings
 from kvmesh.settings.schema.transfer import TransferSettings
 from kvmesh.settings.schema.up import UpSettings
@@ -29,6 +30,7 @@ __all__ = [
     "LogSettings",
     "MockSettings",
     "NatsSettings",
+    "PlannerSettings",
     "ProcessSettings",
     "RemoteSettings",
     "RouterSettings",
@@ -57,6 +59,7 @@ class Settings(Section, frozen=True, kw_only=True):
     indexer: IndexerSettings = IndexerSettings()
     worker: WorkerSettings = WorkerSettings()
     kvbm: KvbmSettings = KvbmSettings()
+    planner: PlannerSettings = PlannerSettings()
     mock: MockSettings = MockSettings()
     transfer: TransferSettings = TransferSettings()
     torch: TorchSettings = TorchSettings()

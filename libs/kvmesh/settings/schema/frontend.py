@@ -51,6 +51,14 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     restart_wait_s: Annotated[
         Seconds, Meta(description="longest wait for a router or worker if none is running")
     ] = 5.0
+    wake_timeout_s: Annotated[
+        Seconds,
+        Meta(description="longest wait for the first worker of an idle model"),
+    ] = 300.0
+    max_waking: Annotated[
+        Count,
+        Meta(description="sequences that may wait for idle models; others are refused as overload"),
+    ] = 1024
     prefill_timeout_s: Annotated[
         Seconds,
         Meta(

@@ -59,6 +59,13 @@ class StreamSettings(Section, frozen=True, kw_only=True):
     seq_age_s: Annotated[
         Seconds, Meta(description="retention time of active-sequence messages")
     ] = 3600.0
+    scaling_bytes: Annotated[
+        int,
+        Meta(ge=1 << 20, description="largest size of the stream of scaling decisions, in bytes"),
+    ] = 64 << 20
+    scaling_age_s: Annotated[Seconds, Meta(description="retention time of scaling decisions")] = (
+        30 * 86400.0
+    )
     lease_s: Annotated[
         float,
         Meta(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvmesh.settings.schema.common import Port, Seconds, Section
+from kvmesh.settings.schema.common import Count, Port, Seconds, Section
 
 
 class UpSettings(Section, frozen=True, kw_only=True):
@@ -17,6 +17,16 @@ class UpSettings(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="run a kvbm, which shares memory and disk for blocks among the workers"),
     ] = False
+    planner: Annotated[
+        bool, Meta(description="run a planner, which starts and stops workers as the load demands")
+    ] = False
+    max_workers: Annotated[
+        Count,
+        Meta(
+            description="most workers of each pool that a planner may run; at least as many as the"
+            " mesh starts with"
+        ),
+    ] = 8
     frontends: Annotated[
         int, Meta(ge=0, description="frontend processes, on consecutive ports")
     ] = 1

@@ -54,6 +54,13 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[Seconds, Meta(description="longest wait for running requests")] = (
         60.0
     )
+    drain_blocks_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="longest time to store blocks in lower tiers before leaving; 0: no time",
+        ),
+    ] = 10.0
     max_waiting: Annotated[
         Count, Meta(description="requests queued in the engine before the worker is busy")
     ] = 1024
