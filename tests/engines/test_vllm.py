@@ -19,6 +19,7 @@ from support.vllm import VllmRun, prompt, work
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.messages import Guided, Sampling
+from kvmesh.worker.capabilities import RoleSwitching
 from kvmesh.worker.engine import EngineError, Rejected
 
 pytestmark = [
@@ -169,6 +170,22 @@ async def test_the_load_comes_from_the_scheduler(started: VllmRun) -> None:
     assert (started.load().running, started.load().active_blocks) == (0, 0)
 
 
+async def test_the_load_has_the_batch_and_the_prefill_steps(started: VllmRun) -> None:
+    before = started.engine.load("")[0]
+    started.engine.submit(work("batch", prompt(100, first=77), max_tokens=200))
+    await eventually(lambda: started.engine.load("")[0].decoding == 1)
+    assert started.engine.load("")[0].decode_tokens >= 100
+    await started.ended("batch")
+
+    def counted() -> bool:
+        return started.engine.load("")[0].prefill_steps == before.prefill_steps + 1
+
+    await eventually(counted, what="the step that computed the prompt")
+    after = started.engine.load("")[0]
+    assert (after.decoding, after.decode_tokens, after.waiting_tokens) == (0, 0, 0)
+    assert after.steps - before.steps > 100
+
+
 async def test_a_folder_without_a_model_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="vLLM failed to start"):
         await VllmRun.start(tmp_path)
@@ -203,7 +220,7 @@ async def test_the_death_of_the_engine_process_is_reported(
     assert not [child for child in left if "EngineCore" in child.name()]
 
 
-async def test_a_decode_engine_fetches_blocks_of_a_prefill_engine(tiny_model: Path) -> None:
+async def test_engines_fetch_each_others_blocks_whatever_their_role(tiny_model: Path) -> None:
     """Two engines, NIXL between their processes: same answer, and nothing computed twice."""
     pytest.importorskip("nixl")
     transfer = [
@@ -216,7 +233,7 @@ async def test_a_decode_engine_fetches_blocks_of_a_prefill_engine(tiny_model: Pa
         for _ in range(2):
             patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
             runs.append(await VllmRun.start(tiny_model, *transfer))
-    prefill, decode = runs
+    decode, prefill = runs
     tokens = prompt(330)
     await prefill.run_works(work("a", tokens, max_tokens=1, prefill=True))
     handoff = prefill.sink.deltas["a"][-1].handoff
@@ -225,8 +242,21 @@ async def test_a_decode_engine_fetches_blocks_of_a_prefill_engine(tiny_model: Pa
     await decode.run_works(work("a", tokens, handoff=msgpack_round_trip(handoff)))
     await prefill.run_works(work("whole", tokens))
     assert decode.sink.tokens("a") == prefill.sink.tokens("whole")
-    assert fetched_tokens() >= 320
     await eventually(lambda: decode.depth(tokens) == 320, what="the fetched blocks are reported")
+
+    for run, role in ((prefill, "decode"), (decode, "prefill")):
+        assert isinstance(run.engine, RoleSwitching)
+        await run.engine.switch_role(role)
+    tokens = prompt(330, first=1000)
+    await decode.run_works(work("b", tokens, max_tokens=1, prefill=True))
+    handoff = decode.sink.deltas["b"][-1].handoff
+    assert handoff is not None
+    assert fetched_tokens() == 0
+    await prefill.run_works(work("b", tokens, handoff=msgpack_round_trip(handoff)))
+    assert fetched_tokens() >= 320, "it is the newest"
+    await decode.run_works(work("whole b", tokens))
+    assert prefill.sink.tokens("b") == decode.sink.tokens("whole b")
+    await eventually(lambda: prefill.depth(tokens) == 320, what="the fetched blocks are reported")
     for run in runs:
         await run.engine.close()
 

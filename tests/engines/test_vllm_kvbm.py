@@ -17,6 +17,7 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Fetch, KvbmRequest, Sampling
+from kvmesh.settings.schema import VllmSettings
 from kvmesh.worker.capabilities import Tiered, execute_command
 
 pytestmark = [
@@ -136,3 +137,17 @@ async def test_the_engine_runs_without_a_kvbm_and_attaches_to_the_next(run: Kvbm
     run.mesh.restart("kvbm-0")
     await run.clear_cache()
     await onboarded(run, tokens, 128)
+
+
+async def test_a_vllm_that_stops_leaves_its_last_blocks_to_the_others(
+    run: KvbmRun, slow_model: Path
+) -> None:
+    other = KvbmRun(run.mesh, slow_model, VllmSettings())
+    await other.engine.start(other.sink)
+    prompts = [prompt(150, first=3000 + 7 * number) for number in range(4)]
+    expected = [await other.generate(f"r{n}", tokens) for n, tokens in enumerate(prompts)]
+    await other.engine.close()
+    await run.clear_cache()
+    for number, tokens in enumerate(prompts):
+        assert await run.generate(f"r{number}", tokens) == expected[number]
+        assert run.sink.tiers(f"r{number}") == [0, 128]

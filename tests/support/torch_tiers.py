@@ -10,7 +10,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KvEvent, KvLayout, Sampling, Work
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import TorchSettings
+from kvmesh.settings.schema import TorchSettings, WorkerSettings
 from kvmesh.worker.engine import EngineError, OutputDelta
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 from kvmesh.worker.engines.torch.engine import TorchEngine
@@ -63,14 +63,23 @@ class Host:
     """One worker's engine."""
 
     def __init__(
-        self, bus: Bus, limits: StreamLimits, name: str, blocks: int = 256, node: str = "here"
+        self,
+        bus: Bus,
+        limits: StreamLimits,
+        name: str,
+        blocks: int = 256,
+        node: str = "here",
+        queue: int = 4096,
     ) -> None:
         def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
             tenant = WorkerIdentity(node=node, instance=name, model="tiny", layout=layout)
             self.client = KvbmClient(bus, limits, tenant, user)
             return self.client
 
-        settings = Settings(torch=TorchSettings(blocks=blocks, threads=1, pass_tokens=32))
+        settings = Settings(
+            torch=TorchSettings(blocks=blocks, threads=1, pass_tokens=32),
+            worker=WorkerSettings(write_through_blocks=queue),
+        )
         self.engine = TorchEngine(settings, tiny_model(), connect)
         self.sink = SinkRecorder()
 

@@ -7,7 +7,9 @@ import asyncio
 import logging
 from array import array
 from collections import OrderedDict
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kvmesh.blocks.kvbm_client import KvbmClient, KvbmPrompt, PendingWrite
 from kvmesh.bus.errors import cause
@@ -58,10 +60,11 @@ class WriteThrough(Generic[Item]):
         self._limit = limit
         self._lanes = lanes
         self._queue: OrderedDict[str, _Waiting[Item]] = OrderedDict()
-        self._writing: set[str] = set()
+        self._writing: dict[str, int] = {}
         self._ending: set[str] = set()
         self._blocks = 0
         self._wake = asyncio.Event()
+        self._written = asyncio.Event()
         self._tasks = BackgroundTasks()
         self.written = 0
         self.skipped = 0
@@ -97,6 +100,28 @@ class WriteThrough(Generic[Item]):
         self._wake.set()
         return True
 
+    async def flush(
+        self, items: dict[str, tuple[Item, int]], value: Callable[[Item], Any], timeout_s: float
+    ) -> int:
+        """Write what waits and all blocks of `items`, those of the greatest `value` first.
+
+        `items` are the handle and the number of blocks by request. Returns the number of blocks
+        that are not written after `timeout_s` seconds; nothing may be passed to `put` meanwhile.
+        """
+        for request, (item, blocks) in items.items():
+            queued = self._queue.get(request)
+            self._blocks += blocks - (queued.blocks if queued is not None else 0)
+            self._queue[request] = _Waiting(item, 0, blocks)
+        ordered = sorted(self._queue.items(), key=lambda entry: value(entry[1].item), reverse=True)
+        self._queue = OrderedDict(ordered)
+        self._wake.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.idle:
+                    self._written.clear()
+                    await self._written.wait()
+        return self._blocks + sum(self._writing.values())
+
     def end(self, request: str) -> None:
         """Report that the request computes no more blocks, once its blocks are written."""
         if request in self._queue or request in self._writing:
@@ -113,14 +138,15 @@ class WriteThrough(Generic[Item]):
                 continue
             waiting = self._queue.pop(request)
             self._blocks -= waiting.blocks
-            self._writing.add(request)
+            self._writing[request] = waiting.blocks
             try:
                 await self._write(waiting)
             finally:
-                self._writing.discard(request)
+                del self._writing[request]
                 self._on_written(request)
 
     def _on_written(self, request: str) -> None:
+        self._written.set()
         if request in self._queue:
             self._wake.set()
         elif request in self._ending:

@@ -35,13 +35,15 @@ ALLOWED = {
     "engines": {*ENGINE_PARTS, *LEAVES},
     "health": {"engine"},
     "requests": {"constraints", *CONTRACT},
-    "control": {"lora", "requests", *CONTRACT},
+    "control": {"lora", "requests", "roles", *CONTRACT},
+    "roles": set(CONTRACT),
     "load_publisher": set(),
     "model_card": {"engine", "model_folder"},
     "default_model": {"engine", *LEAVES},
     "node": {
         *CONTRACT,
         *("control", "enginecore", "health", "load_publisher", "lora", "model_card", "requests"),
+        "roles",
     },
     "service": {"default_model", "engine", "metrics", "model_card", "node"},
 }

@@ -5,6 +5,7 @@ from kvmesh.worker.capabilities import (
     Prefetching,
     Releasing,
     Retaining,
+    RoleSwitching,
     Tiered,
 )
 from kvmesh.worker.engine import Engine, EngineInfo
@@ -15,27 +16,28 @@ RELEASE = "release of sessions"
 PREFETCH = "prefetch"
 TIERS = "lower tiers"
 HANDOFF = "handoff of prompts"
+ROLES = "change of role at run time"
 ADAPTERS = "adapters at run time"
 TAGS = "structural tags"
-ABILITIES = (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, TIERS, HANDOFF, ADAPTERS, TAGS)
+ABILITIES = (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS)
 
 ALWAYS = "yes"
 PLUGIN = "with [the plugin](vllm-plugin.md)"
 # Of each engine, with the condition of each ability, in Markdown.
 DECLARED: dict[str, dict[str, str]] = {
     "mock": {
-        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, TAGS), ALWAYS),
+        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS), ALWAYS),
         TIERS: "`mock.host_blocks`",
         ADAPTERS: "`worker.max_adapters`",
     },
     "torch": {
-        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, TAGS), ALWAYS),
+        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS), ALWAYS),
         TIERS: "a [block manager](kvbm.md) on its node",
     },
     "vllm": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), "`vllm.retention`, the default"),
         TIERS: "`vllm.kvbm`",
-        HANDOFF: "`worker.serves`",
+        **dict.fromkeys((HANDOFF, ROLES), "`worker.serves`"),
         ADAPTERS: "`worker.max_adapters`",
         **dict.fromkeys((PREFETCH, TAGS), ALWAYS),
     },
@@ -72,6 +74,7 @@ def abilities(engine: Engine, info: EngineInfo) -> set[str]:
         PREFETCH: isinstance(engine, Prefetching),
         TIERS: isinstance(engine, Tiered) and engine.tier_counts() is not None,
         HANDOFF: info.supports_handoff,
+        ROLES: info.supports_handoff and isinstance(engine, RoleSwitching),
         ADAPTERS: isinstance(engine, AdapterLoading),
         TAGS: info.structural_tags,
     }

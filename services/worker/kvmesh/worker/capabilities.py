@@ -88,6 +88,18 @@ class Tiered(Protocol):
 
 
 @runtime_checkable
+class HandingDown(Protocol):
+    """Engine that stores what lower tiers lack of its blocks, before it closes."""
+
+    async def hand_down(self, timeout_s: float) -> int:
+        """Store blocks, the most valuable first; no request runs, and none follows.
+
+        Returns the number of blocks that are not stored after `timeout_s` seconds.
+        """
+        ...
+
+
+@runtime_checkable
 class AdapterLoading(Protocol):
     """Engine that loads and unloads LoRA adapters, called by their identities, while it runs."""
 
@@ -101,6 +113,21 @@ class AdapterLoading(Protocol):
 
     async def unload_adapter(self, identity: str) -> None:
         """Unload an adapter that no request uses; raises AdapterError or Unsupported."""
+        ...
+
+
+@runtime_checkable
+class RoleSwitching(Protocol):
+    """Engine that serves another role without a restart.
+
+    Requests of all roles run side by side: those of an earlier role may still arrive.
+    """
+
+    async def switch_role(self, serves: str) -> None:
+        """Get ready for requests of a role; no effect if it is. Raises Unsupported or EngineError.
+
+        A caller that stops to wait leaves the engine as it was.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ from kvmesh.bus.messages import (
     Drain,
     LoadAdapter,
     Resend,
+    Serve,
     UnloadAdapter,
 )
 from kvmesh.runtime.background import BackgroundTasks
@@ -18,14 +19,16 @@ from kvmesh.worker.capabilities import EngineCommand, execute_command
 from kvmesh.worker.engine import Engine
 from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.requests.handler import RequestHandler
+from kvmesh.worker.roles import RoleSwitch
 
 MAX_COMMANDS = 256
 
 
 class ControlHandler:
-    """Executes commands on requests, adapters, the engine called `name`, and `Drain` by `on_drain`.
+    """Executes commands on requests, adapters, the role, the engine called `name`, and drains it.
 
-    An engine may take seconds for a command; other commands are executed meanwhile.
+    `on_drain` is called by `Drain`. An engine may take seconds for a command; other commands are
+    executed meanwhile.
     """
 
     def __init__(
@@ -34,12 +37,14 @@ class ControlHandler:
         name: str,
         requests: RequestHandler,
         adapters: AdapterManager,
+        roles: RoleSwitch,
         on_drain: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._name = name
         self._requests = requests
         self._adapters = adapters
+        self._roles = roles
         self._on_drain = on_drain
         self._tasks = BackgroundTasks()
 
@@ -57,6 +62,8 @@ class ControlHandler:
                 reply(ControlReply(False, "the engine is busy with other commands"))
             case LoadAdapter() | UnloadAdapter():
                 self._tasks.start(self._adapt(command, reply), "adapter command")
+            case Serve():
+                self._tasks.start(self._switch_role(command, reply), "role command")
             case _:
                 self._tasks.start(self._execute(command, reply), "engine command")
 
@@ -67,6 +74,9 @@ class ControlHandler:
 
     async def _adapt(self, command: AdapterCommand, reply: Reply) -> None:
         reply(await self._adapters.execute(command))
+
+    async def _switch_role(self, command: Serve, reply: Reply) -> None:
+        reply(await self._roles.execute(command))
 
     async def _execute(self, command: EngineCommand, reply: Reply) -> None:
         reply(await execute_command(self._engine, self._name, command))

@@ -24,6 +24,11 @@ GAUGES = {
     "total_blocks": ("blocks", "KV blocks of the rank"),
     "prefill_tokens": ("tokens", "prompt tokens still to compute"),
     "step_s": ("seconds", "mean duration of recent engine steps"),
+    "decoding": ("requests", "sequences that get a token per step"),
+    "decode_tokens": ("tokens", "KV tokens of the decoding sequences"),
+    "decode_var": ("tokens²", "variance of the decoding sequences' KV lengths"),
+    "waiting_tokens": ("tokens", "prompt tokens of the queued requests"),
+    "waiting_var": ("tokens²", "variance of the queued requests' lengths"),
 }
 COUNTERS = {
     "steps": "engine steps",
@@ -35,6 +40,7 @@ COUNTERS = {
     "aborted": "requests cancelled",
     "busy_s": "seconds in engine steps",
     "computed_tokens": "prompt tokens computed",
+    "prefill_steps": "engine steps that computed prompt tokens",
 }
 
 

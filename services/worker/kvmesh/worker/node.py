@@ -30,7 +30,7 @@ from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings
-from kvmesh.worker.capabilities import Retaining, TierCounts, Tiered
+from kvmesh.worker.capabilities import HandingDown, Retaining, TierCounts, Tiered
 from kvmesh.worker.control import ControlHandler
 from kvmesh.worker.engine import (
     Engine,
@@ -49,6 +49,7 @@ from kvmesh.worker.model_card import instance_card, model_card
 from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.handler import RequestHandler
 from kvmesh.worker.requests.orphans import OrphanedRequests
+from kvmesh.worker.roles import RoleSwitch, role_problem
 
 log = logging.getLogger(__name__)
 EVENT_CHECK_S = 1.0
@@ -97,8 +98,14 @@ class WorkerNode:
             self._requests.live_with,
             self._publish_adapters,
         )
+        self._roles = RoleSwitch(engine, worker.serves, self._publish_role)
         self._control = ControlHandler(
-            engine, worker.engine, self._requests, self._adapters, lambda: self._on_end(None)
+            engine,
+            worker.engine,
+            self._requests,
+            self._adapters,
+            self._roles,
+            lambda: self._on_end(None),
         )
         self._orphans = OrphanedRequests(
             bus, limits, instance, lambda: self._requests.frontends, self._requests.abandon
@@ -108,6 +115,7 @@ class WorkerNode:
         self._publisher: KvPublisher | None = None
         self._lease: Lease | None = None
         self._joined = False
+        self._failed = False
         self.info: EngineInfo | None = None
         self.instance = instance
         self.draining = False
@@ -153,6 +161,7 @@ class WorkerNode:
         await self._lease.open()
         await self._membership.recheck(card)
         self._adapters.open(_model_of(card), info.adapters)
+        self._roles.open(info)
         self._joined = True
         self._tasks.start(self._membership.run(lambda: self._lease), "membership")
         self._tasks.start(publish_warnings(lambda: self._lease, self._warnings), "warnings")
@@ -160,7 +169,10 @@ class WorkerNode:
         log.info("serving %s on %s as %s", _model_of(card), info.name, self.instance)
 
     async def drain(self, timeout: float) -> None:
-        """Accept nothing new, let running requests end, and abort them after `timeout` seconds."""
+        """Accept nothing new, let running requests end, and abort them after `timeout` seconds.
+
+        Then hand blocks down to lower tiers, for at most `worker.drain_blocks_s` seconds.
+        """
         self.draining = True
         if self._lease is not None:
             await self._lease.update(replace(self._lease.card, draining=True))
@@ -171,6 +183,14 @@ class WorkerNode:
             left = len(self._requests.live)
             log.warning("%d requests did not end in %g s: aborting them", left, timeout)
         self._requests.abort_all()
+        if not self._failed:
+            await self._hand_down(self._settings.worker.drain_blocks_s)
+
+    async def _hand_down(self, timeout_s: float) -> None:
+        if isinstance(self._engine, HandingDown) and timeout_s:
+            left = await self._engine.hand_down(timeout_s)
+            if left:
+                log.warning("%d blocks did not reach a lower tier in %g s", left, timeout_s)
 
     async def close(self) -> None:
         """Leave the mesh: withdraw the lease, stop the engine."""
@@ -190,10 +210,8 @@ class WorkerNode:
 
     async def _make_card(self, info: EngineInfo, files: str | None) -> Instance:
         worker = self._settings.worker
-        if worker.serves != "aggregated" and not info.supports_handoff:
-            raise EngineConfigError(
-                f"the {info.name} engine, as configured, cannot serve {worker.serves}"
-            )
+        if reason := role_problem(info, worker.serves):
+            raise EngineConfigError(reason)
         files = files or await publish_model(self._bus, self._folder)
         model = model_card(worker, self._folder, info, files)
         return instance_card(worker, info, model, self.instance, self._name)
@@ -218,11 +236,21 @@ class WorkerNode:
         self.info = replace(self.info, adapters=identities)
         card = self._lease.card
         model = None if card.model is None else replace(card.model, adapters=identities)
+        await self._publish_card(self._lease, replace(card, model=model))
+
+    async def _publish_role(self, serves: str) -> str:
+        """Put what the worker serves on the card; returns the reason if the worker is leaving."""
+        if self.draining or self._lease is None:
+            return admission.DRAINING.reason
+        await self._publish_card(self._lease, replace(self._lease.card, serves=serves))
+        return ""
+
+    async def _publish_card(self, lease: Lease, card: Instance) -> None:
         try:
             async with asyncio.timeout(PUBLISH_S):
-                await self._lease.update(replace(card, model=model))
+                await lease.update(card)
         except (BusError, TimeoutError) as error:
-            log.warning("the next renewal publishes the changed adapters: %s", cause(error))
+            log.warning("the next renewal publishes the changed card: %s", cause(error))
 
     def _on_lapsed(self) -> None:
         """Abort requests after the lease has lapsed: frontends have migrated them, or soon will."""
@@ -253,7 +281,7 @@ class WorkerNode:
 
     def failed(self, error: EngineError) -> None:
         """End all requests with "abort", so that their frontends migrate them."""
-        self.draining = True
+        self.draining = self._failed = True
         self._requests.close()
         live = self._requests.live
         self.output(

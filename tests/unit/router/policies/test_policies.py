@@ -401,6 +401,35 @@ def test_a_rank_that_needs_handoffs_gets_no_prompt_without_one() -> None:
     assert (hot.prefill, hot.chosen.instance) == (None, "a")
 
 
+def test_a_worker_with_a_changed_role_keeps_its_load_and_its_requests() -> None:
+    router = core("a", "b", disagg_tokens=100)
+    assert router.decide(request("0", TEN), None, 0.0).prefill is None
+    router.commit(router.decide(request("1", TEN), None, 0.0), 0.0)
+    router.commit(router.decide(request("2", TEN), None, 0.0), 0.0)
+    table = router.table
+    slots = {name: table.slot(name, 0) for name in "ab"}
+    tokens, blocks = table.prefill_tokens.tolist(), table.active_blocks.tolist()
+    assert sorted(tokens[:2]) == [160, 160]
+
+    router.join(worker("a", serves="prefill"))
+    assert table.eligible(Placement(), None, "all").tolist() == [slots["b"]]
+    assert router.decide(request("3", TEN), None, 0.0).chosen.instance == "b"
+    router.join(worker("b", serves="decode"))
+    split = router.decide(request("4", TEN), None, 0.0)
+    assert split.prefill is not None
+    assert (split.prefill.instance, split.chosen.instance) == ("a", "b")
+    assert {name: table.slot(name, 0) for name in "ab"} == slots
+    assert (table.prefill_tokens.tolist(), table.active_blocks.tolist()) == (tokens, blocks)
+
+    for name in "ab":
+        router.join(worker(name))
+    assert not table.disaggregated
+    assert router.decide(request("5", TEN), None, 0.0).prefill is None
+    for name in "12":
+        router.apply(SeqFree(name), 1.0)
+    assert not table.active_blocks.any()
+
+
 # --- foreign policies
 
 

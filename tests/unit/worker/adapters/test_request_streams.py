@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 from support.engines import prompt, work
 from support.recorder import Recorder
 from support.wait import eventually
@@ -78,4 +79,28 @@ async def test_computed_tokens_never_go_back() -> None:
         computed.append(streams.load("w", 0, 10, 0, busy_s=1.0).computed_tokens)
     assert computed == [0, 48, 48, 96, 96, 144]
     assert streams.load("w", 0, 10, 0).computed_tokens == 144  # without a clock, too
+    await streams.close()
+
+
+async def test_the_batch_is_estimated_from_the_streams() -> None:
+    async def begun(tokens: int) -> AsyncIterator[StreamOutput]:
+        yield StreamOutput([7] * tokens)
+        await asyncio.Event().wait()
+
+    async def silent() -> AsyncIterator[StreamOutput]:
+        await asyncio.Event().wait()
+        yield StreamOutput([])
+
+    sink = Recorder()
+    streams = RequestStreams(sink, 1, 16)
+    for name, length, output in (("a", 64, 1), ("b", 100, 5)):
+        streams.start(work(name, prompt(length)), begun(output))
+    for name, length, priority in (("c", 10, 0), ("d", 20, 0), ("e", 40, 1)):
+        streams.start(replace(work(name, prompt(length)), priority=priority), silent())
+    await eventually(lambda: sink.tokens("a") and sink.tokens("b"))
+    load = streams.load("w", 0, 10, 0, waiting=2, prefill_steps=9)
+    assert (load.decoding, load.decode_tokens, load.decode_var) == (2, 64 + 104, 400.0)
+    assert (load.waiting, load.waiting_tokens, load.waiting_var) == (2, 10 + 20, 25.0)
+    assert (load.prefill_tokens, load.prefill_steps) == (70, 9)
+    assert streams.load("w", 0, 10, 0).waiting_tokens == 70, "the engine reports no queue"
     await streams.close()

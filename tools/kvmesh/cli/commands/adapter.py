@@ -5,34 +5,22 @@ import asyncio
 import os
 import sys
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import Compatibility
-from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     AdapterCommand,
-    ControlReply,
     Instance,
     LoadAdapter,
-    Role,
     UnloadAdapter,
     adapter_name,
 )
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.flags import did_you_mean
-from kvmesh.runtime.service import stream_limits
+from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, send_command
 from kvmesh.settings import Settings
 
 ARGUMENTS = {"load": 2, "unload": 1, "list": 0}
 TIMEOUT_S = 60.0
 SPARE_S = 5.0  # for the reply, and for a worker to give up by itself
-_replies = msgspec.msgpack.Decoder(ControlReply)
-
-
-class AdapterActionError(Exception):
-    """The command cannot be sent: no such model or worker, or several models."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,12 +53,12 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def main(bus: Bus) -> int:
         try:
-            workers = await _workers(bus, settings, arguments.model, arguments.worker)
+            workers = await chosen_workers(bus, settings, arguments.model, arguments.worker)
             if action == "list":
                 _list(workers)
                 return 0
             _require_one_model(workers)
-        except AdapterActionError as error:
+        except WorkerChoiceError as error:
             print(f"kvmesh adapter: {error}", file=sys.stderr)
             return 1
         command = _command(action, operands, arguments.timeout_s)
@@ -97,40 +85,15 @@ def _command(action: str, operands: list[str], timeout_s: float) -> AdapterComma
     return UnloadAdapter(name=operands[0], timeout_s=timeout_s)
 
 
-async def _workers(
-    bus: Bus, settings: Settings, model: str | None, worker: str | None
-) -> list[Instance]:
-    """The cards of the chosen workers by name; raises AdapterActionError if there are none."""
-    directory = Directory(bus, stream_limits(settings.streams), role=Role.WORKER)
-    await directory.open()
-    cards = [card for card in directory.instances if card.model is not None]
-    await directory.close()
-    of_model = [c for c in cards if model is None or (c.model and c.model.name == model)]
-    if not of_model:
-        served = {card.model.name for card in cards if card.model is not None}
-        which = f" serves {model}{did_you_mean(model, served)}" if model else ""
-        raise AdapterActionError(f"no worker{which}")
-    chosen = [c for c in of_model if worker is None or worker in (c.name, c.instance)]
-    if not chosen:
-        raise AdapterActionError(
-            f"no worker is called {worker}{did_you_mean(worker or '', {c.name for c in of_model})}"
-        )
-    return sorted(chosen, key=lambda card: card.name)
-
-
 def _require_one_model(workers: list[Instance]) -> None:
     served = sorted({card.model.name for card in workers if card.model is not None})
     if len(served) > 1:
-        raise AdapterActionError(f"the mesh serves {', '.join(served)}: name one with --model")
+        raise WorkerChoiceError(f"the mesh serves {', '.join(served)}: name one with --model")
 
 
 async def _send(bus: Bus, card: Instance, command: AdapterCommand) -> bool:
     """Send a command to one worker and print its reply; False if it failed."""
-    subject = bus.subjects.ctl(card.instance)
-    try:
-        reply = await bus.request(subject, command, _replies, command.timeout_s + SPARE_S)
-    except BusError as error:
-        reply = ControlReply(False, cause(error))
+    reply = await send_command(bus, card, command, command.timeout_s + SPARE_S)
     if reply.ok:
         verb = "loaded" if isinstance(command, LoadAdapter) else "unloaded"
         print(f"{card.name}: {verb} {reply.adapter}")

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Load, Sampling, Work
 from kvmesh.worker.engine import EngineError, OutputDelta, Rejected, Sink
+from kvmesh.worker.enginecore.counters import variance
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class RequestStreams:
         preemptions: int = 0,
         step_s: float = 0.0,
         busy_s: float = 0.0,
+        prefill_steps: int = 0,
     ) -> Load:
         """The load of a rank; values that the engine reports replace estimates from the streams."""
         requests = [request for request in self._requests.values() if request.work.rank == rank]
@@ -157,6 +159,10 @@ class RequestStreams:
             )
             active_blocks = sum(-(-tokens // self._block_size) for tokens in held)
         counters = self.counters[rank]
+        # the last token's KV is computed with the next one
+        decoding = [r.prompt_tokens + r.generated - 1 for r in requests if r.started]
+        queue = sorted(new, key=lambda request: request.work.priority, reverse=True)
+        queued = [request.prompt_tokens for request in queue[max(0, len(new) - waiting_count) :]]
         return Load(
             instance=instance,
             rank=rank,
@@ -176,6 +182,12 @@ class RequestStreams:
             step_s=step_s if requests else 0.0,
             busy_s=busy_s,
             computed_tokens=counters.prompt_tokens - counters.cached_tokens,
+            decoding=len(decoding),
+            decode_tokens=sum(decoding),
+            decode_var=_variance(decoding),
+            waiting_tokens=sum(queued),
+            waiting_var=_variance(queued),
+            prefill_steps=prefill_steps,
         )
 
     async def _follow(self, request: _StreamRequest, stream: AsyncIterator[StreamOutput]) -> None:
@@ -263,6 +275,10 @@ class RequestStreams:
         if self._pending and not self._closed:
             deltas, self._pending = self._pending, []
             self._sink.output(deltas)
+
+
+def _variance(lengths: list[int]) -> float:
+    return variance(len(lengths), sum(lengths), sum(length * length for length in lengths))
 
 
 def _by_tier(cached: int, below: list[int]) -> list[int]:

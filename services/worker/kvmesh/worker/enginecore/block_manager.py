@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored
+from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 from kvmesh.worker.enginecore.radix_tree import BlockRun, PrefixMatch, RadixTree
 from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions
 
@@ -74,6 +75,11 @@ class BlockManager:
         A match is valid until the next change: `lock` it before.
         """
         return self._tree.match(hashes)
+
+    def eviction_rank(self, hashes: "array[int]") -> EvictionRank:
+        """The position in the order of eviction of the last held block of a prefix."""
+        runs = self._tree.match(hashes).runs
+        return self.retention.eviction_rank(runs[-1], self.now) if runs else UNCLAIMED
 
     def lock(self, match: PrefixMatch) -> None:
         """Add a reference to the blocks of a match."""

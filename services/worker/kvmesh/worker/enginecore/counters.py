@@ -7,9 +7,13 @@ RECENT = 0.05  # weight of one step in the moving mean
 
 @dataclass
 class EngineCounters:
-    """Totals since the start, in tokens and requests; `step_s` is the mean of recent steps."""
+    """Totals since the start, in tokens and requests; `step_s` is the mean of recent steps.
+
+    `prefill_steps` are the steps that computed prompt tokens.
+    """
 
     steps: int = 0
+    prefill_steps: int = 0
     busy_s: float = 0.0
     step_s: float = 0.0
     computed_tokens: int = 0
@@ -26,6 +30,11 @@ class EngineCounters:
         self.busy_s += seconds
         share = min(1.0, steps * RECENT) if self.step_s else 1.0
         self.step_s += share * (seconds / steps - self.step_s)
+
+
+def variance(count: int, total: int, squares: int) -> float:
+    """The variance of `count` integers from their sum and the sum of their squares; 0 of none."""
+    return (count * squares - total * total) / (count * count) if count else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

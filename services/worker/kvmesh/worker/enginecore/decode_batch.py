@@ -7,6 +7,7 @@ only at events: a block is full, the output is complete, or the sequence leaves.
 import heapq
 from typing import TypeAlias
 
+from kvmesh.worker.enginecore.counters import variance
 from kvmesh.worker.enginecore.sequence import Sequence
 
 Filling: TypeAlias = tuple[int, int, int, Sequence]  # steps, arrival, index of the block
@@ -23,18 +24,33 @@ class DecodeBatch:
         self.members: dict[Sequence, None] = {}
         self.out_of_slots: list[Sequence] = []
         self._due: list[tuple[int, int, Sequence]] = []
+        # of the members' KV lengths less `clock`, which no step changes
+        self._total = 0
+        self._squares = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of the members in memory."""
+        return self._total + len(self.members) * self.clock
+
+    @property
+    def kv_variance(self) -> float:
+        """The variance of the members' KV lengths, in tokens squared; 0 without members."""
+        return variance(len(self.members), self._total, self._squares)
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence whose prompt is computed; it takes part from the next step on."""
         sequence.synced_step = self.clock
         sequence.end_step = self.clock + sequence.remaining
         self.members[sequence] = None
+        self._count(sequence, 1)
         self._enqueue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a member after recording its progress."""
         sequence.advance(self.clock)
         sequence.due_step = -1
+        self._count(sequence, -1)
         del self.members[sequence]
 
     def take_out_of_slots(self) -> list[Sequence]:
@@ -87,6 +103,11 @@ class DecodeBatch:
     def resume(self, sequence: Sequence) -> None:
         """Continue a member whose full block is promoted and whose output is incomplete."""
         self._enqueue(sequence)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        offset = sequence.computed - sequence.synced_step
+        self._total += sign * offset
+        self._squares += sign * offset * offset
 
     def _enqueue(self, sequence: Sequence) -> None:
         if sequence.free_slots <= 0:

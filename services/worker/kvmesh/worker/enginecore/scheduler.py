@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from kvmesh.worker.enginecore.block_manager import BlockManager
+from kvmesh.worker.enginecore.counters import variance
 from kvmesh.worker.enginecore.decode_batch import DecodeBatch
 from kvmesh.worker.enginecore.radix_tree import PrefixMatch
 from kvmesh.worker.enginecore.retention_request import NO_RETENTION
@@ -59,7 +60,8 @@ class Scheduler:
     When blocks run out, the sequence that is last in this order is preempted: it unlocks its
     blocks, waits again, and later computes again what was evicted meanwhile.
 
-    Without a `guard`, equal hashes count as equal blocks.
+    Without a `guard`, equal hashes count as equal blocks. `waiting_tokens` are those of the
+    `waiting_count` waiting sequences, of which nothing is computed.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Scheduler:
         self.decoding = DecodeBatch()
         self.live: dict[str, Sequence] = {}
         self.waiting_count = 0
+        self.waiting_tokens = 0
+        self._waiting_squares = 0
         self.preemptions = 0
         self._arrivals = 0
         self._reserve = int(limits.watermark * blocks.capacity)
@@ -98,12 +102,14 @@ class Scheduler:
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens, queued or in progress, that are not computed yet."""
-        if len(self.decoding.members) == len(self.live):
-            return 0
         pending = self.prefilling + self.loading
-        if self.waiting_count:
-            pending += [s for _, _, s in self.waiting if s.state is SequenceState.WAITING]
-        return sum([s.prompt_length + s.generated - s.computed for s in pending])
+        started = sum([s.prompt_length + s.generated - s.computed for s in pending])
+        return started + self.waiting_tokens
+
+    @property
+    def waiting_variance(self) -> float:
+        """The variance of the waiting sequences' lengths, in tokens squared; 0 if none waits."""
+        return variance(self.waiting_count, self.waiting_tokens, self._waiting_squares)
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request; its id must not be live."""
@@ -157,7 +163,7 @@ class Scheduler:
         elif sequence.state is SequenceState.LOADING:
             self.loading.remove(sequence)
         else:
-            self.waiting_count -= 1
+            self._count_waiting(sequence, -1)
         priority = min(max(0, sequence.request.priority), MAX_PRIORITY)
         if self.tiers.lower:
             self.tiers.store(sequence, priority, self.blocks.now)
@@ -298,8 +304,14 @@ class Scheduler:
             self.waiting = [e for e in self.waiting if e[2].state is SequenceState.WAITING]
             heapq.heapify(self.waiting)
         heapq.heappush(self.waiting, (*sequence.sort_key, sequence))
-        self.waiting_count += 1
+        self._count_waiting(sequence, 1)
         self._rejected_at = None
+
+    def _count_waiting(self, sequence: Sequence, sign: int) -> None:
+        length = sequence.prompt_length + sequence.generated
+        self.waiting_count += sign
+        self.waiting_tokens += sign * length
+        self._waiting_squares += sign * length * length
 
     def _allocate_decode_blocks(self) -> None:
         for sequence in self.decoding.take_out_of_slots():
@@ -335,7 +347,7 @@ class Scheduler:
             if match is None:
                 return
             heapq.heappop(self.waiting)
-            self.waiting_count -= 1
+            self._count_waiting(sequence, -1)
             if self._start(sequence, match, now):
                 budget -= self._schedule_chunk(sequence, budget, chunks)
 

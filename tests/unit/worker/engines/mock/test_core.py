@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
+from statistics import pvariance
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kvmesh.bus.messages import Cleared, KvEvent, Removed
 from kvmesh.hashing import block_hashes
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
-from kvmesh.worker.enginecore.sequence import Request, hash_prompt
+from kvmesh.worker.enginecore.sequence import Request, SequenceState, hash_prompt
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore, MockOutput, StepResult
 from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel
 
@@ -47,6 +48,26 @@ def request(
     )
 
 
+def check_batch(core: MockCore) -> None:
+    """Assert that the load's figures of the batch are those of its sequences."""
+    load, clock = core.load("w", 0), core.scheduler.decoding.clock
+    live = core.scheduler.live.values()
+    decoding = [
+        s.computed + clock - s.synced_step for s in live if s.state is SequenceState.DECODING
+    ]
+    waiting = [s.length for s in live if s.state is SequenceState.WAITING]
+    started = [
+        s.length - s.computed
+        for s in live
+        if s.state not in (SequenceState.DECODING, SequenceState.WAITING)
+    ]
+    assert (load.decoding, load.decode_tokens) == (len(decoding), sum(decoding))
+    assert (load.waiting, load.waiting_tokens) == (len(waiting), sum(waiting))
+    assert load.prefill_tokens == sum(waiting) + sum(started)
+    assert load.decode_var == pytest.approx(pvariance(decoding) if decoding else 0.0)
+    assert load.waiting_var == pytest.approx(pvariance(waiting) if waiting else 0.0)
+
+
 class Run:
     """Steps a core to its end and records its output; checks the events at every step."""
 
@@ -71,6 +92,7 @@ class Run:
                 self.held |= set(array("Q", event.engine))
         assert self.held == self.core.blocks.contents
         assert self.core.blocks.active + self.core.blocks.cached <= self.core.blocks.capacity
+        check_batch(self.core)
         return result.outputs
 
     def finish(self, horizon: float = 0.0) -> "Run":
@@ -130,6 +152,17 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
     core.submit(request("b", range(500, 600), target=2))
     seen = [[o.request for o in going.step()] for _ in range(4)]
     assert seen == [["a"], ["a"], ["a"], ["a", "b"]]
+
+
+def test_a_step_that_computes_prompt_tokens_counts_as_one() -> None:
+    going = run(MockCore(SMALL), request("a", range(2), target=9))
+    going.step()
+    going.step()
+    going.core.submit(request("b", range(100, 170), target=2))
+    going.finish()
+    counters = going.core.counters
+    assert counters.prefill_steps == 1 + 3, "chunks of 31, 31 and 8 tokens"
+    assert counters.steps > counters.prefill_steps
 
 
 def test_higher_priority_goes_first_then_arrival() -> None:
@@ -306,6 +339,7 @@ class PlannedAheadRun(Run):
             planned = planned.until(arrival - begun)
         self.now += planned.duration
         self.outputs += self.core.execute(planned).outputs
+        check_batch(self.core)
 
 
 def serve(going: Run, arrivals: list[tuple[float, Request]], horizon: float | None) -> None:
@@ -338,6 +372,7 @@ def test_steps_planned_ahead_and_cut_by_arrivals_change_nothing(
     assert ahead.core.counters.steps == single.core.counters.steps
     assert ahead.core.counters.busy_s == pytest.approx(single.core.counters.busy_s)
     assert ahead.core.blocks.contents == single.core.blocks.contents
+    assert ahead.core.counters.prefill_steps == single.core.counters.prefill_steps
     ends = [[(o.request, o.cached, o.finish) for o in r.outputs] for r in (ahead, single)]
     assert ends[0] == ends[1]
 

@@ -91,6 +91,28 @@ async def test_output_after_a_handoff_equals_that_of_one_engine(start: Start) ->
     await asyncio.gather(first.engine.drain(), second.engine.drain())
 
 
+async def test_engines_that_change_their_roles_hand_off(start: Start) -> None:
+    first, second = await start("aggregated"), await start("aggregated")
+    expected = await second.run(make_work("whole", TOKENS))
+    assert (await first.prompt("before", TOKENS)).handoff is None, "its role needs no handoff"
+    second.engine.clear()
+    first.engine.clear()
+    await first.engine.switch_role("prefill")
+    await second.engine.switch_role("decode")
+    work = await first.prompt("a", TOKENS)
+    assert await second.run(work) == expected
+    assert second.sink.cached(work.request) == 96
+    for each, role in ((first, "decode"), (second, "prefill")):
+        each.engine.clear()
+        await each.engine.switch_role(role)
+    back = await second.prompt("b", TOKENS)
+    assert await first.run(back) == expected
+    assert first.sink.cached(back.request) == 96
+    await first.engine.switch_role("aggregated")
+    late = await second.prompt("c", TOKENS)
+    assert await first.run(late) == expected, "placed by the earlier role"
+
+
 async def test_only_missing_blocks_are_fetched(start: Start) -> None:
     first, second = await start("prefill"), await start("decode")
     await second.run(make_work("earlier", TOKENS[:50], 1))

@@ -168,13 +168,15 @@ class MockCore:
         self._decode(steps, outputs)
         for chunk in chunks:
             self._prefill(chunk, outputs)
+        if chunks:
+            self.counters.prefill_steps += 1
         self.counters.count_steps(steps, seconds * steps)
         return StepResult(seconds * steps, steps, outputs, self.take_events())
 
     def load(self, instance: str, rank: int) -> Load:
         """The load of this core as rank `rank` of `instance`."""
         counters, scheduler, blocks = self.counters, self.scheduler, self.blocks
-        running = scheduler.running
+        running, decoding = scheduler.running, scheduler.decoding
         return Load(
             instance=instance,
             rank=rank,
@@ -194,6 +196,12 @@ class MockCore:
             step_s=counters.step_s,
             busy_s=counters.busy_s,
             computed_tokens=counters.computed_tokens,
+            decoding=len(decoding.members),
+            decode_tokens=decoding.kv_tokens,
+            decode_var=decoding.kv_variance,
+            waiting_tokens=scheduler.waiting_tokens,
+            waiting_var=scheduler.waiting_variance,
+            prefill_steps=counters.prefill_steps,
         )
 
     def take_events(self) -> list[KvEvent]:

@@ -128,6 +128,9 @@ class MockEngine:
     async def unload_adapter(self, identity: str) -> None:
         """Nothing to unload."""
 
+    async def switch_role(self, serves: str) -> None:
+        """Nothing to prepare: each request says what another worker computes of it."""
+
     def tier_counts(self) -> TierCounts | None:
         tiers = [rank.core.tiers for rank in self._ranks]
         if not any(rank.lower for rank in tiers):

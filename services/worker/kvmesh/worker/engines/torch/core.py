@@ -37,10 +37,11 @@ class EngineRequest:
 
     `work` is the request without its tokens; `max_output` bounds the tokens of the output. For the
     lower tiers: whether the prompt has been looked up there, the number of leading blocks offered
-    for write-through, and the chain of block digests.
+    for write-through during the `attachment`-th attachment to them, and the chain of block digests.
     """
 
     __slots__ = (
+        "attachment",
         "digest_chain",
         "fingerprints",
         "looked_up",
@@ -64,6 +65,7 @@ class EngineRequest:
         self.digest_chain: DigestChain | None = None
         self.looked_up = False
         self.offered_blocks = 0
+        self.attachment = 0
 
     def slice(self, start: int, stop: int) -> list[int]:
         """Tokens `start` … `stop - 1` of the output."""
@@ -204,6 +206,7 @@ class TorchCore:
         self._advance_decodes()
         for entry, sampled in prefills:
             self._advance_prefill(entry, sampled)
+        self.counters.prefill_steps += any(not entry.is_decode for entry in step.entries)
         self.counters.count_steps(1, seconds)
         self._offer(entry for entry, _ in live)
         deltas = [self._output(entry, sampled) for entry, sampled in live if sampled is not None]

@@ -35,7 +35,7 @@ from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTierOptions, LowerTiers
 from kvmesh.worker.engines.torch.constraints.guided import GrammarCache
 from kvmesh.worker.engines.torch.core import TorchCore
-from kvmesh.worker.engines.torch.handoff import Handoffs
+from kvmesh.worker.engines.torch.handoff import Handoffs, staging_memory
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchPrefetcher
@@ -83,8 +83,7 @@ class TorchEngine:
         core = self._core
         if self._store is not None:
             await self._open_lower_tiers(core, self._store)
-        if self._worker.serves != "aggregated":
-            self._handoffs = await self._open_handoffs(core)
+        await self.switch_role(self._worker.serves)
         self._loader = TorchPrefetcher(
             core, self._lower_tiers, self._accept, self._on_blocks_changed
         )
@@ -106,6 +105,10 @@ class TorchEngine:
                 max_batched_tokens=core.limits.max_batched_tokens,
             ),
         )
+
+    async def switch_role(self, serves: str) -> None:
+        if serves != "aggregated" and self._handoffs is None:
+            self._handoffs = await self._open_handoffs(self._core)
 
     def submit(self, work: Work) -> None:
         self._accept(work)
@@ -173,6 +176,7 @@ class TorchEngine:
 
     def load(self, instance: str) -> list[Load]:
         core, counters = self._core, self._core.counters
+        decoding = core.scheduler.decoding
         return [
             Load(
                 instance=instance,
@@ -193,6 +197,12 @@ class TorchEngine:
                 step_s=counters.step_s,
                 busy_s=counters.busy_s,
                 computed_tokens=counters.computed_tokens,
+                decoding=len(decoding.members),
+                decode_tokens=decoding.kv_tokens,
+                decode_var=decoding.kv_variance,
+                waiting_tokens=core.scheduler.waiting_tokens,
+                waiting_var=core.scheduler.waiting_variance,
+                prefill_steps=counters.prefill_steps,
             )
         ]
 
@@ -226,6 +236,9 @@ class TorchEngine:
         await self._idle.wait()
         if self._handoffs is not None:
             await self._handoffs.drain()
+
+    async def hand_down(self, timeout_s: float) -> int:
+        return await self._lower_tiers.hand_down(timeout_s) if self._lower_tiers else 0
 
     async def close(self) -> None:
         if self._task is not None:
@@ -311,7 +324,13 @@ class TorchEngine:
             transport = await Transport.open(self._transfer)
         except TransferError as error:
             raise EngineError(f"cannot open the KV transfer: {error}") from error
-        return Handoffs(core, transport, self._transfer, self._on_blocks_changed)
+        try:
+            # page-locking a gigabyte takes long enough to delay requests in progress
+            host = await asyncio.to_thread(staging_memory, core.model, self._transfer)
+        except BaseException:
+            await transport.close()
+            raise
+        return Handoffs(core, transport, host, self._transfer, self._on_blocks_changed)
 
     @property
     def _transferring(self) -> int:

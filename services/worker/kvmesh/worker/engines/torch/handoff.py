@@ -26,6 +26,7 @@ from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.sequence import hash_prompt
 from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix, check_layout, lock_held_prefix
 from kvmesh.worker.engines.torch.core import TorchCore
+from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 from kvmesh.worker.engines.torch.staging import Staging
 from kvmesh.worker.engines.torch.threads import run_to_end
 
@@ -41,8 +42,15 @@ class HandoffDescriptor(Struct, frozen=True, kw_only=True):
     offsets: bytes
 
 
+def staging_memory(model: PagedModel, options: TransferSettings) -> torch.Tensor:
+    """Memory for `staging_bytes` of blocks, at least one, as bytes; page-locked beside a GPU."""
+    size = model.layout.block_bytes
+    count = max(options.staging_bytes // size, 1)
+    return torch.empty(count * size, dtype=torch.uint8, pin_memory=model.device.type == "cuda")
+
+
 class Handoffs:
-    """Offers and fetches the KV of prompts of `core`.
+    """Offers and fetches the KV of prompts of `core` through `host`, its `staging_memory`.
 
     `on_change` is called after changes of the block manager.
     """
@@ -51,6 +59,7 @@ class Handoffs:
         self,
         core: TorchCore,
         transport: Transport,
+        host: torch.Tensor,
         options: TransferSettings,
         on_change: Callable[[], None],
     ) -> None:
@@ -59,11 +68,9 @@ class Handoffs:
         self._options = options
         self._on_change = on_change
         self._block = core.model.layout.block_bytes
-        count = max(options.staging_bytes // self._block, 1)
-        pinned = core.model.device.type == "cuda"
-        self._host = torch.empty(count * self._block, dtype=torch.uint8, pin_memory=pinned)
-        self._region = transport.register(self._host.numpy().data)
-        self._staging = Staging(count)
+        self._host = host
+        self._region = transport.register(host.numpy().data)
+        self._staging = Staging(len(host) // self._block)
         self._threads = ThreadPoolExecutor(1, "handoff")
         self._prompts: dict[str, tuple[array[int], bytes]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

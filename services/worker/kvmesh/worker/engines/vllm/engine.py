@@ -41,13 +41,14 @@ from kvmesh.worker.engine import (
     EngineInfo,
     Rejected,
     Sink,
+    Unsupported,
 )
 from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
-from kvmesh.worker.engines.vllm.transfer_config import has_handoff
+from kvmesh.worker.engines.vllm.transfer_config import has_handoff, serves_any_role
 from kvmesh.worker.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,11 @@ class VllmEngine(PrefetchingAdapter):
 
     async def unload_adapter(self, identity: str) -> None:
         await self._adapters.unload(identity)
+
+    async def switch_role(self, serves: str) -> None:
+        """Nothing to prepare: a request's `kv_transfer_params` say what becomes of its KV."""
+        if not serves_any_role(self._arguments.get("kv_transfer_config")):
+            raise Unsupported("the kv_role of vLLM's KV connector is not kv_both")
 
     def compiled(self, guided: Guided) -> bool:
         return self._constraints is not None and guided in self._constraints
@@ -307,6 +313,7 @@ class VllmEngine(PrefetchingAdapter):
             stats.preemptions,
             stats.counters.step_s,
             stats.counters.busy_s,
+            stats.counters.prefill_steps,
         )
 
     async def _clear(self) -> None:

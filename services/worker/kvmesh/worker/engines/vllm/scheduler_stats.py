@@ -11,7 +11,7 @@ from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR as KVBM_CONNECTOR
 from kvmesh.worker.engines.vllm.retention.settings import CONNECTOR as RETENTION_CONNECTOR
-from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, STATE
+from kvmesh.worker.engines.vllm.retention.settings import OUTCOMES, PREFILL_STEPS, STATE
 
 TIERS = 4
 MAX_LOADED_REQUESTS = 4096
@@ -94,6 +94,8 @@ class RankStats:
         for name in (KVBM_CONNECTOR, RETENTION_CONNECTOR):
             stats = {**stats, **stats.get(name, {})}
         self.retention = stats.get(STATE, self.retention)
+        counters = self.counters
+        counters.prefill_steps = stats.get(PREFILL_STEPS, counters.prefill_steps)
         for request, outcomes in stats.get(OUTCOMES, {}).items():
             self._outcomes.put(request, outcomes)
         self._connector |= {k: v for k, v in stats.items() if k in (WRITTEN, SKIPPED, CORRUPT)}

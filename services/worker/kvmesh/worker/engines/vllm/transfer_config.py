@@ -33,7 +33,18 @@ def connectors_of(config: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def has_handoff(config: dict[str, Any] | None) -> bool:
     """True if a connector in `config` is not one of kvmesh's: it transfers KV between engines."""
-    return any(
-        not str(connector.get("kv_connector_module_path", "")).startswith(PACKAGE)
+    return bool(_handing_off(config))
+
+
+def serves_any_role(config: dict[str, Any] | None) -> bool:
+    """True if each connector that transfers KV between engines both sends and receives it."""
+    found = _handing_off(config)
+    return bool(found) and all(connector.get("kv_role") == "kv_both" for connector in found)
+
+
+def _handing_off(config: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return [
+        connector
         for connector in connectors_of(config)
-    )
+        if not str(connector.get("kv_connector_module_path", "")).startswith(PACKAGE)
+    ]

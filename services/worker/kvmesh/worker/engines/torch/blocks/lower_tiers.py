@@ -27,7 +27,9 @@ from kvmesh.blocks.kvbm_client import (
 )
 from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import Retain, Work, owner
+from kvmesh.retention.claims import EvictionRank
 from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.runtime.lru import LruCache
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 from kvmesh.worker.capabilities import TierCounts
@@ -43,6 +45,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 TIERS = 4
 LONG_PROMPT = 4096
+RECENT_SHARE = 2  # blocks of recent requests per block of the engine; they share prefixes
 
 
 class LowerTierOptions(Struct, frozen=True, kw_only=True):
@@ -91,6 +94,9 @@ class LowerTiers:
         self._threads = ThreadPoolExecutor(2, "blocks")
         self._tasks: dict[Sequence, asyncio.Task[None]] = {}
         self._touches = BackgroundTasks()
+        self._recent: LruCache[str, FullBlocks] = LruCache(
+            RECENT_SHARE * core.blocks.capacity, lambda _, item: len(item.hashes)
+        )
         self._compute_speed = Throughput()
         self._load_speed = Throughput()
 
@@ -275,8 +281,39 @@ class LowerTiers:
     def on_filled(self, request: EngineRequest, sequence: Sequence) -> None:
         held = sequence.full_blocks
         item = FullBlocks(request, sequence.sequence_hashes[:held], sequence.local_hashes[:held])
+        if request.attachment != self._client.attachments:
+            request.attachment, request.offered_blocks = self._client.attachments, 0
         if self.writer.put(request.work.request, item, request.offered_blocks, held):
             request.offered_blocks = held
+        self._recent.put(request.work.request, item)
+
+    async def hand_down(self, timeout_s: float) -> int:
+        """Write what waits and what was skipped, in the reverse order of eviction.
+
+        A kvbm that was attached later gets the blocks of recent requests again, and keeps those
+        that it lacks. Returns the number of blocks that are not written after `timeout_s` seconds.
+        """
+        if not self.available:
+            return 0
+        missed: dict[str, tuple[FullBlocks, int]] = {}
+        for name in reversed(list(self._recent)):
+            item = self._recent.peek(name)
+            if item is None or self._is_offered(item):
+                continue
+            held = self._core.blocks.match_prefix(item.hashes).matched
+            if held:
+                hashes, local = item.hashes[:held], item.local_hashes[:held]
+                missed[name] = FullBlocks(item.request, hashes, local), held
+        return await self.writer.flush(missed, self._value, timeout_s)
+
+    def _is_offered(self, item: FullBlocks) -> bool:
+        request = item.request
+        if request.attachment != self._client.attachments:
+            return False
+        return request.offered_blocks >= len(item.hashes)
+
+    def _value(self, item: FullBlocks) -> EvictionRank:
+        return self._core.blocks.eviction_rank(item.hashes)
 
     def hold(self, item: FullBlocks, key: bytes) -> KvbmPrompt | None:
         fingerprints = item.request.fingerprints.upto(item.request.tokens, len(item.hashes))

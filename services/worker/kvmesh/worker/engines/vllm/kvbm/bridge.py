@@ -30,6 +30,8 @@ START_S = 10.0
 class BridgeOptions(Struct, frozen=True, kw_only=True):
     """Options of the connector: its identity on the node, and bounds as in `[worker]`.
 
+    `flush_s` bounds the writing of the blocks that wait when vLLM stops.
+
     vLLM logs these options, so credentials of the bus are passed in the environment instead.
     """
 
@@ -40,6 +42,7 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     lease_s: float
     wait_s: float
     queue: int
+    flush_s: float = 0.0
 
 
 def export_bus_options(options: BusOptions) -> None:

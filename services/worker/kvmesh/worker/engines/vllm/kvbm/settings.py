@@ -19,6 +19,7 @@ from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 CONNECTOR = "KvmeshConnector"
 MODULE = f"{PACKAGE}.kvbm.connector"
 HEAD_BYTES = 1 << 20
+FLUSH_S = 3.0  # vLLM kills a worker process 5 s after it should have ended
 # arguments of vLLM that change how much or how fast it computes, but not what
 NEUTRAL_ARGUMENTS = {
     "api_server_count",
@@ -83,6 +84,7 @@ def _options(settings: Settings, weights: str, instance: str, served: str) -> Br
         lease_s=settings.streams.lease_s,
         wait_s=worker.shared_wait_s,
         queue=worker.write_through_blocks,
+        flush_s=min(worker.drain_blocks_s, FLUSH_S),
     )
 
 

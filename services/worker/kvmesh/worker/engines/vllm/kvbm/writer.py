@@ -1,6 +1,7 @@
 """Write-through of vLLM's blocks by its workers, from copies: vLLM may reuse its blocks at once."""
 
 import asyncio
+import logging
 from array import array
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, KvbmBridge, Pr
 from kvmesh.worker.engines.vllm.kvbm.parts import KvParts
 from kvmesh.worker.engines.vllm.kvbm.staging import StagedRows
 
+log = logging.getLogger(__name__)
 FILL_S = 60.0  # for a step and the copies after it; the worker gives a hanging vLLM up
 POLL_S = 0.002
 
@@ -70,6 +72,10 @@ class PartWriter:
     def counts(self) -> tuple[int, int]:
         """Numbers of blocks written through and skipped."""
         return self._writer.written, self._writer.skipped
+
+    async def flush(self, timeout_s: float) -> int:
+        """Write what waits; returns the number of blocks left after `timeout_s` seconds."""
+        return await self._writer.flush({}, lambda _: 0, timeout_s)
 
     async def close(self) -> None:
         await self._writer.close()
@@ -186,6 +192,10 @@ class WorkerBridge(KvbmBridge):
         ]
 
     async def _close(self) -> None:
+        limit = self._options.flush_s
+        left = await asyncio.gather(*(writer.flush(limit) for writer in self._writers))
+        if any(left):
+            log.warning("%d blocks did not reach a lower tier in %g s", max(left), limit)
         for writer in self._writers:
             await writer.close()
         await super()._close()

@@ -35,6 +35,7 @@ from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import (
     DECODE,
     OUTCOMES,
+    PREFILL_STEPS,
     PROMPT,
     STATE,
     ConnectorOptions,
@@ -51,7 +52,10 @@ _commands = msgspec.msgpack.Decoder(Clear | Release | Pin | Unpin | QueryState |
 
 
 class RetentionStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
-    """OUTCOMES has those of each request's directives, STATE the state of retention."""
+    """OUTCOMES has those of each request's directives, STATE the state of retention.
+
+    PREFILL_STEPS has the number of steps so far that computed prompt tokens.
+    """
 
     data: dict[str, Any]
 
@@ -91,6 +95,8 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._prefixes: RetainedPrefixes | None = None
         self._pool: Any = None
         self._figures: tuple[int, ...] = ()
+        self._prefill_steps = 0
+        self._reported_steps = 0
         self._changed = False
         self._report_at = 0.0
         if role is KVConnectorRole.SCHEDULER:
@@ -145,6 +151,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             if self._ended:
                 retention.release(self._ended)
                 self._ended.clear()
+            self._count_step(scheduler_output)
             self._claim_allocated(retention, scheduler_output)
         return NO_TRANSFER
 
@@ -188,6 +195,8 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         data: dict[str, Any] = {}
         if self._outcomes:
             data[OUTCOMES], self._outcomes = self._outcomes, {}
+        if self._prefill_steps > self._reported_steps:
+            data[PREFILL_STEPS] = self._reported_steps = self._prefill_steps
         figures = self._retention.figures(now)
         if figures != self._figures:
             self._figures, data[STATE] = figures, self._current_state(self._retention)
@@ -267,6 +276,12 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         )
         retention.start_request(started, time.monotonic())
         return started
+
+    def _count_step(self, output: Any) -> None:
+        """Count a step that computes prompt tokens: a request in it has no output yet."""
+        if output.scheduled_new_reqs or 0 in output.scheduled_cached_reqs.num_output_tokens:
+            self._prefill_steps += 1
+            self._changed = True
 
     def _claim_allocated(self, retention: PrefixCacheRetention, output: Any) -> None:
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs

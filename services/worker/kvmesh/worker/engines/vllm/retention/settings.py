@@ -16,6 +16,7 @@ CONNECTOR = "KvmeshRetentionConnector"
 MODULE = f"{PACKAGE}.retention.connector"
 OUTCOMES, STATE = "retention_outcomes", "retention_state"
 PROMPT, DECODE = "prompt", "decode"
+PREFILL_STEPS = "prefill_steps"
 
 
 class QueryState(Struct, frozen=True, tag="state"):

@@ -1,0 +1,51 @@
+"""Commands to running workers that a person names."""
+
+import msgspec
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.messages import Control, ControlReply, Instance, Role
+from kvmesh.cli.flags import did_you_mean
+from kvmesh.runtime.service import stream_limits
+from kvmesh.settings import Settings
+
+_replies = msgspec.msgpack.Decoder(ControlReply)
+
+
+class WorkerChoiceError(Exception):
+    """The command cannot be sent: no such model or worker, or several models."""
+
+
+async def chosen_workers(
+    bus: Bus, settings: Settings, model: str | None, worker: str | None
+) -> list[Instance]:
+    """The cards of the workers of a model, or of the one called `worker`; None: of all; by name.
+
+    Raises WorkerChoiceError if there are none.
+    """
+    directory = Directory(bus, stream_limits(settings.streams), role=Role.WORKER)
+    await directory.open()
+    cards = [card for card in directory.instances if card.model is not None]
+    await directory.close()
+    of_model = [c for c in cards if model is None or (c.model and c.model.name == model)]
+    if not of_model:
+        served = {card.model.name for card in cards if card.model is not None}
+        which = f" serves {model}{did_you_mean(model, served)}" if model else ""
+        raise WorkerChoiceError(f"no worker{which}")
+    chosen = [c for c in of_model if worker is None or worker in (c.name, c.instance)]
+    if not chosen:
+        names = {card.name for card in of_model}
+        raise WorkerChoiceError(f"no worker is called {worker}{did_you_mean(worker or '', names)}")
+    return sorted(chosen, key=lambda card: card.name)
+
+
+async def send_command(
+    bus: Bus, card: Instance, command: Control, timeout_s: float
+) -> ControlReply:
+    """The reply of one worker; one with the reason if none comes within `timeout_s` seconds."""
+    subject = bus.subjects.ctl(card.instance)
+    try:
+        return await bus.request(subject, command, _replies, timeout_s)
+    except BusError as error:
+        return ControlReply(False, cause(error))
