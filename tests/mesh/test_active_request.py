@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import Coroutine
 from time import sleep, time
 from typing import Any
 
@@ -26,9 +27,10 @@ from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.generation.active_request import ActiveRequest, RequestRunner
-from kvmesh.frontend.models import Dialect, ServedModel
+from kvmesh.frontend.models import Dialect, ModelRegistry, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.frontend.wake.waker import Waker
 from kvmesh.settings.schema import FrontendSettings
 
 BODY = (
@@ -41,6 +43,10 @@ def served() -> ServedModel:
     card = ModelCard(name=MODEL, files="", block_size=16, context=4096)
     files = {file.name: file.read_bytes() for file in model_dir().iterdir() if file.is_file()}
     return ServedModel(card, Dialect(card, files), created=int(time()))
+
+
+def spawn(coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    return asyncio.create_task(coroutine, name=name)
 
 
 class Frames:
@@ -68,7 +74,13 @@ class Frontend:
         self.monitor = self.monitored(60.0)
         settings = FrontendSettings()
         dispatcher = Dispatcher(
-            "f-1", self.workers, self.monitor, self.routes, self.events, settings
+            "f-1",
+            self.workers,
+            self.monitor,
+            self.routes,
+            self.events,
+            Waker(bus, "f-1", ModelRegistry(bus, spawn), 1),
+            settings,
         )
         self.runner = RequestRunner(dispatcher, self.events, 60.0)
 

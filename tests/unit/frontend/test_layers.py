@@ -15,6 +15,7 @@ LAYERS = [
     {"sessions"},
     {"generation"},
     {"dispatch"},
+    {"wake"},
     {"preprocess"},
     {"models"},
     {"dialects", "apis", "auth", "tokenizer"},

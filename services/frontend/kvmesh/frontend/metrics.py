@@ -48,6 +48,11 @@ router_timeouts = Counter(
 poison_requests = Counter(
     "kvmesh_frontend_poison_requests", "Requests failed because two engines were lost serving them"
 )
+waking = Gauge(
+    "kvmesh_frontend_waking_sequences",
+    "Sequences that wait for a worker of an idle model",
+    ["model"],
+)
 prefills = Counter(
     "kvmesh_frontend_prefills",
     "Prompts dispatched to prefill workers; failed ones are computed by the decode worker",

@@ -1,4 +1,4 @@
-"""Registry of the served models, built from the cards of workers."""
+"""Registry of the served models, built from the cards of workers and of idle models."""
 
 import asyncio
 import gc
@@ -122,7 +122,10 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Follows the cards of workers and loads the dialect of each distinct model card once."""
+    """Follows the cards of workers and loads the dialect of each distinct model card once.
+
+    An idle model, which may run without workers, is served by its own card until it has some.
+    """
 
     def __init__(self, bus: Bus, spawn: Spawn) -> None:
         self._bus = bus
@@ -132,12 +135,27 @@ class ModelRegistry:
         self._unusable: set[bytes] = set()
         self._loading: dict[bytes, asyncio.Task[Any]] = {}
         self._models: dict[str, ServedModel] = {}
+        self._idle: dict[str, ModelCard] = {}
         self._adapters: dict[str, str] = {}
 
     @property
     def models(self) -> list[ServedModel]:
-        """Models with at least one live worker."""
-        return [model for model in self._models.values() if model.workers]
+        """Models with at least one live worker, and those that may run without."""
+        return [m for name, m in self._models.items() if m.workers or name in self._idle]
+
+    @property
+    def has_idle(self) -> bool:
+        """True if a listed model has no worker, and its requests wait for one."""
+        return any(model.card.name in self._idle and not model.workers for model in self.models)
+
+    def may_idle(self, model: str) -> bool:
+        """True if requests of the model wait while it has no worker."""
+        return model in self._idle
+
+    def is_idle(self, model: str) -> bool:
+        """True if such a model has no worker now."""
+        served = self._models.get(model)
+        return model in self._idle and (served is None or not served.workers)
 
     async def wait_loaded(self, timeout: float) -> None:
         """Wait until the models known now are loaded or unusable, at most `timeout` seconds."""
@@ -155,7 +173,7 @@ class ModelRegistry:
         base = self._adapters.get(name)
         if base is not None and base in self._models:
             return self._models[base], self._models[base].adapters[name]
-        if name in self._compatible and self._compatible[name].cards:
+        if name in self._idle or (name in self._compatible and self._compatible[name].cards):
             raise Unavailable(f"The model `{name}` is still loading.")
         raise ModelNotFound(name)
 
@@ -170,18 +188,32 @@ class ModelRegistry:
             self._update(card.model.name)
             self._drop_unused()
 
+    def listed(self, card: ModelCard) -> None:
+        """The model of `card` may run without workers from now on."""
+        self._idle[card.name] = card
+        self._compatible.setdefault(card.name, Compatibility())
+        self._update(card.name)
+
+    def removed(self, name: str) -> None:
+        """The model may no longer run without workers."""
+        if self._idle.pop(name, None) is not None:
+            self._update(name)
+            self._drop_unused()
+
     def _drop_unused(self) -> None:
-        """Drop dialects that neither a live worker's card nor a registered model uses."""
+        """Drop dialects that no card of a worker or idle model and no registered model uses."""
         cards = (card for group in self._compatible.values() for card in group.fitting)
         used = {_key(card.model) for card in cards if card.model is not None}
         used.update(_key(model.card) for model in self._models.values())
+        used.update(map(_key, self._idle.values()))
         for key in self._dialects.keys() - used:
             del self._dialects[key]
 
     def _update(self, name: str) -> None:
         """Serve the model by its compatible workers, with the card of the newest one.
 
-        If their adapters of one name differ, the oldest worker's is served.
+        Without any, an idle model's own card is used. If the workers' adapters of one name differ,
+        the oldest worker's is served.
         """
         workers: set[str] = set()
         adapters: dict[str, str] = {}
@@ -194,9 +226,14 @@ class ModelRegistry:
                 workers.add(card.instance)
                 for identity in newest.adapters:
                     adapters.setdefault(adapter_name(identity), identity)
+        idle = self._idle.get(name)
+        if newest is None and idle is not None and self._has_dialect(idle):
+            newest = idle
+            for identity in idle.adapters:
+                adapters.setdefault(adapter_name(identity), identity)
         if newest is not None:
             self._serve(newest)
-        if workers:
+        if workers or adapters:
             self._serve_adapters(self._models[name], adapters)
         if name in self._models:
             self._models[name].workers = workers
@@ -225,8 +262,7 @@ class ModelRegistry:
 
     async def _load(self, model: ModelCard) -> None:
         key = _key(model)
-        group = self._compatible[model.name]
-        while any(card.model and _key(card.model) == key for card in group.cards):
+        while self._is_wanted(model.name, key):
             try:
                 files = await fetch_model(self._bus, model.files)
                 self._dialects[key] = await asyncio.to_thread(Dialect, model, files)
@@ -246,6 +282,11 @@ class ModelRegistry:
                 break
         self._loading.pop(key, None)
         self._update(model.name)
+
+    def _is_wanted(self, name: str, key: bytes) -> bool:
+        """True if a card of the model has this key."""
+        cards = [card.model for card in self._compatible[name].cards]
+        return any(card and _key(card) == key for card in (*cards, self._idle.get(name)))
 
 
 def _key(card: ModelCard) -> bytes:

@@ -36,6 +36,8 @@ from kvmesh.frontend.metrics import WorkerLoads
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
+from kvmesh.frontend.wake.idle_models import IdleModelReader
+from kvmesh.frontend.wake.waker import Waker
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
@@ -58,6 +60,8 @@ class FrontendService:
         self._service = service
         self._settings = settings
         self.registry = ModelRegistry(service.bus, service.spawn)
+        self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
+        self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
         self.loads = WorkerLoads()
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
         self.inbox = TokenInbox(settings.frame_interval_s)
@@ -69,7 +73,13 @@ class FrontendService:
             service.bus, workers, self.events, settings.stall_timeout_s, self._backlog
         )
         self.dispatcher = Dispatcher(
-            service.instance, workers, self.monitor, self.routes, self.events, settings
+            service.instance,
+            workers,
+            self.monitor,
+            self.routes,
+            self.events,
+            self.waker,
+            settings,
         )
         self.expectations = CacheExpectations()
         local = settings.host in LOOPBACK
@@ -124,7 +134,8 @@ class FrontendService:
         if not bus.connected:
             return ["nats"]
         roles = {card.role for card in self.directory.instances if routable(card)}
-        missing = [role.value for role in (Role.ROUTER, Role.WORKER) if role not in roles]
+        needed = (Role.ROUTER,) if self.registry.has_idle else (Role.ROUTER, Role.WORKER)
+        missing = [role.value for role in needed if role not in roles]
         if not missing and not self.registry.models:
             missing.append("model")
         return missing
@@ -150,10 +161,12 @@ class FrontendService:
             await self.shared_limits.open()
             service.spawn(self.shared_limits.run(), "shared limits")
         await self.directory.open()
+        await self.idle_models.open()
         await self.cache_api.open(self.directory.instances)
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
         service.spawn(self.routes.run(), "route queries")
+        service.spawn(self.waker.run(), "waker")
         service.spawn(self.monitor.run(), "monitor")
         service.spawn(self.stream_supervisor.run(), "streams")
         service.spawn(self._check_expectations(), "expectations")
@@ -172,6 +185,7 @@ class FrontendService:
     async def close(self) -> None:
         await self.cache_api.close()
         self.events.flush()
+        await self.idle_models.close()
         await self.directory.close()
 
     def application(self) -> web.Application:

@@ -31,6 +31,7 @@ from kvmesh.frontend.dispatch.token_stream import Loss, TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, PoisonRequest, Unavailable
 from kvmesh.frontend.preprocess.preprocessor import PromptTokens
+from kvmesh.frontend.wake.waker import Waker
 from kvmesh.hashing import block_hashes
 from kvmesh.settings.schema import FrontendSettings
 
@@ -48,6 +49,7 @@ class Dispatcher:
         monitor: LivenessMonitor,
         routes: RouteClient,
         events: SequenceEventPublisher,
+        waker: Waker,
         settings: FrontendSettings,
     ) -> None:
         self._instance = instance
@@ -55,6 +57,8 @@ class Dispatcher:
         self._monitor = monitor
         self._routes = routes
         self._events = events
+        self._waker = waker
+        self._wake_timeout = settings.wake_timeout_s
         self._migration_limit = settings.migration_limit
         self._route_timeout = settings.route_timeout_s
         self._restart_wait = settings.restart_wait_s
@@ -72,6 +76,7 @@ class Dispatcher:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
         except TimeoutError:
+            self._waker.stop()
             for task in self._tasks:
                 task.dispatch.deadline = self._loop.time()
                 if task.stream.instance:
@@ -128,6 +133,9 @@ class Dispatcher:
         retry_until: float | None = state.deadline if migrating else None
         task.stream.next_attempt()
         while True:
+            if self._waker.is_idle(task.model):
+                await self._wait_for_worker(task)
+                retry_until = None
             left = state.deadline - self._loop.time()
             if left <= 0:
                 raise ApiError("timeout", "No worker was free in time.", retry_after=1.0)
@@ -138,8 +146,25 @@ class Dispatcher:
             now = self._loop.time()
             if retry_until is None:
                 retry_until = now + self._restart_wait
-            _raise_refusal(reply, task, now < retry_until)
+            # the router may have noticed before this frontend that the last worker is lost
+            idling = reply.code == "no_workers" and self._waker.may_idle(task.model)
+            _raise_refusal(reply, task, idling or now < retry_until)
             await asyncio.sleep(RETRY_S)
+
+    async def _wait_for_worker(self, task: SequenceTask) -> None:
+        """Wait for the first worker of an idle model; raises ApiError if none starts in time.
+
+        The wait costs the sequence neither its position in a queue nor its time for a placement.
+        """
+        state, now = task.dispatch, self._loop.time()
+        # the monitor would count the wait as silence of the worker that had the sequence last
+        task.stream.lose("no worker is left")
+        state.arrived = state.arrived or time.time()
+        state.wake_deadline = state.wake_deadline or now + self._wake_timeout
+        tokens = task.current_prompt.count
+        await self._waker.wait(task.model, task.stream.id, tokens, state.wake_deadline)
+        state.refused, state.handoff = False, None  # both are of workers that have left
+        state.deadline = max(state.deadline, self._loop.time() + self._route_timeout)
 
     async def _query_router(self, task: SequenceTask, left: float) -> Routed | Refused:
         state = task.dispatch
@@ -192,7 +217,8 @@ class Dispatcher:
         metrics.reroutes.labels(task.model, offered.status).inc()
         if offered.status == "invalid":
             raise InvalidRequest(f"The engine refused the request: {offered.reason}")
-        state.refused = state.refused or offered.status in ("busy", "draining")
+        leaves = offered.status == "draining" and not self._waker.may_idle(task.model)
+        state.refused = state.refused or offered.status == "busy" or leaves
         if offered.status == "silent":
             self._blame(stream, stream, "vanished")
         elif offered.status == "away":
@@ -272,7 +298,7 @@ class Dispatcher:
         block_size = task.prepared.model.card.block_size
         state.extended = _extended(task.prompt, stream.tokens, block_size)
         state.exclude, state.refused = [stream.instance], False
-        state.handoff = None
+        state.handoff = state.wake_deadline = None
         state.deadline = self._loop.time() + self._route_timeout
         await self._dispatch(task)
 

@@ -13,7 +13,8 @@ from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptToken
 class DispatchState:
     """State of one sequence's dispatch; only the dispatcher changes it.
 
-    `deadline` is on the loop's clock; `arrived` is the Unix time that orders the sequence in the
+    `deadline` is on the loop's clock, as is `wake_deadline`, which is set once the sequence waits
+    for a worker of an idle model. `arrived` is the Unix time that orders the sequence in the
     routers' queues, the same in all queries. `exclude` lists instances that refused the sequence or
     were lost with it; `avoided` adds those that were silent when a router was last queried.
     `refused` is set once a worker was busy or draining. `extended` is the prompt with the tokens
@@ -22,6 +23,7 @@ class DispatchState:
 
     deadline: float
     arrived: float | None = None
+    wake_deadline: float | None = None
     exclude: list[str] = field(default_factory=list)
     avoided: list[str] = field(default_factory=list)
     refused: bool = False

@@ -1,0 +1,89 @@
+"""Waits for the first worker of an idle model; posts the wakes that have the planner start it."""
+
+import asyncio
+import time
+from typing import Protocol
+
+from kvmesh.bus.client import Bus
+from kvmesh.frontend import metrics
+from kvmesh.frontend.errors import Unavailable
+from kvmesh.frontend.wake.waiting import WaitingSequences
+
+TICK_S = 0.1
+RETRY_AFTER_S = 10.0  # the worker still starts, so a retry may find it
+
+
+class IdleModelTable(Protocol):
+    """The models that may run without workers."""
+
+    def may_idle(self, model: str) -> bool:
+        """True if requests of the model wait while it has no worker."""
+        ...
+
+    def is_idle(self, model: str) -> bool:
+        """True if such a model has no worker now."""
+        ...
+
+
+class Waker:
+    """All sequences of one frontend that wait for a worker of an idle model."""
+
+    def __init__(self, bus: Bus, frontend: str, models: IdleModelTable, limit: int) -> None:
+        self._bus = bus
+        self._models = models
+        self._waiting = WaitingSequences(frontend, limit)
+        self._ends: dict[str, asyncio.Event] = {}
+        self._stopping = False
+        self._loop = asyncio.get_running_loop()
+
+    def may_idle(self, model: str) -> bool:
+        """True if requests of the model wait while it has no worker."""
+        return self._models.may_idle(model)
+
+    def is_idle(self, model: str) -> bool:
+        """True if the model has no worker and requests wait for one."""
+        return self._models.is_idle(model)
+
+    async def wait(self, model: str, sequence: str, tokens: int, deadline: float) -> None:
+        """Return once the model has a worker, or may no longer run without one.
+
+        `tokens` counts those of the prompt, `deadline` is on the loop's clock. Raises Overloaded if
+        too many sequences wait, Unavailable at the deadline or when the frontend stops.
+        """
+        self._waiting.add(model, sequence, tokens, self._loop.time())
+        try:
+            self._post()
+            async with asyncio.timeout_at(deadline):
+                while self.is_idle(model):
+                    if self._stopping:
+                        raise Unavailable("The server is stopping.")
+                    await self._ends.setdefault(model, asyncio.Event()).wait()
+        except TimeoutError:
+            reason = f"No worker of `{model}` has started in time."
+            raise Unavailable(reason, RETRY_AFTER_S) from None
+        finally:
+            self._waiting.remove(model, sequence)
+
+    def stop(self) -> None:
+        """End all waits with an error."""
+        self._stopping = True
+        for model in list(self._ends):
+            self._end(model)
+
+    async def run(self) -> None:
+        """Post wakes and end waits until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for model in list(self._ends):
+                if not self.is_idle(model):
+                    self._end(model)
+            self._post()
+
+    def _end(self, model: str) -> None:
+        self._ends.pop(model).set()
+
+    def _post(self) -> None:
+        for model, count in self._waiting.counts().items():
+            metrics.waking.labels(model).set(count)
+        for wake in self._waiting.due(self._loop.time(), time.time()):
+            self._bus.post(self._bus.subjects.wake(wake.model), wake)
