@@ -1,0 +1,239 @@
+"""Scores predictors on a series that has already come, and the return predictor on its sessions.
+
+The rolling-origin evaluation of Tashman ("Out-of-sample tests of forecasting accuracy", 2000): at
+each interval a predictor sees the values up to there and predicts the next ones.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from kvmesh.planner.prediction.best import BestPredictor, pinball
+from kvmesh.planner.prediction.interface import PredictorError
+from kvmesh.planner.prediction.registry import make_predictor, predictor_names
+from kvmesh.planner.prediction.returns import ReturnPredictor
+
+UPPER = 0.9
+UPPER_NORMAL = 1.2816
+# Intervals that predictors see before the first scored prediction.
+WARM_UP = 20
+
+
+class HorizonScore(Struct, frozen=True, kw_only=True):
+    """Errors of the predictions so many steps ahead, over `count` of them.
+
+    `mae` and the pinball losses are in the unit of the series. `mape` is the mean of the absolute
+    error over the value, where that is not 0; None if it always is. `coverage90` is the share of
+    values at most the predicted 0.9 quantile.
+    """
+
+    steps: int
+    count: int
+    mae: float
+    mape: float | None
+    pinball50: float
+    pinball90: float
+    coverage90: float
+
+
+class PredictorScore(Struct, frozen=True, kw_only=True):
+    """The scores of one predictor by horizon; `error` says why there are none.
+
+    `chosen` is the predictor that `best` would use next.
+    """
+
+    name: str
+    horizons: list[HorizonScore] = []
+    error: str = ""
+    chosen: str = ""
+
+
+class Backtest(Struct, frozen=True, kw_only=True):
+    """Scores of predictors on one series; `best` has the least 0.9 loss at the start-up horizon."""
+
+    interval_s: float
+    startup_steps: int
+    values: int
+    mean: float
+    largest: float
+    predictors: list[PredictorScore]
+    best: str
+
+
+class SessionEvent(Struct, frozen=True, kw_only=True):
+    """A request of a session arrived (`finish` None) or ended with a finish reason.
+
+    `tokens` are those of the prompt, and of the output too once it ended.
+    """
+
+    time: float
+    session: str
+    finish: str | None = None
+    final: bool = False
+    tokens: int = 0
+
+
+class ReturnsScore(Struct, frozen=True, kw_only=True):
+    """Expected first returns of idle sessions within the horizon, against those that came.
+
+    Means over `origins` instants. `naive_mae` is the error of the last horizon's number as the
+    prediction. `coverage90` is the share of origins with at most the expected number plus 1.28
+    standard deviations.
+    """
+
+    horizon_s: float
+    origins: int
+    idle: float
+    expected: float
+    came: float
+    mae: float
+    naive_mae: float
+    coverage90: float
+    expected_tokens: float
+
+
+def backtest(
+    series: Sequence[float],
+    interval_s: float,
+    startup_s: float,
+    names: Sequence[str] | None = None,
+) -> Backtest:
+    """Scores of the named predictors (all) at one interval, half the start-up time and all of it.
+
+    Raises PredictorError for an unknown name, ValueError for a series too short to score.
+    """
+    unknown = set(names or ()) - set(predictor_names())
+    if unknown:
+        raise PredictorError(
+            f"unknown predictor {', '.join(sorted(unknown))}; known: {', '.join(predictor_names())}"
+        )
+    startup = max(1, round(startup_s / interval_s))
+    horizons = sorted({1, max(1, startup // 2), startup})
+    if len(series) < WARM_UP + startup:
+        raise ValueError(
+            f"{len(series)} intervals of {interval_s:g} s are too few to score predictions "
+            f"{startup} intervals ahead: at least {WARM_UP + startup}"
+        )
+    scores = [_score(name, series, interval_s, horizons) for name in names or predictor_names()]
+    scored = [each for each in scores if each.horizons]
+    best = min(scored, key=lambda each: each.horizons[-1].pinball90, default=None)
+    return Backtest(
+        interval_s=interval_s,
+        startup_steps=startup,
+        values=len(series),
+        mean=float(np.mean(series)),
+        largest=float(np.max(series)),
+        predictors=scores,
+        best="" if best is None else best.name,
+    )
+
+
+def _score(
+    name: str, series: Sequence[float], interval_s: float, horizons: Sequence[int]
+) -> PredictorScore:
+    try:
+        predictor = make_predictor(name, interval_s)
+    except PredictorError as error:
+        return PredictorScore(name=name, error=str(error))
+    medians: deque[list[float]] = deque(maxlen=horizons[-1])
+    uppers: deque[list[float]] = deque(maxlen=horizons[-1])
+    rows: dict[int, list[tuple[float, float, float]]] = {steps: [] for steps in horizons}
+    for index, value in enumerate(series):
+        for steps in horizons:
+            if index - steps >= WARM_UP - 1:
+                median, upper = medians[-steps][steps - 1], uppers[-steps][steps - 1]
+                rows[steps].append((value, median, upper))
+        predictor.observe(value)
+        medians.append(predictor.predict(horizons[-1]))
+        uppers.append(predictor.predict(horizons[-1], UPPER))
+    chosen = predictor.chosen if isinstance(predictor, BestPredictor) else ""
+    scores = [_horizon_score(steps, rows[steps]) for steps in horizons]
+    return PredictorScore(name=name, horizons=scores, chosen=chosen)
+
+
+def _horizon_score(steps: int, rows: Sequence[tuple[float, float, float]]) -> HorizonScore:
+    errors = [abs(value - median) for value, median, _ in rows]
+    relative = [abs(value - median) / value for value, median, _ in rows if value > 0]
+    return HorizonScore(
+        steps=steps,
+        count=len(rows),
+        mae=float(np.mean(errors)),
+        mape=float(np.mean(relative)) if relative else None,
+        pinball50=float(np.mean([pinball(value, median, 0.5) for value, median, _ in rows])),
+        pinball90=float(np.mean([pinball(value, upper, UPPER) for value, _, upper in rows])),
+        coverage90=float(np.mean([value <= upper for value, _, upper in rows])),
+    )
+
+
+def score_returns(
+    events: Sequence[SessionEvent], interval_s: float, horizon_s: float
+) -> ReturnsScore | None:
+    """The return predictor's expectations every interval, against the returns that came.
+
+    `events` are in order of time. None if no full horizon follows the first interval.
+    """
+    if not events:
+        return None
+    predictor = ReturnPredictor()
+    begin, end = events[0].time, events[-1].time
+    came = _Arrivals(events)
+    rows: list[tuple[float, float, float, float, float]] = []
+    position, idle, step = 0, 0, 1
+    while (now := begin + step * interval_s) + horizon_s <= end:
+        while position < len(events) and events[position].time <= now:
+            _feed(predictor, events[position])
+            position += 1
+        expected = predictor.expected(now, horizon_s)
+        actual = came.returns(now, horizon_s)
+        naive = came.returns(now - horizon_s, horizon_s)
+        rows.append((expected.count, expected.variance, actual, naive, expected.tokens))
+        idle += predictor.idle
+        step += 1
+    if not rows:
+        return None
+    mean, variance, actual_, naive_, tokens = np.array(rows).T
+    return ReturnsScore(
+        horizon_s=horizon_s,
+        origins=len(rows),
+        idle=idle / len(rows),
+        expected=float(mean.mean()),
+        came=float(actual_.mean()),
+        mae=float(np.abs(mean - actual_).mean()),
+        naive_mae=float(np.abs(naive_ - actual_).mean()),
+        coverage90=float((actual_ <= mean + UPPER_NORMAL * np.sqrt(variance)).mean()),
+        expected_tokens=float(tokens.mean()),
+    )
+
+
+def _feed(predictor: ReturnPredictor, event: SessionEvent) -> None:
+    if event.finish is None:
+        predictor.started(event.session, event.time)
+    else:
+        predictor.finished(event.session, event.time, event.finish, event.final, event.tokens)
+
+
+class _Arrivals:
+    """The idle times that ended with a return, from the end of a request to the next's start."""
+
+    def __init__(self, events: Sequence[SessionEvent]) -> None:
+        running: dict[str, int] = {}
+        idle_since: dict[str, float] = {}
+        gaps: list[tuple[float, float]] = []
+        for event in events:
+            if event.finish is None:
+                running[event.session] = running.get(event.session, 0) + 1
+                if (since := idle_since.pop(event.session, None)) is not None:
+                    gaps.append((since, event.time))
+            else:
+                running[event.session] = max(0, running.get(event.session, 0) - 1)
+                if not running[event.session] and not event.final:
+                    idle_since[event.session] = event.time
+        columns = np.array(gaps).reshape(-1, 2)
+        self._from, self._until = columns[:, 0], columns[:, 1]
+
+    def returns(self, now: float, horizon_s: float) -> float:
+        """The sessions idle at `now` that return within the horizon."""
+        came = (self._from <= now) & (self._until > now) & (self._until <= now + horizon_s)
+        return float(came.sum())
