@@ -14,7 +14,7 @@ from support.evidence import Evidence
 from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
 
-NAMES = [f"KVMESH_{role}_NAME=" for role in ("FRONTEND", "ROUTER", "INDEXER", "WORKER")]
+NAMES = [f"KVMESH_{role}_NAME=" for role in ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "PLANNER")]
 
 
 class Up:

@@ -1,6 +1,14 @@
 """The processes of a mesh on one machine, and their settings."""
 
-from kvmesh.cli.supervisor.plan import frontend_ports, service_specs
+import pytest
+
+from kvmesh.cli.supervisor.plan import (
+    first_worker_port,
+    frontend_ports,
+    most_workers,
+    service_specs,
+    worker_groups,
+)
 from kvmesh.settings import Flag, Settings, load
 from kvmesh.settings.load import OptionKey
 
@@ -73,6 +81,44 @@ def test_with_prefill_workers_the_others_decode() -> None:
         "worker-0": "decode",
         "worker-1": "decode",
     }
+
+
+def test_a_planner_starts_last_and_scales_the_workers_of_this_mesh() -> None:
+    chosen = settings(up__planner="true", up__workers="2", up__max_workers="5")
+    planner = service_specs(chosen, {})[-1]
+    assert (planner.name, planner.role) == ("planner-0", "planner")
+    own = load(None, planner.env, {}).planner
+    assert (own.name, own.connector) == ("planner-0", "processes")
+    assert own.pools == ["workers:serves=aggregated", "min=1", "max=5"]
+
+
+def test_a_planner_scales_prefill_and_decode_workers_apart() -> None:
+    chosen = settings(up__planner="true", up__workers="9", up__prefill_workers="1")
+    own = load(None, service_specs(chosen, {})[-1].env, {}).planner
+    assert ",".join(own.pools) == (
+        "prefill:serves=prefill,min=1,max=8,decode:serves=decode,min=1,max=9"
+    )
+    assert [most_workers(chosen, group) for group in worker_groups(chosen)] == [8, 9]
+
+
+def test_a_planner_keeps_the_connector_and_the_pools_that_are_set() -> None:
+    pools = "workers:min=2"
+    chosen = settings(up__planner="true", planner__connector="command", planner__pools=pools)
+    own = load(None, service_specs(chosen, {})[-1].env, {}).planner
+    assert (own.connector, own.pools) == ("command", [pools])
+
+
+@pytest.mark.parametrize(("planner", "first"), [("false", 9102), ("true", 9103)])
+def test_the_workers_have_the_last_metrics_ports(planner: str, first: int) -> None:
+    chosen = settings(up__metrics_port="9100", up__planner=planner)
+    ports = [
+        load(None, spec.env, {}).worker.metrics_port
+        for spec in service_specs(chosen, {})
+        if spec.role == "worker"
+    ]
+    assert first_worker_port(chosen) == first
+    assert ports == list(range(first, first + 4))
+    assert first_worker_port(settings()) == 0
 
 
 def test_a_block_manager_comes_before_the_workers_of_its_node() -> None:

@@ -100,3 +100,12 @@ def test_the_embedded_server_has_a_token_that_other_commands_find(tmp_path: Path
     assert with_local_mesh(settings(folder)) == settings(folder)
     with ExitStack() as held:
         assert claim(settings(folder), held).nats.token == token
+
+
+def test_a_planner_reserves_the_metrics_ports_of_all_its_workers(tmp_path: Path) -> None:
+    chosen = {"up__frontends": "0", "up__routers": "0", "up__workers": "1", "up__max_workers": "3"}
+    with used_port() as port, ExitStack() as held:
+        ports = {**chosen, "up__metrics_port": str(port - 4)}  # an indexer, a planner, workers
+        claim(settings(tmp_path / "a", **ports), held)
+        with pytest.raises(UpError, match=f":{port} .*--metrics-port$"):
+            claim(settings(tmp_path / "b", **ports, up__planner="true"), held)

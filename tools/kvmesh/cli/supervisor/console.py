@@ -14,6 +14,7 @@ COLOURS = {
     "indexer": 34,
     "kvbm": 31,
     "worker": 32,
+    "planner": 95,
     "nats": 33,
     "up": 1,
 }

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 from kvmesh.cli.supervisor.console import LogStream
@@ -20,15 +20,18 @@ class StartSteps(Protocol):
     async def after_nats(self) -> None:
         """Called between the start of the NATS server and that of the services."""
 
-    async def until_ready(self) -> None:
-        """Return once the mesh serves; raise UpError if it does not in time."""
+    async def until_ready(self, mesh: "SupervisedMesh") -> None:
+        """Return once `mesh` serves; raise UpError if it does not in time."""
 
     async def before_stop(self) -> None:
         """Called before the processes are stopped."""
 
 
 class SupervisedMesh:
-    """Supervises the processes of `specs` until a signal, or until the start fails."""
+    """Supervises the processes of `specs` until a signal, or until the start fails.
+
+    `on_retired` runs with the name of a process that rejects its settings and is not restarted.
+    """
 
     def __init__(
         self, specs: Iterable[ProcessSpec], steps: StartSteps, log: LogStream, stop_timeout_s: float
@@ -39,8 +42,9 @@ class SupervisedMesh:
         self._ready = False
         self._stop = asyncio.Event()
         self._failure = ""
-        self._runs: list[asyncio.Task[None]] = []
-        self.processes = [SupervisedProcess(spec, log.line, self._on_exit) for spec in specs]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_retired: Callable[[str], None] | None = None
+        self.processes = [self._supervised(spec) for spec in specs]
 
     async def run(self) -> None:
         """Serve until a signal; raises UpError if the mesh does not start."""
@@ -57,11 +61,40 @@ class SupervisedMesh:
     async def _start(self) -> None:
         for role in START_ORDER:
             for process in self._with_role(role):
-                self._runs.append(asyncio.create_task(process.run(), name=process.spec.name))
-                self._runs[-1].add_done_callback(self._on_run_end)
+                self._spawn(process.run(), process.spec.name)
             if role == "nats":
                 await self._steps.after_nats()
-        await self._steps.until_ready()
+        await self._steps.until_ready(self)
+
+    def add(self, spec: ProcessSpec) -> None:
+        """Start and supervise a further process, unless the mesh stops."""
+        if self._stop.is_set():
+            return
+        process = self._supervised(spec)
+        same = [n for n, other in enumerate(self.processes) if other.spec.role == spec.role]
+        self.processes.insert(same[-1] + 1 if same else len(self.processes), process)
+        self._spawn(process.run(), spec.name)
+
+    def remove(self, name: str, timeout_s: float, on_end: Callable[[str], None]) -> None:
+        """Stop a process for good, killing it after `timeout_s`; then call `on_end` with its name.
+
+        A name that is not known has ended already.
+        """
+        self._spawn(self._remove(name, timeout_s, on_end), f"end of {name}")
+
+    async def _remove(self, name: str, timeout_s: float, on_end: Callable[[str], None]) -> None:
+        for process in [p for p in self.processes if p.spec.name == name]:
+            await process.stop(timeout_s)
+            self.processes.remove(process)
+        on_end(name)
+
+    def _supervised(self, spec: ProcessSpec) -> SupervisedProcess:
+        return SupervisedProcess(spec, self._log.line, self._on_exit)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_end)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         working = asyncio.create_task(work)
@@ -97,12 +130,15 @@ class SupervisedMesh:
         elif status == USAGE_ERROR:
             self._log.note(f"{end}; not restarted, since it rejects its settings", "W")
             process.retire()
+            if self.on_retired is not None:
+                self.on_retired(process.spec.name)
         else:
             self._log.note(f"{end}; restarting", "W")
 
-    def _on_run_end(self, run: asyncio.Task[None]) -> None:
-        if not run.cancelled() and run.exception() is not None:
-            self._give_up(f"lost control of {run.get_name()}: {run.exception()!r}")
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._give_up(f"lost control of {task.get_name()}: {task.exception()!r}")
 
     def _give_up(self, failure: str) -> None:
         self._failure = self._failure or failure
@@ -112,7 +148,7 @@ class SupervisedMesh:
         await self._steps.before_stop()
         for role in STOP_ORDER:
             await asyncio.gather(*(p.stop(self._stop_timeout_s) for p in self._with_role(role)))
-        await asyncio.gather(*self._runs, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._log.note("stopped")
 
     def _with_role(self, role: str) -> list[SupervisedProcess]:

@@ -26,7 +26,7 @@ class MeshView:
     """Follows leases and load messages; `loads` is by process name, then by rank."""
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
-        self._bus = bus
+        self.bus = bus
         self._limits = stream_limits(settings.streams)
         self._directory = Directory(bus, self._limits, self._joined)
         self._changed = asyncio.Event()
@@ -43,22 +43,22 @@ class MeshView:
 
     async def purge(self) -> None:
         """Empty the streams and delete the index snapshots."""
-        await purge_states(self._bus)
+        await purge_states(self.bus)
 
     async def follow(self) -> None:
         """Follow leases and loads; return once all present leases are known. Raises UpError."""
         try:
-            await check_server(self._bus)
-            await ensure_streams(self._bus, self._limits)
+            await check_server(self.bus)
+            await ensure_streams(self.bus, self._limits)
             await self._directory.open()
         except ServerUnfit as error:
             raise UpError(str(error)) from error
         except BusError as error:
             raise UpError(
-                f"cannot use JetStream at {redacted(self._bus.options.url)}: {error}"
+                f"cannot use JetStream at {redacted(self.bus.options.url)}: {error}"
             ) from error
-        loads = self._bus.subjects.load_all
-        await self._bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._on_load)
+        loads = self.bus.subjects.load_all
+        await self.bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._on_load)
 
     @property
     def routable(self) -> set[str]:
@@ -78,7 +78,7 @@ class MeshView:
     async def has_keys(self) -> bool:
         """True if the mesh stores API keys, or if this user may not read them."""
         try:
-            return bool(await read_headers(self._bus, self._bus.subjects.keys_bucket))
+            return bool(await read_headers(self.bus, self.bus.subjects.keys_bucket))
         except BusError as error:
             log.debug("cannot read API keys: %s", cause(error))
             return True
@@ -91,7 +91,7 @@ class MeshView:
 
     async def close(self) -> None:
         await self._directory.close()
-        await self._bus.close()
+        await self.bus.close()
 
     def _joined(self, _: Instance) -> None:
         self._changed.set()

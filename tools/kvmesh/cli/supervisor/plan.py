@@ -9,15 +9,19 @@ from typing import Any
 import msgspec
 
 from kvmesh.settings import CONFIG, Settings, to_env, variables
+from kvmesh.settings.schema import PlannerSettings
 
-START_ORDER = ("nats", "indexer", "router", "kvbm", "worker", "frontend")
-STOP_ORDER = ("frontend", "worker", "kvbm", "router", "indexer", "nats")
+START_ORDER = ("nats", "indexer", "router", "kvbm", "worker", "frontend", "planner")
+STOP_ORDER = ("planner", "frontend", "worker", "kvbm", "router", "indexer", "nats")
+# the workers' ports come last: a planner may start more of them
+METRICS_ORDER = ("indexer", "router", "kvbm", "planner", "worker")
 COUNTS = {
     "indexer": "indexers",
     "router": "routers",
     "kvbm": "kvbm",
     "worker": "workers",
     "frontend": "frontends",
+    "planner": "planner",
 }
 
 
@@ -31,16 +35,66 @@ class ProcessSpec:
     env: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The workers of one pool: the number at the start, the prefix of names, and the settings."""
+
+    pool: str
+    prefix: str
+    count: int
+    settings: Settings
+
+
 def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[ProcessSpec]:
     """The service processes of `settings.up`, in start order."""
-    inherited = _without_settings(environ)
     metrics = count(settings.up.metrics_port)
+    specs: list[ProcessSpec] = []
+    for role in (*METRICS_ORDER, "frontend"):
+        if role == "worker":
+            specs += _workers(settings, metrics, environ)
+        else:
+            instances = _instances(role, settings, metrics)
+            specs += [_spec(role, name, own, environ) for name, own in instances]
+    return sorted(specs, key=lambda spec: START_ORDER.index(spec.role))
+
+
+def worker_groups(settings: Settings) -> list[WorkerGroup]:
+    """The pools of workers: `workers`, or `prefill` and `decode` with prefill workers."""
+    up, worker, replace = settings.up, settings.worker, msgspec.structs.replace
+    if up.kvbm and not worker.node:
+        worker = replace(worker, node=settings.kvbm.node)
+    prefix = worker.name or "worker"
+    if not up.prefill_workers:
+        return [WorkerGroup("workers", prefix, up.workers, replace(settings, worker=worker))]
+    prefill = replace(settings, worker=replace(worker, serves="prefill"))
+    decode = replace(settings, worker=replace(worker, serves="decode"))
     return [
-        ProcessSpec(name, role, _argv(role), {**inherited, **to_env(own)})
-        for role in START_ORDER
-        if role in COUNTS
-        for name, own in _instances(role, settings, metrics)
+        WorkerGroup("prefill", f"{prefix}-prefill", up.prefill_workers, prefill),
+        WorkerGroup("decode", prefix, up.workers, decode),
     ]
+
+
+def worker_spec(
+    group: WorkerGroup, number: int, metrics_port: int, environ: Mapping[str, str]
+) -> ProcessSpec:
+    """Worker `number` of a group; `metrics_port` is 0 for none."""
+    own, replace = group.settings, msgspec.structs.replace
+    worker = replace(own.worker, name=f"{group.prefix}-{number}")
+    if metrics_port:
+        worker = replace(worker, metrics_port=metrics_port)
+    return _spec("worker", worker.name, replace(own, worker=worker), environ)
+
+
+def first_worker_port(settings: Settings) -> int:
+    """The metrics port of the first worker; 0 for none."""
+    up = settings.up
+    before = sum(getattr(up, COUNTS[role]) for role in METRICS_ORDER if role != "worker")
+    return up.metrics_port + before if up.metrics_port else 0
+
+
+def most_workers(settings: Settings, group: WorkerGroup) -> int:
+    """The bound of a pool whose workers start and stop at run time."""
+    return max(settings.up.max_workers, group.count)
 
 
 def frontend_ports(settings: Settings) -> list[int]:
@@ -49,8 +103,18 @@ def frontend_ports(settings: Settings) -> list[int]:
     return [first + number for number in range(settings.up.frontends)]
 
 
-def _argv(role: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "kvmesh.cli.main", role)
+def _spec(role: str, name: str, own: Settings, environ: Mapping[str, str]) -> ProcessSpec:
+    command = (sys.executable, "-m", "kvmesh.cli.main", role)
+    return ProcessSpec(name, role, command, {**_without_settings(environ), **to_env(own)})
+
+
+def _workers(
+    settings: Settings, metrics: Iterator[int], environ: Mapping[str, str]
+) -> Iterator[ProcessSpec]:
+    for group in worker_groups(settings):
+        for number in range(group.count):
+            port = next(metrics) if settings.up.metrics_port else 0
+            yield worker_spec(group, number, port, environ)
 
 
 def _instances(
@@ -69,15 +133,25 @@ def _instances(
 def _sections(role: str, settings: Settings) -> Iterator[Any]:
     """The role's settings for each of its processes, with the process's name."""
     section, replace = getattr(settings, role), msgspec.structs.replace
-    if role == "worker" and settings.up.kvbm and not section.node:
-        section = replace(section, node=settings.kvbm.node)
-    if role == "worker" and settings.up.prefill_workers:
-        for number in range(settings.up.prefill_workers):
-            name = f"{section.name or role}-prefill-{number}"
-            yield replace(section, name=name, serves="prefill")
-        section = replace(section, serves="decode")
+    if role == "planner":
+        section = _planner(settings)
     for number in range(getattr(settings.up, COUNTS[role])):
         yield replace(section, name=f"{section.name or role}-{number}")
+
+
+def _planner(settings: Settings) -> PlannerSettings:
+    """The planner's settings; it scales this mesh unless they name another connector or pools."""
+    section = settings.planner
+    if section.connector == "advisory":
+        section = msgspec.structs.replace(section, connector="processes")
+    if section.pools == PlannerSettings().pools:
+        pools = [
+            f"{group.pool}:serves={group.settings.worker.serves},min=1"
+            f",max={most_workers(settings, group)}"
+            for group in worker_groups(settings)
+        ]
+        section = msgspec.structs.replace(section, pools=pools)
+    return section
 
 
 def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:

@@ -90,8 +90,9 @@ class SupervisedProcess:
 
     async def stop(self, timeout_s: float) -> None:
         """Send SIGTERM, and SIGKILL to the process group if it still runs after `timeout_s`."""
-        self._stop.set()
-        self._terminate()
+        if not self._stop.is_set():  # a second SIGTERM would end a drain
+            self._stop.set()
+            self._terminate()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._done.wait()

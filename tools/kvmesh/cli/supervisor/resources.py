@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvmesh.cli import local
 from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.cli.supervisor.plan import COUNTS, METRICS_ORDER, most_workers, worker_groups
 from kvmesh.settings import Settings
 
 LOOPBACK = "127.0.0.1"
@@ -32,10 +33,12 @@ def claim(settings: Settings, claims: ExitStack) -> Settings:
         for further in range(port + 1, port + up.frontends):
             _claim_port(frontend.host, further, "--port", used)
     if up.metrics_port:
-        workers = up.workers + up.prefill_workers
-        counts = {"indexer": up.indexers, "router": up.routers, "kvbm": up.kvbm, "worker": workers}
+        groups = worker_groups(settings)
+        most = sum(most_workers(settings, g) if up.planner else g.count for g in groups)
         hosts = [
-            getattr(settings, role).metrics_host for role, n in counts.items() for _ in range(n)
+            getattr(settings, role).metrics_host
+            for role in METRICS_ORDER
+            for _ in range(most if role == "worker" else getattr(up, COUNTS[role]))
         ]
         for number, host in enumerate(hosts):
             _claim_port(host, up.metrics_port + number, "--metrics-port", used)

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.cli.local import token_file
 from kvmesh.cli.supervisor import ready
 from kvmesh.cli.supervisor.console import LogStream
@@ -14,7 +15,9 @@ from kvmesh.cli.supervisor.plan import ProcessSpec, frontend_ports
 from kvmesh.settings import Settings, redacted
 
 if TYPE_CHECKING:
+    from kvmesh.cli.supervisor.mesh import SupervisedMesh
     from kvmesh.cli.supervisor.mesh_view import MeshView
+    from kvmesh.cli.supervisor.operator import FleetOperator
 
 
 class StartupGuide:
@@ -26,6 +29,7 @@ class StartupGuide:
         self._external = len(self._names) == len(specs)
         self._log = log
         self._started = time.monotonic()
+        self._operator: FleetOperator | None = None
         self.view: MeshView | None = None
 
     async def after_nats(self) -> None:
@@ -35,13 +39,17 @@ class StartupGuide:
             if self._settings.up.reset_states:
                 await view.purge()
 
-    async def until_ready(self) -> None:
-        """Wait until the mesh serves and announce it; raises UpError after the timeout."""
+    async def until_ready(self, mesh: "SupervisedMesh") -> None:
+        """Wait until the mesh serves and announce it; raises UpError after the timeout.
+
+        The mesh then starts and stops workers as a planner demands.
+        """
         timeout_s = self._settings.up.ready_timeout_s
         view = await self._connect()
         try:
             async with asyncio.timeout(timeout_s):
                 await view.follow()
+                await self._operate(mesh, view)
                 await view.until_routable(self._names)
                 await self._until_healthy()
         except TimeoutError:
@@ -50,9 +58,13 @@ class StartupGuide:
             raise UpError(f"not ready within {timeout_s:g} s{reason} (see the log above)") from None
         self._log.note(f"ready after {time.monotonic() - self._started:.1f} s")
         self._announce(keyless=await self._is_keyless(view))
+        if self._operator is not None:
+            self._operator.start()
 
     async def before_stop(self) -> None:
         """Disconnect before NATS stops."""
+        if self._operator is not None:
+            await self._operator.close()
         if self.view is not None:
             await self.view.close()
 
@@ -65,6 +77,17 @@ class StartupGuide:
             module = await asyncio.to_thread(import_module, "kvmesh.cli.supervisor.mesh_view")
             self.view = await module.MeshView.connect(self._settings)
         return self.view
+
+    async def _operate(self, mesh: "SupervisedMesh", view: "MeshView") -> None:
+        """Become the operator of the mesh, unless its NATS server may have one elsewhere."""
+        if self._external and not self._settings.up.planner:
+            return
+        module = await asyncio.to_thread(import_module, "kvmesh.cli.supervisor.operator")
+        self._operator = module.FleetOperator(view.bus, self._settings, mesh, self._log.note)
+        try:
+            await self._operator.open()
+        except BusError as error:
+            raise UpError(f"cannot follow the wanted fleet: {cause(error)}") from error
 
     async def _until_healthy(self) -> None:
         if self._settings.up.workers and self._settings.up.routers:

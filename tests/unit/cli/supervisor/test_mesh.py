@@ -1,0 +1,124 @@
+"""A supervised mesh whose processes come and go at run time."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+from support.up import alive
+from support.wait import eventually
+
+from kvmesh.cli.supervisor.console import LogStream
+from kvmesh.cli.supervisor.mesh import SupervisedMesh
+from kvmesh.cli.supervisor.plan import ProcessSpec
+from kvmesh.cli.supervisor.table import render
+
+PATIENT, STUBBORN = 30.0, 0.2
+
+
+def process(name: str, script: str = "exec sleep 600", role: str = "worker") -> ProcessSpec:
+    return ProcessSpec(name, role, ("/bin/sh", "-c", script), {"PATH": os.environ["PATH"]})
+
+
+class Steps:
+    """Ready at once."""
+
+    async def after_nats(self) -> None:
+        """There is no NATS server to check."""
+
+    async def until_ready(self, mesh: SupervisedMesh) -> None:
+        """Nothing to wait for."""
+
+    async def before_stop(self) -> None:
+        """Nothing to close."""
+
+
+class Run:
+    """A running mesh of worker-0 and frontend-0, with its log."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.ended: list[str] = []
+        log = LogStream(self.lines.append, 10, False, False)
+        specs = [process("worker-0"), process("frontend-0", role="frontend")]
+        self.mesh = SupervisedMesh(specs, Steps(), log, PATIENT)
+        self.task = asyncio.create_task(self.mesh.run())
+
+    def pids(self) -> dict[str, int]:
+        return {p.spec.name: p.record.pid for p in self.mesh.processes if p.record.pid}
+
+    def shown(self) -> list[str]:
+        table = render(self.mesh.processes, None, asyncio.get_running_loop().time())
+        return [str(cell) for cell in table.columns[0].cells]
+
+    async def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await self.task
+
+
+@pytest_asyncio.fixture
+async def run() -> AsyncIterator[Run]:
+    run = Run()
+    await eventually(lambda: len(run.pids()) == 2 and run.mesh._ready)
+    yield run
+    if not run.task.done():
+        await run.stop()
+
+
+async def test_the_table_shows_processes_that_come_and_go(run: Run) -> None:
+    run.mesh.add(process("worker-1"))
+    assert run.shown() == ["worker-0", "worker-1", "frontend-0"]
+    await eventually(lambda: "worker-1" in run.pids())
+    pids = run.pids()
+    run.mesh.remove("worker-0", PATIENT, run.ended.append)
+    run.mesh.remove("worker-9", PATIENT, run.ended.append)  # unknown: it has ended
+    await eventually(lambda: sorted(run.ended) == ["worker-0", "worker-9"])
+    assert run.shown() == ["worker-1", "frontend-0"]
+    assert not alive(pids["worker-0"])
+    assert run.pids()["worker-1"] == pids["worker-1"]
+    assert not any("restarting" in line for line in run.lines)
+    await run.stop()
+    assert not any(alive(pid) for pid in pids.values())
+
+
+async def test_a_process_that_does_not_end_is_killed(run: Run) -> None:
+    run.mesh.add(process("worker-1", "trap '' TERM; while :; do sleep 0.1; done"))
+    await eventually(lambda: "worker-1" in run.pids())
+    pid = run.pids()["worker-1"]
+    await eventually(lambda: _ignores_sigterm(pid))
+    run.mesh.remove("worker-1", STUBBORN, run.ended.append)
+    await eventually(lambda: run.ended == ["worker-1"])
+    assert not alive(pid)
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    with open(f"/proc/{pid}/status") as file:
+        ignored = next(line.split()[1] for line in file if line.startswith("SigIgn"))
+    return bool(int(ignored, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+async def test_a_shutdown_does_not_wait_for_a_drain(run: Run) -> None:
+    run.mesh._stop_timeout_s = STUBBORN
+    run.mesh.add(process("worker-1", "trap 'echo told' TERM; while :; do sleep 0.1; done"))
+    await eventually(lambda: "worker-1" in run.pids())
+    pid = run.pids()["worker-1"]
+    run.mesh.remove("worker-1", 600.0, run.ended.append)
+    await run.stop()
+    assert run.ended == ["worker-1"]
+    assert not alive(pid)
+    assert len([line for line in run.lines if "told" in line]) <= 1  # one SIGTERM, not two
+    run.mesh.add(process("worker-2"))
+    assert "worker-2" not in run.shown()
+
+
+async def test_a_process_that_rejects_its_settings_is_handed_over(run: Run) -> None:
+    retired: list[str] = []
+    run.mesh.on_retired = retired.append
+    run.mesh.add(process("worker-1", "exit 2"))
+    await eventually(lambda: retired == ["worker-1"])
+    run.mesh.remove("worker-1", PATIENT, run.ended.append)
+    await eventually(lambda: run.ended == ["worker-1"])
+    assert run.shown() == ["worker-0", "frontend-0"]
+    run.mesh.add(process("worker-1"))  # the name is free again
+    await eventually(lambda: "worker-1" in run.pids())
