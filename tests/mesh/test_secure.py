@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import ssl
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 from openai import AsyncOpenAI
 from support.mesh import Mesh
 from support.nats import NatsServer
+from support.places.on_bus import BusPlace
+from support.planners import Planners
 from support.secured import SecuredServer, secure
 from support.wait import eventually
 
@@ -144,6 +147,43 @@ async def test_commands_work_within_the_permissions_of_their_user(
     assert "such as operator" in refused.stderr
 
 
+async def test_a_planner_works_within_its_permissions(mesh: Mesh, server: SecuredServer) -> None:
+    asked = ("plan", "set", "pools=east:min=2,max=6")
+    async with server.connected("operator") as bus:
+        place = BusPlace(bus)
+        await place.start()
+        planners = Planners(mesh, bus)
+        await planners.start(
+            **server.env("planner"),
+            KVMESH_PLANNER_POOLS="east:min=0,max=6",
+            KVMESH_PLANNER_ZERO_AFTER_S="3600",
+        )
+
+        async def listed() -> bool:
+            return bool(await read_bucket(bus, SUBJECTS.plan_bucket, "idle.*"))
+
+        async def removed() -> bool:
+            return not await listed()
+
+        await eventually(listed)
+        done = await asyncio.to_thread(run, server, "operator", *asked)
+        assert done.returncode == 0, done.stderr
+        await eventually(removed)
+        await eventually(lambda: place.report.pools["east"] == 2)
+        refused = await asyncio.to_thread(run, server, "observer", *asked)
+        assert (refused.returncode, "does not permit" in refused.stderr) == (1, True)
+        for command in (("plan",), ("tail", "scaling", "--since", "1h", "--no-follow")):
+            shown = await asyncio.to_thread(run, server, "observer", *command)
+            assert (shown.returncode, "east" in shown.stdout) == (0, True), shown.stderr
+        assert planners.warnings() == ""
+        mesh.kill("planner-0", signal.SIGTERM)
+        await place.close()
+    log = planners.log()
+    assert "violation" not in log.lower()
+    assert "permit" not in log
+    assert "Traceback" not in log
+
+
 async def test_only_permitted_users_create_missing_streams(
     server: SecuredServer, mesh: Mesh
 ) -> None:
@@ -175,17 +215,21 @@ SENDS: dict[str, set[str]] = {
     SUBJECTS.router_at("m", "router-0-1f"): {"frontend"},
     SUBJECTS.sessions: {"frontend"},
     SUBJECTS.limits: {"frontend"},
+    SUBJECTS.wake("m"): {"frontend"},
     SUBJECTS.ping("worker-0-1f"): {"frontend", W0, W1},
     SUBJECTS.work("worker-0-1f"): {"frontend"},
     SUBJECTS.out("frontend-0-1f"): {W0, W1},
-    SUBJECTS.ctl("worker-0-1f"): {"frontend", "operator"},
+    SUBJECTS.ctl("worker-0-1f"): {"frontend", "planner", "operator"},
     SUBJECTS.dump("worker-0-1f"): {"indexer"},
     SUBJECTS.kvbm("kv-0-1f"): {W0, W1, KV},
     SUBJECTS.computing("m"): {KV},
     SUBJECTS.load("worker-0-1f"): {W0},
-    "_INBOX.frontend.x": {"frontend", "router", "indexer", W0, W1, KV},
+    SUBJECTS.scaling("m"): {"planner"},
+    "_INBOX.frontend.x": {"frontend", "router", "indexer", W0, W1, KV, "planner"},
     f"$KV.{SUBJECTS.instances_bucket}.worker.worker-0.1f": {"frontend", W0, "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.router.r.1f": {"router", "operator"},
+    f"$KV.{SUBJECTS.instances_bucket}.planner.p.1f": {"planner", "operator"},
+    f"$KV.{SUBJECTS.plan_bucket}.desired": {"planner", "operator"},
     f"$KV.{SUBJECTS.keys_bucket}.a": {"operator"},
     f"$KV.{SUBJECTS.pins_bucket}.a": {"frontend", "operator"},
     f"$KV.{SUBJECTS.secrets_bucket}.tenants": {"frontend", "operator"},
@@ -201,13 +245,15 @@ HEARS: dict[str, set[str]] = {
     SUBJECTS.kv_all: LOOKS,
     SUBJECTS.route_all: LOOKS,
     SUBJECTS.seq_all: LOOKS,
+    SUBJECTS.scaling_all: LOOKS,
     SUBJECTS.load_all: {"frontend", "router", "indexer", "planner", *LOOKS},
+    SUBJECTS.wake_all: {"planner", *LOOKS},
     SUBJECTS.index_all: {"indexer"},
     SUBJECTS.index_at("indexer-0-1f"): {"indexer"},
     SUBJECTS.index_part_at("indexer-0-1f"): {"indexer"},
     SUBJECTS.router("m"): {"router"},
     SUBJECTS.router_at("m", "router-0-1f"): {"router"},
-    SUBJECTS.ping("worker-0-1f"): {"router", W0},
+    SUBJECTS.ping("worker-0-1f"): {"router", W0, "planner"},
     SUBJECTS.sessions: {"frontend"},
     SUBJECTS.limits: {"frontend"},
     SUBJECTS.work("worker-0-1f"): {W0},
@@ -235,7 +281,8 @@ HEARS: dict[str, set[str]] = {
 READS: dict[str, set[str]] = {
     SUBJECTS.kv_stream: {"indexer", *LOOKS},
     SUBJECTS.route_stream: {"router", "planner", *LOOKS},
-    SUBJECTS.seq_stream: {"router", *LOOKS},
+    SUBJECTS.seq_stream: {"router", "planner", *LOOKS},
+    SUBJECTS.scaling_stream: {"planner", *LOOKS},
     f"KV_{SUBJECTS.instances_bucket}": EVERYBODY,
     f"KV_{SUBJECTS.keys_bucket}": {"frontend", "operator"},
     f"KV_{SUBJECTS.pins_bucket}": {"frontend", "operator"},
@@ -243,6 +290,7 @@ READS: dict[str, set[str]] = {
     f"KV_{SUBJECTS.responses_bucket}": {"frontend", "operator"},
     f"KV_{SUBJECTS.router_bucket}": {"router", "operator"},
     f"KV_{SUBJECTS.kvbm_bucket}": {KV, "operator"},
+    f"KV_{SUBJECTS.plan_bucket}": {"frontend", "planner", *LOOKS},
     f"OBJ_{SUBJECTS.index_bucket}": {"indexer", "operator"},
     f"OBJ_{SUBJECTS.model_bucket}": {"frontend", W0, W1, "operator"},
     "KV_another-mesh": {"operator"},

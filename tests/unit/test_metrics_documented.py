@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 import kvmesh.frontend.metrics
 import kvmesh.indexer.metrics
 import kvmesh.kvbm.metrics
+import kvmesh.planner.metrics
 import kvmesh.router.metrics
 import kvmesh.runtime.warnings
 import kvmesh.worker.metrics
@@ -67,6 +68,7 @@ MODULES = {
     "frontend": kvmesh.frontend.metrics,
     "indexer": kvmesh.indexer.metrics,
     "kvbm": kvmesh.kvbm.metrics,
+    "planner": kvmesh.planner.metrics,
     "router": kvmesh.router.metrics,
     "worker": kvmesh.worker.metrics,
 }
@@ -74,6 +76,7 @@ COLLECTORS: dict[str, list[Callable[[], Collector]]] = {
     "frontend": [frontend],
     "indexer": [lambda: StateCollector(dict)],
     "kvbm": [kvbm],
+    "planner": [],
     "router": [],
     "worker": [
         lambda: LoadCollector(lambda: [LOAD]),
@@ -86,6 +89,7 @@ PAGES = {
     "frontend": ("api.md", "kvmesh_frontend_"),
     "indexer": ("indexer.md", "kvmesh_indexer_"),
     "kvbm": ("kvbm.md", "kvmesh_kvbm_"),
+    "planner": ("planner.md", "kvmesh_planner_"),
     "router": ("routing.md", "kvmesh_router_"),
 }
 # The frontend repeats the load of every rank under a prefix of its own.

@@ -1,0 +1,148 @@
+"""One pool as the planner sees it: its workers, their loads, starts and step times."""
+
+from math import inf
+
+from kvmesh.bus.messages import Instance, Load
+from kvmesh.planner.capacity.queueing import ModelledEngine, StepTimes
+from kvmesh.planner.capacity.step_times import StepTimesFit
+from kvmesh.planner.core.pools import Pool
+from kvmesh.planner.core.starts import Starts
+
+
+class PoolView:
+    """`wanted` is the number of workers that should run, those that are starting included."""
+
+    def __init__(self, pool: Pool, startup_s: float) -> None:
+        self.pool = pool
+        self.starts = Starts(startup_s)
+        self.wanted = 0
+        self.cards: dict[str, Instance] = {}
+        self.times: StepTimes | None = None  # a measured profile
+        self._loads: dict[tuple[str, int], Load] = {}
+        self._fit: StepTimesFit | None = None
+        self._kind: ModelledEngine | None = None
+        self._set: int | None = None
+        self._manual_at = -inf
+
+    @property
+    def ready(self) -> list[str]:
+        """Instances that take requests."""
+        return [instance for instance, card in self.cards.items() if not card.draining]
+
+    @property
+    def stoppable(self) -> list[str]:
+        """Ready instances, that with the least running and waiting first."""
+        load: dict[str, int] = {}
+        for (instance, _), each in self._loads.items():
+            load[instance] = load.get(instance, 0) + each.running + each.waiting
+        return sorted(self.ready, key=lambda instance: load.get(instance, 0))
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that wait in the engines or are being computed."""
+        return sum(load.prefill_tokens for load in self._loads.values())
+
+    @property
+    def saturation(self) -> float:
+        """The fuller of KV memory and of two steps of prefill, of the mean worker; 1 is full."""
+        loads, kind = self._loads.values(), self.kind()
+        if not loads:
+            return 0.0
+        memory = sum(load.active_blocks / max(load.total_blocks, 1) for load in loads) / len(loads)
+        if kind is None:
+            return memory
+        prefill = sum(load.prefill_tokens for load in loads) / len(loads)
+        return max(memory, prefill / (2 * kind.step_tokens))
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a worker per prompt token, in full steps; 0 if unknown."""
+        kind = self.kind()
+        return kind.times.prefill(kind.step_tokens) / kind.step_tokens if kind else 0.0
+
+    def most(self, now: float) -> int:
+        """The most workers now: no new ones while starts of this pool fail."""
+        if self.starts.blocked(now):
+            return max(min(self.pool.max, len(self.ready)), self.pool.min)
+        return self.pool.max
+
+    def kind(self) -> ModelledEngine | None:
+        """The engine of this pool's workers, as of its last worker; None until it is known."""
+        card = next(iter(self.cards.values()), None)
+        if card is None or card.capacity is None or card.model is None or self._fit is None:
+            return self._kind
+        times = self.times or self._fit.fitted()
+        if times is not None:
+            capacity = card.capacity
+            self._kind = ModelledEngine(
+                times,
+                max(capacity.max_batched_tokens, 1),
+                max(capacity.max_sequences, 1),
+                capacity.blocks * card.model.block_size,
+            )
+        return self._kind
+
+    def joined(self, card: Instance, now: float, begun: bool) -> None:
+        self.cards[card.instance] = card
+        if not begun and not card.draining:
+            self.starts.ready(now)
+        if self._fit is None and card.capacity is not None and card.model is not None:
+            size, capacity = card.model.block_size, card.capacity
+            self._fit = StepTimesFit(size, capacity.max_batched_tokens, capacity.blocks * size)
+        if self._set is None:
+            self.wanted = max(self.wanted, len(self.ready))
+
+    def left(self, instance: str) -> None:
+        self.cards.pop(instance, None)
+        if self._fit is not None:
+            self._fit.left(instance)
+        for key in [key for key in self._loads if key[0] == instance]:
+            del self._loads[key]
+
+    def on_load(self, load: Load) -> None:
+        self._loads[load.instance, load.rank] = load
+        if self._fit is not None:
+            self._fit.add(load)
+
+    def observe_wanted(self, wanted: int, now: float) -> bool:
+        """Take over the number that the place keeps running; True if someone else changed it."""
+        manual = self._set is not None and wanted != self._set
+        if manual:
+            self._manual_at = now
+        if wanted != self.wanted:
+            self.starts.begin(max(wanted - self.wanted, 0), now)
+            self.starts.cancel(max(self.wanted - wanted, 0))
+        self.wanted = self._set = wanted
+        return manual
+
+    def assume(self, wanted: int, now: float) -> None:
+        """Take over a number that this planner has not set, such as that of the workers present.
+
+        Those of them that are absent count as starting.
+        """
+        starting = max(wanted - len(self.cards), 0) - self.starts.pending
+        self.starts.begin(max(starting, 0), now)
+        self.starts.cancel(max(-starting, 0))
+        self.wanted, self._set = wanted, None
+
+    def held(self, now: float, hold_s: float) -> bool:
+        """True while a change by hand is respected."""
+        return now - self._manual_at < hold_s
+
+    def want(self, count: int, now: float) -> None:
+        """Set the wanted number."""
+        self.starts.begin(max(count - self.wanted, 0), now)
+        self.starts.cancel(max(self.wanted - count, 0))
+        self.wanted = self._set = count
+
+    def give_up(self, now: float, hold_s: float) -> int:
+        """Give up workers that never became ready; returns their number.
+
+        While a change by hand is respected, they are waited for.
+        """
+        if self.held(now, hold_s):
+            return 0
+        given_up = self.starts.give_up(now)
+        if given_up:
+            self.wanted = self._set = max(self.wanted - given_up, 0)
+        return given_up

@@ -1,0 +1,65 @@
+"""The record of a decision, with its reasons."""
+
+from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision
+from kvmesh.planner.core.planner import Plan, PlannerCore
+
+KEPT_S = 300.0
+
+
+def scaling_decision(
+    core: PlannerCore, plan: Plan, before: dict[str, int], model: str, planner: str, now: float
+) -> ScalingDecision:
+    """The record of `plan`; `before` are the numbers wanted until now, by pool."""
+    time, now = now, core.time(now)
+    since, promises = now - KEPT_S, core.promises
+    prompt, uncached = core.traffic.mean_lengths(since)
+    kept = {
+        str(promise): share
+        for promise in promises
+        if (share := core.traffic.kept(promise, promises, since, now)) is not None
+    }
+    return ScalingDecision(
+        model=model,
+        time=time,
+        planner=planner,
+        reason=plan.reason,
+        changed=plan.wanted != before,
+        pools={
+            view.pool.name: PoolPlan(
+                ready=len(view.ready),
+                starting=view.starts.pending,
+                before=before.get(view.pool.name, 0),
+                wanted=view.wanted,
+                startup_s=view.starts.startup_s,
+                failed=view.starts.failed,
+            )
+            for view in core.pools
+        },
+        signals={
+            "arrivals_per_s": plan.level,
+            "forecast_per_s": plan.forecast,
+            "expected_returns": core.demand.expected.count,
+            "waiting_requests": float(core.traffic.waiting),
+            "waiting_tokens": float(core.traffic.waiting_tokens),
+            "oldest_wait_s": core.traffic.oldest_wait(now),
+            "waking_requests": float(core.waking(now)),
+            "prompt_tokens": prompt,
+            "uncached_tokens": uncached,
+            "output_tokens": core.traffic.mean_output,
+            "prefill_backlog_tokens": float(sum(view.prefill_tokens for view in core.pools)),
+        },
+        kept=kept,
+        candidates=[
+            FleetCandidate(
+                workers=each.workers,
+                cost=each.cost,
+                shares=dict(zip(each.promises, each.kept.shares, strict=True)),
+                quantiles=dict(zip(each.promises, each.kept.quantiles, strict=True)),
+                busy=each.kept.busy,
+            )
+            for each in plan.candidates
+        ],
+        stop=plan.stop,
+        unreachable=sorted(core.unreachable),
+        cost=sum(view.wanted * view.pool.cost for view in core.pools),
+    )

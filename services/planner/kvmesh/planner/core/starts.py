@@ -1,0 +1,59 @@
+"""Workers that are starting, and the start-up time learned from those that became ready."""
+
+from collections import deque
+
+GIVE_UP = 3.0  # times the learned start-up time
+REMEMBERED = 8
+RETRY_S = 1800.0
+
+
+class Starts:
+    """The starts of one pool, oldest first. `initial_s` counts until one has been seen."""
+
+    def __init__(self, initial_s: float) -> None:
+        self._initial_s = initial_s
+        self._begun: deque[float] = deque()
+        self._took: deque[float] = deque(maxlen=REMEMBERED)
+        self.failed = 0
+        self._failed_at = float("-inf")
+
+    @property
+    def pending(self) -> int:
+        return len(self._begun)
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds until a new worker is ready: the median of those seen."""
+        if not self._took:
+            return self._initial_s
+        took = sorted(self._took)
+        return took[len(took) // 2]
+
+    def blocked(self, now: float) -> bool:
+        """True while no worker is started because the last one never became ready."""
+        return now - self._failed_at < RETRY_S
+
+    def begin(self, count: int, now: float) -> None:
+        self._begun.extend([now] * count)
+
+    def cancel(self, count: int) -> None:
+        """Forget the newest starts, whose workers are stopped before they are ready."""
+        for _ in range(min(count, len(self._begun))):
+            self._begun.pop()
+
+    def ready(self, now: float) -> None:
+        """A worker has joined; it counts as the oldest of those that are starting, if any is."""
+        if self._begun:
+            self._took.append(max(now - self._begun.popleft(), 0.1))
+
+    def give_up(self, now: float) -> int:
+        """Give up the starts that took too long; returns their number."""
+        limit = GIVE_UP * self.startup_s
+        given_up = 0
+        while self._begun and now - self._begun[0] > limit:
+            self._begun.popleft()
+            given_up += 1
+        if given_up:
+            self.failed += given_up
+            self._failed_at = now
+        return given_up

@@ -1,0 +1,312 @@
+"""The planner process: passes the mesh's messages to the planner of each model, and acts."""
+
+import asyncio
+import logging
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.ping import answer_pings
+from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.messages import (
+    Instance,
+    Role,
+    ScalingDecision,
+    Wake,
+    encode,
+)
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.planner import metrics
+from kvmesh.planner.config import plan_options, with_changes
+from kvmesh.planner.connectors.interface import PoolState
+from kvmesh.planner.connectors.registry import create_connector
+from kvmesh.planner.core.planner import Plan, PlannerCore
+from kvmesh.planner.core.record import scaling_decision
+from kvmesh.planner.errors import PlannerConfigError
+from kvmesh.planner.fleet_driver import FleetDriver
+from kvmesh.planner.idle_models import IdleModels
+from kvmesh.planner.leadership import Leadership
+from kvmesh.planner.models import ModelPlanners
+from kvmesh.runtime.service import VERSION, Service, StartError
+from kvmesh.runtime.status_http import serve_metrics
+from kvmesh.runtime.warnings import publish_warnings
+
+log = logging.getLogger(__name__)
+RECORD_S = 60.0  # an unchanged plan is recorded this often
+STORE_S = 5.0
+REPLAY_S = 30.0
+SEQUENCES_S = 300.0
+_wakes = msgspec.msgpack.Decoder(Wake)
+_changes = msgspec.json.Decoder(dict[str, Any])
+
+
+class PlannerService:
+    """One planner process. That with the oldest lease decides; the others stand by."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._bus = service.bus
+        self._settings = service.settings.planner
+        disagg_tokens = service.settings.router.disagg_tokens
+        options, pools = plan_options(self._settings, disagg_tokens)
+        connector = create_connector(self._settings, service.bus, pools, service.instance)
+        advisory = self._settings.connector == "advisory"
+        self._driver = FleetDriver(connector, service.warnings, advisory)
+        self._models = ModelPlanners(options, pools, service.warnings)
+        self._recorded_at: dict[str, float] = {}
+        self._planned: dict[str, dict[str, int]] = {}
+        self._idle = IdleModels(service.bus, service.instance, service.warnings)
+        self._leadership = Leadership()
+        # the numbers that the place runs are another's: this planner has not set them
+        self._adopt = True
+        self._lease = Lease(
+            service.bus, self._card(), service.limits, self._on_lapsed, rejoins=True
+        )
+        self._directory = Directory(service.bus, service.limits, self._joined, self._left)
+        subjects = service.bus.subjects
+        since = datetime.now(UTC) - timedelta(seconds=self._settings.window_s)
+        self._routes = StreamReader(
+            self._bus, subjects.route_stream, subjects.route_all, self._on_route, Start(time=since)
+        )
+        recent = datetime.now(UTC) - timedelta(seconds=SEQUENCES_S)
+        self._sequences = StreamReader(
+            self._bus, subjects.seq_stream, subjects.seq_all, self._models.on_sequences,
+            Start(time=recent),
+        )  # fmt: skip
+        self._changes = StreamReader(
+            self._bus,
+            f"KV_{subjects.plan_bucket}",
+            f"$KV.{subjects.plan_bucket}.{subjects.plan_settings_key}",
+            self._on_changes,
+            Start(last_per_subject=True),
+        )
+        self.ready = False
+
+    def _card(self) -> Instance:
+        return Instance(
+            instance=self._service.instance,
+            role=Role.PLANNER,
+            name=self._service.name,
+            version=VERSION,
+            started=time.time(),
+        )
+
+    @property
+    def leads(self) -> bool:
+        """True if this planner decides: no other one has an older lease."""
+        now = asyncio.get_running_loop().time()
+        return self._lease.held and self._leadership.leads(self._lease.card, now)
+
+    def _on_lapsed(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._leadership.lapsed(now, self._directory.lease_s)
+
+    async def run(self) -> None:
+        """Plan until the service is stopped."""
+        service = self._service
+        http = await serve_metrics(self._settings, lambda: self.ready, service.warnings)
+        await self._lease.open()
+        try:
+            await self._open()
+            self.ready = True
+            service.spawn(publish_warnings(lambda: self._lease, service.warnings), "warnings")
+            service.spawn(self._decide(), "decisions")
+            service.start_watchdog()
+            await service.stopping.wait()
+        finally:
+            await self._driver.close()
+            for reader in (self._routes, self._sequences, self._changes):
+                await reader.close()
+            await self._directory.close()
+            await self._lease.close()
+            if http is not None:
+                await http.cleanup()
+
+    async def _open(self) -> None:
+        """Read cards and idle models, replay the traffic of the window, then follow everything."""
+        await self._directory.open()
+        await self._changes.open()
+        await answer_pings(self._bus, self._service.instance)
+        await self._idle.read()
+        for model in self._idle.listed:
+            self._models.core(model)
+        try:
+            async with asyncio.timeout(REPLAY_S):
+                await self._changes.caught_up.wait()
+                await self._routes.open()
+                await self._routes.caught_up.wait()
+                await self._sequences.open()
+                await self._sequences.caught_up.wait()
+        except TimeoutError:
+            log.warning("planning before the streams are replayed: the replay takes too long")
+        await follow_loads(self._bus, self._models.on_load)
+        await self._bus.subscribe(self._bus.subjects.wake_all, _wakes, self._on_wake)
+
+    # signals
+
+    def _joined(self, card: Instance) -> None:
+        if card.role is Role.PLANNER:
+            self._leadership.joined(card)
+        self._models.joined(card, time.time())
+
+    def _left(self, card: Instance) -> None:
+        self._leadership.left(card.instance)
+        self._models.left(card.instance)
+
+    def _on_route(self, message: StreamMessage) -> None:
+        self._models.on_route(message, time.time())
+
+    def _on_wake(self, wake: Wake) -> None:
+        self._models.on_wake(wake, time.time())
+
+    def _on_changes(self, message: StreamMessage) -> None:
+        """Apply the settings of `kvmesh plan set`; a deleted entry restores the process's own."""
+        try:
+            changes = _changes.decode(message.data) if message.data else {}
+            options, pools = plan_options(
+                with_changes(self._settings, changes), self._service.settings.router.disagg_tokens
+            )
+            self._models.replace_options(options, pools)
+        except (msgspec.MsgspecError, PlannerConfigError) as error:
+            self._service.warnings.update("plan_settings", {"": f"ignored what was set: {error}"})
+            return
+        self._service.warnings.update("plan_settings", {})
+        if changes:
+            texts = (
+                f"{key}={','.join(value) if isinstance(value, list) else value}"
+                for key, value in changes.items()
+            )
+            log.info("set at run time: %s", " ".join(texts))
+
+    # decisions
+
+    async def _decide(self) -> None:
+        led: bool | None = None
+        while True:
+            await asyncio.sleep(self._settings.interval_s)
+            leads = self.leads
+            if leads is not led:
+                log.info("this planner decides" if leads else "another planner decides")
+                led = leads
+            metrics.leader.set(leads)
+            if not leads:
+                self._adopt = True
+            elif not self._driver.changing:
+                await self._decide_once()
+
+    async def _decide_once(self) -> None:
+        if self._adopt and not await self._read_idle():
+            return
+        state = await self._driver.state()
+        now = time.time()
+        stop: list[str] = []
+        wanted: dict[str, int] = {}
+        refused = False
+        for model, core in list(self._models.cores.items()):
+            before = self._observe(core, state, now)
+            may_be_idle = not self._driver.advisory and all(v.pool.min == 0 for v in core.pools)
+            if not self._driver.advisory:
+                await self._idle.update(model, may_be_idle, self._models.card(model), now)
+            others = (each for each in self._models.cores.values() if each is not core)
+            core.devices_elsewhere = sum(each.devices for each in others)
+            plan = core.decide(now)
+            self._warn(core, model)
+            await self._report(model, core, plan, before, now)
+            changes = {pool: n for pool, n in plan.wanted.items() if n != before[pool]}
+            if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
+                refused |= bool(changes)  # without an entry, frontends would forget the model
+                continue
+            wanted |= changes
+            stop += [name for i in plan.stop if (name := self._models.name(i))]
+        self._adopt = refused or state is None
+        if wanted and state is not None:
+            if self.leads:  # the process may have been frozen meanwhile
+                self._driver.start_change(wanted, stop if self._driver.chooses else [])
+            else:
+                self._adopt = True
+
+    async def _read_idle(self) -> bool:
+        """Read the entries of the planner that led before; False, with a warning, on an error."""
+        failed = {}
+        try:
+            await self._idle.read()
+        except BusError as error:
+            failed = {"": f"cannot read the plan bucket: {cause(error)}"}
+        self._service.warnings.update("plan_bucket", failed)
+        return not failed
+
+    def _observe(
+        self, core: PlannerCore, state: dict[str, PoolState] | None, now: float
+    ) -> dict[str, int]:
+        """Take over the numbers that the place keeps running; returns them.
+
+        Without them, as with the advisory connector, the workers present count.
+        """
+        numbers = {pool: each.wanted for pool, each in (state or {}).items()}
+        if self._driver.advisory or self._adopt or self._driver.failed or state is None:
+            for view in core.pools:
+                present = len(view.ready if self._driver.advisory else view.cards)
+                view.assume(numbers.get(view.pool.name, present), now)
+            if self._adopt:
+                core.resumed(now)
+        else:
+            for pool in core.observe_wanted(numbers, now):
+                log.info(
+                    "pool %s was set to %d by hand; it stays so for %g s",
+                    pool, numbers[pool], core.options.manual_hold_s,
+                )  # fmt: skip
+        return {view.pool.name: view.wanted for view in core.pools}
+
+    async def _report(
+        self, model: str, core: PlannerCore, plan: Plan, before: dict[str, int], now: float
+    ) -> None:
+        """Record a plan. A change that repeats the last plan is a new attempt, no new decision."""
+        changed = plan.wanted not in (before, self._planned.get(model))
+        self._planned[model] = plan.wanted
+        record = msgspec.structs.replace(
+            scaling_decision(core, plan, before, model, self._service.instance, now),
+            connector=self._settings.connector,
+            changed=changed,
+        )
+        metrics.observe(record)
+        if changed:
+            log.info("%s: %s", model, plan.reason)
+        if changed or now - self._recorded_at.get(model, 0.0) >= RECORD_S:
+            self._recorded_at[model] = now
+            await self._record(record)
+
+    def _warn(self, core: PlannerCore, model: str) -> None:
+        unreachable = {
+            promise: f"{model}: even an idle worker cannot keep {promise}; it is kept as well as"
+            " possible"
+            for promise in core.unreachable
+        }
+        self._service.warnings.update(f"promise {model}", unreachable)
+        failed = {
+            view.pool.name: f"workers of pool {view.pool.name} do not become ready: none is started"
+            " there for half an hour"
+            for view in core.pools
+            if view.starts.blocked(time.time())
+        }
+        self._service.warnings.update(f"starts {model}", failed)
+
+    async def _record(self, record: ScalingDecision) -> None:
+        subject = self._bus.subjects.scaling(record.model)
+        try:
+            await self._bus.store(subject, encode(record), STORE_S)
+        except BusError as error:
+            log.warning("could not record a decision: %s", cause(error))
+
+
+async def main(service: Service) -> None:
+    """Run a planner until the service stops; raises StartError on a bad configuration."""
+    try:
+        planner = PlannerService(service)
+    except PlannerConfigError as error:
+        raise StartError(str(error), permanent=True) from error
+    await planner.run()
