@@ -11,10 +11,13 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from kvmesh.cli.arguments import positive, result_file
+from kvmesh.cli.arguments import positive, result_file, seconds
+from kvmesh.planner.config import plan_options
+from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.router.config import check_settings
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings
+from kvmesh.simulator.autoscaler import Autoscaler
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import (
     Fault,
@@ -24,6 +27,7 @@ from kvmesh.simulator.options import (
     SimulationOptions,
     WorkerOptions,
 )
+from kvmesh.simulator.planning import SimulatedPlanner
 from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.simulator.report.page import page
 from kvmesh.simulator.report.perfetto import perfetto
@@ -100,6 +104,18 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
         help="die:0@30, leave:1@60 or join:4@90; repeatable",
     )
     parser.add_argument(
+        "--planner",
+        action="store_true",
+        help="let the planner change the fleet; its pools are the groups, in order",
+    )
+    parser.add_argument(
+        "--startup",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="start-up time of a worker that the planner adds (%(default)s)",
+    )
+    parser.add_argument(
         "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
     )
     parser.add_argument(
@@ -139,9 +155,30 @@ def _scenario(
         faults=tuple(_fault(text) for text in arguments.fault),
         speed=arguments.speed,
         seed=arguments.seed,
+        autoscaler=_planner(settings, fleet) if arguments.planner else None,
+        startup_s=arguments.startup,
     )
     options.check()
     return options
+
+
+def _planner(settings: Settings, fleet: Fleet) -> Callable[[], Autoscaler]:
+    """Makes the planner of the settings; its pools are the groups of the fleet, in order."""
+    try:
+        options, pools = plan_options(settings.planner, settings.router.disagg_tokens)
+    except PlannerConfigError as error:
+        raise SimulationError(str(error)) from error
+    if len(pools) != len(fleet):
+        raise SimulationError(
+            f"--planner: {len(fleet)} groups of engines need as many pools, not {len(pools)};"
+            " set them with --planner-pools"
+        )
+    for pool, group in zip(pools, fleet, strict=True):
+        if pool.serves != group.serves:
+            raise SimulationError(
+                f"--planner: pool {pool.name} serves {pool.serves}, its group {group.serves}"
+            )
+    return lambda: SimulatedPlanner(options, pools)
 
 
 def _fleet(arguments: argparse.Namespace, default: Fleet) -> Fleet:

@@ -39,8 +39,10 @@ class SimulatedWorker:
         deliver: Deliver,
         publish: Publish,
         horizon: float,
+        group: WorkerOptions,
     ) -> None:
         self.card = card
+        self.group = group
         self.instance = card.instance
         self.core = core
         self.alive = True

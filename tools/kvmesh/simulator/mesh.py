@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from math import isnan
 
+from msgspec.structs import replace as replace_card
+
 from kvmesh.bus.messages import (
     Decision,
     Hints,
@@ -23,8 +25,9 @@ from kvmesh.router.placement.ticket import Ticket
 from kvmesh.simulator.active_round import ActiveRound, output_limit
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
+from kvmesh.simulator.fleet_control import FleetControl
 from kvmesh.simulator.index import SimulatedIndex
-from kvmesh.simulator.options import Fault, SimulationOptions, WorkerOptions
+from kvmesh.simulator.options import Fault, SimulationOptions
 from kvmesh.simulator.prompts import SimulatedPrompts
 from kvmesh.simulator.records import LoadSample, Records, WorkerRecord
 from kvmesh.simulator.routers import SimulatedRouters
@@ -63,9 +66,10 @@ class Simulation:
         self._active: dict[str, ActiveRound] = {}
         self._live: dict[int, SimulatedWorker] = {}
         self._numbers: dict[str, int] = {}
+        self._group_of: dict[str, int] = {}
         self._max_tokens = max(group.core.blocks for group in options.workers) * self._block_size
         self._incarnations: dict[int, int] = {}
-        self._groups: dict[int, WorkerOptions] = {}
+        self._groups: dict[int, int] = {}
         self._remaining = len(workload)
         if not self._remaining:
             self.clock.stop()
@@ -82,6 +86,17 @@ class Simulation:
             self.index.find,
             self._on_routed,
         )
+        self.fleet = FleetControl(
+            self.clock,
+            [group.cost for group in options.workers],
+            options.startup_s,
+            self._add,
+            self._leave,
+        )
+        self._autoscaler = None if options.autoscaler is None else options.autoscaler()
+        if self._autoscaler is not None:
+            self.routers.on_sequences = self._autoscaler.on_sequences
+            self.routers.on_route = self._autoscaler.on_route
         self._populate()
 
     def run(self) -> Records:
@@ -92,24 +107,57 @@ class Simulation:
         self.index.receive(self.clock.now + self.options.network.kv_events)
         for worker in self.workers.values():
             self._complete_record(worker)
+            self.fleet.removed(worker.instance, self._group_index(worker))
+        self.fleet.close()
         return self.records
 
     # --- the fleet
 
     def _populate(self) -> None:
-        number = 0
-        for group in self.options.workers:
+        for index, group in enumerate(self.options.workers):
             for _ in range(group.count):
-                self._groups[number] = group
-                self._join(number)
-                number += 1
+                self.fleet.joined(index, self._add(index), 0.0)
         for fault in self.options.faults:
             self.clock.at(fault.time, partial(self._fault, fault))
         self.clock.after(self.options.network.loads, self._report_loads)
         self.clock.after(PROGRESS_S, self._report_progress)
+        if self._autoscaler is not None:
+            self.clock.after(self._autoscaler.interval_s, self._scale)
 
-    def _join(self, number: int) -> None:
-        group = self._groups.get(number, self.options.workers[0])
+    def _scale(self) -> None:
+        """Let the autoscaler decide."""
+        assert self._autoscaler is not None
+        target = self._autoscaler.decide(self.clock.now, self.fleet.wanted)
+        if target is not None:
+            self.fleet.apply(target)
+        self.clock.after(self._autoscaler.interval_s, self._scale)
+
+    def _add(self, group: int) -> SimulatedWorker:
+        """Add a worker of a group under the next free number."""
+        number = max(self._incarnations, default=-1) + 1
+        self._groups[number] = group
+        return self._join(number)
+
+    def _leave(self, worker: SimulatedWorker) -> None:
+        """Take a worker out of routing; it goes once its requests have ended."""
+        number = next(n for n, each in self._live.items() if each is worker)
+        del self._live[number]
+        self.fleet.leaving(worker)
+        self.routers.leave(worker.instance)
+        if self._autoscaler is not None:
+            card = replace_card(worker.card, draining=True)
+            self._autoscaler.joined(card, self._group_index(worker), self.clock.now)
+        if worker.busy:
+            worker.draining = True
+        else:
+            self._remove(worker)
+
+    def _group_index(self, worker: SimulatedWorker) -> int:
+        return self._group_of[worker.instance]
+
+    def _join(self, number: int) -> SimulatedWorker:
+        index = self._groups.get(number, 0)
+        group = self.options.workers[index]
         core = group.core
         incarnation = self._incarnations.get(number, 0)
         self._incarnations[number] = incarnation + 1
@@ -121,30 +169,42 @@ class Simulation:
             self._on_outputs,
             self.index.publish,
             self.options.horizon_s,
+            group,
         )
         self.workers[card.instance] = self._live[number] = worker
+        self._group_of[card.instance] = index
         self._numbers[card.instance] = len(self.worker_records)
         self.worker_records[card.instance] = worker.record
         self.index.join(card)
         self.routers.join(card)
+        if self._autoscaler is not None:
+            self._autoscaler.joined(card, self._group_index(worker), self.clock.now)
+        return worker
 
     def _fault(self, fault: Fault) -> None:
         """Apply a fault: a leaving worker finishes its requests, those of a dead one migrate."""
         if fault.kind == "join":
-            self._join(fault.worker)
+            began = self.clock.now
+            worker = self._join(fault.worker)
+            self.fleet.joined(self._group_index(worker), worker, began)
             return
-        worker = self._live.pop(fault.worker)
+        worker = self._live[fault.worker]
+        if fault.kind == "leave":
+            self._leave(worker)
+            return
+        del self._live[fault.worker]
+        self.fleet.leaving(worker)
         self.routers.leave(worker.instance)
-        if fault.kind == "die":
-            self._die(worker)
-        elif worker.busy:
-            worker.draining = True
-        else:
-            self._remove(worker)
+        if self._autoscaler is not None:
+            self.fleet.restart(self._group_index(worker))
+        self._die(worker)
 
     def _remove(self, worker: SimulatedWorker) -> None:
         worker.alive = False
         self.index.leave(worker.card)
+        self.fleet.removed(worker.instance, self._group_index(worker))
+        if self._autoscaler is not None:
+            self._autoscaler.left(worker.card)
         self._complete_record(worker)
         del self.workers[worker.instance]
 
@@ -183,6 +243,8 @@ class Simulation:
                     )
                 )
         self.routers.report(loads)
+        if self._autoscaler is not None:
+            self._autoscaler.on_loads(loads, now)
         self.clock.after(self.options.network.loads, self._report_loads)
 
     # --- clients

@@ -1,10 +1,12 @@
 """Options of a simulation: fleet, network, faults and clients."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from kvmesh.settings.schema import RouterSettings
+from kvmesh.simulator.autoscaler import Autoscaler
 from kvmesh.worker.engines.mock.core import CoreOptions
 
 MIN_SPEED = 1e-6
@@ -17,11 +19,15 @@ class SimulationError(Exception):
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """One group of identical workers; `serves` is their role in disaggregated serving."""
+    """One group of identical workers; `serves` is their role in disaggregated serving.
+
+    `cost` is that of a worker per hour, in any unit.
+    """
 
     count: int = 4
     core: CoreOptions = field(default_factory=CoreOptions)
     serves: Serves = "aggregated"
+    cost: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class SimulationOptions:
     """A scenario. `speed` divides the workload's times; `deadline_s` bounds queueing.
 
     `horizon_s` bounds a batch of decode steps; it affects the simulator's speed, not its results.
+    `autoscaler` makes the one that changes the fleet; a new worker takes `startup_s` to start.
     """
 
     router: RouterSettings = field(default_factory=RouterSettings)
@@ -64,6 +71,8 @@ class SimulationOptions:
     seed: int = 0
     deadline_s: float = 600.0
     horizon_s: float = 0.5
+    autoscaler: Callable[[], Autoscaler] | None = None
+    startup_s: float = 60.0
 
     @property
     def block_size(self) -> int:

@@ -16,6 +16,8 @@ TICK_S = 0.25
 SWEEP_S = 1.0
 Find = Callable[[bytes], Overlaps | None]
 OnResult = Callable[[Ticket], None]
+OnSequences = Callable[[list[SeqEvent]], None]
+OnRoute = Callable[[RouteEvent, float], None]
 
 
 class RouterReplica:
@@ -30,6 +32,7 @@ class RouterReplica:
 class SimulatedRouters:
     """All replicas; requests go to them in turn.
 
+    `on_sequences` and `on_route`, if set, receive what routers and frontends publish.
     `find` queries the index; `on_result` receives each ticket with its result. A replica applies
     its own sequence events at once, those of other replicas after `delay` seconds.
     """
@@ -51,6 +54,8 @@ class SimulatedRouters:
         self._delay = delay
         self._queries_index = settings.kv_events
         self._next = 0
+        self.on_sequences: OnSequences | None = None
+        self.on_route: OnRoute | None = None
         self.replicas = [
             RouterReplica(n, model, settings, _rng(settings, seed, n)) for n in range(count)
         ]
@@ -83,6 +88,8 @@ class SimulatedRouters:
     def publish(self, events: list[SeqEvent]) -> None:
         """Apply sequence events of frontends, then place queued requests that now fit."""
         now = self._clock.now
+        if self.on_sequences is not None:
+            self.on_sequences(events)
         for replica in self.replicas:
             apply = replica.queue.apply
             for event in events:
@@ -90,6 +97,8 @@ class SimulatedRouters:
         self._place_ready()
 
     def follow(self, event: RouteEvent) -> None:
+        if self.on_route is not None:
+            self.on_route(event, self._clock.now)
         for replica in self.replicas:
             replica.core.apply_route_event(event, self._clock.now)
 
@@ -111,6 +120,8 @@ class SimulatedRouters:
 
     def _apply(self, origin: RouterReplica, actions: QueueActions) -> None:
         if actions.events:
+            if self.on_sequences is not None:
+                self.on_sequences(actions.events)
             self._broadcast(origin, actions.events)
         for ticket in actions.done:
             if isinstance(ticket.result, Decision):

@@ -73,6 +73,20 @@ class WorkerFigures(Struct, frozen=True, kw_only=True):
     preemptions: int
 
 
+class FleetFigures(Struct, frozen=True, kw_only=True):
+    """The fleet of a run. A worker counts from the beginning of its start until it has drained.
+
+    `cost` is in worker-hours weighted by the cost of each group.
+    """
+
+    worker_hours: float
+    cost: float
+    least: int
+    most: int
+    additions: int
+    removals: int
+
+
 class Figures(Struct, frozen=True, kw_only=True):
     """One run. `imbalance` is the busiest worker's busy time over the mean.
 
@@ -95,6 +109,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     sessions: Spread | None
     workers: list[WorkerFigures]
     imbalance: float
+    fleet: FleetFigures
 
 
 def figures(simulation: Simulation) -> Figures:
@@ -123,6 +138,21 @@ def figures(simulation: Simulation) -> Figures:
         sessions=_sessions(simulation, done),
         workers=workers,
         imbalance=max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
+        fleet=_fleet(simulation),
+    )
+
+
+def _fleet(simulation: Simulation) -> FleetFigures:
+    record = simulation.fleet.record
+    initial = sum(group.count for group in simulation.options.workers)
+    sizes = [ready + starting for _, ready, starting in record.sizes[initial - 1 :]]
+    return FleetFigures(
+        worker_hours=record.device_s / 3600,
+        cost=record.cost_s / 3600,
+        least=min(sizes, default=initial),
+        most=max(sizes, default=initial),
+        additions=record.ups,
+        removals=record.downs,
     )
 
 

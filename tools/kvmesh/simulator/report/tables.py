@@ -60,6 +60,9 @@ ROWS: tuple[Row, ...] = (
     ),
     ("evicted blocks", lambda f: f"{f.cache.evicted_blocks:,}"),
     ("load imbalance", lambda f: f"{f.imbalance:.2f}"),
+    ("worker-hours", lambda f: f"{f.fleet.worker_hours:,.2f}"),
+    ("workers", lambda f: f"{f.fleet.least}–{f.fleet.most}"),
+    ("additions, removals", lambda f: f"{f.fleet.additions}, {f.fleet.removals}"),
 )
 
 

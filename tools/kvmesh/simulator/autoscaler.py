@@ -1,0 +1,42 @@
+"""The interface of autoscalers of a simulated fleet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
+
+
+@dataclass(frozen=True)
+class FleetTarget:
+    """Workers wanted per group, and instances to stop first where a group shrinks."""
+
+    counts: Sequence[int]
+    stop: Sequence[str] = ()
+
+
+class Autoscaler(Protocol):
+    """Decides the number of workers of each group, every `interval_s` seconds of virtual time.
+
+    It receives the messages that a planner receives from the bus of a live mesh.
+    """
+
+    interval_s: float
+
+    def joined(self, card: Instance, group: int, now: float) -> None:
+        """A worker is ready, or has begun to drain."""
+        ...
+
+    def left(self, card: Instance) -> None:
+        """A worker has left."""
+        ...
+
+    def on_loads(self, loads: list[Load], now: float) -> None: ...
+
+    def on_sequences(self, events: list[SeqEvent]) -> None: ...
+
+    def on_route(self, event: RouteEvent, now: float) -> None: ...
+
+    def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget | None:
+        """The fleet to have; `wanted` are ready and starting workers per group. None: no change."""
+        ...

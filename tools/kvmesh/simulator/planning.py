@@ -1,0 +1,45 @@
+"""The live planner's core as the autoscaler of a simulation."""
+
+from collections.abc import Sequence
+
+from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
+from kvmesh.planner.core.options import PlanOptions
+from kvmesh.planner.core.planner import Plan, PlannerCore
+from kvmesh.planner.core.pools import Pool
+from kvmesh.simulator.autoscaler import FleetTarget
+
+
+class SimulatedPlanner:
+    """Passes the simulated messages to the planner's core; `pools` are the groups in order."""
+
+    def __init__(self, options: PlanOptions, pools: Sequence[Pool]) -> None:
+        self.core = PlannerCore(options, pools)
+        self.interval_s = options.interval_s
+        self.plans: list[tuple[float, Plan]] = []
+        self._names = [pool.name for pool in pools]
+
+    def joined(self, card: Instance, group: int, now: float) -> None:
+        self.core.joined(card, self._names[group], now)
+
+    def left(self, card: Instance) -> None:
+        self.core.left(card.instance)
+
+    def on_loads(self, loads: list[Load], now: float) -> None:
+        for load in loads:
+            self.core.on_load(load)
+
+    def on_sequences(self, events: list[SeqEvent]) -> None:
+        for event in events:
+            self.core.on_sequence(event)
+
+    def on_route(self, event: RouteEvent, now: float) -> None:
+        self.core.on_route(event, now)
+
+    def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget | None:
+        self.core.observe_wanted(dict(zip(self._names, wanted, strict=True)), now)
+        plan = self.core.decide(now)
+        target = [plan.wanted[name] for name in self._names]
+        if target == list(wanted):
+            return None
+        self.plans.append((now, plan))
+        return FleetTarget(target, plan.stop)
