@@ -188,7 +188,8 @@ async def test_status_as_json(mesh: Up, run: Run) -> None:
         await status.reading
         report = json.loads("\n".join(status.lines))
         streams = [stream["name"] for stream in report["streams"]]
-        assert sorted(streams) == ["kvm-kvmesh-kv", "kvm-kvmesh-route", "kvm-kvmesh-seq"]
+        kinds = ("kv", "route", "scaling", "seq")
+        assert sorted(streams) == [f"kvm-kvmesh-{kind}" for kind in kinds]
         members = sorted(member["card"]["name"] for member in report["instances"])
         return members == ["frontend-0", "indexer-0", "router-0", "worker-0", "worker-1"]
 

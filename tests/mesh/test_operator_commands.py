@@ -236,7 +236,7 @@ def test_status_as_json_has_one_shape(operator: Operator) -> None:
         _, out, err = operator("status", "--json")
     report = json.loads(out)
     assert err == ""
-    names = "nats server namespace time instances streams buckets warnings"
+    names = "nats server namespace time instances streams buckets warnings idle_models"
     assert set(report) == set(names.split())
     assert report["namespace"] == NAMESPACE
     members = {member["card"]["name"]: member for member in report["instances"]}
@@ -301,6 +301,7 @@ def test_the_tail_of_instances_shows_their_cards(operator: Operator) -> None:
 
 
 SUBJECTS = Subjects(NAMESPACE)
+WAKE = m.Wake(model=MODEL, frontend="frontend-0-1", request="q", waiting=1, tokens=3, time=NOW)
 WORK = m.Work(request="q", frontend="f", tokens=b"", sampling=m.Sampling(max_tokens=1))
 ROUTE = m.RouteRequest(
     request="q", model=MODEL, sequence_hashes=b"", tokens=1, max_tokens=1, deadline_s=1.0
@@ -311,6 +312,7 @@ ROUTE = m.RouteRequest(
     ("kind", "subject", "message"),
     [
         ("load", SUBJECTS.load("worker-0-1"), LOAD),
+        ("wake", SUBJECTS.wake(MODEL), WAKE),
         ("out", SUBJECTS.out("frontend-0-1"), m.StepOutput("worker-0-1", [m.Chunk("q", 0, [1])])),
         ("work", SUBJECTS.work("worker-0-1"), WORK),
         ("ctl", SUBJECTS.ctl("worker-0-1"), m.Release(sessions=["s"])),

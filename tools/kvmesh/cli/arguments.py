@@ -1,6 +1,7 @@
 """Argument types shared by several commands."""
 
 import argparse
+import math
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,6 +14,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A finite number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"not a number of seconds above 0: {text!r}")
+    return value
 
 
 def moment(text: str) -> datetime:

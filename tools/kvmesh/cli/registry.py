@@ -24,9 +24,12 @@ NOT_SIMULATED: frozenset[OptionKey] = frozenset(
         *(("mock", key) for key in ("think_open", "think_close")),
         *(("mock", key) for key in ("crash_step", "hang_step", "slow_step", "slow_factor")),
         ("mock", "lose_every"),
+        *(("planner", key) for key in ("name", "connector", "metrics_port", "metrics_host")),
+        *(("planner", key) for key in ("compose_file", "namespace", "command")),
+        *(("planner", key) for key in ("connector_timeout_s", "manual_hold_s")),
     ]
 )
-ROLES = ("frontend", "router", "indexer", "kvbm", "worker", *ENGINES, "transfer")
+ROLES = ("frontend", "router", "indexer", "kvbm", "worker", *ENGINES, "transfer", "planner")
 
 
 class Implementation(Protocol):
@@ -74,6 +77,7 @@ COMMANDS = (
         "kvbm", "run the block manager of this node: KV blocks in memory and on disk", "transfer"
     ),
     _service("worker", "run one worker: an engine and its publisher", *ENGINES, "transfer"),
+    _service("planner", "run one planner: decides how many workers run, and has it done"),
     Command("tail", "show the messages on the bus", "kvmesh.cli.commands.tail", sections=BUS),
     Command(
         "status",
@@ -106,6 +110,12 @@ COMMANDS = (
         sections=("nats", "streams", "log"),
     ),
     Command(
+        "role",
+        "change what a running worker serves: whole requests, prefill or decode",
+        "kvmesh.cli.commands.role",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
         "keys", "add, list, revoke and rotate API keys", "kvmesh.cli.commands.keys", sections=BUS
     ),
     Command("replay", "send a trace to a mesh and measure latencies", "kvmesh.cli.commands.replay"),
@@ -118,15 +128,20 @@ COMMANDS = (
         "simulate",
         "run a workload under any policy in virtual time",
         "kvmesh.cli.commands.simulate",
-        sections=("router", "mock"),
+        sections=("router", "mock", "planner"),
         excluded=NOT_SIMULATED,
     ),
     Command(
         "whatif",
         "simulate a live mesh's recent requests under other policies",
         "kvmesh.cli.commands.whatif",
-        sections=("router", "mock", *BUS),
+        sections=("router", "mock", "planner", *BUS),
         excluded=NOT_SIMULATED,
+    ),
+    Command(
+        "plan",
+        "show the planner's plan and history, change its settings, score its predictors",
+        "kvmesh.cli.commands.plan",
     ),
     Command("model", "make a small model for the torch engine", "kvmesh.cli.commands.model"),
     Command("parser", "show how a model's raw output parses", "kvmesh.cli.commands.parser"),

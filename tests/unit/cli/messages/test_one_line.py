@@ -80,6 +80,17 @@ WORK = m.Work(
     tokens=struct.pack("<3I", 1, 2, 3),
     sampling=m.Sampling(max_tokens=9),
 )
+WAKE = m.Wake(model="demo", frontend="f-1", request="q1", waiting=2, tokens=30, time=0.0)
+SCALING = m.ScalingDecision(
+    model="demo",
+    time=0.0,
+    planner="p-1",
+    reason="workers 2 → 3",
+    changed=True,
+    pools={"workers": m.PoolPlan(ready=2, starting=0, before=2, wanted=3, startup_s=9.0)},
+    signals={"arrivals_per_s": 1.5, "forecast_per_s": 2.0, "waiting_requests": 4.0},
+    kept={"ttft p95=2s": 0.5},
+)
 LOAD = m.Load(
     instance="w-1",
     rank=0,
@@ -115,6 +126,12 @@ CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0",
         ("ctl", m.Cancel("q1"), ["cancel q1"]),
         ("ctl", m.Resend("q1", 4), ["resend q1 4"]),
         ("ctl", m.Drain(), ["drain"]),
+        ("wake", WAKE, ["2 waiting in f-1, 30 tokens to prefill", "first q1"]),
+        (
+            "scaling",
+            SCALING,
+            ["demo workers 2→3", "1.50/s, forecast 2.00/s", "4 waiting  workers 2 → 3"],
+        ),
         ("load", LOAD, ["#0  3 running, 1 waiting", "10 active, 20 cached of 100"]),
         ("index", m.OverlapQuery([packed(1, 2), packed(3)]), ["2 prompts, 3 blocks"]),
         ("instances", CARD, ["w-1 up  worker w 0.1.0"]),
@@ -190,7 +207,7 @@ def test_a_line_of_the_tail() -> None:
 
 
 def test_json_can_encode_every_message() -> None:
-    for message in (BATCH, SEQUENCES, DECISION, OUTCOME, WORK, LOAD, CARD):
+    for message in (BATCH, SEQUENCES, DECISION, OUTCOME, WORK, LOAD, CARD, SCALING):
         msgspec.json.encode(plain(message))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvmesh.bus.messages import Instance, NodeStore, Role
-from kvmesh.cli.status.report import InstanceReport, MeshReport
+from kvmesh.cli.status.report import IdleModelReport, InstanceReport, MeshReport
 from kvmesh.cli.status.view import show_tables
 
 
@@ -47,3 +47,15 @@ def test_nodes_whose_keys_differ_are_listed(capsys: pytest.CaptureFixture[str]) 
         ["k-1", "aa11"],
         ["k-2", "bb22"],
     ]
+
+
+def test_models_without_workers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "idle model" not in shown(capsys)
+    idle = [IdleModelReport(name="m", planner="planner-1", age_s=180.0)]
+    report = MeshReport(
+        nats="", server="", namespace="", time=0.0, instances=[], streams=[], buckets=[]
+    )
+    report.idle_models = idle
+    show_tables(report)
+    lines = capsys.readouterr().out.partition("idle model")[2].splitlines()
+    assert lines[1].split() == ["m", "3m", "planner-1"]

@@ -15,7 +15,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh tail [SUBJECT …] [options]"
     parser.epilog = (
         "Kinds: kv (KV events), route (decisions and outcomes), seq (active sequences), instances, "
-        "load, out (tokens), computing (blocks being computed), limits (use of API keys), and the "
+        "load, out (tokens), computing (blocks being computed), limits (use of API keys), "
+        "wake (requests that wait for a worker of an idle model), and the "
         f"requests {', '.join(REQUESTS)}. While requests are tailed, NATS counts this command as "
         "their responder: senders detect a dead process by its lease or a timeout instead of at "
         "once."

@@ -19,13 +19,15 @@ from kvmesh.bus.messages import (
     Ping,
     RouteEvent,
     RouteRequest,
+    ScalingDecision,
     SeqBatch,
     SessionQuery,
     StepOutput,
+    Wake,
     Work,
 )
 
-STREAMED = ("kv", "route", "seq")
+STREAMED = ("kv", "route", "seq", "scaling")
 REQUESTS = ("index", "indexer", "router", "work", "ctl", "dump", "ping", "kvbm", "sessions")
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
@@ -33,6 +35,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "kv": msgspec.msgpack.Decoder(KvBatch),
     "route": msgspec.msgpack.Decoder(RouteEvent),
     "seq": msgspec.msgpack.Decoder(SeqBatch),
+    "scaling": msgspec.msgpack.Decoder(ScalingDecision),
     "index": msgspec.msgpack.Decoder(OverlapQuery),
     "indexer": msgspec.msgpack.Decoder(OverlapQuery),
     "router": msgspec.msgpack.Decoder(RouteRequest),
@@ -46,6 +49,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "sessions": msgspec.msgpack.Decoder(SessionQuery),
     "limits": msgspec.msgpack.Decoder(LimitUse),
     "load": msgspec.msgpack.Decoder(Load),
+    "wake": msgspec.msgpack.Decoder(Wake),
     "instances": msgspec.msgpack.Decoder(Instance),
 }
 KINDS = frozenset(_decoders)

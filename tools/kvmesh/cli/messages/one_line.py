@@ -129,6 +129,26 @@ def _load(load: m.Load) -> str:
     )
 
 
+def _wake(wake: m.Wake) -> str:
+    return (
+        f"{wake.waiting} waiting in {wake.frontend}, {wake.tokens} tokens to prefill"
+        f"  first {wake.request}"
+    )
+
+
+def _scaling(decision: m.ScalingDecision) -> str:
+    pools = _some([f"{name} {p.ready}→{p.wanted}" for name, p in decision.pools.items()])
+    signals = decision.signals
+    rates = [f"{signals.get(f'{name}_per_s', 0.0):.2f}" for name in ("arrivals", "forecast")]
+    parts = [
+        f"{decision.model} {pools}",
+        f"arrivals {rates[0]}/s, forecast {rates[1]}/s",
+        f"{signals.get('waiting_requests', 0.0):.0f} waiting",
+        decision.reason,
+    ]
+    return "  ".join(parts)
+
+
 def _query(query: m.OverlapQuery) -> str:
     blocks = sum(len(prompt) // HASH_BYTES for prompt in query.prompts)
     return f"{len(query.prompts)} prompts, {blocks} blocks"
@@ -183,6 +203,8 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.StepOutput: _step,
     m.Work: _work,
     m.Load: _load,
+    m.Wake: _wake,
+    m.ScalingDecision: _scaling,
     m.OverlapQuery: _query,
     m.RouteRequest: _route_request,
     m.Instance: _instance,
@@ -193,7 +215,10 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.ClaimAnnouncement: _computing,
     Undecodable: _undecodable,
     **dict.fromkeys(
-        (m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping, m.LoadAdapter, m.UnloadAdapter),
+        (
+            *(m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping),
+            *(m.LoadAdapter, m.UnloadAdapter, m.Serve),
+        ),
         _control,
     ),
 }

@@ -138,6 +138,7 @@ class BusTail:
             "kv": subjects.kv_stream,
             "route": subjects.route_stream,
             "seq": subjects.seq_stream,
+            "scaling": subjects.scaling_stream,
         }
         self._replayer = MergedReader(self._bus, self._on_stored, Start(time=since))
         for subject in wanted:

@@ -1,8 +1,10 @@
-"""Gathers the state of a mesh: instances and their load, streams and readers, buckets."""
+"""Gathers the state of a mesh: instances and their load, idle models, streams and buckets."""
 
 import asyncio
+import logging
 import time
 
+import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.client import Bus
@@ -10,12 +12,16 @@ from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.compatibility import misfits, namesakes
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.engine_loads import follow_loads
-from kvmesh.bus.messages import Instance, Load, Role
+from kvmesh.bus.errors import NotFound, NotPermitted
+from kvmesh.bus.messages import IdleModel, Instance, Load, Role
+from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import mesh_streams
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
+log = logging.getLogger(__name__)
 LOAD_S = 1.2
+_idle_models = msgspec.msgpack.Decoder(IdleModel)
 
 
 class InstanceReport(Struct, kw_only=True):
@@ -30,6 +36,14 @@ class InstanceReport(Struct, kw_only=True):
     load: list[Load]
     eligible: bool = True
     reason: str = ""
+
+
+class IdleModelReport(Struct, kw_only=True):
+    """A model without workers, of which the planner starts one on demand; `age_s` of its entry."""
+
+    name: str
+    planner: str
+    age_s: float
 
 
 class InstanceWarning(Struct, kw_only=True):
@@ -78,6 +92,7 @@ class MeshReport(Struct, kw_only=True):
     streams: list[StreamReport]
     buckets: list[BucketReport]
     warnings: list[InstanceWarning] = []
+    idle_models: list[IdleModelReport] = []
 
 
 async def gather(bus: Bus, settings: Settings) -> MeshReport:
@@ -110,7 +125,33 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
         streams=streams,
         buckets=[_bucket(info) for info in infos if _bucket_kind(info) is not None],
         warnings=_warnings(cards, incompatible),
+        idle_models=await _idle(bus, _running(cards)),
     )
+
+
+def _running(cards: list[Instance]) -> set[str]:
+    """The models that some worker can decode."""
+    serving = (card for card in cards if routable(card) and card.serves != "prefill")
+    return {card.model.name for card in serving if card.model is not None}
+
+
+async def _idle(bus: Bus, running: set[str]) -> list[IdleModelReport]:
+    """The idle models, except those `running`."""
+    try:
+        entries = await read_bucket(bus, bus.subjects.plan_bucket, "idle.*")
+    except (NotFound, NotPermitted):  # the bucket or the user is of an older version
+        return []
+    found = []
+    for key, value in sorted(entries.items()):
+        try:
+            entry = _idle_models.decode(value)
+        except msgspec.MsgspecError as error:
+            log.warning("ignored an unreadable idle model at %s: %s", key, error)
+            continue
+        age_s = max(0.0, time.time() - entry.since)
+        if entry.card.name not in running:
+            found.append(IdleModelReport(name=entry.card.name, planner=entry.planner, age_s=age_s))
+    return found
 
 
 def _warnings(cards: list[Instance], incompatible: dict[str, str]) -> list[InstanceWarning]:

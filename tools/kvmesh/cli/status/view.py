@@ -10,7 +10,13 @@ from rich.table import Table
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.directory import STATE
 from kvmesh.bus.messages import Load, NodeStore, incompatible_models
-from kvmesh.cli.status.report import BucketReport, InstanceReport, MeshReport, StreamReport
+from kvmesh.cli.status.report import (
+    BucketReport,
+    IdleModelReport,
+    InstanceReport,
+    MeshReport,
+    StreamReport,
+)
 from kvmesh.cli.units import duration, size
 
 PIPE_WIDTH = 160
@@ -27,6 +33,7 @@ def show_tables(report: MeshReport) -> None:
     console.print(f"mesh {report.namespace} on NATS {report.server} at {report.nats}")
     for table in (
         _instances(report.instances),
+        *([_idle_models(report.idle_models)] if report.idle_models else []),
         _streams(report.streams),
         _readers(report.streams),
         _buckets(report.buckets),
@@ -105,6 +112,13 @@ def _instances(members: list[InstanceReport]) -> Table:
             _tiers(card.store) if card.store else "; ".join(map(_load, member.load)),
             " ".join(f"{key}={value}" for key, value in card.labels.items()),
         )
+    return table
+
+
+def _idle_models(models: list[IdleModelReport]) -> Table:
+    table = _table("idle model", "age", "planner")
+    for model in models:
+        table.add_row(model.name, duration(model.age_s), model.planner)
     return table
 
 

@@ -1,0 +1,204 @@
+"""`kvmesh plan backtest`: scores all predictors on captured traffic or on a workload."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from kvmesh.bus.client import Bus
+from kvmesh.cli.arguments import moment, result_file, seconds
+from kvmesh.cli.bus_session import run_on_bus
+from kvmesh.cli.planning.timeline import ServiceTime, Timeline, from_captured, from_workload
+from kvmesh.planner.prediction.interface import PredictorError
+from kvmesh.planner.prediction.registry import predictor_names
+from kvmesh.planner.prediction.scoring import (
+    Backtest,
+    PredictorScore,
+    ReturnsScore,
+    backtest,
+    score_returns,
+)
+from kvmesh.settings import Settings
+from kvmesh.workload.capture import CapturedRound, capture
+from kvmesh.workload.errors import WorkloadError
+from kvmesh.workload.formats.registry import load
+
+HELP = "score the predictors of arrivals on past traffic or on a workload"
+
+
+class BacktestReport(Struct, frozen=True, kw_only=True):
+    """The figures of `--json`; `returns` is None without sessions that return."""
+
+    source: str
+    requests: int
+    arrivals: Backtest
+    returns: ReturnsScore | None
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "workload",
+        nargs="?",
+        metavar="WORKLOAD",
+        help="a trace, an agent profile or a shipped profile's name, instead of live traffic",
+    )
+    parser.add_argument(
+        "--since",
+        type=moment,
+        default="1h",
+        metavar="AGO",
+        help="start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="only captured requests of this model")
+    parser.add_argument(
+        "--interval",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds between predictions (%(default)g)",
+    )
+    parser.add_argument(
+        "--startup",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds that a worker takes to start: the horizon that matters (%(default)g)",
+    )
+    parser.add_argument(
+        "--predictors",
+        metavar="NAMES",
+        help=f"separated by commas, of {', '.join(predictor_names())} (all)",
+    )
+    parser.add_argument(
+        "--ttft",
+        type=seconds,
+        default=1.0,
+        metavar="S",
+        help="WORKLOAD: assumed time to first token (%(default)g)",
+    )
+    parser.add_argument(
+        "--itl",
+        type=seconds,
+        default=0.02,
+        metavar="S",
+        help="WORKLOAD: assumed time between tokens (%(default)g)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="WORKLOAD: random seed")
+    parser.add_argument(
+        "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
+    )
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    if arguments.workload is not None:
+        return _on_workload(arguments)
+    captured: list[CapturedRound] = []
+
+    async def read(bus: Bus) -> int:
+        recorder = await capture(bus, arguments.since, arguments.model)
+        captured.extend(recorder.rounds)
+        return 0
+
+    try:
+        status = run_on_bus("plan", settings, read)
+    except WorkloadError as error:
+        return _failed(error)
+    if status == 0 and not captured:
+        return _failed(WorkloadError("no finished requests in this window"))
+    return status or _report(arguments, "captured traffic", from_captured(captured))
+
+
+def _on_workload(arguments: argparse.Namespace) -> int:
+    try:
+        workload, repairs = load(arguments.workload, seed=arguments.seed)
+    except (WorkloadError, OSError) as error:
+        return _failed(error)
+    for line in repairs.lines():
+        print(line, file=sys.stderr)
+    service = ServiceTime(arguments.ttft, arguments.itl)
+    return _report(arguments, Path(arguments.workload).name, from_workload(workload, service))
+
+
+def _report(arguments: argparse.Namespace, source: str, timeline: Timeline) -> int:
+    names = arguments.predictors.split(",") if arguments.predictors else None
+    try:
+        report = BacktestReport(
+            source=source,
+            requests=len(timeline.arrivals),
+            arrivals=backtest(
+                timeline.series(arguments.interval), arguments.interval, arguments.startup, names
+            ),
+            returns=score_returns(timeline.events, arguments.interval, arguments.startup),
+        )
+    except (PredictorError, ValueError) as error:
+        return _failed(error)
+    if arguments.json is not None:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    show(report, Console())
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    print(f"kvmesh plan: {error}", file=sys.stderr)
+    return 2
+
+
+def show(report: BacktestReport, console: Console) -> None:
+    """Print the scores of the predictors, and those of the expected returns."""
+    arrivals = report.arrivals
+    console.print(
+        f"{report.source}: {report.requests:,} requests, {arrivals.values:,} intervals of "
+        f"{arrivals.interval_s:g} s with {arrivals.mean:.3g} in the mean and at most "
+        f"{arrivals.largest:,.0f}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_table(arrivals))
+    for each in arrivals.predictors:
+        if each.error:
+            console.print(each.error, markup=False, highlight=False, soft_wrap=True)
+    console.print(_returns(report.returns), highlight=False, soft_wrap=True)
+
+
+def _table(arrivals: Backtest) -> Table:
+    table = Table(title="requests per interval", title_justify="left")
+    table.add_column("predictor")
+    for name in ("ahead", "MAE", "MAPE", "pinball 0.5", "pinball 0.9", "below 0.9"):
+        table.add_column(name, justify="right")
+    for each in arrivals.predictors:
+        if each.horizons:
+            _add_rows(table, each, arrivals)
+    return table
+
+
+def _add_rows(table: Table, score: PredictorScore, arrivals: Backtest) -> None:
+    name = f"{score.name} ({score.chosen})" if score.chosen else score.name
+    if score.name == arrivals.best:
+        name += " *"
+    for index, each in enumerate(score.horizons):
+        table.add_row(
+            "" if index else name,
+            f"{each.steps * arrivals.interval_s:g} s",
+            f"{each.mae:.3g}",
+            "" if each.mape is None else f"{each.mape:.0%}",
+            f"{each.pinball50:.3g}",
+            f"{each.pinball90:.3g}",
+            f"{each.coverage90:.1%}",
+            end_section=index == len(score.horizons) - 1,
+        )
+
+
+def _returns(score: ReturnsScore | None) -> str:
+    if score is None:
+        return "returns: no sessions over a whole horizon"
+    return (
+        f"returns within {score.horizon_s:g} s: expected {score.expected:,.1f} of "
+        f"{score.idle:,.0f} idle sessions ({score.expected_tokens:,.0f} prompt tokens), came "
+        f"{score.came:,.1f}; MAE {score.mae:.3g}, of the last number {score.naive_mae:.3g}; "
+        f"below the 0.9 quantile {score.coverage90:.1%}"
+    )

@@ -1,0 +1,146 @@
+"""`kvmesh plan`: shows the planner's present plan, or its history."""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import ScalingDecision
+from kvmesh.cli.arguments import moment, result_file
+from kvmesh.cli.bus_session import run_on_bus
+from kvmesh.cli.planning.history import LATEST_MINUTES, read_decisions
+from kvmesh.cli.planning.page import plan_page
+from kvmesh.settings import Settings
+
+MOST_CANDIDATES = 6
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--since",
+        type=moment,
+        metavar="AGO",
+        help="the decisions since then: 90s, 5m, 2h, 1d ago or a time; otherwise the present plan",
+    )
+    parser.add_argument("--model", metavar="NAME", help="only this model's")
+    parser.add_argument(
+        "--json", type=result_file, metavar="FILE", help="write the decisions as JSON"
+    )
+    parser.add_argument(
+        "--html", type=result_file, metavar="FILE", help="write a report with plots"
+    )
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    decisions: list[ScalingDecision] = []
+
+    async def read(bus: Bus) -> int:
+        decisions.extend(await read_decisions(bus, arguments.since, arguments.model))
+        return 0
+
+    status = run_on_bus("plan", settings, read)
+    if status:
+        return status
+    if not decisions:
+        about = f" about {arguments.model}" if arguments.model else ""
+        when = "in this time" if arguments.since else f"in the last {LATEST_MINUTES} minutes"
+        print(f"kvmesh plan: no planner has decided anything{about} {when}", file=sys.stderr)
+        return 1
+    makers: list[tuple[Path | None, Callable[[], bytes]]] = [
+        (arguments.json, lambda: msgspec.json.encode(decisions)),
+        (arguments.html, lambda: plan_page(decisions).encode()),
+    ]
+    for file, data in makers:
+        if file is not None and not _write(file, data):
+            return 2
+    console = Console()
+    if arguments.since is None:
+        for decision in decisions:
+            _show_present(decision, console)
+    else:
+        _show_history(decisions, console)
+    return 0
+
+
+def _write(file: Path, make: Callable[[], bytes]) -> bool:
+    try:
+        file.write_bytes(make())
+    except OSError as error:
+        print(f"kvmesh plan: cannot write {file}: {error.strerror}", file=sys.stderr)
+        return False
+    return True
+
+
+def _show_present(decision: ScalingDecision, console: Console) -> None:
+    age = max(time.time() - decision.time, 0.0)
+    signals = defaultdict(float, decision.signals)
+    console.print(
+        f"{decision.model}: {decision.reason} ({age:.0f} s ago, by {decision.planner} through"
+        f" {decision.connector})",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    pools = Table()
+    for name in ("pool", "ready", "starting", "wanted", "start-up s", "never ready"):
+        pools.add_column(name, justify="left" if name == "pool" else "right")
+    for name, pool in decision.pools.items():
+        pools.add_row(
+            name, str(pool.ready), str(pool.starting), str(pool.wanted),
+            f"{pool.startup_s:.0f}", str(pool.failed),
+        )  # fmt: skip
+    console.print(pools)
+    console.print(
+        f"arrivals {signals['arrivals_per_s']:.2f}/s, forecast {signals['forecast_per_s']:.2f}/s;"
+        f" waiting {signals['waiting_requests']:.0f} requests,"
+        f" {signals['waiting_tokens']:,.0f} tokens; mean prompt {signals['prompt_tokens']:,.0f}"
+        f" tokens, {signals['uncached_tokens']:,.0f} of them to compute; mean output"
+        f" {signals['output_tokens']:,.0f}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for promise, share in decision.kept.items():
+        note = ", which no worker can keep" if promise in decision.unreachable else ""
+        console.print(
+            f"{promise}: {share:.1%} of the last minutes' requests kept it{note}",
+            markup=False, highlight=False,
+        )  # fmt: skip
+    if decision.candidates:
+        console.print(_candidates(decision))
+
+
+def _candidates(decision: ScalingDecision) -> Table:
+    table = Table(title="fleets considered, with what they would keep", title_justify="left")
+    names = list(decision.candidates[0].shares)
+    for name in ("workers", "cost/h", "busy", *names):
+        table.add_column(name, justify="left" if name == "workers" else "right")
+    for each in decision.candidates[:MOST_CANDIDATES]:
+        table.add_row(
+            ", ".join(f"{pool} {n}" for pool, n in each.workers.items()),
+            f"{each.cost:g}",
+            f"{each.busy:.0%}",
+            *(f"{each.shares[name]:.1%} ({each.quantiles[name]:.2g} s)" for name in names),
+        )
+    return table
+
+
+def _show_history(decisions: list[ScalingDecision], console: Console) -> None:
+    several = len({decision.model for decision in decisions}) > 1
+    for decision in decisions:
+        if not decision.changed and decision is not decisions[-1]:
+            continue
+        signals = defaultdict(float, decision.signals)
+        kept = ", ".join(f"{share:.0%} {name}" for name, share in decision.kept.items())
+        sizes = ", ".join(f"{name} {p.before}→{p.wanted}" for name, p in decision.pools.items())
+        console.print(
+            time.strftime("%H:%M:%S", time.localtime(decision.time)),
+            *([decision.model] if several else []),
+            f" {sizes}  arrivals {signals['arrivals_per_s']:.2f}/s, forecast"
+            f" {signals['forecast_per_s']:.2f}/s, waiting {signals['waiting_requests']:.0f};"
+            f" kept {kept or 'unknown'}; {decision.reason}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
