@@ -18,8 +18,9 @@ from kvmesh.bus.messages import (
     SeqWait,
 )
 from kvmesh.planner.capacity.step_times import FittedStepTimes
+from kvmesh.planner.core.candidates import Plan
 from kvmesh.planner.core.options import PlanOptions
-from kvmesh.planner.core.planner import Plan, PlannerCore
+from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pools import parse_pools
 
 TIMES = FittedStepTimes(step=0.02, prefill_step=0.02, token=2e-4, kv_token=1e-7)

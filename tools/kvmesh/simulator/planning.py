@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
+from kvmesh.planner.core.candidates import Plan
 from kvmesh.planner.core.options import PlanOptions
-from kvmesh.planner.core.planner import Plan, PlannerCore
+from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pools import Pool
 from kvmesh.simulator.autoscaler import FleetTarget
 

@@ -25,13 +25,14 @@ from kvmesh.planner import metrics
 from kvmesh.planner.config import plan_options, with_changes
 from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.connectors.registry import create_connector
-from kvmesh.planner.core.planner import Plan, PlannerCore
-from kvmesh.planner.core.record import scaling_decision
+from kvmesh.planner.core.candidates import Plan
+from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.planner.fleet_driver import FleetDriver
 from kvmesh.planner.idle_models import IdleModels
 from kvmesh.planner.leadership import Leadership
 from kvmesh.planner.models import ModelPlanners
+from kvmesh.planner.record import scaling_decision
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings

@@ -5,7 +5,7 @@ from support.planned_model import PlannedModel, outcome, wait
 
 from kvmesh.bus.messages import ScalingDecision
 from kvmesh.planner.core.promises import Promise
-from kvmesh.planner.core.record import scaling_decision
+from kvmesh.planner.record import scaling_decision
 
 
 def test_a_record_of_a_growing_model() -> None:

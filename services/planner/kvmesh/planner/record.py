@@ -1,7 +1,8 @@
 """The record of a decision, with its reasons."""
 
 from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision
-from kvmesh.planner.core.planner import Plan, PlannerCore
+from kvmesh.planner.core.candidates import Plan
+from kvmesh.planner.core.planner import PlannerCore
 
 KEPT_S = 300.0
 

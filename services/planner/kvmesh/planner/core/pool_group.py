@@ -1,0 +1,437 @@
+"""The decisions about the pools that serve one part of requests; no I/O, no clock."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, inf
+from typing import Protocol
+
+from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape, SlowedTimes
+from kvmesh.planner.core.candidates import CandidateFleets, Plan, total_capacity
+from kvmesh.planner.core.demand import Demand
+from kvmesh.planner.core.fleets import (
+    Aim,
+    Bounds,
+    Counts,
+    aims,
+    decode_only,
+    efficient_fleets,
+    prefill_only,
+)
+from kvmesh.planner.core.options import PlanOptions
+from kvmesh.planner.core.pool_view import PoolView
+from kvmesh.planner.core.promises import Promise
+from kvmesh.planner.core.scenario import scenario
+from kvmesh.planner.core.traffic import ObservedTraffic
+from kvmesh.planner.core.victims import CacheWorth
+
+EVALUATE_S = 30.0
+MOVED = 0.05  # change of the level that calls for another evaluation
+# Shares of what a promise leaves open: a pool shrinks only to a fleet that is better than promised,
+# and does not grow for a fleet that is a little worse.
+DOWN_MARGIN = 0.3
+UP_MARGIN = -0.2
+WORTH = 1.25  # largest fleet over one that nearly keeps the promises
+LEAST_SHAPES = 30
+DRAIN_S = 60.0  # least time in which a backlog is to be worked off
+SURE_SHAPES = 200  # fewer requests of a part of the window do not prove that less suffices
+MOST_NEEDS = 1024
+# Real workers that keep less than modelled by TOLERANCE, with an unchanged fleet for CALIBRATE_S
+# seconds, make the model slower; it recovers at each evaluation that does not show that.
+CALIBRATE_S = 60.0
+TOLERANCE = 0.05
+SLOWER = 1.2
+RECOVERY = 1.02
+MOST_SLOWDOWN = 3.0
+# Routers give up some balance for cache hits, which the model does not: it is never faster than so.
+LEAST_SLOWDOWN = 1.15
+
+
+class PlannedModel(Protocol):
+    """The parts of a model's planner that its groups of pools use.
+
+    `pools` and `groups` are all of the model; `devices_elsewhere` are devices of other models.
+    """
+
+    options: PlanOptions
+    traffic: ObservedTraffic
+    demand: Demand
+    worth: CacheWorth
+    pools: list[PoolView]
+    groups: list["PoolGroup"]
+    devices_elsewhere: int
+
+    @property
+    def promises(self) -> list[Promise]: ...
+
+    def waking(self, now: float) -> int: ...
+
+    def idle(self, now: float) -> bool: ...
+
+    def quiet_s(self, now: float) -> float: ...
+
+    def proven(self, now: float) -> bool: ...
+
+
+class PoolGroup:
+    """The pools that serve the same part of requests: whole ones and decodes, or prefills."""
+
+    def __init__(self, core: PlannedModel, views: list[PoolView], serves: tuple[str, ...]) -> None:
+        self._core = core
+        self.views = views
+        self._serves = serves
+        self.unreachable: set[str] = set()
+        self._needs: deque[tuple[float, float]] = deque(maxlen=MOST_NEEDS)
+        self._evaluated_at = -inf
+        self._evaluated_level = 0.0
+        self._evaluated_counts: Counts = ()
+        self._slowdown = LEAST_SLOWDOWN
+        self._ready: Counts = ()
+        self._ready_since = -inf
+        self._changed_at = -inf
+        self._added_at = -inf
+
+    @property
+    def _splits(self) -> bool:
+        """True if prompts are computed by other workers than those that decode."""
+        return any(view.pool.serves == "prefill" and view.wanted for view in self._core.pools)
+
+    @property
+    def _options(self) -> PlanOptions:
+        return self._core.options
+
+    def _promises(self) -> list[Promise]:
+        promises = self._core.promises
+        if "prefill" in self._serves:
+            return [promise for promise in promises if promise.metric != "itl"]
+        return promises
+
+    def evaluate_again(self) -> None:
+        """Evaluate at the next decision, whatever has changed."""
+        self._evaluated_at = -inf
+        self.unreachable.clear()
+
+    def changed(self, now: float) -> None:
+        """Count `now` as the time of the last change: the cool-down of removals begins."""
+        self._changed_at = now
+
+    def decide(self, now: float, level: float, plan: Plan) -> list[str]:
+        """Change the wanted numbers of this group's pools; returns the reasons."""
+        held = [view for view in self.views if view.held(now, self._options.manual_hold_s)]
+        if held:
+            return [f"{view.pool.name} was changed by hand" for view in held]
+        counts = tuple(view.wanted for view in self.views)
+        bounded = self._within_bounds(counts)
+        if bounded != counts:
+            self._changed_at = now
+            return self._reduce(now, bounded, plan)
+        least = tuple(view.pool.min for view in self.views)
+        if self._core.idle(now):
+            reasons = self._to_least(now, counts, least, plan)
+            return ["idle", *reasons] if reasons else []
+        startup = max(view.starts.startup_s for view in self.views)
+        backlog = self._backlog_s()
+        due = (
+            now - self._evaluated_at >= EVALUATE_S
+            or abs(level - self._evaluated_level) > MOVED * max(self._evaluated_level, 1e-9)
+            or counts != self._evaluated_counts
+            or (not sum(counts) and self._requests_wait(now))
+        )
+        if not due and backlog <= 0:
+            return []
+        self._evaluated_at, self._evaluated_level = now, level
+        self._evaluated_counts = counts
+        reasons = self._resize(now, level, counts, startup, backlog, plan)
+        self._evaluated_counts = tuple(view.wanted for view in self.views)
+        return reasons
+
+    # need
+
+    def _resize(
+        self,
+        now: float,
+        level: float,
+        counts: Counts,
+        startup: float,
+        backlog: float,
+        plan: Plan,
+    ) -> list[str]:
+        if level <= 0 and self._core.quiet_s(now) >= self._hold_s(startup):
+            return self._to_least(now, counts, self._least_awake(counts), plan)
+        proven = self._core.proven(now)
+        shapes = self._shapes(level, SURE_SHAPES if proven else 0)
+        known = [view.kind() is not None for view in self.views]
+        if proven and level > 0 and not shapes:  # no long prompts, for prefill workers
+            return self._to_least(now, counts, tuple(v.pool.min for v in self.views), plan)
+        if (
+            len(shapes) < (1 if proven else LEAST_SHAPES)
+            or not any(known)
+            or any(view.ready and not k for view, k in zip(self.views, known, strict=True))
+        ):
+            return self._without_model(now, counts, shapes)
+        kinds, speeds = self._kinds(shapes)
+        aimed = self._aims(shapes, kinds)
+        model = CandidateFleets(shapes, kinds, aimed)
+        self._calibrate(now, model, aimed)
+        pools = [view.pool for view in self.views]
+        devices = self._devices_left()
+        upper = tuple(view.most(now) for view in self.views)
+        lower = tuple(
+            min(view.pool.min, most) for view, most in zip(self.views, upper, strict=True)
+        )
+        fleets = [
+            fleet
+            for fleet in efficient_fleets(pools, speeds, Bounds(lower, upper, devices))
+            if sum(fleet) or not sum(upper)
+        ]
+        if not fleets:
+            return ["the budget permits no fleet"]
+        sure = proven or len(shapes) >= SURE_SHAPES
+        within = all(low <= n <= high for n, low, high in zip(counts, lower, upper, strict=True))
+        if within and sure and backlog <= 0 and model.keeps(counts, UP_MARGIN):
+            fleets = [
+                f for f in fleets if total_capacity(f, speeds) <= total_capacity(counts, speeds)
+            ]
+        capacity = total_capacity(self._needed(model, fleets, speeds, sure), speeds)
+        extra = self._extra(capacity, backlog, speeds)
+        self._remember(now, capacity, startup)
+        have = total_capacity(counts, speeds)
+        reasons: list[str] = []
+        if capacity + extra > have + 1e-9:
+            reasons = self._grow(now, counts, capacity + extra, speeds, upper, devices)
+        elif sure and not self._overdue(now):
+            reasons = self._shrink(now, counts, model, speeds, lower, plan)
+        plan.candidates += model.evaluated(pools)
+        return reasons
+
+    def _needed(
+        self, model: CandidateFleets, fleets: list[Counts], speeds: Sequence[float], sure: bool
+    ) -> Counts:
+        """The smallest fleet that keeps the promises; one that nearly does if much smaller.
+
+        A few long prompts, late on any fleet, would otherwise call for many workers.
+        """
+        needed = model.smallest(fleets, 0.0 if sure else DOWN_MARGIN)
+        nearly = model.smallest(fleets, UP_MARGIN)
+        worth = total_capacity(needed, speeds) <= WORTH * total_capacity(nearly, speeds)
+        return needed if worth else nearly
+
+    def _within_bounds(self, counts: Counts) -> Counts:
+        """The numbers within the bounds of their pools and of the budget, the dearest cut first."""
+        pools = [view.pool for view in self.views]
+        bounded = [max(min(n, p.max), p.min) for n, p in zip(counts, pools, strict=True)]
+        devices = sum(n * p.devices for n, p in zip(bounded, pools, strict=True))
+        excess = devices - self._devices_left()
+        for place in sorted(range(len(pools)), key=lambda n: -pools[n].cost):
+            if excess > 0:
+                cut = min(bounded[place] - pools[place].min, ceil(excess / pools[place].devices))
+                bounded[place] -= cut
+                excess -= cut * pools[place].devices
+        return tuple(bounded)
+
+    def _least_awake(self, counts: Counts) -> Counts:
+        """The least sizes, with one worker where they are 0: only a long silence ends the last."""
+        target = [min(view.pool.min, n) for view, n in zip(self.views, counts, strict=True)]
+        if any(counts) and not any(target):
+            present = [place for place, count in enumerate(counts) if count]
+            target[min(present, key=lambda place: self.views[place].pool.cost)] = 1
+        return tuple(target)
+
+    def _to_least(self, now: float, counts: Counts, least: Counts, plan: Plan) -> list[str]:
+        """Shrink to `least` after the cool-down."""
+        if counts == least or now - self._changed_at < self._options.down_cooldown_s:
+            return []
+        self._changed_at = now
+        return self._reduce(now, least, plan)
+
+    def _without_model(self, now: float, counts: Counts, shapes: list[RequestShape]) -> list[str]:
+        """No step times or too few requests yet: keep each pool as it is, and one worker awake."""
+        if sum(counts) or not (shapes or self._requests_wait(now)):
+            return []
+        left = self._devices_left()
+        places = [
+            n
+            for n, view in enumerate(self.views)
+            if view.most(now) > 0 and view.pool.devices <= left
+        ]
+        if not places:
+            return ["a worker is needed, but no pool can start one"]
+        cheapest = min(places, key=lambda n: self.views[n].pool.cost)
+        return self._set(tuple(int(n == cheapest) for n in range(len(counts))), now)
+
+    def _requests_wait(self, now: float) -> bool:
+        return bool(self._core.traffic.waiting or self._core.waking(now))
+
+    def _shapes(self, level: float, fewest: int) -> list[RequestShape]:
+        shapes = scenario(self._core.traffic, self._core.demand.series, level, fewest)
+        split = self._options.disagg_tokens
+        if "prefill" in self._serves:
+            return [prefill_only(shape) for shape in shapes if shape.uncached >= split]
+        if not self._splits:
+            return shapes
+        return [decode_only(s) if s.uncached >= split else s for s in shapes]
+
+    def _kinds(self, shapes: Sequence[RequestShape]) -> tuple[list[ModelledEngine], list[float]]:
+        """The kinds of the pools and their capacities per worker; an unseen one is as the first."""
+        known = [view.kind() for view in self.views]
+        reference = next(kind for kind in known if kind is not None)
+        kinds = [_slowed(kind or reference, self._slowdown) for kind in known]
+        mean_uncached = sum(s.uncached for s in shapes) / len(shapes)
+        mean_output = sum(s.output for s in shapes) / len(shapes)
+        mean_kv = sum(s.prompt + s.output / 2 for s in shapes) / len(shapes)
+        speeds = []
+        for kind in kinds:
+            # a batch of 16 in the steady state stands for the balance of prefill and decode
+            step = kind.times.decode(16, 16 * mean_kv) / 16
+            speeds.append(1.0 / (kind.times.prefill(int(mean_uncached)) + mean_output * step))
+        fastest = max(speeds)
+        return kinds, [speed / fastest for speed in speeds]
+
+    def _aims(self, shapes: Sequence[RequestShape], kinds: Sequence[ModelledEngine]) -> list[Aim]:
+        found = aims(shapes, kinds, self._promises())
+        self.unreachable = {str(aim.promise) for aim in found if not aim.reachable}
+        return found
+
+    def _calibrate(self, now: float, model: CandidateFleets, aimed: Sequence[Aim]) -> None:
+        """Slow the modelled workers down while the real ones keep clearly less than modelled.
+
+        The model knows neither imbalance between workers nor work that another pool should do.
+        """
+        ready = tuple(len(view.ready) for view in self.views)
+        if ready != self._ready:
+            self._ready, self._ready_since = ready, now
+        since = max(self._ready_since, now - 2 * CALIBRATE_S)
+        if now - self._ready_since < CALIBRATE_S or not any(ready) or not self._saturated():
+            self._slowdown = max(self._slowdown / RECOVERY, LEAST_SLOWDOWN)
+            return
+        modelled = model.kept(ready)
+        promises = self._core.promises
+        worse = False
+        for aim, share in zip(aimed, modelled.shares, strict=True):
+            kept = self._core.traffic.kept(aim.promise, promises, since, now)
+            promised = min(share, aim.promise.quantile) - TOLERANCE
+            worse |= aim.reachable and kept is not None and kept < promised
+        factor = self._slowdown * SLOWER if worse else self._slowdown / RECOVERY
+        self._slowdown = min(max(factor, LEAST_SLOWDOWN), MOST_SLOWDOWN)
+
+    def _saturated(self) -> bool:
+        """True if the requests that wait in routers wait for this group."""
+        if not self._splits:
+            return True
+        return self is max(self._core.groups, key=lambda group: group.saturation())
+
+    def saturation(self) -> float:
+        """The fuller of KV memory and of two steps of prefill, of the mean worker; 1 is full."""
+        views = [view for view in self.views if view.ready]
+        return max((view.saturation for view in views), default=2.0)
+
+    def _overdue(self, now: float) -> bool:
+        """True if requests wait for longer than promised, whatever they wait for."""
+        return self._core.traffic.oldest_wait(now) > self._patience
+
+    @property
+    def _patience(self) -> float:
+        """The shortest time to a first token that is promised, in seconds."""
+        return min((p.seconds for p in self._core.promises if p.metric == "ttft"), default=2.0)
+
+    def _backlog_s(self) -> float:
+        """Seconds that the ready workers need for the prompts that wait; 0 if that is in time."""
+        waiting = self._core.traffic.waiting_tokens if self._saturated() else 0
+        queued = sum(view.prefill_tokens for view in self.views) + waiting
+        ready = sum(len(view.ready) for view in self.views)
+        token_s = max((view.token_s for view in self.views), default=0.0)
+        wait = queued * token_s / max(ready, 1)
+        return wait if wait > 2 * self._patience else 0.0
+
+    def _extra(self, capacity: float, backlog_s: float, speeds: Sequence[float]) -> float:
+        """Capacity beyond the need that works off what waits once the new workers are ready.
+
+        Until then the waiting work grows by what the ready workers cannot do.
+        """
+        ready = sum(len(v.ready) * speed for v, speed in zip(self.views, speeds, strict=True))
+        startup = max(view.starts.startup_s for view in self.views)
+        missing = max(capacity - ready, 0.0)
+        if backlog_s <= 0 and missing <= 0.25 * capacity:
+            return 0.0
+        return (backlog_s * ready + missing * startup) / max(startup, DRAIN_S)
+
+    # changes
+
+    def _remember(self, now: float, capacity: float, startup: float) -> None:
+        self._needs.append((now, capacity))
+        while now - self._needs[0][0] > self._hold_s(startup):
+            self._needs.popleft()
+
+    def _hold_s(self, startup: float) -> float:
+        """Seconds for which a past need keeps workers."""
+        return max(self._options.down_cooldown_s, startup) + EVALUATE_S
+
+    def _grow(
+        self,
+        now: float,
+        counts: Counts,
+        capacity: float,
+        speeds: Sequence[float],
+        upper: Counts,
+        devices: float,
+    ) -> list[str]:
+        if now - self._added_at < self._options.up_cooldown_s:
+            return ["more workers are needed, within the cool-down"]
+        pools = [view.pool for view in self.views]
+        above = tuple(max(have, most) for have, most in zip(counts, upper, strict=True))
+        fleets = efficient_fleets(pools, speeds, Bounds(counts, above, devices))
+        enough = (f for f in fleets if total_capacity(f, speeds) >= capacity - 1e-9)
+        target = next(enough, fleets[-1] if fleets else counts)
+        if target == counts:
+            return ["more workers are needed than the budget permits"]
+        self._changed_at = self._added_at = now
+        return self._set(target, now)
+
+    def _shrink(
+        self,
+        now: float,
+        counts: Counts,
+        model: CandidateFleets,
+        speeds: Sequence[float],
+        lower: Counts,
+        plan: Plan,
+    ) -> list[str]:
+        if now - self._changed_at < self._options.down_cooldown_s:
+            return []
+        pools = [view.pool for view in self.views]
+        held = max(capacity for _, capacity in self._needs)
+        below = tuple(min(low, have) for low, have in zip(lower, counts, strict=True))
+        fleets = efficient_fleets(pools, speeds, Bounds(below, counts, inf))
+        fleets = [f for f in fleets if sum(f) and total_capacity(f, speeds) >= held - 1e-9]
+        target = model.smallest(fleets, DOWN_MARGIN) if fleets else counts
+        cost = sum(n * pool.cost for n, pool in zip(target, pools, strict=True))
+        if cost >= sum(n * pool.cost for n, pool in zip(counts, pools, strict=True)):
+            return []
+        self._changed_at = now
+        return self._reduce(now, target, plan)
+
+    def _reduce(self, now: float, target: Counts, plan: Plan) -> list[str]:
+        """Set the numbers; where one falls, name the workers to stop."""
+        for view, after in zip(self.views, target, strict=True):
+            stopped = view.wanted - after - view.starts.pending
+            if stopped > 0:
+                plan.stop += self._core.worth.least(view.stoppable, now)[:stopped]
+        return self._set(target, now)
+
+    def _set(self, target: Counts, now: float) -> list[str]:
+        reasons = []
+        for view, count in zip(self.views, target, strict=True):
+            if count != view.wanted:
+                reasons.append(f"{view.pool.name} {view.wanted} → {count}")
+                view.want(count, now)
+        return reasons
+
+    def _devices_left(self) -> float:
+        others = sum(
+            view.wanted * view.pool.devices for view in self._core.pools if view not in self.views
+        )
+        return self._options.max_devices - others - self._core.devices_elsewhere
+
+
+def _slowed(kind: ModelledEngine, factor: float) -> ModelledEngine:
+    return replace(kind, times=SlowedTimes(kind.times, factor))
