@@ -5,6 +5,7 @@ velocity blueprint. KEDA: KV usage against a target with the behaviour of the ho
 autoscaler. Each sees what its original sees; all get the first group only.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ SENSITIVITY = 0.8
 
 
 @dataclass
-class Baseline:
+class Baseline(ABC):
     """Collects what the baselines look at; `target` computes the wanted number of workers."""
 
     least: int
@@ -86,8 +87,9 @@ class Baseline:
             return None
         return FleetTarget([target, *wanted[1:]])
 
+    @abstractmethod
     def target(self, now: float, wanted: int) -> int:
-        raise NotImplementedError
+        """The workers to have, before bounds; `wanted` are those that run or start."""
 
     def kv_tokens(self, instance: str) -> tuple[float, float]:
         """KV tokens in use and in all on one engine."""
@@ -214,8 +216,9 @@ class Stabilised(Baseline):
         desired = self.targets[-1][1]
         return desired if desired >= wanted else max(count for _, count in self.targets)
 
+    @abstractmethod
     def desired(self, now: float, wanted: int) -> int:
-        raise NotImplementedError
+        """The workers to have at this moment."""
 
 
 @dataclass

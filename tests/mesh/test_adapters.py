@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -38,18 +35,6 @@ def mesh(nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> I
     made.stop()
 
 
-async def command(mesh: Mesh, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {
-        **os.environ,
-        "KVMESH_NATS_URL": mesh.nats_url,
-        "KVMESH_NATS_NAMESPACE": mesh.namespace,
-    }
-    line = [sys.executable, "-m", "kvmesh.cli.main", "adapter", *arguments]
-    return await asyncio.to_thread(
-        subprocess.run, line, env=env, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-
-
 def get(mesh: Mesh, path: str, body: object = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(mesh.url + path, data, {"Content-Type": "application/json"})
@@ -70,11 +55,11 @@ def cached(mesh: Mesh, model: str, text: str) -> int:
 async def test_an_adapter_is_loaded_changed_and_unloaded(mesh: Mesh, tmp_path: Path) -> None:
     await mesh.ready()
     await eventually(lambda: models(mesh) == [MODEL])
-    assert (await command(mesh, "list")).stdout == "no adapters\n"
+    assert (await mesh.command("adapter", "list")).stdout == "no adapters\n"
     folder = write_adapter(tmp_path / "poet", content=1)
     workers = ("--worker", "worker-0"), ("--worker", "worker-1")
     for worker in workers:
-        done = await command(mesh, "load", "poet", str(folder), *worker)
+        done = await mesh.command("adapter", "load", "poet", str(folder), *worker)
         assert (done.returncode, done.stderr) == (0, ""), done
         assert done.stdout.startswith(f"{worker[1]}: loaded poet@")
     await eventually(lambda: models(mesh) == [MODEL, "poet"], what="the frontend lists it")
@@ -84,10 +69,10 @@ async def test_an_adapter_is_loaded_changed_and_unloaded(mesh: Mesh, tmp_path: P
 
     write_adapter(folder, content=2)
     for worker in workers:
-        assert (await command(mesh, "load", "poet", str(folder), *worker)).returncode == 0
+        assert (await mesh.command("adapter", "load", "poet", str(folder), *worker)).returncode == 0
 
     async def served() -> list[str]:
-        lines = (await command(mesh, "list")).stdout.splitlines()
+        lines = (await mesh.command("adapter", "list")).stdout.splitlines()
         return [line for line in lines if "serves on worker-0, worker-1" in line]
 
     (line,) = await eventually(served, what="both have the new one")
@@ -95,7 +80,7 @@ async def test_an_adapter_is_loaded_changed_and_unloaded(mesh: Mesh, tmp_path: P
     await eventually(lambda: cached(mesh, "poet", "ein zwei ") > 0, what="new blocks")
     assert cached(mesh, "poet", "one two ") == 0, "the new content shares no block with the old"
 
-    done = await command(mesh, "unload", "poet")
+    done = await mesh.command("adapter", "unload", "poet")
     assert done.returncode == 1
     assert sorted(done.stdout.splitlines())[0].startswith("worker-0: unloaded poet@")
     assert done.stderr == "plain: unsupported: worker.max_adapters of this worker is 0\n"
@@ -111,15 +96,16 @@ async def test_requests_of_an_adapter_go_to_workers_that_have_it(
 ) -> None:
     await mesh.ready()
     folder = write_adapter(tmp_path / "critic")
-    done = await command(mesh, "load", "critic", str(folder), "--worker", "worker-1")
+    done = await mesh.command("adapter", "load", "critic", str(folder), "--worker", "worker-1")
     assert done.returncode == 0, done
     await eventually(lambda: "critic" in models(mesh))
     for index in range(8):
         cached(mesh, "critic", f"prompt {index} ")
-    listed = (await command(mesh, "list")).stdout
+    listed = (await mesh.command("adapter", "list")).stdout
     assert "critic@" in listed
     assert listed.endswith("serves on worker-1\n")
-    assert (await command(mesh, "unload", "critic", "--worker", "worker-1")).returncode == 0
+    unloaded = await mesh.command("adapter", "unload", "critic", "--worker", "worker-1")
+    assert unloaded.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +125,7 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(
     mesh: Mesh, arguments: tuple[str, ...], status: int, reason: str
 ) -> None:
     await mesh.ready()
-    done = await command(mesh, *arguments)
+    done = await mesh.command("adapter", *arguments)
     assert done.returncode == status, done
     assert reason in done.stderr
 

@@ -1,9 +1,6 @@
 """`kvmesh plan backtest` on a live mesh: it scores predictors on the requests that it served."""
 
-import asyncio
 import json
-import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -45,15 +42,8 @@ async def mesh(
 
 
 async def backtest(mesh: Mesh, *more: str) -> tuple[int, str]:
-    names = {"KVMESH_NATS_URL": mesh.nats_url, "KVMESH_NATS_NAMESPACE": mesh.namespace}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "plan", "backtest", *more),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **names, **mesh.env, "COLUMNS": "120"},
-    )
-    out, _ = await process.communicate()
-    return process.returncode or 0, out.decode()
+    done = await mesh.command("plan", "backtest", *more)
+    return done.returncode, done.stdout + done.stderr
 
 
 async def test_served_requests_are_scored(mesh: Mesh, tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -107,20 +104,8 @@ def mesh(nats_server: NatsServer, tmp_path: Path) -> Iterator[Mesh]:
     mesh.stop()
 
 
-async def command(mesh: Mesh, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {
-        **os.environ,
-        "KVMESH_NATS_URL": mesh.nats_url,
-        "KVMESH_NATS_NAMESPACE": mesh.namespace,
-    }
-    line = [sys.executable, "-m", "kvmesh.cli.main", "role", *arguments]
-    return await asyncio.to_thread(
-        subprocess.run, line, env=env, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-
-
 async def switch(mesh: Mesh, worker: str, role: str, before: str) -> None:
-    done = await command(mesh, worker, role)
+    done = await mesh.command("role", worker, role)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout == f"{worker}: serves {role}, before {before}\n"
 
@@ -202,16 +187,16 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(
     await mesh.ready()
 
     async def refused() -> str:
-        done = await command(mesh, "sidecar", "prefill")
+        done = await mesh.command("role", "sidecar", "prefill")
         assert done.returncode == 1, done
         return done.stderr if "is called" not in done.stderr else ""
 
     reason = await eventually(refused, what="the sidecar has joined")
     assert reason == "sidecar: the openai engine, as configured, cannot serve prefill\n"
-    assert (await command(mesh, "sidecar", "aggregated")).returncode == 0, "it does already"
-    unknown = await command(mesh, "worker-1", "prefill")
+    assert (await mesh.command("role", "sidecar", "aggregated")).returncode == 0, "it does already"
+    unknown = await mesh.command("role", "worker-1", "prefill")
     assert unknown.returncode == 1
     assert "no worker is called worker-1; did you mean worker-0?" in unknown.stderr
-    other = await command(mesh, "worker-0", "prefill", "--model", "elsewhere")
+    other = await mesh.command("role", "worker-0", "prefill", "--model", "elsewhere")
     assert (other.returncode, "no worker is called worker-0" in other.stderr) == (1, True)
-    assert (await command(mesh, "worker-0", "both")).returncode == 2
+    assert (await mesh.command("role", "worker-0", "both")).returncode == 2

@@ -1,9 +1,6 @@
 """`kvmesh whatif` on a live mesh: it replays the served requests under any policy."""
 
-import asyncio
 import json
-import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -48,15 +45,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 async def whatif(mesh: Mesh, *more: str) -> tuple[int, str]:
-    names = {"KVMESH_NATS_URL": mesh.nats_url, "KVMESH_NATS_NAMESPACE": mesh.namespace}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "whatif", *more),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **names, **mesh.env, "COLUMNS": "120"},
-    )
-    out, _ = await process.communicate()
-    return process.returncode or 0, out.decode()
+    done = await mesh.command("whatif", *more)
+    return done.returncode, done.stdout + done.stderr
 
 
 async def test_served_requests_are_compared_under_policies(mesh: Mesh, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A whole mesh for tests: real processes of the real command line on one NATS server."""
 
+import asyncio
 import os
 import secrets
 import signal
@@ -53,6 +54,18 @@ class Mesh:
     @property
     def options(self) -> BusOptions:
         return BusOptions(url=self.nats_url, namespace=self.namespace)
+
+    async def command(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a `kvmesh` subcommand on this mesh."""
+        names = {"KVMESH_NATS_URL": self.nats_url, "KVMESH_NATS_NAMESPACE": self.namespace}
+        return await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "kvmesh.cli.main", *arguments],
+            env={**os.environ, **names, **self.env, "COLUMNS": "200", **env},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
 
     def start(self, role: str, name: str, **env: str) -> None:
         """Start one service process; extra keywords are environment variables for it alone."""

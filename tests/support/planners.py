@@ -1,12 +1,9 @@
 """Real planner processes on a test's mesh, and what they show."""
 
-import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from typing import Any
@@ -101,12 +98,5 @@ class Planners:
 
 async def command(mesh: Mesh, *arguments: str, **env: str) -> tuple[int, str]:
     """Run a `kvmesh` subcommand on a mesh; returns its exit status and output."""
-    names = {"KVMESH_NATS_URL": mesh.nats_url, "KVMESH_NATS_NAMESPACE": mesh.namespace}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **names, **mesh.env, "COLUMNS": "200", **env},
-    )
-    out, _ = await process.communicate()
-    return process.returncode or 0, out.decode()
+    done = await mesh.command(*arguments, **env)
+    return done.returncode, done.stdout + done.stderr

@@ -75,6 +75,12 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
     parser.add_argument(
         "--block-size", type=positive, metavar="N", help=f"tokens per KV block ({block_size})"
     )
+    _add_network(parser)
+    _add_planner(parser)
+    _add_reports(parser)
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--event-delay",
         type=float,
@@ -103,6 +109,9 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
         metavar="KIND:WORKER@S",
         help="die:0@30, leave:1@60 or join:4@90; repeatable",
     )
+
+
+def _add_planner(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--planner",
         action="store_true",
@@ -115,6 +124,9 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
         metavar="S",
         help="start-up time of a worker that the planner adds (%(default)s)",
     )
+
+
+def _add_reports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=result_file, metavar="FILE", help="write the figures as JSON"
     )

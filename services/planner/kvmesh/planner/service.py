@@ -61,6 +61,7 @@ class PlannerService:
         self._models = ModelPlanners(options, pools, service.warnings)
         self._recorded_at: dict[str, float] = {}
         self._planned: dict[str, dict[str, int]] = {}
+        self._failing: set[str] = set()
         self._idle = IdleModels(service.bus, service.instance, service.warnings)
         self._leadership = Leadership()
         # the numbers that the place runs are another's: this planner has not set them
@@ -215,8 +216,10 @@ class PlannerService:
                 await self._idle.update(model, may_be_idle, self._models.card(model), now)
             others = (each for each in self._models.cores.values() if each is not core)
             core.devices_elsewhere = sum(each.devices for each in others)
-            plan = core.decide(now)
-            self._warn(core, model)
+            plan = self._plan(model, core, now)
+            if plan is None:
+                continue
+            self._warn(core, model, now)
             await self._report(model, core, plan, before, now)
             changes = {pool: n for pool, n in plan.wanted.items() if n != before[pool]}
             if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
@@ -230,6 +233,20 @@ class PlannerService:
                 self._driver.start_change(wanted, stop if self._driver.chooses else [])
             else:
                 self._adopt = True
+
+    def _plan(self, model: str, core: PlannerCore, now: float) -> Plan | None:
+        """The plan of one model; None, with a warning, if its planner fails: others go on."""
+        failed = {}
+        plan = None
+        try:
+            plan = core.decide(now)
+        except Exception as error:
+            failed = {"": f"{model} is not planned: {type(error).__name__}: {error}"}
+            if model not in self._failing:
+                log.exception("the planner of %s failed", model)
+        (self._failing.add if failed else self._failing.discard)(model)
+        self._service.warnings.update(f"plan {model}", failed)
+        return plan
 
     async def _read_idle(self) -> bool:
         """Read the entries of the planner that led before; False, with a warning, on an error."""
@@ -281,7 +298,7 @@ class PlannerService:
             self._recorded_at[model] = now
             await self._record(record)
 
-    def _warn(self, core: PlannerCore, model: str) -> None:
+    def _warn(self, core: PlannerCore, model: str, now: float) -> None:
         unreachable = {
             promise: f"{model}: even an idle worker cannot keep {promise}; it is kept as well as"
             " possible"
@@ -292,7 +309,7 @@ class PlannerService:
             view.pool.name: f"workers of pool {view.pool.name} do not become ready: none is started"
             " there for half an hour"
             for view in core.pools
-            if view.starts.blocked(time.time())
+            if view.starts.blocked(core.time(now))
         }
         self._service.warnings.update(f"starts {model}", failed)
 

@@ -11,6 +11,7 @@ from support.planned_model import TIMES
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
 from kvmesh.planner.core.fleets import (
     MOST_VECTORS,
+    MOST_WORKERS,
     RELAXED,
     Bounds,
     aims,
@@ -135,3 +136,16 @@ def test_the_parts_of_a_request_for_prefill_and_decode() -> None:
     shape = RequestShape(1.0, 5000, 6000, 70, "batch")
     assert prefill_only(shape) == replace(shape, output=1)
     assert decode_only(shape) == replace(shape, uncached=1)
+
+
+def test_a_part_of_a_large_fleet_stands_for_all_of_it() -> None:
+    def load(workers: int) -> list[RequestShape]:
+        return [RequestShape(n * 0.4 / workers, 2000, 4000, 40) for n in range(1500)]
+
+    shares = []
+    for workers in (MOST_WORKERS, 8 * MOST_WORKERS):
+        requests = load(workers)
+        shares.append(
+            fulfilment(requests, [KIND] * workers, aims(requests, [KIND], [TTFT])).shares[0]
+        )
+    assert shares[0] == pytest.approx(shares[1], abs=0.02)

@@ -143,3 +143,12 @@ def test_the_memory_of_hits_is_bounded() -> None:
     assert len(worth._worth) <= MOST_HITS
     worth.least([], math.inf)
     assert (len(worth._hits), len(worth._worth)) == (0, 0)
+
+
+def test_a_worker_that_becomes_ready_ends_the_block() -> None:
+    starts = Starts(10.0)
+    starts.begin(1, 0.0)
+    assert starts.give_up(31.0) == 1
+    assert starts.blocked(32.0)
+    starts.ready(40.0)
+    assert not starts.blocked(41.0)

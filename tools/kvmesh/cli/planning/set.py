@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import NotFound
+from kvmesh.bus.errors import Conflict, NotFound
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.planner.config import CHANGEABLE, plan_options, with_changes
 from kvmesh.planner.errors import PlannerConfigError
@@ -48,8 +48,11 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             print("the planners' own settings apply")
             return 0
         present: dict[str, Any] = {}
+        last = 0
         with suppress(NotFound, msgspec.MsgspecError):  # a malformed entry is replaced
-            present = _settings.decode((await bucket.get(key)).value or b"{}")
+            entry = await bucket.get(key)
+            last = entry.revision or 0
+            present = _settings.decode(entry.value or b"{}")
         changed = {k: v for k, v in {**present, **wanted}.items() if v}
         if wanted:
             try:
@@ -57,7 +60,14 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             except PlannerConfigError as error:
                 print(f"kvmesh plan set: {error}", file=sys.stderr)
                 return 2
-            await bucket.put(key, msgspec.json.encode(changed))
+            try:
+                if last:
+                    await bucket.update(key, msgspec.json.encode(changed), last=last)
+                else:
+                    await bucket.create(key, msgspec.json.encode(changed))
+            except Conflict:
+                print("kvmesh plan set: changed concurrently; try again", file=sys.stderr)
+                return 1
         for name, value in changed.items():
             print(f"{name} = {','.join(value) if isinstance(value, list) else value}")
         if not changed:

@@ -55,10 +55,6 @@ class LoadSeries:
             self._estimate()
 
     @property
-    def buckets(self) -> list[int]:
-        return list(self._buckets)
-
-    @property
     def steady_since(self) -> float:
         """Time at which the steady suffix begins."""
         return ((self._number or 0) - self.steady) * BUCKET_S

@@ -13,6 +13,7 @@ Counts = tuple[int, ...]
 MOST_VECTORS = 20_000
 WARM_UP = 0.15  # of the requests, which meet a fleet that was idle before
 RELAXED = 1.5
+MOST_WORKERS = 128  # simulated at most: a decision takes a second or two at worst
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,14 @@ def aims(
 def fulfilment(
     shapes: Sequence[RequestShape], workers: Sequence[ModelledEngine], aimed: Sequence[Aim]
 ) -> Kept:
-    """The shares of requests that keep each promise on a fleet, simulated on `shapes`."""
+    """The shares of requests that keep each promise on a fleet, simulated on `shapes`.
+
+    Of more than MOST_WORKERS workers an even part is simulated, at its part of the load.
+    """
+    if len(workers) > MOST_WORKERS:
+        share = MOST_WORKERS / len(workers)
+        workers = [workers[int(number / share)] for number in range(MOST_WORKERS)]
+        shapes = [replace(shape, at=shape.at / share) for shape in shapes]
     found = latencies(shapes, workers)
     skipped = int(len(shapes) * WARM_UP)
     metrics = {"ttft": found.ttft, "itl": found.itl, "queue": found.queue}

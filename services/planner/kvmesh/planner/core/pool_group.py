@@ -2,11 +2,11 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil, inf
 from typing import Protocol
 
-from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape, SlowedTimes
+from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
+from kvmesh.planner.capacity.slowdown import Slowdown
 from kvmesh.planner.core.candidates import CandidateFleets, Plan, total_capacity
 from kvmesh.planner.core.demand import Demand
 from kvmesh.planner.core.fleets import (
@@ -36,15 +36,6 @@ LEAST_SHAPES = 30
 DRAIN_S = 60.0  # least time in which a backlog is to be worked off
 SURE_SHAPES = 200  # fewer requests of a part of the window do not prove that less suffices
 MOST_NEEDS = 1024
-# Real workers that keep less than modelled by TOLERANCE, with an unchanged fleet for CALIBRATE_S
-# seconds, make the model slower; it recovers at each evaluation that does not show that.
-CALIBRATE_S = 60.0
-TOLERANCE = 0.05
-SLOWER = 1.2
-RECOVERY = 1.02
-MOST_SLOWDOWN = 3.0
-# Routers give up some balance for cache hits, which the model does not: it is never faster than so.
-LEAST_SLOWDOWN = 1.15
 
 
 class PlannedModel(Protocol):
@@ -85,9 +76,7 @@ class PoolGroup:
         self._evaluated_at = -inf
         self._evaluated_level = 0.0
         self._evaluated_counts: Counts = ()
-        self._slowdown = LEAST_SLOWDOWN
-        self._ready: Counts = ()
-        self._ready_since = -inf
+        self._slowdown = Slowdown()
         self._changed_at = -inf
         self._added_at = -inf
 
@@ -275,7 +264,7 @@ class PoolGroup:
         """The kinds of the pools and their capacities per worker; an unseen one is as the first."""
         known = [view.kind() for view in self.views]
         reference = next(kind for kind in known if kind is not None)
-        kinds = [_slowed(kind or reference, self._slowdown) for kind in known]
+        kinds = [self._slowdown.slowed(kind or reference) for kind in known]
         mean_uncached = sum(s.uncached for s in shapes) / len(shapes)
         mean_output = sum(s.output for s in shapes) / len(shapes)
         mean_kv = sum(s.prompt + s.output / 2 for s in shapes) / len(shapes)
@@ -293,26 +282,17 @@ class PoolGroup:
         return found
 
     def _calibrate(self, now: float, model: CandidateFleets, aimed: Sequence[Aim]) -> None:
-        """Slow the modelled workers down while the real ones keep clearly less than modelled.
-
-        The model knows neither imbalance between workers nor work that another pool should do.
-        """
+        """Slow the modelled workers down while the real ones keep clearly less than modelled."""
         ready = tuple(len(view.ready) for view in self.views)
-        if ready != self._ready:
-            self._ready, self._ready_since = ready, now
-        since = max(self._ready_since, now - 2 * CALIBRATE_S)
-        if now - self._ready_since < CALIBRATE_S or not any(ready) or not self._saturated():
-            self._slowdown = max(self._slowdown / RECOVERY, LEAST_SLOWDOWN)
-            return
-        modelled = model.kept(ready)
-        promises = self._core.promises
-        worse = False
-        for aim, share in zip(aimed, modelled.shares, strict=True):
-            kept = self._core.traffic.kept(aim.promise, promises, since, now)
-            promised = min(share, aim.promise.quantile) - TOLERANCE
-            worse |= aim.reachable and kept is not None and kept < promised
-        factor = self._slowdown * SLOWER if worse else self._slowdown / RECOVERY
-        self._slowdown = min(max(factor, LEAST_SLOWDOWN), MOST_SLOWDOWN)
+        since = self._slowdown.settled_since(ready, now)
+        pairs: list[tuple[float, float]] = []
+        if since is not None and self._saturated():
+            traffic, promises = self._core.traffic, self._core.promises
+            for aim, share in zip(aimed, model.kept(ready).shares, strict=True):
+                kept = traffic.kept(aim.promise, promises, since, now)
+                if aim.reachable and kept is not None:
+                    pairs.append((kept, min(share, aim.promise.quantile)))
+        self._slowdown.learn(pairs)
 
     def _saturated(self) -> bool:
         """True if the requests that wait in routers wait for this group."""
@@ -431,7 +411,3 @@ class PoolGroup:
             view.wanted * view.pool.devices for view in self._core.pools if view not in self.views
         )
         return self._options.max_devices - others - self._core.devices_elsewhere
-
-
-def _slowed(kind: ModelledEngine, factor: float) -> ModelledEngine:
-    return replace(kind, times=SlowedTimes(kind.times, factor))

@@ -3,7 +3,7 @@
 from math import inf
 
 from kvmesh.bus.messages import Instance, Load
-from kvmesh.planner.capacity.queueing import ModelledEngine, StepTimes
+from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.starts import Starts
@@ -17,7 +17,6 @@ class PoolView:
         self.starts = Starts(startup_s)
         self.wanted = 0
         self.cards: dict[str, Instance] = {}
-        self.times: StepTimes | None = None  # a measured profile
         self._loads: dict[tuple[str, int], Load] = {}
         self._fit: StepTimesFit | None = None
         self._kind: ModelledEngine | None = None
@@ -71,7 +70,7 @@ class PoolView:
         card = next(iter(self.cards.values()), None)
         if card is None or card.capacity is None or card.model is None or self._fit is None:
             return self._kind
-        times = self.times or self._fit.fitted()
+        times = self._fit.fitted()
         if times is not None:
             capacity = card.capacity
             self._kind = ModelledEngine(

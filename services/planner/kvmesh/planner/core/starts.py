@@ -1,6 +1,7 @@
 """Workers that are starting, and the start-up time learned from those that became ready."""
 
 from collections import deque
+from math import inf
 
 GIVE_UP = 3.0  # times the learned start-up time
 REMEMBERED = 8
@@ -15,7 +16,7 @@ class Starts:
         self._begun: deque[float] = deque()
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self.failed = 0
-        self._failed_at = float("-inf")
+        self._failed_at = -inf
 
     @property
     def pending(self) -> int:
@@ -42,7 +43,11 @@ class Starts:
             self._begun.pop()
 
     def ready(self, now: float) -> None:
-        """A worker has joined; it counts as the oldest of those that are starting, if any is."""
+        """A worker has joined; it counts as the oldest of those that are starting, if any is.
+
+        It shows that workers can start there again.
+        """
+        self._failed_at = -inf
         if self._begun:
             self._took.append(max(now - self._begun.popleft(), 0.1))
 

@@ -1,0 +1,24 @@
+"""The model slows down while real workers are worse than it, and recovers."""
+
+from kvmesh.planner.capacity.slowdown import LEAST, MOST, SETTLED_S, Slowdown
+
+
+def test_results_count_once_the_fleet_has_not_changed_for_long() -> None:
+    slowdown = Slowdown()
+    assert slowdown.settled_since((2,), 100.0) is None
+    assert slowdown.settled_since((2,), 100.0 + SETTLED_S) == 100.0
+    assert slowdown.settled_since((3,), 101.0 + SETTLED_S) is None
+    assert slowdown.settled_since((0,), 900.0) is None
+    assert slowdown.settled_since((0,), 999.0) is None
+
+
+def test_the_factor_rises_while_less_is_kept_and_recovers_within_bounds() -> None:
+    slowdown = Slowdown()
+    for _ in range(20):
+        slowdown.learn([(0.5, 0.95), (1.0, 0.95)])
+    assert slowdown.factor == MOST
+    slowdown.learn([(0.93, 0.95)])
+    assert slowdown.factor < MOST
+    for _ in range(200):
+        slowdown.learn([])
+    assert slowdown.factor == LEAST
