@@ -221,6 +221,11 @@ class Subjects:
         return self._of("router", token(model), *instance_tokens(instance))
 
     @property
+    def oracle(self) -> str:
+        """Questions of planners about candidate fleets."""
+        return self._of("oracle")
+
+    @property
     def sessions(self) -> str:
         """Session queries between frontends."""
         return self._of("sessions")

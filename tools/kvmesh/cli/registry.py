@@ -25,11 +25,21 @@ NOT_SIMULATED: frozenset[OptionKey] = frozenset(
         *(("mock", key) for key in ("crash_step", "hang_step", "slow_step", "slow_factor")),
         ("mock", "lose_every"),
         *(("planner", key) for key in ("name", "connector", "metrics_port", "metrics_host")),
-        *(("planner", key) for key in ("compose_file", "namespace", "command")),
+        *(("planner", key) for key in ("compose_file", "namespace", "command", "oracle_budget_s")),
         *(("planner", key) for key in ("connector_timeout_s", "manual_hold_s")),
     ]
 )
-ROLES = ("frontend", "router", "indexer", "kvbm", "worker", *ENGINES, "transfer", "planner")
+ROLES = (
+    "frontend",
+    "router",
+    "indexer",
+    "kvbm",
+    "worker",
+    *ENGINES,
+    "transfer",
+    "planner",
+    "oracle",
+)
 
 
 class Implementation(Protocol):
@@ -78,6 +88,14 @@ COMMANDS = (
     ),
     _service("worker", "run one worker: an engine and its publisher", *ENGINES, "transfer"),
     _service("planner", "run one planner: decides how many workers run, and has it done"),
+    Command(
+        "oracle",
+        "run one oracle: simulates candidate fleets for planners",
+        "kvmesh.cli.commands.service",
+        own="oracle",
+        sections=("router", *SERVICE),
+        excluded=NOT_SIMULATED - {("router", "policy")},
+    ),
     Command("tail", "show the messages on the bus", "kvmesh.cli.commands.tail", sections=BUS),
     Command(
         "status",

@@ -57,11 +57,15 @@ from kvmesh.bus.messages.layout import KvLayout, LayerLayout, incompatible_model
 from kvmesh.bus.messages.load import Load
 from kvmesh.bus.messages.planning import (
     DesiredFleet,
+    FleetAnswer,
     FleetCandidate,
+    FleetQuestion,
     FleetReport,
     IdleModel,
     PoolPlan,
+    PromisedLatency,
     ScalingDecision,
+    SimulatedPool,
     Wake,
 )
 from kvmesh.bus.messages.routing import (
@@ -135,7 +139,9 @@ __all__ = [
     "Fetch",
     "Fetched",
     "Finish",
+    "FleetAnswer",
     "FleetCandidate",
+    "FleetQuestion",
     "FleetReport",
     "Guided",
     "Hints",
@@ -169,6 +175,7 @@ __all__ = [
     "PrefetchTerms",
     "Prepare",
     "Prepared",
+    "PromisedLatency",
     "RankKey",
     "Refused",
     "Release",
@@ -193,6 +200,7 @@ __all__ = [
     "Serve",
     "SessionPrompt",
     "SessionQuery",
+    "SimulatedPool",
     "StepOutput",
     "Stored",
     "Thresholds",

@@ -15,6 +15,7 @@ class Role(StrEnum):
     WORKER = "worker"
     KVBM = "kvbm"
     PLANNER = "planner"
+    ORACLE = "oracle"
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

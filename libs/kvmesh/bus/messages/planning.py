@@ -1,6 +1,11 @@
-"""The fleet that the planner wants, the answers of those who start and stop workers, and wakes."""
+"""The fleet that the planner wants, the answers of those who start and stop workers, and wakes.
 
-from msgspec import Struct
+Also the planner's questions to an oracle, which simulates candidate fleets.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
 
 from kvmesh.bus.messages.discovery import Capacity, ModelCard
 
@@ -67,6 +72,8 @@ class FleetCandidate(Struct, frozen=True, kw_only=True):
 
     `shares` are the shares of requests that would keep each promise, `quantiles` the promised
     quantiles in seconds, both by promise; `busy` is the share of time that its workers step.
+    `evaluated_by` is "queue" for the planner's own model, "simulation" for an oracle's, and
+    "corrected queue" for its own with what a simulation of another fleet differs from it.
     """
 
     workers: dict[str, int]
@@ -74,6 +81,71 @@ class FleetCandidate(Struct, frozen=True, kw_only=True):
     shares: dict[str, float]
     quantiles: dict[str, float]
     busy: float = 0.0
+    evaluated_by: str = "queue"
+
+
+StepSeconds = Annotated[float, Meta(ge=0, le=1e6)]
+Size = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class SimulatedPool(Struct, frozen=True, kw_only=True):
+    """The workers of one pool in a `FleetQuestion`: step times in seconds, sizes in tokens.
+
+    A step that computes prompt tokens takes `prefill_step_s` and `token_s` for each of them; one
+    that decodes takes `step_s` and `kv_token_s` for each token of KV in use. One that does both
+    takes the sum. `cost` is that of a worker per hour.
+    """
+
+    name: str
+    step_s: StepSeconds
+    prefill_step_s: StepSeconds
+    token_s: StepSeconds
+    kv_token_s: StepSeconds
+    step_tokens: Size
+    max_sequences: Size
+    kv_tokens: Size
+    cost: Annotated[float, Meta(ge=0)] = 1.0
+
+
+class PromisedLatency(Struct, frozen=True, kw_only=True):
+    """A promise in a `FleetQuestion`: `quantile` of a class's requests within `seconds`."""
+
+    metric: Literal["ttft", "itl", "queue"]
+    quantile: Annotated[float, Meta(gt=0, lt=1)]
+    seconds: Annotated[float, Meta(gt=0, le=1e6)]
+    request_class: str = ""
+
+
+class FleetQuestion(Struct, frozen=True, kw_only=True):
+    """A planner asks an oracle to simulate candidate fleets on a model's recent requests.
+
+    `fleets` are numbers of workers in the order of `pools`; the first ones are wanted most. The
+    requests are those that arrived from `since` (Unix seconds) on, as dense as `level` (arrivals
+    per second). The oracle answers within `budget_s` seconds.
+    """
+
+    model: str
+    pools: Annotated[list[SimulatedPool], Meta(min_length=1, max_length=16)]
+    fleets: Annotated[
+        list[list[Annotated[int, Meta(ge=0, le=1024)]]], Meta(min_length=1, max_length=16)
+    ]
+    promises: Annotated[list[PromisedLatency], Meta(max_length=64)]
+    level: Annotated[float, Meta(gt=0, le=1e6)]
+    since: float
+    budget_s: Annotated[float, Meta(gt=0, le=600)]
+
+
+class FleetAnswer(Struct, frozen=True, kw_only=True):
+    """The simulated fleets, in the order of the question; those beyond the budget are missing.
+
+    `requests` of the window were simulated for each, in `seconds` altogether. With `error`, nothing
+    was simulated.
+    """
+
+    candidates: list[FleetCandidate] = []
+    requests: int = 0
+    seconds: float = 0.0
+    error: str = ""
 
 
 class PoolPlan(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from kvmesh.settings.schema.frontend import FrontendSettings
 from kvmesh.settings.schema.indexer import IndexerSettings
 from kvmesh.settings.schema.kvbm import KvbmSettings
 from kvmesh.settings.schema.mesh import LogSettings, NatsSettings, ProcessSettings, StreamSettings
+from kvmesh.settings.schema.oracle import OracleSettings
 from kvmesh.settings.schema.planner import PlannerSettings
 from kvmesh.settings.schema.router import RouterSettings
 from kvmesh.settings.schema.transfer import TransferSettings
@@ -30,6 +31,7 @@ __all__ = [
     "LogSettings",
     "MockSettings",
     "NatsSettings",
+    "OracleSettings",
     "PlannerSettings",
     "ProcessSettings",
     "RemoteSettings",
@@ -60,6 +62,7 @@ class Settings(Section, frozen=True, kw_only=True):
     worker: WorkerSettings = WorkerSettings()
     kvbm: KvbmSettings = KvbmSettings()
     planner: PlannerSettings = PlannerSettings()
+    oracle: OracleSettings = OracleSettings()
     mock: MockSettings = MockSettings()
     transfer: TransferSettings = TransferSettings()
     torch: TorchSettings = TorchSettings()

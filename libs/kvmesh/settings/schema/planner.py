@@ -71,6 +71,15 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
         str,
         Meta(description="predictor of the arrivals; best: the one with the least error so far"),
     ] = "best"
+    oracle_budget_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=600,
+            description="time that an oracle may take to simulate candidate fleets; 0: none is"
+            " asked",
+        ),
+    ] = 0.0
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
     metrics_host: MetricsHost = LOOPBACK
     compose_file: Annotated[

@@ -20,6 +20,10 @@ class UpSettings(Section, frozen=True, kw_only=True):
     planner: Annotated[
         bool, Meta(description="run a planner, which starts and stops workers as the load demands")
     ] = False
+    oracle: Annotated[
+        bool,
+        Meta(description="run an oracle, which simulates candidate fleets for the planner"),
+    ] = False
     max_workers: Annotated[
         Count,
         Meta(

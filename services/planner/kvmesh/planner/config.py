@@ -79,6 +79,7 @@ def plan_options(
         manual_hold_s=settings.manual_hold_s,
         max_devices=inf if devices is None else devices,
         disagg_tokens=disagg_tokens,
+        oracle_budget_s=settings.oracle_budget_s,
     )
     return options, pools
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
+    FleetAnswer,
+    FleetQuestion,
     Instance,
     Role,
     ScalingDecision,
@@ -32,6 +35,7 @@ from kvmesh.planner.fleet_driver import FleetDriver
 from kvmesh.planner.idle_models import IdleModels
 from kvmesh.planner.leadership import Leadership
 from kvmesh.planner.models import ModelPlanners
+from kvmesh.planner.oracle_client import OracleClient
 from kvmesh.planner.record import scaling_decision
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
@@ -63,6 +67,7 @@ class PlannerService:
         self._planned: dict[str, dict[str, int]] = {}
         self._failing: set[str] = set()
         self._idle = IdleModels(service.bus, service.instance, service.warnings)
+        self._oracle = OracleClient(service.bus, service.warnings)
         self._leadership = Leadership()
         # the numbers that the place runs are another's: this planner has not set them
         self._adopt = True
@@ -121,6 +126,7 @@ class PlannerService:
             service.start_watchdog()
             await service.stopping.wait()
         finally:
+            await self._oracle.close()
             await self._driver.close()
             for reader in (self._routes, self._sequences, self._changes):
                 await reader.close()
@@ -220,6 +226,7 @@ class PlannerService:
             if plan is None:
                 continue
             self._warn(core, model, now)
+            self._ask(core)
             await self._report(model, core, plan, before, now)
             changes = {pool: n for pool, n in plan.wanted.items() if n != before[pool]}
             if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
@@ -247,6 +254,14 @@ class PlannerService:
         (self._failing.add if failed else self._failing.discard)(model)
         self._service.warnings.update(f"plan {model}", failed)
         return plan
+
+    def _ask(self, core: PlannerCore) -> None:
+        """Have an oracle simulate the fleets that matter to a model, if one is free."""
+        if self._oracle.ready and (question := core.take_question()) is not None:
+            self._oracle.ask(question, partial(self._answered, core))
+
+    def _answered(self, core: PlannerCore, question: FleetQuestion, answer: FleetAnswer) -> None:
+        core.answered(question, answer, time.time())
 
     async def _read_idle(self) -> bool:
         """Read the entries of the planner that led before; False, with a warning, on an error."""

@@ -116,14 +116,15 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
 def _candidates(decision: ScalingDecision) -> Table:
     table = Table(title="fleets considered, with what they would keep", title_justify="left")
     names = list(decision.candidates[0].shares)
-    for name in ("workers", "cost/h", "busy", *names):
-        table.add_column(name, justify="left" if name == "workers" else "right")
+    for name in ("workers", "cost/h", "busy", *names, "evaluated by"):
+        table.add_column(name, justify="left" if name in ("workers", "evaluated by") else "right")
     for each in decision.candidates[:MOST_CANDIDATES]:
         table.add_row(
             ", ".join(f"{pool} {n}" for pool, n in each.workers.items()),
             f"{each.cost:g}",
             f"{each.busy:.0%}",
             *(f"{each.shares[name]:.1%} ({each.quantiles[name]:.2g} s)" for name in names),
+            each.evaluated_by,
         )
     return table
 

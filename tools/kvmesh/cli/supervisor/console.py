@@ -15,6 +15,7 @@ COLOURS = {
     "kvbm": 31,
     "worker": 32,
     "planner": 95,
+    "oracle": 94,
     "nats": 33,
     "up": 1,
 }

@@ -11,10 +11,10 @@ import msgspec
 from kvmesh.settings import CONFIG, Settings, to_env, variables
 from kvmesh.settings.schema import PlannerSettings
 
-START_ORDER = ("nats", "indexer", "router", "kvbm", "worker", "frontend", "planner")
-STOP_ORDER = ("planner", "frontend", "worker", "kvbm", "router", "indexer", "nats")
+START_ORDER = ("nats", "indexer", "router", "kvbm", "worker", "frontend", "oracle", "planner")
+STOP_ORDER = ("planner", "oracle", "frontend", "worker", "kvbm", "router", "indexer", "nats")
 # the workers' ports come last: a planner may start more of them
-METRICS_ORDER = ("indexer", "router", "kvbm", "planner", "worker")
+METRICS_ORDER = ("indexer", "router", "kvbm", "planner", "oracle", "worker")
 COUNTS = {
     "indexer": "indexers",
     "router": "routers",
@@ -22,7 +22,10 @@ COUNTS = {
     "worker": "workers",
     "frontend": "frontends",
     "planner": "planner",
+    "oracle": "oracle",
 }
+
+ORACLE_BUDGET_S = 10.0  # of a planner beside an oracle, unless a setting names another
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ def _planner(settings: Settings) -> PlannerSettings:
     section = settings.planner
     if section.connector == "advisory":
         section = msgspec.structs.replace(section, connector="processes")
+    if settings.up.oracle and not section.oracle_budget_s:
+        section = msgspec.structs.replace(section, oracle_budget_s=ORACLE_BUDGET_S)
     if section.pools == PlannerSettings().pools:
         pools = [
             f"{group.pool}:serves={group.settings.worker.serves},min=1"

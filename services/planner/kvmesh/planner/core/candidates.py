@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
 from kvmesh.planner.core.fleets import Aim, Counts, Kept, fulfilment
 from kvmesh.planner.core.pools import Pool
+from kvmesh.planner.core.simulated_fleets import corrected
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Evaluated:
     cost: float
     kept: Kept
     promises: tuple[str, ...]
+    evaluated_by: str = "queue"
 
 
 @dataclass
@@ -34,7 +36,10 @@ class Plan:
 
 
 class CandidateFleets:
-    """Evaluates candidate fleets on one scenario, each once."""
+    """Evaluates candidate fleets on one scenario, each once.
+
+    Results of a simulation replace those of the queue model, and correct its other ones.
+    """
 
     def __init__(
         self,
@@ -46,9 +51,28 @@ class CandidateFleets:
         self._kinds = kinds
         self._aims = aimed
         self._known: dict[Counts, Kept] = {}
+        self._simulated: dict[Counts, Kept] = {}
+        self._speeds: Sequence[float] = ()
+
+    def use(self, simulated: dict[Counts, Kept], speeds: Sequence[float]) -> None:
+        """Use simulated fleets from now on; `speeds` are the pools' capacities per worker."""
+        self._simulated, self._speeds = simulated, speeds
 
     def kept(self, counts: Counts) -> Kept:
         """The promises that a fleet would keep."""
+        if counts in self._simulated:
+            return self._simulated[counts]
+        own = self._modelled(counts)
+        if not self._simulated:
+            return own
+        capacity = total_capacity(counts, self._speeds)
+        nearest = min(
+            self._simulated, key=lambda each: abs(total_capacity(each, self._speeds) - capacity)
+        )
+        return corrected(own, self._modelled(nearest), self._simulated[nearest])
+
+    def _modelled(self, counts: Counts) -> Kept:
+        """The promises that a fleet would keep by the queue model."""
         kept = self._known.get(counts)
         if kept is None:
             workers = [k for k, n in zip(self._kinds, counts, strict=True) for _ in range(n)]
@@ -58,14 +82,16 @@ class CandidateFleets:
     def evaluated(self, pools: Sequence[Pool]) -> list[Evaluated]:
         """The fleets evaluated so far, smallest first."""
         promises = tuple(str(aim.promise) for aim in self._aims)
+        model = "corrected queue" if self._simulated else "queue"
         return [
             Evaluated(
                 {pool.name: n for pool, n in zip(pools, counts, strict=True)},
                 sum(n * pool.cost for n, pool in zip(counts, pools, strict=True)),
-                kept,
+                self.kept(counts),
                 promises,
+                "simulation" if counts in self._simulated else model,
             )
-            for counts, kept in sorted(self._known.items())
+            for counts in sorted({*self._known, *self._simulated})
         ]
 
     def smallest(self, fleets: list[Counts], margin: float) -> Counts:

@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, prod
 
-from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape, latencies
+from kvmesh.planner.capacity.queueing import (
+    Latencies,
+    ModelledEngine,
+    RequestShape,
+    latencies,
+)
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.promises import Promise, covers
 
@@ -127,8 +132,15 @@ def fulfilment(
         share = MOST_WORKERS / len(workers)
         workers = [workers[int(number / share)] for number in range(MOST_WORKERS)]
         shapes = [replace(shape, at=shape.at / share) for shape in shapes]
-    found = latencies(shapes, workers)
-    skipped = int(len(shapes) * WARM_UP)
+    return kept_promises(latencies(shapes, workers), aimed, len(shapes))
+
+
+def kept_promises(found: Latencies, aimed: Sequence[Aim], count: int) -> Kept:
+    """The promises that `count` requests have kept, without the first ones, which met idle workers.
+
+    `found` and the numbers of the aims are in the order of arrival.
+    """
+    skipped = int(count * WARM_UP)
     metrics = {"ttft": found.ttft, "itl": found.itl, "queue": found.queue}
     shares, quantiles = [], []
     for aim in aimed:

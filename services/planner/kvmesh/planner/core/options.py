@@ -11,6 +11,7 @@ class PlanOptions:
     """Times in seconds. `promises` may be empty: `target` then says what to aim at.
 
     `disagg_tokens`: prompts with at least so many tokens to compute go to prefill workers.
+    `oracle_budget_s`: the time that an oracle may take for an answer; 0: none is asked.
     """
 
     promises: list[Promise] = field(default_factory=list)
@@ -25,3 +26,4 @@ class PlanOptions:
     disagg_tokens: int = 2048
     zero_after_s: float = 300.0
     manual_hold_s: float = 900.0
+    oracle_budget_s: float = 0.0

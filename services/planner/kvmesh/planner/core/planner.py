@@ -7,7 +7,17 @@ decisions and outcomes. Times are in Unix seconds (virtual ones in the simulator
 from collections.abc import Sequence
 from math import inf
 
-from kvmesh.bus.messages import Instance, Load, Outcome, RouteEvent, SeqEvent
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import (
+    FleetAnswer,
+    FleetQuestion,
+    Instance,
+    Load,
+    Outcome,
+    RouteEvent,
+    SeqEvent,
+)
 from kvmesh.planner.core.candidates import Plan
 from kvmesh.planner.core.demand import Demand
 from kvmesh.planner.core.options import PlanOptions
@@ -188,6 +198,24 @@ class PlannerCore:
         plan.wanted = {view.pool.name: view.wanted for view in self.pools}
         plan.reason = "; ".join(dict.fromkeys(reasons)) or "no change"
         return plan
+
+    # simulations
+
+    def take_question(self) -> FleetQuestion | None:
+        """The question that an oracle should answer now, if any; each is returned once."""
+        for group in self.groups:
+            question = group.simulated.take()
+            if question is not None:
+                return replace(question, model=self.model, since=question.since - self._offset)
+        return None
+
+    def answered(self, question: FleetQuestion, answer: FleetAnswer, now: float) -> None:
+        """Use the answer to a question while it holds; one with an error is ignored."""
+        now = self._seen(now)
+        names = [pool.name for pool in question.pools]
+        for group in self.groups:
+            if names == [view.pool.name for view in group.views] and not answer.error:
+                group.answered(question, answer, now)
 
     def _advance(self, now: float) -> float:
         if self.time(now) < self._decided_at:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from math import ceil, inf
 from typing import Protocol
 
+from kvmesh.bus.messages import FleetAnswer, FleetQuestion
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
 from kvmesh.planner.capacity.slowdown import Slowdown
 from kvmesh.planner.core.candidates import CandidateFleets, Plan, total_capacity
@@ -22,6 +23,7 @@ from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.core.scenario import scenario
+from kvmesh.planner.core.simulated_fleets import SimulatedFleets
 from kvmesh.planner.core.traffic import ObservedTraffic
 from kvmesh.planner.core.victims import CacheWorth
 
@@ -72,6 +74,7 @@ class PoolGroup:
         self.views = views
         self._serves = serves
         self.unreachable: set[str] = set()
+        self.simulated = SimulatedFleets()
         self._needs: deque[tuple[float, float]] = deque(maxlen=MOST_NEEDS)
         self._evaluated_at = -inf
         self._evaluated_level = 0.0
@@ -99,6 +102,11 @@ class PoolGroup:
         """Evaluate at the next decision, whatever has changed."""
         self._evaluated_at = -inf
         self.unreachable.clear()
+
+    def answered(self, question: FleetQuestion, answer: FleetAnswer, now: float) -> None:
+        """Use the answer of an oracle at the next decision."""
+        self.simulated.answered(question, answer, now)
+        self._evaluated_at = -inf
 
     def changed(self, now: float) -> None:
         """Count `now` as the time of the last change: the cool-down of removals begins."""
@@ -163,6 +171,12 @@ class PoolGroup:
         model = CandidateFleets(shapes, kinds, aimed)
         self._calibrate(now, model, aimed)
         pools = [view.pool for view in self.views]
+        simulates = "prefill" not in self._serves and not self._splits
+        self.simulated.expect(
+            pools, [v.kind() for v in self.views], aimed, level,
+            self._options.oracle_budget_s if simulates else 0.0,
+        )  # fmt: skip
+        model.use(self.simulated.known(now), speeds)
         devices = self._devices_left()
         upper = tuple(view.most(now) for view in self.views)
         lower = tuple(
@@ -181,7 +195,9 @@ class PoolGroup:
             fleets = [
                 f for f in fleets if total_capacity(f, speeds) <= total_capacity(counts, speeds)
             ]
-        capacity = total_capacity(self._needed(model, fleets, speeds, sure), speeds)
+        needed = self._needed(model, fleets, speeds, sure)
+        capacity = total_capacity(needed, speeds)
+        self.simulated.ask(now, needed, counts, fleets, self._core.demand.series)
         extra = self._extra(capacity, backlog, speeds)
         self._remember(now, capacity, startup)
         have = total_capacity(counts, speeds)

@@ -1,0 +1,1 @@
+"""The oracle: simulates candidate fleets on recent requests, for planners."""
