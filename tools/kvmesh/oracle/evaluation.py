@@ -67,21 +67,22 @@ def answer(
             f"{len(captured)} requests of {question.model} have ended in this window, fewer than"
             f" {FEWEST}"
         )
+    deadline = started + question.budget_s
+    candidates: list[FleetCandidate] = []
     try:
         scene = _Scene(question, captured, router)
-        candidates: list[FleetCandidate] = []
         for fleet in question.fleets:
-            if clock() + scene.slowest_s > started + question.budget_s:
+            if clock() + scene.slowest_s > deadline:
                 break
-            candidates.append(scene.evaluate(fleet, started + question.budget_s, clock))
+            candidates.append(scene.evaluate(fleet, deadline, clock))
     except _BudgetSpent:
-        if not candidates:
-            raise QuestionError(
-                f"{len(captured)} requests take more than {question.budget_s:g} s on the first"
-                " fleet"
-            ) from None
+        pass
     except WorkloadError as error:
         raise QuestionError(str(error)) from error
+    if not candidates:
+        raise QuestionError(
+            f"{len(captured)} requests take more than {question.budget_s:g} s on the first fleet"
+        )
     return FleetAnswer(candidates=candidates, requests=len(captured), seconds=clock() - started)
 
 

@@ -35,12 +35,17 @@ _tasks = msgspec.msgpack.Decoder(SimulationTask)
 
 
 class SimulationProcess:
-    """Starts the process at the first question, and again after it was killed or has died."""
+    """Starts the process, and again at the next question after it was killed or has died."""
 
     def __init__(self, router: RouterSettings) -> None:
         self._router = router
         self._process: asyncio.subprocess.Process | None = None
         self._rate = FIRST_RATE
+
+    async def start(self) -> None:
+        """Start the process ahead of the first question; a failure shows with that."""
+        with contextlib.suppress(OSError):
+            await self._running()
 
     async def answer(self, question: FleetQuestion, captured: list[CapturedRound]) -> FleetAnswer:
         """The answer; one with `error` if the process fails or takes longer than the budget."""
@@ -75,6 +80,16 @@ class SimulationProcess:
                 await process.wait()
 
     async def _exchange(self, task: SimulationTask) -> FleetAnswer:
+        process = await self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        data = msgspec.msgpack.encode(task)
+        process.stdin.write(len(data).to_bytes(HEADER_BYTES) + data)
+        await process.stdin.drain()
+        size = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES))
+        return _answers.decode(await process.stdout.readexactly(size))
+
+    async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "kvmesh.oracle.process"),
@@ -82,13 +97,7 @@ class SimulationProcess:
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # a Ctrl-C is for the oracle, which ends it
             )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        data = msgspec.msgpack.encode(task)
-        self._process.stdin.write(len(data).to_bytes(HEADER_BYTES) + data)
-        await self._process.stdin.drain()
-        size = int.from_bytes(await self._process.stdout.readexactly(HEADER_BYTES))
-        return _answers.decode(await self._process.stdout.readexactly(size))
+        return self._process
 
 
 def simulate_tasks(source: BinaryIO, sink: BinaryIO) -> None:

@@ -80,6 +80,7 @@ class OracleService:
     async def _open(self) -> None:
         bus = self._service.bus
         await answer_pings(bus, self._service.instance)
+        await self._process.start()
         await self._routes.open()
         try:
             async with asyncio.timeout(REPLAY_S):

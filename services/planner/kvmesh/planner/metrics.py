@@ -27,6 +27,9 @@ kept = Gauge(
     "Share of the latest requests that kept a promise",
     ["model", "promise"],
 )
+oracle_answers = Counter(
+    f"{_PREFIX}_oracle_answers", "Questions to an oracle, by result: answered, failed", ["result"]
+)
 connector_errors = Counter(
     f"{_PREFIX}_connector_errors", "Changes that the connector could not make"
 )

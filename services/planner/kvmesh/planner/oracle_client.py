@@ -10,12 +10,13 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, NoResponder, cause
 from kvmesh.bus.messages import FleetAnswer, FleetQuestion
+from kvmesh.planner import metrics
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0  # beyond the budget of a question
-RETRY_S = 15.0
+RETRY_S = 5.0
 _answers = msgspec.msgpack.Decoder(FleetAnswer)
 
 
@@ -60,6 +61,7 @@ class OracleClient:
             reason = cause(error)
         failed = {"": f"fleets are not simulated: {reason}"} if reason else {}
         self._warnings.update("oracle", failed)
+        metrics.oracle_answers.labels("failed" if failed else "answered").inc()
         if failed:
             self._failed_at = self._now()
         else:

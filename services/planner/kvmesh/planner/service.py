@@ -42,7 +42,7 @@ from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
-RECORD_S = 60.0  # an unchanged plan is recorded this often
+RECORD_S = 60.0  # an unchanged plan is recorded this often, or twice as seldom if not evaluated
 STORE_S = 5.0
 REPLAY_S = 30.0
 SEQUENCES_S = 300.0
@@ -309,7 +309,9 @@ class PlannerService:
         metrics.observe(record)
         if changed:
             log.info("%s: %s", model, plan.reason)
-        if changed or now - self._recorded_at.get(model, 0.0) >= RECORD_S:
+        # evaluations are rarer than decisions: a record waits for one, to show its candidates
+        wait_s = RECORD_S if plan.candidates else 2 * RECORD_S
+        if changed or now - self._recorded_at.get(model, 0.0) >= wait_s:
             self._recorded_at[model] = now
             await self._record(record)
 

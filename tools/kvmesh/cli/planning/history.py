@@ -10,7 +10,7 @@ from kvmesh.bus.messages import ScalingDecision
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 READ_S = 30.0
-LATEST_MINUTES = 5  # a planner records at least one decision a minute
+LATEST_MINUTES = 5  # a planner records a decision every two minutes at least
 _decisions = msgspec.msgpack.Decoder(ScalingDecision)
 
 

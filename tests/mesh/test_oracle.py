@@ -1,0 +1,141 @@
+"""`kvmesh oracle` on a real bus: answers and refusals, and a planner that goes on without it."""
+
+import asyncio
+import json
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest_asyncio
+from msgspec.structs import replace
+from support.ended_requests import events, question
+from support.frontend import MODEL, scripted_worker
+from support.mesh import Mesh, stream_env
+from support.nats import NatsServer, free_port
+from support.places.on_bus import BusPlace
+from support.planned_model import LinearEngine
+from support.planners import Planners, command
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import FleetAnswer, FleetQuestion, encode
+from kvmesh.bus.streams.configuration import StreamLimits
+
+REQUESTS = 240
+_answers = msgspec.msgpack.Decoder(FleetAnswer)
+
+
+class Oracle:
+    """An oracle process of a mesh."""
+
+    def __init__(self, mesh: Mesh, bus: Bus) -> None:
+        self._bus = bus
+        self._mesh = mesh
+        self._port = free_port()
+
+    async def start(self) -> None:
+        self._mesh.start("oracle", "oracle-0", KVMESH_ORACLE_METRICS_PORT=str(self._port))
+        await eventually(self._ready, what="the oracle is ready")
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health") as answer:
+                return bool(json.loads(answer.read())["status"] == "ok")
+        except urllib.error.HTTPError as answer:  # while it starts
+            answer.close()
+            return False
+        except OSError as error:
+            raise AssertionError(str(error)) from error
+
+    def signal(self, number: int) -> None:
+        self._mesh.processes["oracle-0"].send_signal(number)
+
+    async def ask(self, asking: object, timeout: float = PATIENCE_S) -> FleetAnswer:
+        return await self._bus.request(self._bus.subjects.oracle, asking, _answers, timeout)
+
+
+@pytest_asyncio.fixture
+async def mesh(
+    nats_server: NatsServer, bus: Bus, limits: StreamLimits, tmp_path: Path
+) -> AsyncIterator[Mesh]:
+    mesh = Mesh(nats_server.url, tmp_path, stream_env(limits), bus.options.namespace)
+    yield mesh
+    for process in mesh.processes.values():
+        process.send_signal(signal.SIGCONT)
+    mesh.stop()
+
+
+async def store(bus: Bus, now: float) -> None:
+    """Requests that arrived in the last minutes, one a second."""
+    for number in range(REQUESTS):
+        at = now - REQUESTS + number
+        placed, ended = events(f"r-{number}", at, range(1 + 8 * number, 9 + 8 * number), output=20)
+        for event in (replace(placed, model=MODEL), ended):
+            await bus.store(bus.subjects.route(MODEL), encode(event), PATIENCE_S)
+
+
+def about(fleets: list[list[int]], since: float, **changes: object) -> FleetQuestion:
+    asking = question(fleets, 1.0, budget_s=30.0)
+    return replace(asking, **{"model": MODEL, "since": since, **changes})
+
+
+async def test_it_answers_questions_and_refuses_bad_ones(mesh: Mesh, bus: Bus) -> None:
+    now = time.time()
+    await store(bus, now)
+    await bus.store(bus.subjects.route(MODEL), b"\xc1", PATIENCE_S)
+    oracle = Oracle(mesh, bus)
+    await oracle.start()
+    answer = await oracle.ask(about([[2], [1]], now - 300))
+    assert answer.error == ""
+    assert [each.workers for each in answer.candidates] == [{"workers": 2}, {"workers": 1}]
+    assert answer.candidates[0].shares == {"ttft p90=2s": 1.0}
+    assert answer.requests == REQUESTS
+    half = await oracle.ask(about([[2]], now - REQUESTS / 2))
+    assert half.requests <= REQUESTS / 2
+    found = await asyncio.gather(*(oracle.ask(about([[2]], now - 300)) for _ in range(3)))
+    assert sorted(each.error for each in found) == ["", *["busy with another question"] * 2]
+    hurried = await oracle.ask(about([[2]], 0.0, budget_s=1e-6))
+    assert "take more than 1e-06 s on the first fleet" in hurried.error
+    assert "malformed question" in (await oracle.ask({"model": MODEL})).error
+    assert "level" in (await oracle.ask(about([[1]], now, level=-1.0))).error
+    assert "not one number for each pool" in (await oracle.ask(about([[1, 1]], 0.0))).error
+    assert "0 requests of other" in (await oracle.ask(about([[1]], 0.0, model="other"))).error
+    status, output = await command(mesh, "status")
+    assert (status, "oracle-0" in output) == (0, True), output
+    log = (mesh.folder / "oracle-0.log").read_text()
+    assert "ignored a malformed decision" in log
+    assert "Traceback" not in log
+    oracle.signal(signal.SIGTERM)
+    assert mesh.processes["oracle-0"].wait(PATIENCE_S) == 0
+
+
+async def test_a_planner_goes_on_while_the_oracle_is_frozen(
+    mesh: Mesh, bus: Bus, limits: StreamLimits
+) -> None:
+    await store(bus, time.time())
+    planners, oracle, place = Planners(mesh, bus), Oracle(mesh, bus), BusPlace(bus)
+    await place.start()
+    async with scripted_worker(bus, limits, "worker-0") as worker:
+        await planners.start(KVMESH_PLANNER_ORACLE_BUDGET_S="0.5")
+        engine = LinearEngine(worker.instance)
+        for _ in range(20):
+            bus.post(bus.subjects.load(worker.instance), engine.load())
+        await eventually(lambda: "none is running" in planners.warnings())
+        await oracle.start()
+        await eventually(lambda: answers(planners, "answered") >= 1, what="an answer")
+        await eventually(lambda: not planners.warnings())
+        oracle.signal(signal.SIGSTOP)
+        await eventually(lambda: "fleets are not simulated: no reply" in planners.warnings())
+        await planners.decides(3)
+        oracle.signal(signal.SIGCONT)
+        await eventually(lambda: not planners.warnings(), what="the warning ends")
+    assert "Traceback" not in planners.log()
+    await place.close()
+
+
+def answers(planners: Planners, result: str) -> float:
+    return planners.metrics().get(f'kvmesh_planner_oracle_answers_total{{result="{result}"}}', 0)
