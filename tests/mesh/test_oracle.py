@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -72,10 +73,20 @@ async def mesh(
 async def store(bus: Bus, now: float) -> None:
     """Requests that arrived in the last minutes, one a second."""
     for number in range(REQUESTS):
-        at = now - REQUESTS + number
-        placed, ended = events(f"r-{number}", at, range(1 + 8 * number, 9 + 8 * number), output=20)
-        for event in (replace(placed, model=MODEL), ended):
-            await bus.store(bus.subjects.route(MODEL), encode(event), PATIENCE_S)
+        await request(bus, number, now - REQUESTS + number)
+
+
+async def request(bus: Bus, number: int, at: float) -> None:
+    placed, ended = events(f"r-{number}", at, range(1 + 8 * number, 9 + 8 * number), output=20)
+    for event in (replace(placed, model=MODEL), ended):
+        await bus.store(bus.subjects.route(MODEL), encode(event), PATIENCE_S)
+
+
+async def keep_requesting(bus: Bus) -> None:
+    """Go on with one request a second."""
+    for number in count(REQUESTS):
+        await request(bus, number, time.time())
+        await asyncio.sleep(1.0)
 
 
 def about(fleets: list[list[int]], since: float, **changes: object) -> FleetQuestion:
@@ -119,6 +130,7 @@ async def test_a_planner_goes_on_while_the_oracle_is_frozen(
     await store(bus, time.time())
     planners, oracle, place = Planners(mesh, bus), Oracle(mesh, bus), BusPlace(bus)
     await place.start()
+    requesting = asyncio.create_task(keep_requesting(bus))
     async with scripted_worker(bus, limits, "worker-0") as worker:
         await planners.start(KVMESH_PLANNER_ORACLE_BUDGET_S="0.5")
         engine = LinearEngine(worker.instance)
@@ -133,6 +145,7 @@ async def test_a_planner_goes_on_while_the_oracle_is_frozen(
         await planners.decides(3)
         oracle.signal(signal.SIGCONT)
         await eventually(lambda: not planners.warnings(), what="the warning ends")
+    requesting.cancel()
     assert "Traceback" not in planners.log()
     await place.close()
 

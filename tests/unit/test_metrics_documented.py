@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 import kvmesh.frontend.metrics
 import kvmesh.indexer.metrics
 import kvmesh.kvbm.metrics
+import kvmesh.oracle.metrics
 import kvmesh.planner.metrics
 import kvmesh.router.metrics
 import kvmesh.runtime.warnings
@@ -68,6 +69,7 @@ MODULES = {
     "frontend": kvmesh.frontend.metrics,
     "indexer": kvmesh.indexer.metrics,
     "kvbm": kvmesh.kvbm.metrics,
+    "oracle": kvmesh.oracle.metrics,
     "planner": kvmesh.planner.metrics,
     "router": kvmesh.router.metrics,
     "worker": kvmesh.worker.metrics,
@@ -76,6 +78,7 @@ COLLECTORS: dict[str, list[Callable[[], Collector]]] = {
     "frontend": [frontend],
     "indexer": [lambda: StateCollector(dict)],
     "kvbm": [kvbm],
+    "oracle": [],
     "planner": [],
     "router": [],
     "worker": [
@@ -89,6 +92,7 @@ PAGES = {
     "frontend": ("api.md", "kvmesh_frontend_"),
     "indexer": ("indexer.md", "kvmesh_indexer_"),
     "kvbm": ("kvbm.md", "kvmesh_kvbm_"),
+    "oracle": ("planner.md", "kvmesh_oracle_"),
     "planner": ("planner.md", "kvmesh_planner_"),
     "router": ("routing.md", "kvmesh_router_"),
 }

@@ -4,7 +4,7 @@ from support.layers import imports_of, modules_of, upward_imports
 
 LAYERS = [
     ["service"],
-    ["fleet_driver", "idle_models", "leadership", "models", "record"],
+    ["fleet_driver", "idle_models", "leadership", "models", "oracle_client", "record"],
     ["metrics", "connectors", "config"],
     ["core"],
     ["capacity"],

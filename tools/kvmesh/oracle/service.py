@@ -115,7 +115,7 @@ class OracleService:
         reply(found)
         metrics.answers.labels("error" if found.error else "simulated").inc()
         if found.error:
-            log.warning("no answer about %s: %s", question.model, found.error)
+            log.info("no answer about %s: %s", question.model, found.error)
             return
         metrics.fleets.inc(len(found.candidates))
         metrics.seconds.observe(time.monotonic() - began)

@@ -257,7 +257,7 @@ class PlannerService:
 
     def _ask(self, core: PlannerCore) -> None:
         """Have an oracle simulate the fleets that matter to a model, if one is free."""
-        if self._oracle.ready and (question := core.take_question()) is not None:
+        if self._oracle.ready and (question := core.question) is not None:
             self._oracle.ask(question, partial(self._answered, core))
 
     def _answered(self, core: PlannerCore, question: FleetQuestion, answer: FleetAnswer) -> None:

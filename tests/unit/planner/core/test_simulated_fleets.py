@@ -10,7 +10,8 @@ from kvmesh.bus.messages import FleetAnswer, FleetCandidate, FleetQuestion
 from kvmesh.planner.core.candidates import Evaluated
 from kvmesh.planner.core.fleets import Kept
 from kvmesh.planner.core.promises import Promise
-from kvmesh.planner.core.simulated_fleets import FRESH_S, corrected
+from kvmesh.planner.core.simulation.correction import corrected
+from kvmesh.planner.core.simulation.simulated_fleets import FRESH_S
 
 PROMISE = Promise("ttft", 0.9, 5.0)
 NAME = str(PROMISE)
@@ -27,7 +28,7 @@ def planned(rate: float = 2.0, budget_s: float = 10.0, pools: str = "w:max=16") 
 def asked(model: PlannedModel) -> FleetQuestion:
     """The question of this evaluation or of a later one."""
     for _ in range(10):
-        question = model.core.take_question()
+        question = model.core.question
         if question is not None:
             return question
         model.run(10, 2.0)
@@ -73,16 +74,18 @@ def test_a_question_is_about_the_choice_its_neighbours_and_the_present_fleet() -
     pool = question.pools[0]
     assert (pool.step_tokens, pool.kv_tokens) == (8192, 16_384 * 64)
     assert pool.token_s == pytest.approx(2e-4, rel=0.1)
-    assert model.core.take_question() is None
+    assert model.core.question is not None  # until it is answered
+    model.core.answered(question, simulated(question, lambda n: 0.99), model.now)
+    assert model.core.question is None
 
 
 def test_none_is_asked_without_a_budget_or_a_steady_load() -> None:
     model = planned(budget_s=0.0)
-    assert model.core.take_question() is None
+    assert model.core.question is None
     quiet = PlannedModel("w:max=16", promises=[PROMISE], interval_s=10.0, oracle_budget_s=10.0)
     quiet.start("w", 2)
     quiet.run(40, 1.0)
-    assert quiet.core.take_question() is None
+    assert quiet.core.question is None
 
 
 def test_an_answer_replaces_the_queue_model_and_corrects_it_elsewhere() -> None:
@@ -106,7 +109,7 @@ def test_an_answer_that_agrees_changes_nothing() -> None:
     for _ in range(12):
         with_oracle.run(10, 2.0)
         without.run(10, 2.0)
-        question = with_oracle.core.take_question()
+        question = with_oracle.core.question
         if question is not None:
             share = {1: 0.0, 2: 0.5}
             answer = simulated(question, lambda n, s=share: s.get(n, 0.99))  # type: ignore[misc]
@@ -152,20 +155,19 @@ def test_a_fresh_answer_is_not_asked_for_again() -> None:
     question = asked(model)
     model.core.answered(question, simulated(question, lambda n: min(0.3 * n, 0.99)), model.now)
     model.run(10, 2.0)
-    model.core.take_question()  # about further fleets, if the answer moved the choice
     questions = []
     for _ in range(3):
-        question = model.core.take_question() or question
+        question = model.core.question or question
         model.core.answered(question, simulated(question, lambda n: min(0.3 * n, 0.99)), model.now)
         model.run(10, 2.0)
-        questions.append(model.core.take_question())
+        questions.append(model.core.question)
     assert questions[-1] is None
 
 
 def test_prefill_workers_are_not_simulated() -> None:
     model = planned(pools="dec:serves=decode,max=16,pre:serves=prefill,max=16")
     model.run(60, 2.0)
-    assert model.core.take_question() is None
+    assert model.core.question is None
 
 
 def test_a_correction_moves_shares_by_their_odds() -> None:

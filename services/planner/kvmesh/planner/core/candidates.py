@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
 from kvmesh.planner.core.fleets import Aim, Counts, Kept, fulfilment
 from kvmesh.planner.core.pools import Pool
-from kvmesh.planner.core.simulated_fleets import corrected
+from kvmesh.planner.core.simulation.correction import corrected
 
 
 @dataclass(frozen=True)

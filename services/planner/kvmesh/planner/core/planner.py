@@ -201,10 +201,11 @@ class PlannerCore:
 
     # simulations
 
-    def take_question(self) -> FleetQuestion | None:
-        """The question that an oracle should answer now, if any; each is returned once."""
+    @property
+    def question(self) -> FleetQuestion | None:
+        """The question that an oracle should answer now, if any, until it is answered."""
         for group in self.groups:
-            question = group.simulated.take()
+            question = group.simulated.question
             if question is not None:
                 return replace(question, model=self.model, since=question.since - self._offset)
         return None

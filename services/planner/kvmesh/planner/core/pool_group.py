@@ -23,7 +23,7 @@ from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.core.scenario import scenario
-from kvmesh.planner.core.simulated_fleets import SimulatedFleets
+from kvmesh.planner.core.simulation.simulated_fleets import SimulatedFleets
 from kvmesh.planner.core.traffic import ObservedTraffic
 from kvmesh.planner.core.victims import CacheWorth
 

@@ -7,7 +7,7 @@ nothing waits for an answer.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import exp, inf, isfinite, log
+from math import inf, isfinite
 
 from kvmesh.bus.messages import (
     FleetAnswer,
@@ -29,7 +29,6 @@ NEAR_TIMES = 0.15
 MOST_FLEETS = 5
 MOST_WORKERS = 128
 FEWEST_REQUESTS = 100  # of the steady part of the load
-LEAST_ODDS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class SimulatedFleets:
     """The latest answer about one group of pools, and the next question.
 
     At each evaluation `expect` states the present conditions, `known` returns the fleets of an
-    answer that fits them, and `ask` states the fleets of interest. `take` returns the question
-    while one is due. Times are in seconds.
+    answer that fits them, and `ask` states the fleets of interest. `question` is then due until it
+    is answered, or the next evaluation. Times are in seconds.
     """
 
     def __init__(self) -> None:
         self._expected: _Expected | None = None
-        self._question: FleetQuestion | None = None
+        self.question: FleetQuestion | None = None
         self._asked: FleetQuestion | None = None
         self._answered_at = -inf
         self._candidates: list[FleetCandidate] = []
@@ -70,7 +69,7 @@ class SimulatedFleets:
 
         A pool whose engines are unknown is simulated as the first known one.
         """
-        self._question = self._expected = None
+        self.question = self._expected = None
         reference = next(kind for kind in kinds if kind is not None)
         found = [
             _simulated_pool(pool, kind or reference)
@@ -143,7 +142,7 @@ class SimulatedFleets:
         renewed = now - self._answered_at < RENEW_S
         if not chosen or (renewed and all(fleet in known for fleet in chosen)):
             return
-        self._question = FleetQuestion(
+        self.question = FleetQuestion(
             model="",  # the planner of the model names it
             pools=wanted.pools,
             fleets=[list(fleet) for fleet in chosen[:MOST_FLEETS]],
@@ -153,44 +152,11 @@ class SimulatedFleets:
             budget_s=wanted.budget_s,
         )
 
-    def take(self) -> FleetQuestion | None:
-        """The question that is due, once."""
-        question, self._question = self._question, None
-        return question
-
     def answered(self, question: FleetQuestion, answer: FleetAnswer, now: float) -> None:
         """Keep an answer, in place of the one before."""
         self._asked, self._candidates = question, answer.candidates
         self._answered_at = now
-
-
-def corrected(own: Kept, nearest: Kept, simulated: Kept) -> Kept:
-    """The result `own` of the queue model, corrected by what a simulation differs from it.
-
-    `nearest` is the queue model's result for the simulated fleet. Shares move by the ratio of their
-    odds, so that they stay between 0 and 1; quantiles by the ratio of the times.
-    """
-    return Kept(
-        tuple(map(_moved, own.shares, nearest.shares, simulated.shares)),
-        tuple(
-            value * after / before if 0 < before < inf and after < inf else value
-            for value, before, after in zip(
-                own.quantiles, nearest.quantiles, simulated.quantiles, strict=True
-            )
-        ),
-        own.busy,
-    )
-
-
-def _moved(share: float, modelled: float, simulated: float) -> float:
-    if modelled == simulated:
-        return share
-    return 1 / (1 + exp(-(_log_odds(share) + _log_odds(simulated) - _log_odds(modelled))))
-
-
-def _log_odds(share: float) -> float:
-    bounded = min(max(share, LEAST_ODDS), 1 - LEAST_ODDS)
-    return log(bounded / (1 - bounded))
+        self.question = None
 
 
 def _finite(values: Iterable[float | None]) -> tuple[float, ...] | None:
