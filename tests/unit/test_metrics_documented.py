@@ -92,7 +92,7 @@ PAGES = {
     "frontend": ("api.md", "kvmesh_frontend_"),
     "indexer": ("indexer.md", "kvmesh_indexer_"),
     "kvbm": ("kvbm.md", "kvmesh_kvbm_"),
-    "oracle": ("planner.md", "kvmesh_oracle_"),
+    "oracle": ("oracle.md", "kvmesh_oracle_"),
     "planner": ("planner.md", "kvmesh_planner_"),
     "router": ("routing.md", "kvmesh_router_"),
 }
