@@ -10,6 +10,7 @@ from kvmesh.bus.messages import (
     ClaimAnnouncement,
     Control,
     Dump,
+    FleetQuestion,
     Instance,
     KvBatch,
     KvbmRequest,
@@ -28,7 +29,10 @@ from kvmesh.bus.messages import (
 )
 
 STREAMED = ("kv", "route", "seq", "scaling")
-REQUESTS = ("index", "indexer", "router", "work", "ctl", "dump", "ping", "kvbm", "sessions")
+REQUESTS = (
+    *("index", "indexer", "router", "work", "ctl", "dump", "ping", "kvbm", "sessions"),
+    "oracle",
+)
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -47,6 +51,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
     "computing": msgspec.msgpack.Decoder(ClaimAnnouncement),
     "sessions": msgspec.msgpack.Decoder(SessionQuery),
+    "oracle": msgspec.msgpack.Decoder(FleetQuestion),
     "limits": msgspec.msgpack.Decoder(LimitUse),
     "load": msgspec.msgpack.Decoder(Load),
     "wake": msgspec.msgpack.Decoder(Wake),
