@@ -24,8 +24,8 @@ from kvmesh.simulator.autoscaler import Autoscaler
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
 from kvmesh.simulator.planning import SimulatedPlanner
+from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.worker.engines.mock.core import CoreOptions
-from kvmesh.worker.engines.mock.timing import DecodeLoad
 from kvmesh.workload.formats.registry import load
 
 BOUND_S = 60.0  # interval of the clairvoyant

@@ -31,10 +31,10 @@ from kvmesh.simulator.planning import SimulatedPlanner
 from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.simulator.report.page import page
 from kvmesh.simulator.report.perfetto import perfetto
+from kvmesh.step_times.registry import load_step_profile
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.simulated_tiers import tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions
-from kvmesh.worker.engines.mock.profile import StepProfile
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 from kvmesh.workload.model import Workload
 
@@ -235,7 +235,7 @@ def mock_core(mock: MockSettings, block_size: int) -> CoreOptions:
             max_batched_tokens=mock.max_batched_tokens,
             watermark=mock.watermark,
         ),
-        model=StepProfile.load(mock.profile) if mock.profile else PolynomialStepModel(),
+        model=load_step_profile(mock.profile) if mock.profile else PolynomialStepModel(),
         tiers=tier_options(mock),
         speedup=mock.speedup,
     )

@@ -20,7 +20,8 @@ class MockSettings(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, description="factor by which it is faster than real time")
     ] = 1.0
     profile: Annotated[
-        Path | None, Meta(description="NPZ file of measured step times; none: a polynomial")
+        Path | None,
+        Meta(description="step times: shipped name, NPZ or TOML; none: a polynomial"),
     ] = None
     startup_s: Annotated[float, Meta(ge=0, description="duration of loading the model")] = 0.0
     tick_s: Annotated[

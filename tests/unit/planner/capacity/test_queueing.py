@@ -12,9 +12,9 @@ from kvmesh.planner.capacity.step_times import FittedStepTimes
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import Network, SimulationOptions, WorkerOptions
+from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
-from kvmesh.worker.engines.mock.timing import DecodeLoad
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.tree import Tree
 

@@ -11,7 +11,8 @@ from kvmesh.bus.messages import Load
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MAX_SLOWNESS, RankSpeeds
 from kvmesh.settings.schema import RouterSettings
-from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel
+from kvmesh.step_times.interface import DecodeLoad
+from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 
 BLOCKS = 1000
 

@@ -12,7 +12,7 @@ from kvmesh.router.errors import RouterConfigError
 from kvmesh.settings import Settings
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show
-from kvmesh.worker.engines.mock.profile import StepProfileError
+from kvmesh.step_times.profile import StepProfileError
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.registry import load
 

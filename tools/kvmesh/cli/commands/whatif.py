@@ -21,7 +21,7 @@ from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.options import Serves, SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show
-from kvmesh.worker.engines.mock.profile import StepProfileError
+from kvmesh.step_times.profile import StepProfileError
 from kvmesh.workload.capture import CapturedRound, assemble, capture
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.replay.summary import Spread, spread

@@ -20,7 +20,7 @@ from kvmesh.router.errors import RouterConfigError
 from kvmesh.settings import Settings
 from kvmesh.simulator.options import SimulationError, SimulationOptions, WorkerOptions
 from kvmesh.simulator.sizing import SizedFleet, WorkerKind, size_fleet
-from kvmesh.worker.engines.mock.profile import StepProfileError
+from kvmesh.step_times.profile import StepProfileError
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.registry import load
 from kvmesh.workload.generate.agents import AgentGenerator

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.records import Column, Records
-from kvmesh.worker.engines.mock.timing import DecodeLoad
+from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.workload.replay.summary import Spread, spread
 
 

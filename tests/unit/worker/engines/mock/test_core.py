@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed
 from kvmesh.hashing import block_hashes
+from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, SequenceState, hash_prompt
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore, MockOutput, StepResult
-from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel
+from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 
 SIZE = 4
 LIMITS = SchedulerLimits(block_size=SIZE, max_sequences=8, max_batched_tokens=32, watermark=0.0)

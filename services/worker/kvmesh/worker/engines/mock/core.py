@@ -7,6 +7,7 @@ returned duration pass. A live worker and the simulator run the same code.
 from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, KvEvent, Load
+from kvmesh.step_times.interface import DecodeLoad, StepModel
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.enginecore.retention import RetentionOptions
@@ -14,7 +15,7 @@ from kvmesh.worker.enginecore.scheduler import ScheduledChunk, Scheduler, Schedu
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
 from kvmesh.worker.engines.mock.decode_plan import DecodePlan
-from kvmesh.worker.engines.mock.timing import DecodeLoad, PolynomialStepModel, StepModel
+from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
 from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
+from kvmesh.step_times.profile import StepProfileError
+from kvmesh.step_times.registry import load_step_profile
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
@@ -30,7 +32,6 @@ from kvmesh.worker.enginecore.simulated_tiers import TIERS, tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.faults import Faults
 from kvmesh.worker.engines.mock.prefetch import MockLoader
-from kvmesh.worker.engines.mock.profile import StepProfile, StepProfileError
 from kvmesh.worker.engines.mock.rank import MockRank
 from kvmesh.worker.engines.mock.text.author import AnswerOptions, AnswerWriter
 from kvmesh.worker.engines.mock.text.guided import UnsupportedConstraint
@@ -282,7 +283,8 @@ class MockEngine:
     def _core_options(self) -> CoreOptions:
         options = self._options
         try:
-            profile = StepProfile.load(options.profile) if options.profile is not None else None
+            source = options.profile
+            profile = load_step_profile(source) if source is not None else None
         except StepProfileError as error:
             raise EngineConfigError(str(error)) from error
         limits = SchedulerLimits(

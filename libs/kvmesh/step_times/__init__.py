@@ -1,0 +1,1 @@
+"""Times of engine steps on a kind of hardware: measured profiles and rooflines."""
