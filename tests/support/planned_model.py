@@ -22,6 +22,7 @@ from kvmesh.planner.core.candidates import Plan
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pools import parse_pools
+from kvmesh.planner.profiles import with_step_profiles
 
 TIMES = FittedStepTimes(step=0.02, prefill_step=0.02, token=2e-4, kv_token=1e-7)
 START = 1_700_000_000.0
@@ -147,7 +148,7 @@ class PlannedModel:
         self, pools: str = "workers:max=16", startup_s: float = 30.0, seed: int = 1,
         times: dict[str, FittedStepTimes] | None = None, **options: object,
     ) -> None:  # fmt: skip
-        self.pools = parse_pools([pools])
+        self.pools = with_step_profiles(parse_pools([pools]))
         self.core = PlannerCore(PlanOptions(startup_s=startup_s, **options), self.pools)  # type: ignore[arg-type]
         self.now = START
         self.plans: list[tuple[float, Plan]] = []

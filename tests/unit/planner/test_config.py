@@ -36,6 +36,8 @@ def test_all_promises_are_read() -> None:
         ({"pools": []}, "no pool is given"),
         ({"pools": ["p:serves=prefill"]}, "at least one pool must decode"),
         ({"pools": ["a:min=2,devices=4"], "max_devices": 7}, "below the 8 devices"),
+        ({"pools": ["a:profile=none.npz"]}, "pool a: none.npz is not a performance profile"),
+        ({"pools": ["a:profile=b200"]}, "pool a: b200 is not a performance profile"),
         ({"predictor": "oracle"}, "planner.predictor: unknown predictor oracle"),
         ({"ttft": ["p95"]}, "ttft 'p95'"),
         ({"startup_s": inf}, "planner.startup_s must be finite"),
@@ -81,3 +83,9 @@ def test_a_pool_serves_its_model_or_every_model() -> None:
     pools = [Pool("any"), Pool("m", model="m"), Pool("other", model="other")]
     assert [pool.name for pool in pools_of(pools, "m")] == ["any", "m"]
     assert pools_of([pools[2]], "m") == []
+
+
+def test_a_pool_has_the_step_times_of_its_profile() -> None:
+    (pool,) = plan_options(PlannerSettings(pools=["a:profile=h100-llama-3.1-8b"]))[1]
+    assert pool.step_profile is not None
+    assert pool.step_profile.limits is not None

@@ -6,6 +6,7 @@ LAYERS = [
     ["service"],
     ["fleet_driver", "idle_models", "leadership", "models", "oracle_client", "record"],
     ["metrics", "connectors", "config"],
+    ["profiles"],
     ["core"],
     ["capacity"],
     ["prediction"],

@@ -152,6 +152,8 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     """One pool in a decision: workers ready, starting, wanted before and from now on.
 
     `startup_s` is the learned start-up time; `failed` counts workers that never became ready.
+    `step_times` names the model of its workers' step times, "none", "profile" or "fit", `samples`
+    counts those of live steps, and `profile_factor` is the measured time over that of the profile.
     """
 
     ready: int
@@ -160,6 +162,9 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     wanted: int
     startup_s: float
     failed: int = 0
+    step_times: str = "none"
+    samples: int = 0
+    profile_factor: float = 1.0
 
 
 class ScalingDecision(Struct, frozen=True, kw_only=True):

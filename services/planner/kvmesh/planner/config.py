@@ -13,6 +13,7 @@ from kvmesh.planner.core.promises import Promise, parse_promises, promises_of
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.planner.prediction.interface import PredictorError
 from kvmesh.planner.prediction.registry import make_predictor
+from kvmesh.planner.profiles import with_step_profiles
 from kvmesh.settings.schema import PlannerSettings, RouterSettings
 
 # Settings that `kvmesh plan set` changes; the others hold from the start of the process.
@@ -46,7 +47,7 @@ def plan_options(
     settings: PlannerSettings, disagg_tokens: int = RouterSettings().disagg_tokens
 ) -> tuple[PlanOptions, list[Pool]]:
     """Options and pools; raises PlannerConfigError where they are invalid or contradict."""
-    pools = parse_pools(settings.pools)
+    pools = with_step_profiles(parse_pools(settings.pools))
     serves = {pool.serves for pool in pools}
     if serves == {"prefill"}:
         raise PlannerConfigError("planner.pools: at least one pool must decode")

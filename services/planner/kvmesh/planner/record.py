@@ -3,6 +3,7 @@
 from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision
 from kvmesh.planner.core.candidates import Plan
 from kvmesh.planner.core.planner import PlannerCore
+from kvmesh.planner.core.pool_view import PoolView
 
 KEPT_S = 300.0
 
@@ -26,15 +27,7 @@ def scaling_decision(
         reason=plan.reason,
         changed=plan.wanted != before,
         pools={
-            view.pool.name: PoolPlan(
-                ready=len(view.ready),
-                starting=view.starts.pending,
-                before=before.get(view.pool.name, 0),
-                wanted=view.wanted,
-                startup_s=view.starts.startup_s,
-                failed=view.starts.failed,
-            )
-            for view in core.pools
+            view.pool.name: _pool_plan(view, before.get(view.pool.name, 0)) for view in core.pools
         },
         signals={
             "arrivals_per_s": plan.level,
@@ -64,4 +57,19 @@ def scaling_decision(
         stop=plan.stop,
         unreachable=sorted(core.unreachable),
         cost=sum(view.wanted * view.pool.cost for view in core.pools),
+    )
+
+
+def _pool_plan(view: PoolView, before: int) -> PoolPlan:
+    times = view.step_times
+    return PoolPlan(
+        ready=len(view.ready),
+        starting=view.starts.pending,
+        before=before,
+        wanted=view.wanted,
+        startup_s=view.starts.startup_s,
+        failed=view.starts.failed,
+        step_times=times.source if times is not None else "none",
+        samples=view.samples,
+        profile_factor=times.factor if times is not None else 1.0,
     )

@@ -36,6 +36,7 @@ from kvmesh.planner.idle_models import IdleModels
 from kvmesh.planner.leadership import Leadership
 from kvmesh.planner.models import ModelPlanners
 from kvmesh.planner.oracle_client import OracleClient
+from kvmesh.planner.profiles import unfit_profile
 from kvmesh.planner.record import scaling_decision
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
@@ -329,6 +330,8 @@ class PlannerService:
             if view.starts.blocked(core.time(now))
         }
         self._service.warnings.update(f"starts {model}", failed)
+        unfit = {view.pool.name: text for view in core.pools if (text := unfit_profile(view))}
+        self._service.warnings.update(f"profile {model}", unfit)
 
     async def _record(self, record: ScalingDecision) -> None:
         subject = self._bus.subjects.scaling(record.model)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import ScalingDecision
+from kvmesh.bus.messages import PoolPlan, ScalingDecision
 from kvmesh.cli.arguments import moment, result_file
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.planning.history import LATEST_MINUTES, read_decisions
@@ -87,12 +87,12 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     pools = Table()
-    for name in ("pool", "ready", "starting", "wanted", "start-up s", "never ready"):
+    for name in ("pool", "ready", "starting", "wanted", "start-up s", "never ready", "step times"):
         pools.add_column(name, justify="left" if name == "pool" else "right")
     for name, pool in decision.pools.items():
         pools.add_row(
             name, str(pool.ready), str(pool.starting), str(pool.wanted),
-            f"{pool.startup_s:.0f}", str(pool.failed),
+            f"{pool.startup_s:.0f}", str(pool.failed), _step_times(pool),
         )  # fmt: skip
     console.print(pools)
     console.print(
@@ -111,6 +111,13 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
         )  # fmt: skip
     if decision.candidates:
         console.print(_candidates(decision))
+
+
+def _step_times(pool: PoolPlan) -> str:
+    """The source of a pool's step times, with the number of samples of live steps."""
+    samples = f"{pool.samples} sample{'' if pool.samples == 1 else 's'}"
+    factor = f" ×{pool.profile_factor:.2f}" if pool.profile_factor != 1 else ""
+    return f"{pool.step_times}{factor} ({samples})"
 
 
 def _candidates(decision: ScalingDecision) -> Table:

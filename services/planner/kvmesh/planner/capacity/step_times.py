@@ -7,8 +7,10 @@ then has none; here the coefficient that the samples do not support is left out 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import combinations
 from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,21 @@ class FittedStepTimes:
         return max(self.step + self.kv_token * tokens, SHORTEST_S) if sequences else 0.0
 
 
+class StepSample(NamedTuple):
+    """The steps of a rank between two reports.
+
+    Steps that decode, steps with prefill, computed prompt tokens, KV tokens times decodes, seconds,
+    and the mean number of decoding sequences.
+    """
+
+    decodes: float
+    prefills: float
+    tokens: float
+    decoded_kv: float
+    seconds: float
+    sequences: float
+
+
 class StepTimesFit:
     """Collects samples of one kind of worker and fits its step times.
 
@@ -51,9 +68,16 @@ class StepTimesFit:
         self._step_tokens = max(step_tokens, 1)
         self._kv_tokens = max(kv_tokens, 1)
         self._last: dict[tuple[str, int], Load] = {}
-        self._cells: dict[tuple[int, int], deque[tuple[float, ...]]] = {}
+        self._cells: dict[tuple[int, int], deque[StepSample]] = {}
         self._fitted: FittedStepTimes | None = None
         self._unfitted = 0
+
+        self.added = 0
+
+    @property
+    def cells(self) -> list[list[StepSample]]:
+        """The samples of each occupied cell of the grid."""
+        return [list(cell) for cell in self._cells.values()]
 
     @property
     def samples(self) -> int:
@@ -75,11 +99,13 @@ class StepTimesFit:
         if tokens < 0 or steps <= 0 or not 0 < seconds < inf:
             return
         decodes, prefills, kv = self._batches(before, load, steps, tokens)
-        sample = float(decodes), float(prefills), float(tokens), kv * decodes, seconds
+        sequences = (load.decoding + before.decoding or load.running + before.running) / 2
+        sample = StepSample(decodes, prefills, tokens, kv * decodes, seconds, max(sequences, 1.0))
         share = min(tokens / steps / self._step_tokens, 1.0)
         cell = int(share * (CELLS - 1) + 0.5), min(int(kv / self._kv_tokens * CELLS), CELLS - 1)
         self._cells.setdefault(cell, deque(maxlen=SAMPLES_PER_CELL)).append(sample)
         self._unfitted += 1
+        self.added += 1
 
     def _batches(self, before: Load, load: Load, steps: int, tokens: int) -> tuple[int, int, float]:
         """The steps between two reports that decode, those that prefill, and the decoded KV tokens.
@@ -101,17 +127,20 @@ class StepTimesFit:
         """The step times; None until MIN_SAMPLES samples, of which some have prefill, are seen."""
         if self._unfitted >= REFIT_AFTER or self._fitted is None:
             self._unfitted = 0
-            self._fitted = self._fit() or self._fitted
+            samples = [sample for cell in self._cells.values() for sample in cell]
+            self._fitted = fit_step_times(samples) or self._fitted
         return self._fitted
 
-    def _fit(self) -> FittedStepTimes | None:
-        rows = np.array([row for cell in self._cells.values() for row in cell], dtype=np.float64)
-        if len(rows) < MIN_SAMPLES or not rows[:, 2].any():
-            return None
-        # errors grow with the time that a sample covers
-        weights = 1.0 / np.maximum(rows[:, FEATURES], 1e-3)
-        features = rows[:, :FEATURES] * weights[:, None]
-        return FittedStepTimes(*_non_negative(features, rows[:, FEATURES] * weights))
+
+def fit_step_times(samples: Sequence[StepSample]) -> FittedStepTimes | None:
+    """The linear step times; None for fewer than MIN_SAMPLES or samples without prefill."""
+    rows = np.array(samples, dtype=np.float64)
+    if len(rows) < MIN_SAMPLES or not rows[:, 2].any():
+        return None
+    # errors grow with the time that a sample covers
+    weights = 1.0 / np.maximum(rows[:, FEATURES], 1e-3)
+    features = rows[:, :FEATURES] * weights[:, None]
+    return FittedStepTimes(*_non_negative(features, rows[:, FEATURES] * weights))
 
 
 def _non_negative(features: NDArray[np.float64], times: NDArray[np.float64]) -> list[float]:

@@ -3,6 +3,7 @@
 from math import inf
 
 from kvmesh.bus.messages import Instance, Load
+from kvmesh.planner.capacity.profiled_times import KnownTimes, ProfiledTimes
 from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
 from kvmesh.planner.core.pools import Pool
@@ -19,6 +20,7 @@ class PoolView:
         self.cards: dict[str, Instance] = {}
         self._loads: dict[tuple[str, int], Load] = {}
         self._fit: StepTimesFit | None = None
+        self._profiled = ProfiledTimes()
         self._kind: ModelledEngine | None = None
         self._set: int | None = None
         self._manual_at = -inf
@@ -67,19 +69,43 @@ class PoolView:
 
     def kind(self) -> ModelledEngine | None:
         """The engine of this pool's workers, as of its last worker; None until it is known."""
-        card = next(iter(self.cards.values()), None)
-        if card is None or card.capacity is None or card.model is None or self._fit is None:
-            return self._kind
-        times = self._fit.fitted()
-        if times is not None:
-            capacity = card.capacity
-            self._kind = ModelledEngine(
-                times,
-                max(capacity.max_batched_tokens, 1),
-                max(capacity.max_sequences, 1),
-                capacity.blocks * card.model.block_size,
-            )
+        known, limits = self.step_times, self._limits()
+        if known is not None and limits is not None:
+            self._kind = ModelledEngine(known.times, *limits)
         return self._kind
+
+    @property
+    def step_times(self) -> KnownTimes | None:
+        """The step times of this pool's workers, with their source; None until they are known."""
+        if self.pool.step_profile is not None:
+            return self._profiled.known(self.pool.step_profile, self._fit)
+        fitted = self._fit.fitted() if self._fit is not None else None
+        return KnownTimes(fitted, "fit") if fitted is not None else None
+
+    @property
+    def samples(self) -> int:
+        """Samples of step times from the loads of this pool's workers."""
+        return self._fit.samples if self._fit is not None else 0
+
+    def _limits(self) -> tuple[int, int, int] | None:
+        """Tokens and sequences of a step, and KV tokens, by a card; without, by the profile."""
+        profile = self.pool.step_profile
+        described = profile.limits if profile is not None else None
+        card = next(iter(self.cards.values()), None)
+        if card is not None and card.capacity is not None and card.model is not None:
+            capacity = card.capacity
+            kv_tokens = capacity.blocks * card.model.block_size
+            if not kv_tokens and described is not None:  # an engine that reports no memory
+                kv_tokens = described.kv_tokens
+            if kv_tokens or profile is None:
+                return (
+                    max(capacity.max_batched_tokens, 1),
+                    max(capacity.max_sequences, 1),
+                    kv_tokens,
+                )
+        elif described is not None and self._kind is None:
+            return described.max_batched_tokens, described.max_sequences, described.kv_tokens
+        return None
 
     def joined(self, card: Instance, now: float, begun: bool) -> None:
         self.cards[card.instance] = card

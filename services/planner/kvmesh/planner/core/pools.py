@@ -8,12 +8,13 @@ from typing import TypeVar
 
 from kvmesh.bus.messages import Instance
 from kvmesh.planner.errors import PlannerConfigError
+from kvmesh.step_times.profile import StepProfile
 
 LABEL = "pool"  # the label of a worker that names its pool
 T = TypeVar("T")
 SERVES = ("aggregated", "prefill", "decode")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_KEYS = ("serves", "min", "max", "cost", "devices", "model", "target")
+_KEYS = ("serves", "min", "max", "cost", "devices", "model", "target", "profile")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Pool:
 
     `cost` is the price of one worker for an hour in any currency, `devices` the number that it
     occupies. `model` limits the pool to workers of that model. `target` is the name under which the
-    connector's place knows it; empty stands for a default that depends on the place.
+    connector's place knows it; empty stands for a default that depends on the place. `profile` is
+    the name or file of the step times of its workers, `step_profile` its content.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Pool:
     devices: int = 1
     model: str = ""
     target: str = ""
+    profile: str = ""
+    step_profile: StepProfile | None = None
 
 
 def parse_pools(texts: Iterable[str]) -> list[Pool]:
@@ -106,6 +110,7 @@ def _pool(name: str, pairs: list[str]) -> Pool:
         devices=_read(name, values, "devices", _count(1), 1),
         model=values.get("model", ""),
         target=values.get("target", ""),
+        profile=values.get("profile", ""),
     )
     if pool.min > pool.max:
         raise _error(name, f"min {pool.min} exceeds max {pool.max}")
