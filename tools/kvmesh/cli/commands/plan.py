@@ -4,14 +4,20 @@ import argparse
 from collections.abc import Callable
 
 from kvmesh.cli.flags import FlagParser, add_flags
-from kvmesh.cli.planning import backtest, show, size
+from kvmesh.cli.planning import backtest, fit, profiles, show, size
 from kvmesh.cli.planning import set as set_action
 from kvmesh.cli.registry import NOT_SIMULATED
 from kvmesh.settings import Settings
 
 Action = Callable[[argparse.Namespace, Settings], int]
-ACTIONS = {"backtest": backtest, "set": set_action, "size": size}
-SIMULATED = {"size": ("router", "mock")}  # sections of actions that do not use the bus
+ACTIONS = {
+    "backtest": backtest,
+    "fit": fit,
+    "profiles": profiles,
+    "set": set_action,
+    "size": size,
+}
+OFFLINE = {"profiles": (), "size": ("router", "mock")}  # sections of actions without the bus
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         added = actions.add_parser(name, help=module.HELP, prog=f"kvmesh plan {name}")
         added.set_defaults(perform=module.run)
         module.configure(added)
-        add_flags(added, "", SIMULATED.get(name, ("nats", "log")), NOT_SIMULATED)
+        add_flags(added, "", OFFLINE.get(name, ("nats", "log")), NOT_SIMULATED)
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:

@@ -60,10 +60,13 @@ class StepTimesFit:
     """Collects samples of one kind of worker and fits its step times.
 
     The samples of each cell of a grid over prefill and KV are bounded, so that hours of one load
-    do not outnumber the minutes of another.
+    do not outnumber the minutes of another. `cells` is the number along each dimension.
     """
 
-    def __init__(self, block_size: int, step_tokens: int, kv_tokens: int) -> None:
+    def __init__(
+        self, block_size: int, step_tokens: int, kv_tokens: int, cells: int = CELLS
+    ) -> None:
+        self._side = cells
         self._block_size = block_size
         self._step_tokens = max(step_tokens, 1)
         self._kv_tokens = max(kv_tokens, 1)
@@ -102,7 +105,9 @@ class StepTimesFit:
         sequences = (load.decoding + before.decoding or load.running + before.running) / 2
         sample = StepSample(decodes, prefills, tokens, kv * decodes, seconds, max(sequences, 1.0))
         share = min(tokens / steps / self._step_tokens, 1.0)
-        cell = int(share * (CELLS - 1) + 0.5), min(int(kv / self._kv_tokens * CELLS), CELLS - 1)
+        # steps without prefill are the most: they must not push out those with a little of it
+        band = 1 + min(int(share * (self._side - 1)), self._side - 2) if tokens else 0
+        cell = band, min(int(kv / self._kv_tokens * self._side), self._side - 1)
         self._cells.setdefault(cell, deque(maxlen=SAMPLES_PER_CELL)).append(sample)
         self._unfitted += 1
         self.added += 1
