@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -10,10 +11,12 @@ from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.promises import Promise
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
+from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.workload.model import Workload
 
 STEADY = 0.25, 0.9  # the part of the arrivals that counts, as shares of their number
 HELPS = 0.005  # a fleet twice as large that raises no share by this shows that none is enough
+BATCH = 16  # stands for the balance of prefill and decode
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,26 @@ def size_fleet(
     promises: Sequence[Promise],
     options: SimulationOptions,
     tried: Callable[[SizedFleet], None] = lambda _: None,
+    below: float = inf,
 ) -> SizedFleet | None:
     """The cheapest fleet that keeps all promises, by bisection; None if more workers do not help.
 
-    Capacities are compared by the speed of the kinds. `tried` receives each simulated fleet.
+    Only fleets that cost less than `below` count. Capacities are compared by the speed of the
+    kinds. `tried` receives each simulated fleet.
     """
     pools = [Pool(kind.name, max=kind.most, cost=kind.options.cost) for kind in kinds]
-    speeds = [kind.options.core.speedup for kind in kinds]
+    speeds = relative_speeds(workload, kinds)
     none, most = tuple(0 for _ in kinds), tuple(kind.most for kind in kinds)
-    fleets = [f for f in efficient_fleets(pools, speeds, Bounds(none, most)) if sum(f)]
+    fleets = [
+        fleet
+        for fleet in efficient_fleets(pools, speeds, Bounds(none, most))
+        if sum(fleet) and _cost(kinds, fleet) < below
+    ]
     found: SizedFleet | None = None
     low, high = 0, len(fleets) - 1
     before: SizedFleet | None = None
     for place in _growing(len(fleets)):
-        result = _simulate(workload, kinds, fleets[place], promises, options)
+        result = simulate_fleet(workload, kinds, fleets[place], promises, options)
         tried(result)
         if result.keeps:
             found, high = result, place - 1
@@ -64,13 +73,41 @@ def size_fleet(
         before, low = result, place + 1
     while low <= high:
         middle = (low + high) // 2
-        result = _simulate(workload, kinds, fleets[middle], promises, options)
+        result = simulate_fleet(workload, kinds, fleets[middle], promises, options)
         tried(result)
         if result.keeps:
             found, high = result, middle - 1
         else:
             low = middle + 1
     return found
+
+
+def relative_speeds(workload: Workload, kinds: Sequence[WorkerKind]) -> list[float]:
+    """Requests of the workload that a worker of each kind serves per second, roughly.
+
+    A request computes the tokens that its session has not had before.
+    """
+    held: dict[int, int] = {}
+    new = output = kv = 0
+    for round_ in workload.rounds:
+        new += max(round_.input_tokens - held.get(round_.session, 0), 1)
+        output += round_.output_tokens
+        kv += round_.input_tokens
+        held[round_.session] = round_.input_tokens + round_.output_tokens
+    count = max(len(workload), 1)
+    speeds = []
+    for kind in kinds:
+        core = kind.options.core
+        total = core.blocks * core.limits.block_size
+        load = DecodeLoad(BATCH, min(BATCH * kv // count, total), total)
+        step = core.model.decode(load) / BATCH
+        seconds = core.model.prefill(max(new // count, 1)) + output / count * step
+        speeds.append(core.speedup / seconds)
+    return speeds
+
+
+def _cost(kinds: Sequence[WorkerKind], counts: Counts) -> float:
+    return sum(n * kind.options.cost for n, kind in zip(counts, kinds, strict=True))
 
 
 def _helps(small: SizedFleet, large: SizedFleet) -> bool:
@@ -83,16 +120,18 @@ def _growing(count: int) -> Iterator[int]:
     while place < count - 1:
         yield place
         place = 2 * place + 1
-    yield count - 1
+    if count:
+        yield count - 1
 
 
-def _simulate(
+def simulate_fleet(
     workload: Workload,
     kinds: Sequence[WorkerKind],
     counts: Counts,
     promises: Sequence[Promise],
     options: SimulationOptions,
 ) -> SizedFleet:
+    """The shares of requests that keep each promise on one fleet."""
     fleet = tuple(
         replace(kind.options, count=count)
         for kind, count in zip(kinds, counts, strict=True)
@@ -114,5 +153,4 @@ def _simulate(
         for promise in promises
     )
     keeps = all(s >= p.quantile for s, p in zip(shares, promises, strict=True))
-    cost = sum(n * kind.options.cost for n, kind in zip(counts, kinds, strict=True))
-    return SizedFleet(counts, cost, shares, keeps)
+    return SizedFleet(counts, _cost(kinds, counts), shares, keeps)

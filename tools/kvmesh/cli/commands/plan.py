@@ -17,7 +17,7 @@ ACTIONS = {
     "set": set_action,
     "size": size,
 }
-OFFLINE = {"profiles": (), "size": ("router", "mock")}  # sections of actions without the bus
+SECTIONS = {"profiles": (), "size": ("router", "mock", "nats", "log")}  # others: the bus's
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         added = actions.add_parser(name, help=module.HELP, prog=f"kvmesh plan {name}")
         added.set_defaults(perform=module.run)
         module.configure(added)
-        add_flags(added, "", OFFLINE.get(name, ("nats", "log")), NOT_SIMULATED)
+        add_flags(added, "", SECTIONS.get(name, ("nats", "log")), NOT_SIMULATED)
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
