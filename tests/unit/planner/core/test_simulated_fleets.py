@@ -7,11 +7,14 @@ from msgspec.structs import replace
 from support.planned_model import PlannedModel
 
 from kvmesh.bus.messages import FleetAnswer, FleetCandidate, FleetQuestion
+from kvmesh.planner.capacity.profiled_times import ScaledProfile
+from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.core.candidates import Evaluated
 from kvmesh.planner.core.fleets import Kept
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.core.simulation.correction import corrected
-from kvmesh.planner.core.simulation.simulated_fleets import FRESH_S
+from kvmesh.planner.core.simulation.simulated_fleets import FRESH_S, linear_times
+from kvmesh.step_times.registry import load_step_profile
 
 PROMISE = Promise("ttft", 0.9, 5.0)
 NAME = str(PROMISE)
@@ -179,3 +182,10 @@ def test_a_correction_moves_shares_by_their_odds() -> None:
     assert corrected(own, nearest, nearest).shares == own.shares
     lost = corrected(Kept((1.0,), (0.0,), 0.0), Kept((1.0,), (0.0,), 0.0), result)
     assert 0.0 < lost.shares[0] < 1.0
+
+
+def test_the_step_times_of_a_profile_are_asked_about_as_lines() -> None:
+    profile = ScaledProfile(load_step_profile("h100-llama-3.1-8b"), prefill=1.5)
+    times = linear_times(ModelledEngine(profile, 8192, 256, 400_000))
+    assert times.prefill(5000) == pytest.approx(profile.prefill(5000), rel=0.1)
+    assert times.decode(128, 200_000) == pytest.approx(profile.decode(128, 200_000), rel=0.1)

@@ -71,15 +71,13 @@ class SimulatedFleets:
         """
         self.question = self._expected = None
         reference = next(kind for kind in kinds if kind is not None)
-        found = [
-            _simulated_pool(pool, kind or reference)
-            for pool, kind in zip(pools, kinds, strict=True)
-        ]
-        known = [pool for pool in found if pool is not None]
-        if budget_s <= 0 or level <= 0 or len(known) < len(found):
+        if budget_s <= 0 or level <= 0:
             return
         self._expected = _Expected(
-            pools=known,
+            pools=[
+                _simulated_pool(pool, kind or reference)
+                for pool, kind in zip(pools, kinds, strict=True)
+            ],
             promises=[
                 PromisedLatency(
                     metric=aim.promise.metric,  # type: ignore[arg-type]
@@ -167,11 +165,9 @@ def _finite(values: Iterable[float | None]) -> tuple[float, ...] | None:
     return tuple(value for value in found if value is not None)
 
 
-def _simulated_pool(pool: Pool, kind: ModelledEngine) -> SimulatedPool | None:
-    """The engine of a pool, in a question; None if its step times are not fitted ones."""
-    times = kind.times
-    if not isinstance(times, FittedStepTimes):
-        return None
+def _simulated_pool(pool: Pool, kind: ModelledEngine) -> SimulatedPool:
+    """The engine of a pool, in a question."""
+    times = linear_times(kind)
     return SimulatedPool(
         name=pool.name,
         step_s=times.step,
@@ -182,6 +178,28 @@ def _simulated_pool(pool: Pool, kind: ModelledEngine) -> SimulatedPool | None:
         max_sequences=kind.max_sequences,
         kv_tokens=kind.kv_tokens,
         cost=pool.cost,
+    )
+
+
+def linear_times(kind: ModelledEngine) -> FittedStepTimes:
+    """The step times of an engine as straight lines; those of a profile through two points each.
+
+    The points are a quarter of a step and a whole one, and half of the sequences with a quarter and
+    with three quarters of the KV memory.
+    """
+    times = kind.times
+    if isinstance(times, FittedStepTimes):
+        return times
+    few, many = max(kind.step_tokens // 4, 1), max(kind.step_tokens, 2)
+    token = max((times.prefill(many) - times.prefill(few)) / (many - few), 0.0)
+    sequences, quarter = max(kind.max_sequences // 2, 1), max(kind.kv_tokens / 4, 1.0)
+    low, high = times.decode(sequences, quarter), times.decode(sequences, 3 * quarter)
+    kv_token = max((high - low) / (2 * quarter), 0.0)
+    return FittedStepTimes(
+        step=max(low - kv_token * quarter, 0.0),
+        prefill_step=max(times.prefill(few) - token * few, 0.0),
+        token=token,
+        kv_token=kv_token,
     )
 
 
