@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import isnan
+from math import ceil, isnan
 
 from msgspec.structs import replace as replace_card
 
@@ -70,7 +70,7 @@ class Simulation:
         self._max_tokens = max(group.core.blocks for group in options.workers) * self._block_size
         self._incarnations: dict[int, int] = {}
         self._groups: dict[int, int] = {}
-        self._remaining = len(workload)
+        self._remaining = ceil(len(workload) * options.ended_share)
         if not self._remaining:
             self.clock.stop()
         self._final = workload.final_rounds()

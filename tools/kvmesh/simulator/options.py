@@ -59,6 +59,7 @@ class SimulationOptions:
     """A scenario. `speed` divides the workload's times; `deadline_s` bounds queueing.
 
     `horizon_s` bounds a batch of decode steps; it affects the simulator's speed, not its results.
+    The run ends once `ended_share` of the rounds have ended.
     `autoscaler` makes the one that changes the fleet; a new worker takes `startup_s` to start.
     """
 
@@ -71,6 +72,7 @@ class SimulationOptions:
     seed: int = 0
     deadline_s: float = 600.0
     horizon_s: float = 0.5
+    ended_share: float = 1.0
     autoscaler: Callable[[], Autoscaler] | None = None
     startup_s: float = 60.0
 

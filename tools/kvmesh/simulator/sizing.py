@@ -14,8 +14,12 @@ from kvmesh.simulator.options import SimulationOptions, WorkerOptions
 from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.workload.model import Workload
 
-STEADY = 0.25, 0.9  # the part of the arrivals that counts, as shares of their number
-HELPS = 0.005  # a fleet twice as large that raises no share by this shows that none is enough
+STEADY = 0.25, 0.85  # the part of the arrivals that counts, as shares of their number
+ENDED = 0.92  # of the requests: the rest waits for people, or is late beyond doubt
+# A fleet twice as large that raises no share by HELPS, and lowers no latency by FASTER, shows that
+# none is enough.
+HELPS = 0.005
+FASTER = 0.1
 BATCH = 16  # stands for the balance of prefill and decode
 
 
@@ -30,11 +34,15 @@ class WorkerKind:
 
 @dataclass(frozen=True)
 class SizedFleet:
-    """A simulated fleet: workers of each kind, cost per hour, share of requests by promise."""
+    """A simulated fleet: workers of each kind, cost per hour, share of requests by promise.
+
+    `quantiles` are the promised ones in seconds, infinite if too few requests were served.
+    """
 
     counts: Counts
     cost: float
     shares: tuple[float, ...]
+    quantiles: tuple[float, ...]
     keeps: bool
 
 
@@ -111,7 +119,10 @@ def _cost(kinds: Sequence[WorkerKind], counts: Counts) -> float:
 
 
 def _helps(small: SizedFleet, large: SizedFleet) -> bool:
-    return any(b - a > HELPS for a, b in zip(small.shares, large.shares, strict=True))
+    if any(b - a > HELPS for a, b in zip(small.shares, large.shares, strict=True)):
+        return True
+    pairs = zip(small.quantiles, large.quantiles, strict=True)
+    return any(a == inf or b < (1 - FASTER) * a for a, b in pairs)
 
 
 def _growing(count: int) -> Iterator[int]:
@@ -137,7 +148,8 @@ def simulate_fleet(
         for kind, count in zip(kinds, counts, strict=True)
         if count
     )
-    records = Simulation(workload, replace(options, workers=fleet)).run()
+    options = replace(options, workers=fleet, ended_share=ENDED)
+    records = Simulation(workload, options).run()
     arrived = records.column("arrived")
     order = np.argsort(arrived)
     steady = order[int(len(order) * STEADY[0]) : max(int(len(order) * STEADY[1]), 1)]
@@ -148,9 +160,13 @@ def simulate_fleet(
         "queue": records.column("placed") - arrived,
     }
     served = np.array([error is None for error in records.error], dtype=bool)
-    shares = tuple(
-        float(np.mean((served & (values[promise.metric] <= promise.seconds))[steady]))
-        for promise in promises
-    )
+    generating = ~np.isnan(first) & np.isnan(records.column("ended"))
+    shares, quantiles = [], []
+    for promise in promises:
+        counted = steady[~generating[steady]] if promise.metric == "itl" else steady
+        reached = np.where(served & ~np.isnan(values[promise.metric]), values[promise.metric], inf)
+        reached = reached[counted] if len(counted) else np.zeros(1)
+        shares.append(float(np.mean(reached <= promise.seconds)))
+        quantiles.append(float(np.quantile(reached, promise.quantile, method="higher")))
     keeps = all(s >= p.quantile for s, p in zip(shares, promises, strict=True))
-    return SizedFleet(counts, _cost(kinds, counts), shares, keeps)
+    return SizedFleet(counts, _cost(kinds, counts), tuple(shares), tuple(quantiles), keeps)

@@ -94,7 +94,7 @@ class MeasuredWorkers:
             max(capacity.max_sequences, 1),
             max(capacity.blocks * size, 1),
         )
-        kind = MeasuredKind(card.model.name, card.engine, size, limits)
+        kind = MeasuredKind(card.model.name, card.engine or "unknown", size, limits)
         if kind not in self._kinds:
             self._kinds[kind] = set()
             self._fits[kind] = StepTimesFit(

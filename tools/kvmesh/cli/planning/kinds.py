@@ -77,9 +77,9 @@ def _choices(text: str, profile: str, mock: MockSettings) -> list[TieredKind]:
     """One kind with each choice of its tiers."""
     name, _, rest = text.partition(":")
     try:
-        pairs: dict[str, object] = dict(part.split("=", 1) for part in rest.split(",") if part)
-        pairs |= {key: str(pairs[key]).split("|") for key in LISTS if key in pairs}
-        keys = msgspec.convert(pairs, _Keys, strict=False)
+        pairs = dict(part.split("=", 1) for part in rest.split(",") if part)
+        lists = {key: pairs[key].split("|") for key in LISTS if key in pairs}
+        keys = msgspec.convert({**pairs, **lists}, _Keys, strict=False)
     except (ValueError, msgspec.ValidationError) as error:
         raise SimulationError(f"--kind {text}: {error}") from None
     core = _core(keys, profile, mock)
