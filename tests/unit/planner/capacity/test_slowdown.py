@@ -22,3 +22,12 @@ def test_the_factor_rises_while_less_is_kept_and_recovers_within_bounds() -> Non
     for _ in range(200):
         slowdown.learn([])
     assert slowdown.factor == LEAST
+
+
+def test_the_same_results_slow_the_model_down_once() -> None:
+    slowdown = Slowdown()
+    slowdown.settled_since((2,), 0.0)
+    assert slowdown.settled_since((2,), SETTLED_S) == 0.0
+    slowdown.learn([(0.5, 0.95)])
+    assert slowdown.settled_since((2,), SETTLED_S + 5.0) is None
+    assert slowdown.settled_since((2,), 2 * SETTLED_S + 5.0) == SETTLED_S + 5.0

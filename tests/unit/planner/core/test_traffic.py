@@ -68,6 +68,21 @@ def test_engines_count_the_cached_tokens_better_than_routers() -> None:
     assert one.latest(1)[0].uncached == 1
 
 
+def test_prompts_that_another_worker_had_cached_are_no_load_of_a_new_one() -> None:
+    other = replace(decision("x", START, overlap=50).chosen, instance="other")
+    for joined, uncached in ((START - 10, 4096 - 50 * BLOCK), (START - 1000, 4096 - 10 * BLOCK)):
+        one = traffic()
+        placed_on = decision("a", START, overlap=10)
+        one.joined(placed_on.chosen.instance, joined)
+        one.on_route(replace(placed_on, candidates=[placed_on.chosen, other]))
+        (request,) = one.latest(1)
+        assert one.shape(request, 0.0).uncached == uncached
+        assert one.shape(request, 0.0, cold=True).uncached == 4096 - 10 * BLOCK
+        one.left(placed_on.chosen.instance)
+        one.on_route(replace(decision("b", START + 1, overlap=10), candidates=[other]))
+        assert one.shape(one.latest(1)[0], 0.0).uncached == 4096 - 10 * BLOCK
+
+
 def test_waits_end_at_their_deadline_if_the_event_is_lost() -> None:
     one = traffic()
     one.on_sequence(wait("a", START, deadline_s=100))

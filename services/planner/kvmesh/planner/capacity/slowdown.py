@@ -37,8 +37,13 @@ class Slowdown:
         return max(self._since, now - 2 * SETTLED_S)
 
     def learn(self, pairs: Sequence[tuple[float, float]]) -> None:
-        """Compare kept shares with modelled or promised ones; without any, recover."""
+        """Compare kept shares with modelled or promised ones; without any, recover.
+
+        After a slower factor, the fleet settles anew: the same requests show nothing twice.
+        """
         worse = any(kept < modelled - TOLERANCE for kept, modelled in pairs)
+        if worse:
+            self._ready = ()
         factor = self.factor * SLOWER if worse else self.factor / RECOVERY
         self.factor = min(max(factor, LEAST), MOST)
 

@@ -1,14 +1,18 @@
-"""Arrivals expected soon: the level of the load, its prediction, and sessions that will return."""
+"""Arrivals expected soon: the level of the load, its prediction, returning sessions and bursts."""
 
+from collections.abc import Sequence
 from math import ceil, sqrt
 
 from kvmesh.bus.messages import Decision, Outcome, RouteEvent
 from kvmesh.planner.core.arrivals import BUCKET_S, LoadSeries
+from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.prediction.registry import make_predictor
+from kvmesh.planner.prediction.reserve import BurstReserve
 from kvmesh.planner.prediction.returns import ExpectedReturns, ReturnPredictor
 from kvmesh.runtime.lru import LruCache
 
 CERTAIN = 2.0  # deviations by which a prediction must exceed the level to count
+LIKELY = 1.28  # deviations up to the 0.9 quantile of the returns
 MOST_REQUESTS = 8192
 
 
@@ -20,6 +24,7 @@ class Demand:
         self._first = LoadSeries()  # arrivals that continue no known session
         self._predictor = make_predictor(predictor, BUCKET_S)
         self._returns = ReturnPredictor()
+        self._reserve = BurstReserve(BUCKET_S)
         # running requests: session, whether it ends with them, prompt tokens
         self._running: LruCache[str, tuple[str, bool, int]] = LruCache(MOST_REQUESTS)
         self.expected = ExpectedReturns(count=0.0, variance=0.0, tokens=0.0)
@@ -57,6 +62,7 @@ class Demand:
         self._first.advance(now)
         for value in self.series.take_closed():
             self._predictor.observe(value)
+            self._reserve.observe(value)
         self._first.take_closed()
 
     def forecast(self, now: float, horizon_s: float) -> float:
@@ -74,5 +80,14 @@ class Demand:
         returning = (self.expected.count + others) / horizon_s
         deviation = sqrt(self.expected.variance + others) / horizon_s
         if returning > level + CERTAIN * (deviation + noise):
-            forecast = max(forecast, returning)
+            forecast = max(forecast, returning + LIKELY * deviation)
         return forecast
+
+    def reserved(self, startup_s: float, hold_s: float, promises: Sequence[Promise]) -> float:
+        """Arrivals per second for which workers are kept, since bursts return."""
+        waits = [
+            (promise.quantile, promise.seconds)
+            for promise in promises
+            if promise.metric != "itl" and not promise.request_class
+        ]
+        return self._reserve.level(startup_s, hold_s, waits)

@@ -77,6 +77,7 @@ class PlannerCore:
             before.left(card.instance)
         self._pool_of[card.instance] = view
         view.joined(card, now, begun=before is not None)
+        self.traffic.joined(card.instance, now)
 
     def left(self, instance: str) -> None:
         """A worker has left: its figures leave all sums with it."""
@@ -84,6 +85,7 @@ class PlannerCore:
         if view is not None:
             view.left(instance)
         self.worth.left(instance)
+        self.traffic.left(instance)
 
     def on_load(self, load: Load) -> None:
         view = self._pool_of.get(load.instance)
@@ -192,6 +194,11 @@ class PlannerCore:
                 reasons.append(f"{given_up} of {view.pool.name} never became ready")
         startup = max(view.starts.startup_s for view in self.pools)
         forecast = self.demand.forecast(now, startup + self.options.interval_s)
+        hold = max(self.options.down_cooldown_s, startup)
+        reserve = self.demand.reserved(startup + self.options.interval_s, hold, self.promises)
+        if reserve > forecast:
+            forecast = reserve
+            reasons.append(f"workers are kept for bursts of {reserve:.2g}/s, which return")
         plan = Plan({}, [], "", self.demand.series.level, forecast, [])
         for group in self.groups:
             reasons += group.decide(now, forecast, plan)

@@ -156,7 +156,8 @@ class PoolGroup:
         if level <= 0 and self._core.quiet_s(now) >= self._hold_s(startup):
             return self._to_least(now, counts, self._least_awake(counts), plan)
         proven = self._core.proven(now)
-        shapes = self._shapes(level, SURE_SHAPES if proven else 0)
+        fewest = SURE_SHAPES if proven else 0
+        shapes = self._shapes(level, fewest)
         known = [view.kind() is not None for view in self.views]
         if proven and level > 0 and not shapes:  # no long prompts, for prefill workers
             return self._to_least(now, counts, tuple(v.pool.min for v in self.views), plan)
@@ -169,7 +170,9 @@ class PoolGroup:
         kinds, speeds = self._kinds(shapes)
         aimed = self._aims(shapes, kinds)
         model = CandidateFleets(shapes, kinds, aimed)
-        self._calibrate(now, model, aimed)
+        cold = self._shapes(level, fewest, cold=True)
+        as_seen = CandidateFleets(cold, kinds, self._aims(cold, kinds)) if cold != shapes else model
+        self._calibrate(now, as_seen, aimed)
         pools = [view.pool for view in self.views]
         simulates = "prefill" not in self._serves and not self._splits
         self.simulated.expect(
@@ -205,7 +208,7 @@ class PoolGroup:
         if capacity + extra > have + 1e-9:
             reasons = self._grow(now, counts, capacity + extra, speeds, upper, devices)
         elif sure and not self._overdue(now):
-            reasons = self._shrink(now, counts, model, speeds, lower, plan)
+            reasons = self._shrink(now, counts, as_seen, speeds, lower, plan)
         plan.candidates += model.evaluated(pools)
         return reasons
 
@@ -267,8 +270,8 @@ class PoolGroup:
     def _requests_wait(self, now: float) -> bool:
         return bool(self._core.traffic.waiting or self._core.waking(now))
 
-    def _shapes(self, level: float, fewest: int) -> list[RequestShape]:
-        shapes = scenario(self._core.traffic, self._core.demand.series, level, fewest)
+    def _shapes(self, level: float, fewest: int, cold: bool = False) -> list[RequestShape]:
+        shapes = scenario(self._core.traffic, self._core.demand.series, level, fewest, cold)
         split = self._options.disagg_tokens
         if "prefill" in self._serves:
             return [prefill_only(shape) for shape in shapes if shape.uncached >= split]

@@ -15,15 +15,20 @@ OUTPUT_GUESS = 256.0
 GRACE_S = 5.0  # by which the clocks of routers may differ
 FEWEST_KEPT = 10
 OUTPUT_SHARE = 0.02  # weight of a new output in the mean
+COLD_S = 120.0  # for so long, a new worker's cache holds less than those of the others
 
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """One request: Unix seconds and tokens; results and `queue`, the wait, are -1 until known."""
+    """One request: Unix seconds and tokens; results and `queue`, the wait, are -1 until known.
+
+    `cold` tokens were cached on another worker, and computed because a new one took the request.
+    """
 
     arrived: float
     prompt: int
     uncached: int
+    cold: int = 0
     request_class: str = ""
     output: int = -1
     ttft: float = -1.0
@@ -52,8 +57,17 @@ class ObservedTraffic:
         self._window_s = window_s
         self._requests: OrderedDict[str, ObservedRequest] = OrderedDict()
         self._waiting: OrderedDict[str, tuple[float, int, float]] = OrderedDict()
+        self._joined: dict[str, float] = {}
         self.offset = 0.0
         self.mean_output = OUTPUT_GUESS
+
+    def joined(self, instance: str, now: float) -> None:
+        """A worker is ready from now on, with an empty cache."""
+        self._joined.setdefault(instance, now)
+
+    def left(self, instance: str) -> None:
+        """A worker has left."""
+        self._joined.pop(instance, None)
 
     @property
     def waiting(self) -> int:
@@ -107,6 +121,10 @@ class ObservedTraffic:
         request = known or ObservedRequest(arrived, 0, 0)
         request.prompt = decision.tokens
         request.uncached = max(decision.tokens - cached, 1)
+        new = arrived - self._joined.get(rank.instance, -inf) < COLD_S
+        if new and decision.prefill is None:
+            best = max((sum(each.overlap) for each in decision.candidates), default=0)
+            request.cold = max(best * decision.block_size - cached, 0)
         request.request_class = decision.hints.fair_class or ""
         request.queue = decision.wait_s
         if known is None and not decision.attempt:
@@ -189,8 +207,12 @@ class ObservedTraffic:
         chosen.sort(key=lambda request: request.arrived)
         return chosen
 
-    def shape(self, request: ObservedRequest, at: float) -> RequestShape:
-        """The request as it would arrive at `at`; an unknown output has the mean length."""
+    def shape(self, request: ObservedRequest, at: float, cold: bool = False) -> RequestShape:
+        """The request as it would arrive at `at`; an unknown output has the mean length.
+
+        Without `cold`, tokens that a worker has computed because it was new are left out.
+        """
         output = request.output if request.output >= 0 else int(self.mean_output)
-        prompt, uncached = request.prompt, request.uncached
+        prompt = request.prompt
+        uncached = request.uncached if cold else max(request.uncached - request.cold, 1)
         return RequestShape(at, uncached, prompt, max(output, 1), request.request_class)
