@@ -2,18 +2,20 @@
 
 import json
 import sys
+import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 from common import parser
 from planner_baselines import Baseline, DynamoSla, DynamoThresholds, KvUsage, TokenVelocity
-from planner_workloads import Scenario, engine, scenarios
-from rich.console import Console
-from rich.table import Table
+from planner_dynamo import DynamoError, dynamo_itself
+from planner_rows import ITSELF, LOOSE, PLANNER, SLA, Row, show, show_targets
+from planner_workloads import Scenario, engine, scenarios, tracelab
 
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape, latencies
 from kvmesh.planner.core.options import PlanOptions
@@ -29,27 +31,10 @@ from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.workload.formats.registry import load
 
 BOUND_S = 60.0  # interval of the clairvoyant
+CONVERSATION = "conversation ×"
+DYNAMO_TARGETS = ("throughput", "latency", "sla")
 Make = Callable[[], Autoscaler]
 _known: list[Scenario] = []  # inherited by the processes that run them
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run: shares of 1, seconds, hours of devices (weighted by cost), counts."""
-
-    scenario: str
-    startup_s: float
-    policy: str
-    kept: float
-    ttft_p50: float
-    ttft_p99: float
-    itl_p99: float
-    hours: float
-    goodput: float
-    least: int
-    most: int
-    changes: int
-    failed: int
 
 
 def run(number: int, startup_s: float, policy: str) -> Row:
@@ -79,7 +64,7 @@ def _promises(scenario: Scenario) -> list[Promise]:
 
 def _autoscaler(scenario: Scenario, startup_s: float, policy: str, groups: int) -> Make:
     promises = _promises(scenario)
-    if policy == "kvmesh":
+    if policy == PLANNER:
         costs = [kind.cost for kind in scenario.kinds] or [1.0]
         pools = [
             Pool(f"pool-{n}", min=0 if n else 1, max=scenario.most, cost=cost)
@@ -123,6 +108,8 @@ def _row(scenario: Scenario, startup_s: float, policy: str, simulation: Simulati
         max(sizes),
         fleet.ups + fleet.downs,
         sum(error is not None for error in records.error),
+        max(records.ended) / 3600,
+        scenario.flat,
     )
 
 
@@ -209,61 +196,37 @@ def _keeps(
 
 
 POLICIES = (
-    "kvmesh",
+    PLANNER,
     "dynamo throughput",
     "dynamo latency",
-    "dynamo sla",
+    SLA,
     "token velocity",
     "KV usage",
 )
-
-
-def _show(rows: list[Row], bounds: dict[str, float]) -> None:
-    table = Table(title="Planner, in virtual time", title_justify="left")
-    for name in ("scenario", "start-up s", "policy", "kept %", "TTFT p50 s", "p99 s", "ITL p99 ms"):
-        table.add_column(name, justify="left" if name in ("scenario", "policy") else "right")
-    for name in ("device-hours", "× bound", "goodput tok/s", "fleet", "changes", "failed"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        bound = bounds.get(row.scenario)
-        table.add_row(
-            row.scenario,
-            f"{row.startup_s:g}",
-            row.policy,
-            f"{row.kept:.1%}"[:-1],
-            f"{row.ttft_p50:.2f}",
-            f"{row.ttft_p99:.1f}",
-            f"{row.itl_p99 * 1000:.0f}",
-            f"{row.hours:.2f}",
-            f"{row.hours / bound:.2f}" if bound else "",
-            f"{row.goodput:.1f}",
-            f"{row.least}–{row.most}",
-            str(row.changes),
-            str(row.failed),
-        )
-    Console(width=160).print(table)
 
 
 def _runs(
     scenario: Scenario, startups: str, policies: str | None
 ) -> Iterator[tuple[float, tuple[str, ...]]]:
     """Policies by start-up time; static fleets need none, so they run once."""
-    chosen = tuple(policies.split(",")) if policies else POLICIES
+    chosen = tuple(policies.split(",")) if policies else ("static", *POLICIES)
+    if scenario.name.endswith(LOOSE):
+        chosen = tuple(policy for policy in chosen if policy in (PLANNER, SLA))
+    statics = tuple(f"static {n}" for n in scenario.statics) if "static" in chosen else ()
     for number, startup in enumerate(startups.split(",")):
-        statics = () if number else tuple(f"static {n}" for n in scenario.statics)
-        yield float(startup), (*statics, *chosen)
+        others = tuple(policy for policy in chosen if policy not in ("static", ITSELF))
+        yield float(startup), ((*statics, *others) if not number else others)
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--trace", type=Path, metavar="FILE", help="the conversation trace")
-    arguments.add_argument("--only", metavar="NAME,…", help="only these scenarios")
-    arguments.add_argument("--policies", metavar="NAME,…", help="only these policies")
-    arguments.add_argument("--startup", default="60,200", metavar="S,…", help="start-up times")
-    arguments.add_argument("--seed", type=int, default=1, metavar="N")
-    arguments.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
-    chosen = arguments.parse_args()
+def _scenarios(chosen: Namespace) -> list[Scenario]:
+    """All scenarios for which there is data, then those that are chosen."""
     known = scenarios(chosen.seed)
+    looser = next(s for s in known if s.name == "burst")
+    known.append(replace(looser, name=looser.name + LOOSE, ttft="p95=50s", itl="p95=2500ms"))
+    if chosen.tracelab is not None and chosen.tracelab.exists():
+        known.append(tracelab(chosen.tracelab, chosen.seed))
+    else:
+        print("skipping the TraceLab sessions: --tracelab names none", file=sys.stderr)
     if chosen.trace is not None and chosen.trace.exists():
         trace, _ = load(str(chosen.trace))
         for speed, initial, statics in (
@@ -273,36 +236,87 @@ def main() -> None:
         ):
             known.append(
                 Scenario(
-                    f"conversation ×{speed}", trace, itl="p95=60ms", speed=speed,
+                    f"{CONVERSATION}{speed}", trace, itl="p95=60ms", speed=speed,
                     initial=initial, flat=True, statics=statics,
                 )
             )  # fmt: skip
     else:
-        print("skipping the conversation trace: --trace names none")
+        print("skipping the conversation trace: --trace names none", file=sys.stderr)
     if chosen.only:
-        known = [s for s in known if any(s.name.startswith(o) for o in chosen.only.split(","))]
+        named = chosen.only.split(",")
+        known = [s for s in known if any(s.name.startswith(name) for name in named)]
+    return known
+
+
+def _dynamo(
+    pool: ProcessPoolExecutor, chosen: Namespace, known: list[Scenario]
+) -> list[Future[Row]]:
+    """Runs of Dynamo's own planner on the conversation trace."""
+    if chosen.dynamo is None or ITSELF not in (chosen.policies or ITSELF).split(","):
+        return []
+    return [
+        pool.submit(
+            dynamo_itself, chosen.dynamo, chosen.trace, scenario, float(startup), target, number
+        )
+        for scenario in known
+        if scenario.name.startswith(CONVERSATION)
+        for startup in chosen.startup.split(",")
+        for target in DYNAMO_TARGETS
+        for number in range(1, chosen.dynamo_runs + 1)
+    ]
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--trace", type=Path, metavar="FILE", help="the conversation trace")
+    arguments.add_argument("--tracelab", type=Path, metavar="FILE", help="sessions of TraceLab")
+    arguments.add_argument("--dynamo", type=Path, metavar="VENV", help="an installation of Dynamo")
+    arguments.add_argument("--dynamo-runs", type=int, default=3, metavar="N", help="of each (3)")
+    arguments.add_argument("--only", metavar="NAME,…", help="only these scenarios")
+    arguments.add_argument("--policies", metavar="NAME,…", help="only these; static: static fleets")
+    arguments.add_argument("--startup", default="60,200", metavar="S,…", help="start-up times")
+    arguments.add_argument("--seed", type=int, default=1, metavar="N")
+    arguments.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
+    chosen = arguments.parse_args()
+    if chosen.dynamo is not None and not (chosen.dynamo / "bin" / "python").exists():
+        arguments.error(f"--dynamo {chosen.dynamo}: no virtual environment there")
+    unknown = set((chosen.policies or "static").split(",")) - {"static", ITSELF, *POLICIES}
+    if unknown:
+        arguments.error(f"--policies: unknown {', '.join(sorted(unknown))}")
+    began = time.monotonic()
+    known = _scenarios(chosen)
     _known[:] = known
     with ProcessPoolExecutor(chosen.jobs, get_context("fork")) as pool:
-        bounds = {
-            scenario.name: pool.submit(clairvoyant, place)
-            for place, scenario in enumerate(known)
-            if len(scenario.kinds) < 2
-        }
         waiting = [
             pool.submit(run, place, startup, policy)
             for place, scenario in enumerate(known)
             for startup, policies in _runs(scenario, chosen.startup, chosen.policies)
             for policy in policies
         ]
+        waiting += _dynamo(pool, chosen, known)
+        bounds = {
+            scenario.name: pool.submit(clairvoyant, place)
+            for place, scenario in enumerate(known)
+            if len(scenario.kinds) < 2 and not scenario.name.endswith(LOOSE)
+            if PLANNER in (chosen.policies or PLANNER).split(",")
+        }
         for number, each in enumerate(as_completed(waiting), 1):
-            row = each.result()
-            progress = f"{number}/{len(waiting)} {row.scenario}, {row.startup_s:g} s, {row.policy}"
-            print(f"{progress}: {row.kept:.1%}, {row.hours:.2f} h", file=sys.stderr, flush=True)
-        rows = [each.result() for each in waiting]
+            if not isinstance(each.exception(), DynamoError):
+                row = each.result()
+                what = f"{row.scenario}, {row.startup_s:g} s, {row.policy}"
+                figures = f"{row.kept:.1%}, {row.hours:.2f} h"
+                print(f"{number}/{len(waiting)} {what}: {figures}", file=sys.stderr, flush=True)
+        refused = {str(error) for each in waiting if (error := each.exception())}
+        rows = [each.result() for each in waiting if each.exception() is None]
         least = {name: each.result() for name, each in bounds.items()}
-    _show(rows, least)
+    for reason in sorted(refused):
+        print(f"Dynamo's planner did not run: {reason}", file=sys.stderr)
+    show(rows, least)
+    show_targets(rows, least)
+    print(f"{len(rows)} runs in {(time.monotonic() - began) / 60:.0f} min, {chosen.jobs} at a time")
     if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        bounds_of = [{"scenario": name, "bound": hours} for name, hours in least.items()]
+        chosen.json.write_text(json.dumps([asdict(row) for row in rows] + bounds_of, indent=1))
 
 
 if __name__ == "__main__":

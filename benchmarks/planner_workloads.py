@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import exp, pi, sin
+from pathlib import Path
 from random import Random
 
 from kvmesh.simulator.options import WorkerOptions
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.workload.formats.registry import load
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.tree import Tree
 
@@ -87,6 +89,39 @@ def agents(rate: Rate, end: float, most: float, seed: int) -> Workload:
     return Workload(tree=tree, sessions=sessions, rounds=rounds)
 
 
+def resampled(source: Workload, rate: Rate, end: float, most: float, seed: int) -> Workload:
+    """Sessions drawn from those of `source`, which begin at a Poisson rate of `rate` per second.
+
+    Each keeps its lengths and its waits between rounds, and shares no prompt with others. A round
+    begins when the one before has ended: the load depends on the fleet.
+    """
+    rng, tree = Random(seed), Tree()
+    known: list[list[Round]] = [[] for _ in source.sessions]
+    for each in source.rounds:
+        known[each.session].append(each)
+    sessions: list[Session] = []
+    rounds: list[Round] = []
+    at = 0.0
+    while (at := at + rng.expovariate(most)) < end:
+        if rng.random() * most > rate(at):
+            continue
+        branch = tree.fork()
+        for place, each in enumerate(rng.choice(known)):
+            rounds.append(
+                Round(
+                    session=len(sessions),
+                    branch=branch,
+                    output_branch=branch,
+                    input_tokens=each.input_tokens,
+                    output_tokens=each.output_tokens,
+                    at_s=each.at_s if place else at,
+                    after=(len(rounds) - 1,) if place else (),
+                )
+            )
+        sessions.append(Session(name=f"session-{len(sessions)}", ends=True))
+    return Workload(tree=tree, sessions=sessions, rounds=rounds)
+
+
 def _tokens(rng: Random, mean: float, sigma: float) -> int:
     return max(int(mean * exp(rng.gauss(0.0, sigma) - sigma * sigma / 2)), 1)
 
@@ -122,6 +157,21 @@ def day(length: float, low: float) -> Rate:
         return low + 5 * low * ramp * (1 + 0.4 * abs(sin(2 * pi * daytime)))
 
     return rate
+
+
+def tracelab(file: Path, seed: int) -> Scenario:
+    """Sessions shaped like those of a TraceLab trace, three times as many for 20 minutes."""
+    source, _ = load(str(file))
+    rate = burst(20 * MINUTE, 2 * MINUTE, 20 * MINUTE, 0.2, 3.0)
+    return Scenario(
+        "TraceLab sessions",
+        resampled(source, rate, HOUR, 0.6, seed),
+        initial=2,
+        kinds=(WorkerOptions(2, engine(0.1)),),
+        statics=(1, 2, 3, 4, 6),
+        ttft="p95=5s",
+        itl="p95=250ms",
+    )
 
 
 def scenarios(seed: int) -> list[Scenario]:
