@@ -119,8 +119,8 @@ def test_workers_that_never_come_are_given_up_and_not_retried_at_once() -> None:
     assert view.starts.blocked(model.now)
     assert (model.sizes[-1], view.starts.pending) == (2, 0)
     failed = view.starts.failed
-    model.run(400, 3.0)
-    assert (view.starts.failed, set(model.sizes[-40:])) == (failed, {2})
+    model.run(200, 3.0)
+    assert (view.starts.failed, set(model.sizes[-20:])) == (failed, {2})
     model.broken.clear()
     model.now += RETRY_S
     model.run(100, 3.0)

@@ -43,7 +43,7 @@ def test_the_kind_with_more_capacity_per_cost_grows(slow_cost: float, cheaper: s
 @pytest.mark.parametrize("budget", [3.0, 6.0, inf])
 def test_the_budget_counts_the_devices_of_all_pools(budget: float) -> None:
     model = kinds(0.5, max_devices=budget)
-    model.run(300, 6.0)
+    model.run(150, 6.0)
     assert model.wanted["fast"] * 2 + model.wanted["slow"] <= budget
     assert model.sizes[-1] >= 2
 
@@ -64,8 +64,8 @@ def test_least_numbers_hold_in_every_pool() -> None:
 
 def test_prefill_and_decode_workers_are_sized_apart() -> None:
     prompts, answers = split(), split()
-    prompts.run(400, 2.5, tokens=8192)
-    answers.run(400, 2.5, tokens=1024)  # shorter than those that prefill workers take
+    prompts.run(250, 2.5, tokens=8192)
+    answers.run(250, 2.5, tokens=1024)  # shorter than those that prefill workers take
     assert prompts.wanted["pre"] >= 4
     assert prompts.wanted["pre"] > prompts.wanted["dec"]
     assert answers.wanted["pre"] == 1
