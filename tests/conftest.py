@@ -11,8 +11,8 @@ from support import evidence
 settings.register_profile("kvmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvmesh")
 
-# Threads of the algebra library only spin on the small matrices of statsmodels, for which a fit then
-# takes ten times as long; it reads this when it is first loaded.
+# Threads of the algebra library only spin on the small matrices of statsmodels, and a fit takes
+# ten times as long with them; it reads this when it is first loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # With CI set pytest explains every failed comparison in full, which for large values takes minutes;
