@@ -19,6 +19,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.planner.capacity.step_times import FittedStepTimes
 from kvmesh.planner.core.candidates import Plan
+from kvmesh.planner.core.exchange.role_switches import PlannedSwitch
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pools import parse_pools
@@ -141,7 +142,8 @@ def wait(request: str, now: float, cost: int = 4096, deadline_s: float = 600.0) 
 class PlannedModel:
     """Passes messages to a core and carries its plans out; workers take `startup_s` to start.
 
-    Pools in `broken` never get a worker ready. `plans` are all plans with their times.
+    Pools in `broken` never get a worker ready. `plans` are all plans with their times. Workers in
+    `frozen` do not change their roles.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class PlannedModel:
         self.now = START
         self.plans: list[tuple[float, Plan]] = []
         self.broken: set[str] = set()
+        self.frozen: set[str] = set()
         self.workers: dict[str, list[str]] = {pool.name: [] for pool in self.pools}
         self.wanted: dict[str, int] = dict.fromkeys(self.workers, 0)
         self._times = times or {}
@@ -186,6 +189,8 @@ class PlannedModel:
         self.core.observe_wanted(self.wanted, self.now)
         plan = self.core.decide(self.now)
         self.plans.append((self.now, plan))
+        for switch in plan.switches:
+            self._switch(switch)
         for pool, count in plan.wanted.items():
             added = count - self.wanted[pool]
             self._starting += [(self.now + self._startup_s, pool)] * max(added, 0)
@@ -228,6 +233,16 @@ class PlannedModel:
         self.workers[pool].append(instance)
         self._engines[instance] = LinearEngine(instance, self._times.get(pool, TIMES))
         self.core.joined(worker_card(instance, serves), pool, self.now)
+
+    def _switch(self, switch: PlannedSwitch) -> None:
+        """Change the role of a worker; its place counts it in its new pool at once."""
+        self.wanted[switch.source] -= 1
+        self.wanted[switch.target] += 1
+        if switch.instance not in self.frozen:
+            self.workers[switch.source].remove(switch.instance)
+            self.workers[switch.target].append(switch.instance)
+            card = worker_card(switch.instance, switch.serves)
+            self.core.joined(card, switch.target, self.now)
 
     def _stop(self, pool: str, stop: list[str]) -> None:
         starting = [each for each in self._starting if each[1] == pool]

@@ -4,7 +4,10 @@ from support.layers import imports_of, modules_of, upward_imports
 
 LAYERS = [
     ["service"],
-    ["fleet_driver", "idle_models", "leadership", "models", "oracle_client", "record"],
+    [
+        *("fleet_driver", "homes", "idle_models", "leadership", "models", "oracle_client"),
+        *("record", "role_driver"),
+    ],
     ["metrics", "connectors", "config"],
     ["profiles"],
     ["core"],

@@ -1,7 +1,7 @@
 """The interface of autoscalers of a simulated fleet."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
@@ -9,10 +9,14 @@ from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
 
 @dataclass(frozen=True)
 class FleetTarget:
-    """Workers wanted per group, and instances to stop first where a group shrinks."""
+    """Workers wanted per group, and instances to stop first where a group shrinks.
+
+    `switches` are instances that join another group before, with the role of that group.
+    """
 
     counts: Sequence[int]
     stop: Sequence[str] = ()
+    switches: Mapping[str, int] = field(default_factory=dict)
 
 
 class Autoscaler(Protocol):

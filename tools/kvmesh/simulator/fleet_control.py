@@ -15,6 +15,7 @@ class FleetRecord:
     sizes: list[tuple[float, int, int]] = field(default_factory=list)
     ups: int = 0
     downs: int = 0
+    switches: int = 0
     began: dict[str, float] = field(default_factory=dict)
     device_s: float = 0.0
     cost_s: float = 0.0
@@ -22,6 +23,8 @@ class FleetRecord:
 
 class FleetControl:
     """Starts and drains workers. `join` adds a worker of a group, `drain` lets one leave.
+
+    `switch` gives a worker the role of another group, for the requests that come from then on.
 
     `costs` are those of a worker of each group, per hour.
     A worker occupies its devices from the beginning of its start until its last request has ended.
@@ -34,6 +37,7 @@ class FleetControl:
         startup_s: float,
         join: Callable[[int], SimulatedWorker],
         drain: Callable[[SimulatedWorker], None],
+        switch: Callable[[SimulatedWorker, int], None],
     ) -> None:
         self.record = FleetRecord()
         self._clock = clock
@@ -41,6 +45,7 @@ class FleetControl:
         self._startup_s = startup_s
         self._join = join
         self._drain = drain
+        self._switch = switch
         self._workers: list[list[SimulatedWorker]] = [[] for _ in costs]
         self._starting: list[list[int]] = [[] for _ in costs]
         self._cancelled: set[int] = set()
@@ -90,6 +95,8 @@ class FleetControl:
         self.record.cost_s += seconds * self._costs[group]
 
     def apply(self, target: FleetTarget) -> None:
+        for instance, group in target.switches.items():
+            self._move(instance, group)
         for group, count in enumerate(target.counts):
             have = self.wanted[group]
             if count > have:
@@ -100,6 +107,15 @@ class FleetControl:
                 self.record.downs += 1
                 self._shrink(group, have - count, target.stop)
         self._sample()
+
+    def _move(self, instance: str, group: int) -> None:
+        before = next((w for w in self._workers if any(e.instance == instance for e in w)), None)
+        if before is not None:
+            worker = next(each for each in before if each.instance == instance)
+            before.remove(worker)
+            self._workers[group].append(worker)
+            self._switch(worker, group)
+            self.record.switches += 1
 
     def _begin(self, group: int) -> None:
         self._number += 1

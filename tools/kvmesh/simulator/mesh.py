@@ -92,6 +92,7 @@ class Simulation:
             options.startup_s,
             self._add,
             self._leave,
+            self._switch,
         )
         self._autoscaler = None if options.autoscaler is None else options.autoscaler()
         if self._autoscaler is not None:
@@ -151,6 +152,15 @@ class Simulation:
             worker.draining = True
         else:
             self._remove(worker)
+
+    def _switch(self, worker: SimulatedWorker, group: int) -> None:
+        """Give a worker the role of a group; requests that run end as they would have."""
+        worker.group = self.options.workers[group]
+        worker.card = replace_card(worker.card, serves=worker.group.serves)
+        self._group_of[worker.instance] = group
+        self.routers.join(worker.card)
+        if self._autoscaler is not None:
+            self._autoscaler.joined(worker.card, group, self.clock.now)
 
     def _group_index(self, worker: SimulatedWorker) -> int:
         return self._group_of[worker.instance]

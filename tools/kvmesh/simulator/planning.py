@@ -15,6 +15,7 @@ class SimulatedPlanner:
 
     def __init__(self, options: PlanOptions, pools: Sequence[Pool]) -> None:
         self.core = PlannerCore(options, pools)
+        self.core.switches.able = lambda _: True
         self.interval_s = options.interval_s
         self.plans: list[tuple[float, Plan]] = []
         self._names = [pool.name for pool in pools]
@@ -40,7 +41,8 @@ class SimulatedPlanner:
         self.core.observe_wanted(dict(zip(self._names, wanted, strict=True)), now)
         plan = self.core.decide(now)
         target = [plan.wanted[name] for name in self._names]
-        if target == list(wanted):
+        if target == list(wanted) and not plan.switches:
             return None
         self.plans.append((now, plan))
-        return FleetTarget(target, plan.stop)
+        switches = {each.instance: self._names.index(each.target) for each in plan.switches}
+        return FleetTarget(target, plan.stop, switches)

@@ -66,6 +66,7 @@ from kvmesh.bus.messages.planning import (
     PromisedLatency,
     ScalingDecision,
     SimulatedPool,
+    SwitchedRole,
     Wake,
 )
 from kvmesh.bus.messages.routing import (
@@ -203,6 +204,7 @@ __all__ = [
     "SimulatedPool",
     "StepOutput",
     "Stored",
+    "SwitchedRole",
     "Thresholds",
     "UnloadAdapter",
     "Unpin",

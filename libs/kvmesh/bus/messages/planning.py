@@ -167,12 +167,21 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     profile_factor: float = 1.0
 
 
+class SwitchedRole(Struct, frozen=True, kw_only=True):
+    """A worker that is to serve the role of pool `target` instead of that of `source`."""
+
+    instance: str
+    source: str
+    target: str
+
+
 class ScalingDecision(Struct, frozen=True, kw_only=True):
     """A decision of the planner about one model, with its reasons; `time` in Unix seconds.
 
     `signals` are the inputs: arrivals per second now and forecast, waiting requests and tokens,
     mean lengths. `kept` are the shares of the requests of the last minutes that kept each promise.
-    `unreachable` are promises that even an idle worker cannot keep.
+    `unreachable` are promises that even an idle worker cannot keep. `switches` are workers that
+    change their roles; the numbers of the pools hold after that.
     """
 
     model: str
@@ -188,3 +197,4 @@ class ScalingDecision(Struct, frozen=True, kw_only=True):
     unreachable: list[str] = []
     cost: float = 0.0
     connector: str = ""
+    switches: list[SwitchedRole] = []

@@ -30,6 +30,11 @@ kept = Gauge(
 oracle_answers = Counter(
     f"{_PREFIX}_oracle_answers", "Questions to an oracle, by result: answered, failed", ["result"]
 )
+role_switches = Counter(
+    f"{_PREFIX}_role_switches",
+    "Workers asked to change their role to that of a pool, by whether they did",
+    ["model", "pool", "result"],
+)
 connector_errors = Counter(
     f"{_PREFIX}_connector_errors", "Changes that the connector could not make"
 )

@@ -70,6 +70,11 @@ class ModelPlanners:
         card = self._cards.get(instance)
         return card.name if card is not None else None
 
+    def instance(self, name: str) -> str | None:
+        """The instance of a worker's name; None if there is none."""
+        found = (each.instance for each in self._cards.values() if each.name == name)
+        return next(found, None)
+
     def replace_options(self, options: PlanOptions, pools: list[Pool]) -> None:
         """Use other options and sizes of the same pools; raises PlannerConfigError for others."""
         check_same_pools(self._pools, pools)

@@ -1,6 +1,6 @@
 """The record of a decision, with its reasons."""
 
-from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision
+from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision, SwitchedRole
 from kvmesh.planner.core.candidates import Plan
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pool_view import PoolView
@@ -55,6 +55,10 @@ def scaling_decision(
             for each in plan.candidates
         ],
         stop=plan.stop,
+        switches=[
+            SwitchedRole(instance=each.instance, source=each.source, target=each.target)
+            for each in plan.switches
+        ],
         unreachable=sorted(core.unreachable),
         cost=sum(view.wanted * view.pool.cost for view in core.pools),
     )

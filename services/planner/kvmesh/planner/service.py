@@ -29,15 +29,18 @@ from kvmesh.planner.config import plan_options, with_changes
 from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.connectors.registry import create_connector
 from kvmesh.planner.core.candidates import Plan
+from kvmesh.planner.core.exchange.role_switches import PlannedSwitch
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.planner.fleet_driver import FleetDriver
+from kvmesh.planner.homes import Homes
 from kvmesh.planner.idle_models import IdleModels
 from kvmesh.planner.leadership import Leadership
 from kvmesh.planner.models import ModelPlanners
 from kvmesh.planner.oracle_client import OracleClient
 from kvmesh.planner.profiles import unfit_profile
 from kvmesh.planner.record import scaling_decision
+from kvmesh.planner.role_driver import RoleDriver
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
@@ -63,6 +66,8 @@ class PlannerService:
         connector = create_connector(self._settings, service.bus, pools, service.instance)
         advisory = self._settings.connector == "advisory"
         self._driver = FleetDriver(connector, service.warnings, advisory)
+        self._roles = RoleDriver(service.bus)
+        self._homes = Homes(pools)
         self._models = ModelPlanners(options, pools, service.warnings)
         self._recorded_at: dict[str, float] = {}
         self._planned: dict[str, dict[str, int]] = {}
@@ -128,6 +133,7 @@ class PlannerService:
             await service.stopping.wait()
         finally:
             await self._oracle.close()
+            await self._roles.close()
             await self._driver.close()
             for reader in (self._routes, self._sequences, self._changes):
                 await reader.close()
@@ -213,8 +219,11 @@ class PlannerService:
             return
         state = await self._driver.state()
         now = time.time()
+        if state is not None:
+            self._follow_homes(state)
         stop: list[str] = []
         wanted: dict[str, int] = {}
+        switching: list[tuple[str, PlannerCore, PlannedSwitch]] = []
         refused = False
         for model, core in list(self._models.cores.items()):
             before = self._observe(core, state, now)
@@ -233,14 +242,61 @@ class PlannerService:
             if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
                 refused |= bool(changes)  # without an entry, frontends would forget the model
                 continue
+            switching += [(model, core, switch) for switch in plan.switches]
             wanted |= changes
             stop += [name for i in plan.stop if (name := self._models.name(i))]
         self._adopt = refused or state is None
         if wanted and state is not None:
             if self.leads:  # the process may have been frozen meanwhile
-                self._driver.start_change(wanted, stop if self._driver.chooses else [])
+                self._switch_roles(switching)
+                self._start_change(wanted, stop, state)
             else:
                 self._adopt = True
+
+    def _start_change(
+        self, wanted: dict[str, int], stop: list[str], state: dict[str, PoolState]
+    ) -> None:
+        """Have the place change its numbers, unless changes of roles are all that it takes."""
+        if not self._driver.chooses:
+            stop = []
+        numbers = self._homes.at_place(wanted, stop)
+        if numbers and self._driver.chooses:  # those that are starting end before ready ones
+            shrinking = [p for p, n in numbers.items() if p in state and n < state[p].wanted]
+            stop += [n for p in shrinking for n in state[p].workers if self._serving(n) is None]
+        if numbers:
+            self._driver.start_change(numbers, stop)
+
+    def _follow_homes(self, state: dict[str, PoolState]) -> None:
+        """Let the numbers follow workers that serve as others than those of their place's pool."""
+        for core in self._models.cores.values():
+            core.switches.able = self._may_switch
+        known = {} if self._driver.advisory else state
+        for source, target in self._homes.observe(known, self._serving):
+            for core in self._models.cores.values():
+                if {source, target} <= {view.pool.name for view in core.pools}:
+                    core.moved(source, target)
+
+    def _may_switch(self, instance: str) -> bool:
+        """True if the place knows a worker: its numbers can then follow the worker's role."""
+        return not self._driver.advisory and self._homes.knows(self._models.name(instance) or "")
+
+    def _serving(self, name: str) -> str | None:
+        """The pool as which a worker serves; None if there is no such worker now."""
+        instance = self._models.instance(name)
+        cores = self._models.cores.values()
+        found = (core.serving(instance) for core in cores) if instance is not None else ()
+        return next((pool for pool in found if pool is not None), None)
+
+    def _switch_roles(self, switching: list[tuple[str, PlannerCore, PlannedSwitch]]) -> None:
+        for model, core, switch in switching:
+            name = self._models.name(switch.instance) or ""
+            self._homes.switched(name, switch.target)
+            self._roles.start(
+                model,
+                name,
+                switch,
+                lambda instance, core=core: core.switch_failed(instance, time.time()),
+            )
 
     def _plan(self, model: str, core: PlannerCore, now: float) -> Plan | None:
         """The plan of one model; None, with a warning, if its planner fails: others go on."""
@@ -281,7 +337,7 @@ class PlannerService:
 
         Without them, as with the advisory connector, the workers present count.
         """
-        numbers = {pool: each.wanted for pool, each in (state or {}).items()}
+        numbers = self._homes.as_served() if state is not None else {}
         if self._driver.advisory or self._adopt or self._driver.failed or state is None:
             for view in core.pools:
                 present = len(view.ready if self._driver.advisory else view.cards)

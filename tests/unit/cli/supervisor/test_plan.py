@@ -97,7 +97,8 @@ def test_a_planner_scales_prefill_and_decode_workers_apart() -> None:
     chosen = settings(up__planner="true", up__workers="9", up__prefill_workers="1")
     own = load(None, service_specs(chosen, {})[-1].env, {}).planner
     assert ",".join(own.pools) == (
-        "prefill:serves=prefill,min=1,max=8,decode:serves=decode,min=1,max=9"
+        "prefill:serves=prefill,min=1,max=8,kind=worker,"
+        "decode:serves=decode,min=1,max=9,kind=worker"
     )
     assert [most_workers(chosen, group) for group in worker_groups(chosen)] == [8, 9]
 

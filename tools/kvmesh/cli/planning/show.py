@@ -95,6 +95,11 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
             f"{pool.startup_s:.0f}", str(pool.failed), _step_times(pool),
         )  # fmt: skip
     console.print(pools)
+    for switch in decision.switches:
+        console.print(
+            f"{switch.instance} changes its role: from pool {switch.source} to {switch.target}",
+            markup=False, highlight=False,
+        )  # fmt: skip
     console.print(
         f"arrivals {signals['arrivals_per_s']:.2f}/s, forecast {signals['forecast_per_s']:.2f}/s;"
         f" waiting {signals['waiting_requests']:.0f} requests,"

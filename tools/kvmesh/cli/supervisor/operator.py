@@ -47,7 +47,10 @@ class FleetOperator:
         self, bus: Bus, settings: Settings, processes: WorkerProcesses, note: Callable[[str], None]
     ) -> None:
         groups = worker_groups(settings)
-        most = {group.pool: most_workers(settings, group) for group in groups}
+        # workers may serve the role of another pool, so the pools' bounds hold together
+        most = dict.fromkeys(
+            (group.pool for group in groups), sum(most_workers(settings, each) for each in groups)
+        )
         self._fleet = Fleet(groups, first_worker_port(settings), most, os.environ)
         # the worker drains first, and the supervisor's own patience begins after that
         self._stop_s = settings.worker.drain_timeout_s + settings.up.stop_timeout_s

@@ -150,10 +150,12 @@ def _planner(settings: Settings) -> PlannerSettings:
     if settings.up.oracle and not section.oracle_budget_s:
         section = msgspec.structs.replace(section, oracle_budget_s=ORACLE_BUDGET_S)
     if section.pools == PlannerSettings().pools:
+        groups = worker_groups(settings)
+        kind = ",kind=worker" if len(groups) > 1 else ""  # they differ in their role alone
         pools = [
             f"{group.pool}:serves={group.settings.worker.serves},min=1"
-            f",max={most_workers(settings, group)}"
-            for group in worker_groups(settings)
+            f",max={most_workers(settings, group)}{kind}"
+            for group in groups
         ]
         section = msgspec.structs.replace(section, pools=pools)
     return section

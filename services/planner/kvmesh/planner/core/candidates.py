@@ -1,9 +1,10 @@
 """Candidate fleets evaluated on one scenario, and the plan that results."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
+from kvmesh.planner.core.exchange.role_switches import PlannedSwitch
 from kvmesh.planner.core.fleets import Aim, Counts, Kept, fulfilment
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.simulation.correction import corrected
@@ -24,6 +25,7 @@ class Evaluated:
 class Plan:
     """The decision of one interval: workers wanted per pool, and the instances to stop first.
 
+    `wanted` holds once the workers of `switches` have changed their roles.
     `level` and `forecast` are arrivals per second, now and when workers started now are ready.
     """
 
@@ -33,6 +35,7 @@ class Plan:
     level: float
     forecast: float
     candidates: list[Evaluated]
+    switches: list[PlannedSwitch] = field(default_factory=list)
 
 
 class CandidateFleets:

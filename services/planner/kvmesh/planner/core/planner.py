@@ -20,6 +20,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.planner.core.candidates import Plan
 from kvmesh.planner.core.demand import Demand
+from kvmesh.planner.core.exchange.role_switches import RoleSwitches
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_group import PoolGroup
 from kvmesh.planner.core.pool_view import PoolView
@@ -41,6 +42,7 @@ class PlannerCore:
         self.traffic = ObservedTraffic(options.window_s)
         self.demand = Demand(options.predictor)
         self.worth = CacheWorth()
+        self.switches = RoleSwitches()
         self.pools = [PoolView(pool, options.startup_s) for pool in pools]
         self.model = ""  # that of the workers
         self._offset = 0.0
@@ -69,7 +71,15 @@ class PlannerCore:
         now = self._seen(now)
         if card.model is not None:
             self.model = card.model.name
-        view = next(view for view in self.pools if view.pool.name == pool)
+        switch = self.switches.pending(card.instance)
+        if switch is not None and pool == switch.target:
+            self.switches.ended(card.instance)
+        elif switch is not None and pool == switch.source:
+            pool = switch.target
+        self._join(card, pool, now)
+
+    def _join(self, card: Instance, pool: str, now: float) -> None:
+        view = self._view(pool)
         before = self._pool_of.get(card.instance)
         if before is None:  # a worker that has just come may not leave at once
             self._busy_at = max(self._busy_at, now)
@@ -79,8 +89,17 @@ class PlannerCore:
         view.joined(card, now, begun=before is not None)
         self.traffic.joined(card.instance, now)
 
+    def _view(self, pool: str) -> PoolView:
+        return next(view for view in self.pools if view.pool.name == pool)
+
+    def serving(self, instance: str) -> str | None:
+        """The pool as which a worker serves, or is about to; None if the worker is unknown."""
+        view = self._pool_of.get(instance)
+        return view.pool.name if view is not None else None
+
     def left(self, instance: str) -> None:
         """A worker has left: its figures leave all sums with it."""
+        self.switches.ended(instance)
         view = self._pool_of.pop(instance, None)
         if view is not None:
             view.left(instance)
@@ -180,6 +199,25 @@ class PlannerCore:
         for group in self.groups:
             group.changed(now)
 
+    def moved(self, source: str, target: str) -> None:
+        """A worker serves as those of `target`, and this planner has not asked it to."""
+        self._view(source).shift(-1)
+        self._view(target).shift(1)
+
+    def switch_failed(self, instance: str, now: float) -> None:
+        """A worker has not changed its role: it counts where it was, and is not asked for a while.
+
+        Its numbers are those of its place, as the next observation shows.
+        """
+        now = self._seen(now)
+        switch = self.switches.failed(instance, now)
+        view = self._pool_of.get(instance)
+        if switch is None or view is None:
+            return
+        self._join(view.cards[instance], switch.source, now)
+        for group in self.groups:
+            group.evaluate_again()
+
     # decisions
 
     def decide(self, now: float) -> Plan:
@@ -192,6 +230,9 @@ class PlannerCore:
             given_up = view.give_up(now, self.options.manual_hold_s)
             if given_up:
                 reasons.append(f"{given_up} of {view.pool.name} never became ready")
+        for instance in self.switches.overdue(now):
+            self.switch_failed(instance, now - self._offset)
+            reasons.append(f"{instance} did not change its role")
         startup = max(view.starts.startup_s for view in self.pools)
         forecast = self.demand.forecast(now, startup + self.options.interval_s)
         hold = max(self.options.down_cooldown_s, startup)
@@ -202,9 +243,29 @@ class PlannerCore:
         plan = Plan({}, [], "", self.demand.series.level, forecast, [])
         for group in self.groups:
             reasons += group.decide(now, forecast, plan)
+        reasons += self._exchange(now, plan)
         plan.wanted = {view.pool.name: view.wanted for view in self.pools}
         plan.reason = "; ".join(dict.fromkeys(reasons)) or "no change"
         return plan
+
+    def _exchange(self, now: float, plan: Plan) -> list[str]:
+        """Let groups that have too few workers take those that others can spare."""
+        reasons: list[str] = []
+        for group in self.groups:
+            for view in group.views:
+                missing = group.missing + view.starts.pending
+                for other in self.groups:
+                    if missing and other is not group:
+                        reasons += other.spare(now, missing, view.pool, plan)
+            reasons += group.grow_further(now)
+        plan.switches = self.switches.exchange(self.pools, plan.stop, now)
+        for switch in plan.switches:
+            source, target = self._view(switch.source), self._view(switch.target)
+            plan.stop.remove(switch.instance)
+            target.starts.cancel(1)
+            self._join(source.cards[switch.instance], switch.target, now)
+            reasons.append(f"a worker of {switch.source} serves {switch.serves}")
+        return reasons
 
     # simulations
 

@@ -10,6 +10,7 @@ from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
 from kvmesh.planner.capacity.slowdown import Slowdown
 from kvmesh.planner.core.candidates import CandidateFleets, Plan, total_capacity
 from kvmesh.planner.core.demand import Demand
+from kvmesh.planner.core.exchange.role_switches import RoleSwitches, exchangeable
 from kvmesh.planner.core.fleets import (
     Aim,
     Bounds,
@@ -21,6 +22,7 @@ from kvmesh.planner.core.fleets import (
 )
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
+from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.core.scenario import scenario
 from kvmesh.planner.core.simulation.simulated_fleets import SimulatedFleets
@@ -50,6 +52,7 @@ class PlannedModel(Protocol):
     traffic: ObservedTraffic
     demand: Demand
     worth: CacheWorth
+    switches: RoleSwitches
     pools: list[PoolView]
     groups: list["PoolGroup"]
     devices_elsewhere: int
@@ -82,6 +85,9 @@ class PoolGroup:
         self._slowdown = Slowdown()
         self._changed_at = -inf
         self._added_at = -inf
+        self._judged: tuple[CandidateFleets, list[float], Counts] | None = None
+        self._lacking: tuple[float, list[float], Counts] | None = None
+        self.missing = 0  # workers that are needed beyond what the budget permitted
 
     @property
     def _splits(self) -> bool:
@@ -114,6 +120,7 @@ class PoolGroup:
 
     def decide(self, now: float, level: float, plan: Plan) -> list[str]:
         """Change the wanted numbers of this group's pools; returns the reasons."""
+        self.missing, self._lacking = 0, None
         held = [view for view in self.views if view.held(now, self._options.manual_hold_s)]
         if held:
             return [f"{view.pool.name} was changed by hand" for view in held]
@@ -204,6 +211,7 @@ class PoolGroup:
         extra = self._extra(capacity, backlog, speeds)
         self._remember(now, capacity, startup)
         have = total_capacity(counts, speeds)
+        self._judged = model, speeds, lower
         reasons: list[str] = []
         if capacity + extra > have + 1e-9:
             reasons = self._grow(now, counts, capacity + extra, speeds, upper, devices)
@@ -370,21 +378,33 @@ class PoolGroup:
         now: float,
         counts: Counts,
         capacity: float,
-        speeds: Sequence[float],
+        speeds: list[float],
         upper: Counts,
         devices: float,
     ) -> list[str]:
         if now - self._added_at < self._options.up_cooldown_s:
             return ["more workers are needed, within the cool-down"]
-        pools = [view.pool for view in self.views]
         above = tuple(max(have, most) for have, most in zip(counts, upper, strict=True))
-        fleets = efficient_fleets(pools, speeds, Bounds(counts, above, devices))
-        enough = (f for f in fleets if total_capacity(f, speeds) >= capacity - 1e-9)
-        target = next(enough, fleets[-1] if fleets else counts)
+        target = self._enough(counts, capacity, speeds, above, devices)
+        self._miss(capacity, target, speeds, above)
         if target == counts:
             return ["more workers are needed than the budget permits"]
         self._changed_at = self._added_at = now
         return self._set(target, now)
+
+    def _enough(
+        self,
+        counts: Counts,
+        capacity: float,
+        speeds: Sequence[float],
+        upper: Counts,
+        devices: float,
+    ) -> Counts:
+        """The cheapest growth to `capacity`, or the largest that the bounds permit."""
+        pools = [view.pool for view in self.views]
+        fleets = efficient_fleets(pools, speeds, Bounds(counts, upper, devices))
+        enough = (f for f in fleets if total_capacity(f, speeds) >= capacity - 1e-9)
+        return next(enough, fleets[-1] if fleets else counts)
 
     def _shrink(
         self,
@@ -397,17 +417,92 @@ class PoolGroup:
     ) -> list[str]:
         if now - self._changed_at < self._options.down_cooldown_s:
             return []
-        pools = [view.pool for view in self.views]
         held = max(capacity for _, capacity in self._needs)
+        target = self._smaller(counts, model, speeds, lower, held)
+        if target == counts:
+            return []
+        self._changed_at = now
+        return self._reduce(now, target, plan)
+
+    def _smaller(
+        self,
+        counts: Counts,
+        model: CandidateFleets,
+        speeds: Sequence[float],
+        lower: Counts,
+        held: float,
+    ) -> Counts:
+        """A cheaper fleet that keeps the promises and has the capacity `held`, else `counts`."""
+        pools = [view.pool for view in self.views]
         below = tuple(min(low, have) for low, have in zip(lower, counts, strict=True))
         fleets = efficient_fleets(pools, speeds, Bounds(below, counts, inf))
         fleets = [f for f in fleets if sum(f) and total_capacity(f, speeds) >= held - 1e-9]
         target = model.smallest(fleets, DOWN_MARGIN) if fleets else counts
         cost = sum(n * pool.cost for n, pool in zip(target, pools, strict=True))
-        if cost >= sum(n * pool.cost for n, pool in zip(counts, pools, strict=True)):
+        cheaper = cost < sum(n * pool.cost for n, pool in zip(counts, pools, strict=True))
+        return target if cheaper else counts
+
+    # exchanges
+
+    def spare(self, now: float, most: int, taker: Pool, plan: Plan) -> list[str]:
+        """Give up to `most` workers to `taker`, whose need is present; returns the reasons.
+
+        The proof is that of shrinking. A switch takes seconds and can be taken back, so the needs
+        of the cool-down are proof enough, without those of a start-up time.
+        """
+        counts = tuple(view.wanted for view in self.views)
+        judged, since = self._judged, now - self._options.down_cooldown_s
+        if (
+            judged is None
+            or now - self._evaluated_at > EVALUATE_S
+            or self._changed_at > since
+            or any(view.starts.pending or len(view.ready) < view.wanted for view in self.views)
+            or any(view.held(now, self._options.manual_hold_s) for view in self.views)
+            or (self._overdue(now) and self._saturated())
+            or self._backlog_s() > 0
+            or not self._needs
+            or self._needs[0][0] > since
+        ):
+            return []
+        model, speeds, lower = judged
+        able = [
+            sum(self._core.switches.may(instance, now) for instance in view.ready)
+            if exchangeable(view.pool, taker)
+            else 0
+            for view in self.views
+        ]
+        lower = tuple(
+            max(low, have - min(most, number))
+            for low, have, number in zip(lower, counts, able, strict=True)
+        )
+        held = max(capacity for at, capacity in self._needs if at >= since)
+        target = self._smaller(counts, model, speeds, lower, held)
+        if target == counts:
             return []
         self._changed_at = now
-        return self._reduce(now, target, plan)
+        for view, after in zip(self.views, target, strict=True):
+            able_ones = [i for i in view.stoppable if self._core.switches.may(i, now)]
+            plan.stop += self._core.worth.least(able_ones, now)[: view.wanted - after]
+        return self._set(target, now)
+
+    def grow_further(self, now: float) -> list[str]:
+        """Grow once more if the budget was too small and another group has given workers."""
+        if self._lacking is None:
+            return []
+        capacity, speeds, upper = self._lacking
+        counts = tuple(view.wanted for view in self.views)
+        target = self._enough(counts, capacity, speeds, upper, self._devices_left())
+        if target == counts:
+            return []
+        self._changed_at = self._added_at = now
+        return self._set(target, now)
+
+    def _miss(self, capacity: float, target: Counts, speeds: list[float], upper: Counts) -> None:
+        """Remember what the budget did not permit."""
+        lacking = capacity - total_capacity(target, speeds)
+        if lacking > 1e-9 and any(n < most for n, most in zip(target, upper, strict=True)):
+            self._lacking = capacity, speeds, upper
+            self.missing = ceil(lacking / max(speeds))
 
     def _reduce(self, now: float, target: Counts, plan: Plan) -> list[str]:
         """Set the numbers; where one falls, name the workers to stop."""

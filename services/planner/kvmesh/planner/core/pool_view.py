@@ -140,6 +140,12 @@ class PoolView:
         self.wanted = self._set = wanted
         return manual
 
+    def shift(self, count: int) -> None:
+        """Count `count` workers more, which have come from another pool or have gone there."""
+        self.wanted = max(self.wanted + count, 0)
+        if self._set is not None:
+            self._set = self.wanted
+
     def assume(self, wanted: int, now: float) -> None:
         """Take over a number that this planner has not set, such as that of the workers present.
 

@@ -14,7 +14,7 @@ LABEL = "pool"  # the label of a worker that names its pool
 T = TypeVar("T")
 SERVES = ("aggregated", "prefill", "decode")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_KEYS = ("serves", "min", "max", "cost", "devices", "model", "target", "profile")
+_KEYS = ("serves", "min", "max", "cost", "devices", "model", "target", "kind", "profile")
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Pool:
 
     `cost` is the price of one worker for an hour in any currency, `devices` the number that it
     occupies. `model` limits the pool to workers of that model. `target` is the name under which the
-    connector's place knows it; empty stands for a default that depends on the place. `profile` is
-    the name or file of the step times of its workers, `step_profile` its content.
+    connector's place knows it; empty stands for a default that depends on the place. Pools of one
+    `kind` exchange workers, which change their role for it; empty: none. `profile` is the name or
+    file of the step times of its workers, `step_profile` its content.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Pool:
     target: str = ""
     profile: str = ""
     step_profile: StepProfile | None = None
+    kind: str = ""
 
 
 def parse_pools(texts: Iterable[str]) -> list[Pool]:
@@ -55,6 +57,8 @@ def parse_pools(texts: Iterable[str]) -> list[Pool]:
         same = next((p.name for p in pools if pool.target and p.target == pool.target), None)
         if same is not None:
             raise _error(name, f"has the same target as pool {same}")
+        for other in pools:
+            _check_kinds(pool, other)
         pools.append(pool)
     if not pools:
         raise PlannerConfigError("planner.pools: no pool is given")
@@ -64,15 +68,32 @@ def parse_pools(texts: Iterable[str]) -> list[Pool]:
 def pool_of(card: Instance, pools: Sequence[Pool]) -> Pool | None:
     """The pool that a worker's label `pool` names, else the first that fits its card.
 
-    None if the label names another pool, or if none fits.
+    A worker that serves another role than the pool of its label belongs to the pool of that kind
+    with that role. None if the label names another pool, or if none fits.
     """
     if label := card.labels.get(LABEL):
-        return next((pool for pool in pools if pool.name == label), None)
+        own = next((pool for pool in pools if pool.name == label), None)
+        if own is None or not own.kind or own.serves == card.serves:
+            return own
+        return next(
+            (pool for pool in pools if (pool.kind, pool.serves) == (own.kind, card.serves)), own
+        )
     model = card.model.name if card.model else ""
     return next(
         (p for p in pools if p.serves == card.serves and p.model in ("", model)),
         None,
     )
+
+
+def _check_kinds(pool: Pool, other: Pool) -> None:
+    """Refuse pools of one kind that differ in more than the role, or not in that."""
+    if not pool.kind or pool.kind != other.kind:
+        return
+    if pool.serves == other.serves:
+        raise _error(pool.name, f"serves {pool.serves} as pool {other.name} of its kind does")
+    for key in ("cost", "devices", "model"):
+        if getattr(pool, key) != getattr(other, key):
+            raise _error(pool.name, f"its {key} differs from that of {other.name}, of one kind")
 
 
 def _split(texts: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -111,6 +132,7 @@ def _pool(name: str, pairs: list[str]) -> Pool:
         model=values.get("model", ""),
         target=values.get("target", ""),
         profile=values.get("profile", ""),
+        kind=values.get("kind", ""),
     )
     if pool.min > pool.max:
         raise _error(name, f"min {pool.min} exceeds max {pool.max}")

@@ -1,0 +1,55 @@
+"""Has workers change their roles: sends the commands, in the background."""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.messages import ControlReply, Serve
+from kvmesh.planner import metrics
+from kvmesh.planner.core.exchange.role_switches import SWITCH_S, PlannedSwitch
+from kvmesh.runtime.background import BackgroundTasks
+
+log = logging.getLogger(__name__)
+REPLY_S = 0.8 * SWITCH_S  # more than a worker takes to reply
+_replies = msgspec.msgpack.Decoder(ControlReply)
+
+
+class RoleDriver:
+    """Sends each switch to its worker. A failure is logged and passed to `on_failure`.
+
+    Its success is the worker's card, which shows the new role.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._tasks = BackgroundTasks()
+
+    def start(
+        self, model: str, name: str, switch: PlannedSwitch, on_failure: Callable[[str], None]
+    ) -> None:
+        """Ask a worker, called `name`, to serve the role of another pool."""
+        self._tasks.start(self._send(model, name, switch, on_failure), f"role of {name}")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _send(
+        self, model: str, name: str, switch: PlannedSwitch, on_failure: Callable[[str], None]
+    ) -> None:
+        reason = ""
+        try:
+            subject = self._bus.subjects.ctl(switch.instance)
+            reply = await self._bus.request(subject, Serve(switch.serves), _replies, REPLY_S)
+            reason = "" if reply.ok else reply.reason or "it refuses"
+        except BusError as error:
+            reason = cause(error)
+        result = "failed" if reason else "done"
+        metrics.role_switches.labels(model, switch.target, result).inc()
+        if reason:
+            log.warning("%s does not serve %s: %s", name, switch.serves, reason)
+            on_failure(switch.instance)
+        else:
+            log.info("%s serves %s", name, switch.serves)
