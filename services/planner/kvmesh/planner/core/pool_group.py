@@ -475,7 +475,8 @@ class PoolGroup:
             max(low, have - min(most, number))
             for low, have, number in zip(lower, counts, able, strict=True)
         )
-        held = max(capacity for at, capacity in self._needs if at >= since)
+        latest = self._needs[-1][1]
+        held = max((capacity for at, capacity in self._needs if at >= since), default=latest)
         target = self._smaller(counts, model, speeds, lower, held)
         if target == counts:
             return []
