@@ -31,7 +31,7 @@ from kvmesh.frontend.models import Dialect, ModelRegistry, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.wake.waker import Waker
-from kvmesh.settings.schema import FrontendSettings
+from kvmesh.settings.schema import FrontendSettings, RouterSettings
 
 BODY = (
     b'{"model": "%b", "messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 2}'
@@ -81,6 +81,7 @@ class Frontend:
             self.events,
             Waker(bus, "f-1", ModelRegistry(bus, spawn), 1),
             settings,
+            RouterSettings(),
         )
         self.runner = RequestRunner(dispatcher, self.events, 60.0)
 

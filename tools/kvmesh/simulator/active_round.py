@@ -1,5 +1,6 @@
 """State of one round in flight, across all its attempts."""
 
+from kvmesh.bus.messages import BATCH_PRIORITY
 from kvmesh.simulator.fleet import BlankText
 from kvmesh.simulator.prompts import RoundHashes
 from kvmesh.worker.enginecore.retention_request import RetentionRequest
@@ -71,7 +72,7 @@ class ActiveRound:
         self.reported = self.generated
         self.next_attempt()
 
-    def request(self, salt: int) -> Request:
+    def request(self, salt: int, batch: bool = False) -> Request:
         """The engine's request; the hashes cover prompt and output, both known in advance."""
         round_ = self.round
         return Request(
@@ -85,7 +86,7 @@ class ActiveRound:
             finish="length" if round_.abort_after is None else "abort",
             generated=self.generated,
             salt=salt,
-            priority=round_.priority,
+            priority=BATCH_PRIORITY if batch else round_.priority,
             remote_tokens=self.remote,
             retention=self._retention(),
         )

@@ -33,7 +33,7 @@ from kvmesh.simulator.records import LoadSample, Records, WorkerRecord
 from kvmesh.simulator.routers import SimulatedRouters
 from kvmesh.simulator.virtual_clock import Action, VirtualClock
 from kvmesh.worker.engines.mock.core import MockCore, MockOutput
-from kvmesh.workload.model import Workload
+from kvmesh.workload.model import Round, Workload
 
 PROGRESS_TOKENS = 64
 PROGRESS_S = 2.0
@@ -278,6 +278,13 @@ class Simulation:
         session = self.workload.sessions[round_.session].name
         self._route(ActiveRound(index, round_, hashes, session))
 
+    def _is_batch(self, round_: Round) -> bool:
+        return round_.fair_class in self.options.router.batch_classes
+
+    def _deadline_s(self, round_: Round) -> float:
+        router = self.options.router
+        return router.batch_timeout_s if self._is_batch(round_) else self.options.deadline_s
+
     def _route(self, active: ActiveRound) -> None:
         self.routers.route(self._route_request(active))
 
@@ -293,9 +300,10 @@ class Simulation:
             sequence_hashes=active.hashes.sequence_hashes[: tokens // size * HASH_BYTES],
             tokens=tokens,
             max_tokens=round_.output_tokens - active.generated,
-            deadline_s=self.options.deadline_s,
+            deadline_s=self._deadline_s(round_),
             hints=Hints(
                 priority=round_.priority,
+                fair_class=round_.fair_class or None,
                 session=active.session,
                 parent_session=parent,
                 session_final=active.index in self._final,
@@ -333,7 +341,8 @@ class Simulation:
         active.instance = instance
         self.records.worker[active.index] = self._numbers[instance]
         try:
-            self.workers[instance].submit(active.request(self._prompts.salt))
+            request = active.request(self._prompts.salt, self._is_batch(active.round))
+            self.workers[instance].submit(request)
         except ValueError as error:
             del self._active[active.attempt_id]
             self.routers.publish([SeqFree(active.attempt_id)])

@@ -135,6 +135,7 @@ class _Writer:
                 after=(before[0],) if before and follows else (),
                 wait="pause" if follows else "",
                 priority=decision.hints.priority,
+                fair_class=decision.hints.fair_class or "",
                 abort_after=_abort_after(outcome),
             )
         )

@@ -29,6 +29,7 @@ class Round(Struct, frozen=True, kw_only=True):
     The prompt is `(branch, input_tokens)`; after generation the engine holds `(output_branch,
     input_tokens + output_tokens)`. `output_branch == branch` means that later prompts contain the
     output as generated. `wait` names the client's activity before this round ("human" or a tool).
+    `fair_class` is the class that the client names in the header `x-kvmesh-fair-class`.
     After `abort_after` output tokens the client disconnects.
     """
 
@@ -41,6 +42,7 @@ class Round(Struct, frozen=True, kw_only=True):
     after: tuple[int, ...] = ()
     wait: str = ""
     priority: Priority = 0
+    fair_class: str = ""
     thinking_tokens: Tokens = 0
     abort_after: SomeTokens | None = None
 

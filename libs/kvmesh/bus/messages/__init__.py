@@ -70,6 +70,7 @@ from kvmesh.bus.messages.planning import (
     Wake,
 )
 from kvmesh.bus.messages.routing import (
+    BATCH_PRIORITY,
     BanditStats,
     Candidate,
     ComputedAhead,
@@ -89,6 +90,7 @@ from kvmesh.bus.messages.routing import (
     RouteReply,
     RouteRequest,
     Thresholds,
+    of_class,
 )
 from kvmesh.bus.messages.sequences import (
     SeqAdd,
@@ -112,6 +114,7 @@ from kvmesh.bus.messages.work import (
 )
 
 __all__ = [
+    "BATCH_PRIORITY",
     "AdapterCommand",
     "Attach",
     "Attached",
@@ -217,6 +220,7 @@ __all__ = [
     "encode",
     "incompatible_models",
     "is_adapter_name",
+    "of_class",
     "owner",
     "prefill_part",
 ]

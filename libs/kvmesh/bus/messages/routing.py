@@ -1,5 +1,6 @@
 """Overlap queries to the index, placement requests to routers, and routing decisions."""
 
+from collections.abc import Container
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -45,6 +46,14 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
     session_final: bool = False
     tenant: str | None = None
     fair_class: str | None = None
+
+
+BATCH_PRIORITY = -100  # of batch requests in engines, which compute them after all others
+
+
+def of_class(hints: Hints, classes: Container[str]) -> bool:
+    """True if the class of the request's key, or the caller's own, is among `classes`."""
+    return hints.tenant in classes or hints.fair_class in classes
 
 
 class Placement(Struct, frozen=True, kw_only=True, omit_defaults=True):

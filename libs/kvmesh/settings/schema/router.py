@@ -83,6 +83,20 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     fair_weights: Annotated[
         list[str], Meta(description="quanta per turn of a class or tenant, as NAME=WEIGHT")
     ] = []
+    batch_classes: Annotated[
+        list[str],
+        Meta(
+            description="classes (of keys, or x-kvmesh-fair-class) whose requests are batch work:"
+            " they run only in room that no other request needs"
+        ),
+    ] = []
+    batch_blocks_share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="share of a rank's blocks up to which batch requests start"),
+    ] = 0.5
+    batch_timeout_s: Annotated[
+        Seconds, Meta(description="longest wait of a batch request for a placement")
+    ] = 3600.0
     priority_shift_s: Annotated[
         Weight,
         Meta(description="arrival time of a request of priority p moves back by p times this"),

@@ -80,6 +80,7 @@ class FrontendService:
             self.events,
             self.waker,
             settings,
+            service.settings.router,
         )
         self.expectations = CacheExpectations()
         local = settings.host in LOOPBACK

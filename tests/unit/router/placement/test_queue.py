@@ -425,3 +425,107 @@ def test_any_interleaving_conserves_requests_and_replicas_agree(steps: list[Step
         assert not table.requests.any()
         assert not table.active_blocks.any()
         assert not table.prefill_tokens.any()
+
+
+# --- batch requests
+
+
+def batches(*names: str, router: str = "r", **settings: Any) -> PlacementQueue:
+    return queue(*names, router=router, batch_classes=["batch"], **settings)
+
+
+def batch(name: str, blocks: int = 10, **hints: Any) -> RouteRequest:
+    return prompt(name, blocks, **{"fair_class": "batch", **hints})
+
+
+def test_a_batch_request_gets_room_that_nobody_needs() -> None:
+    mesh = Replicas(batches("a", "b"))
+    for name in "123":
+        mesh.submit(batch(name))
+    mesh.place_ready()
+    assert sorted(mesh.order) == ["1", "2"], "one prompt for each rank at a time"
+    prefill_done(mesh)
+    assert sorted(mesh.order) == ["1", "2", "3"]
+
+
+def test_the_class_is_that_of_the_key_too() -> None:
+    mesh = Replicas(batches())
+    mesh.submit(prompt("0"))
+    mesh.submit(batch("1", tenant="batch", fair_class=None))
+    mesh.submit(prompt("2"))
+    assert drain(mesh) == ["0", "2", "1"]
+
+
+def test_batch_requests_wait_for_all_others_however_long() -> None:
+    mesh = Replicas(batches(starvation_s=1.0))
+    mesh.submit(prompt("0"))
+    mesh.submit(batch("early", strict_priority=9, priority=9))
+    mesh.submit(prompt("1"), 50.0)
+    mesh.submit(prompt("2"), 60.0)
+    assert drain(mesh, 100.0) == ["0", "1", "2", "early"]
+
+
+def test_prompts_of_batch_requests_do_not_make_others_wait() -> None:
+    mesh = Replicas(batches())
+    mesh.submit(batch("large", 100))
+    mesh.place_ready()
+    tickets = [mesh.submit(prompt(name)) for name in "12"]
+    assert mesh.order == ["large", "1"]
+    assert tickets[1].result is None, "the prompt of the first one counts"
+    mesh.broadcast(0.0, SeqPrefilled("large"), SeqPrefilled("1"))
+    mesh.place_ready()
+    assert mesh.order == ["large", "1", "2"]
+
+
+def test_a_rank_without_memory_to_spare_gets_no_batch_request() -> None:
+    mesh = Replicas(batches(batch_blocks_share=0.1))
+    mesh.submit(prompt("0", 110))
+    mesh.broadcast(0.0, SeqPrefilled("0"))
+    mesh.submit(batch("1"))
+    mesh.place_ready()
+    assert mesh.order == ["0"]
+    mesh.broadcast(1.0, SeqFree("0"))
+    mesh.place_ready(1.0)
+    assert mesh.order == ["0", "1"]
+
+
+def test_batch_requests_have_a_queue_limit_of_their_own() -> None:
+    mesh = Replicas(batches(queue_limit=2))
+    mesh.submit(prompt("0"))
+    refused = [mesh.submit(batch(str(number))).result for number in range(1, 4)]
+    assert [isinstance(each, Refused) for each in refused] == [False, False, True]
+    assert [mesh.submit(prompt(name)).result for name in "xy"] == [None, None]
+    assert isinstance(mesh.submit(prompt("z")).result, Refused)
+
+
+def test_without_a_queue_batch_requests_still_wait() -> None:
+    mesh = Replicas(batches(queue_threshold=0.0))
+    mesh.submit(prompt("0"))
+    mesh.submit(batch("1"))
+    mesh.place_ready()
+    assert mesh.order == ["0"]
+    prefill_done(mesh)
+    assert mesh.order == ["0", "1"]
+
+
+def test_a_batch_request_without_any_worker_is_refused() -> None:
+    replica = batches("a")
+    mesh = Replicas(replica)
+    replica.core.leave("a")
+    ticket = mesh.submit(batch("1"))
+    mesh.place_ready()
+    assert isinstance(ticket.result, Refused)
+    assert ticket.result.code == "no_workers"
+
+
+def test_replicas_agree_about_batch_requests() -> None:
+    mesh = Replicas(batches("a", router="r1"), batches("a", router="r2"))
+    mesh.submit(batch("1", 100), to=0)
+    mesh.submit(prompt("2"), to=1)
+    mesh.submit(batch("3"), to=1)
+    mesh.submit(prompt("4"), to=0)
+    mesh.place_ready()
+    placed = drain(mesh)
+    assert placed.index("4") < placed.index("3")
+    assert sorted(placed) == ["1", "2", "3", "4"]
+    assert [replica.waiting for replica in mesh.replicas] == [0, 0]

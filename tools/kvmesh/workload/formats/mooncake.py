@@ -31,7 +31,10 @@ BLOCK_SIZE = 512
 
 
 class MooncakeRow(Struct, kw_only=True, omit_defaults=True):
-    """One line; `block_size`, `priority`, `abort_after`, `parent_session_id` are extensions."""
+    """One line.
+
+    `block_size`, `priority`, `fair_class`, `abort_after` and `parent_session_id` are extensions.
+    """
 
     input_length: SomeTokens
     output_length: Tokens
@@ -44,6 +47,7 @@ class MooncakeRow(Struct, kw_only=True, omit_defaults=True):
     tool_wait_ms: Milliseconds | None = None
     wait_for: list[str] = []
     priority: Priority = 0
+    fair_class: str = ""
     abort_after: SomeTokens | None = None
     block_size: SomeTokens = BLOCK_SIZE
 
@@ -236,6 +240,7 @@ class Assembler:
                 after=after,
                 wait="tool" if row.tool_wait_ms else "",
                 priority=row.priority,
+                fair_class=row.fair_class,
                 abort_after=row.abort_after,
             )
         )

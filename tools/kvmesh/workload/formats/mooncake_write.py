@@ -28,6 +28,7 @@ def write(workload: Workload, file: Path, block_size: int | None = None) -> None
                 output_length=round_.output_tokens,
                 hash_ids=ids.of(round_),
                 priority=round_.priority,
+                fair_class=round_.fair_class,
                 abort_after=round_.abort_after,
                 block_size=size,
             )

@@ -205,6 +205,8 @@ def _losses(workload: Workload) -> list[str]:
         losses.append("prefixes shared between sessions")
     if any(round_.priority for round_ in workload.rounds):
         losses.append("priorities")
+    if any(round_.fair_class for round_ in workload.rounds):
+        losses.append("classes")
     if any(round_.abort_after is not None for round_ in workload.rounds):
         losses.append("client aborts")
     return losses

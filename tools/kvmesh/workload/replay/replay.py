@@ -234,4 +234,6 @@ class Replay:
             headers["x-kvmesh-parent-session-id"] = parent
         if round_.priority:
             headers["x-kvmesh-priority"] = str(round_.priority)
+        if round_.fair_class:
+            headers["x-kvmesh-fair-class"] = round_.fair_class
         return headers

@@ -9,6 +9,7 @@ import msgspec
 
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
+    BATCH_PRIORITY,
     RankKey,
     Refused,
     Routed,
@@ -16,6 +17,7 @@ from kvmesh.bus.messages import (
     Sampling,
     SeqFree,
     Work,
+    of_class,
     prefill_part,
 )
 from kvmesh.frontend import metrics
@@ -33,7 +35,7 @@ from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, PoisonR
 from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 from kvmesh.frontend.wake.waker import Waker
 from kvmesh.hashing import block_hashes
-from kvmesh.settings.schema import FrontendSettings
+from kvmesh.settings.schema import FrontendSettings, RouterSettings
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.1
@@ -51,6 +53,7 @@ class Dispatcher:
         events: SequenceEventPublisher,
         waker: Waker,
         settings: FrontendSettings,
+        router: RouterSettings,
     ) -> None:
         self._instance = instance
         self._workers = workers
@@ -61,6 +64,8 @@ class Dispatcher:
         self._wake_timeout = settings.wake_timeout_s
         self._migration_limit = settings.migration_limit
         self._route_timeout = settings.route_timeout_s
+        self._batch_classes = frozenset(router.batch_classes)
+        self._batch_timeout = router.batch_timeout_s
         self._restart_wait = settings.restart_wait_s
         self._prefill_timeout = settings.prefill_timeout_s
         self._suspects = Suspects()
@@ -84,6 +89,8 @@ class Dispatcher:
 
     async def dispatch(self, task: SequenceTask) -> None:
         """Return once a worker has accepted the sequence. Raises ApiError if none does."""
+        if self._is_batch(task):
+            task.dispatch.deadline = self._loop.time() + self._batch_timeout
         self._tasks.add(task)
         self._idle.clear()
         self._monitor.watch(task.model, task.stream)
@@ -164,7 +171,7 @@ class Dispatcher:
         tokens = task.current_prompt.count
         await self._waker.wait(task.model, task.stream.id, tokens, state.wake_deadline)
         state.refused, state.handoff = False, None  # both are of workers that have left
-        state.deadline = max(state.deadline, self._loop.time() + self._route_timeout)
+        state.deadline = max(state.deadline, self._loop.time() + self._placement_timeout(task))
 
     async def _query_router(self, task: SequenceTask, left: float) -> Routed | Refused:
         state = task.dispatch
@@ -251,7 +258,7 @@ class Dispatcher:
             salt=task.prompt.salt,
             adapter=task.prepared.adapter,
             rank=rank,
-            priority=request.hints.priority,
+            priority=BATCH_PRIORITY if self._is_batch(task) else request.hints.priority,
             generated=len(task.stream.tokens),
             session=request.hints.session,
             turn=request.turn,
@@ -261,6 +268,12 @@ class Dispatcher:
             retention=task.prompt.retention,
             decode=request.decode,
         )
+
+    def _is_batch(self, task: SequenceTask) -> bool:
+        return of_class(task.prepared.request.hints, self._batch_classes)
+
+    def _placement_timeout(self, task: SequenceTask) -> float:
+        return self._batch_timeout if self._is_batch(task) else self._route_timeout
 
     async def follow(self, task: SequenceTask) -> None:
         """Return when the sequence has ended; raise its error. Migrates it off lost workers."""
@@ -299,7 +312,7 @@ class Dispatcher:
         state.extended = _extended(task.prompt, stream.tokens, block_size)
         state.exclude, state.refused = [stream.instance], False
         state.handoff = state.wake_deadline = None
-        state.deadline = self._loop.time() + self._route_timeout
+        state.deadline = self._loop.time() + self._placement_timeout(task)
         await self._dispatch(task)
 
 

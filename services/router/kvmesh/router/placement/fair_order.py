@@ -1,7 +1,7 @@
 """Order of the waiting requests: priority tiers, then fair classes in rotation, then a key.
 
 The order depends on the pushed and removed entries alone, so every replica computes the same one.
-The only exception: an entry older than a bound goes first.
+The only exception: an entry older than a bound goes first, unless it is of a batch request.
 
 Requests with the same constraints form a lane. If a lane has no capacity, later requests of other
 lanes go first, and no class loses its turn by that (ADR 16).
@@ -16,6 +16,7 @@ from kvmesh.bus.messages import Hints, SeqWait
 
 Heap = list[tuple[float, float, str]]
 SEPARATOR = "\x1f"
+BATCH = "~"  # first character of the lanes of batch requests
 
 
 def fair_class(hints: Hints) -> str:
@@ -247,6 +248,11 @@ class FairOrder:
         """Lanes with waiting requests."""
         return self._sizes.keys()
 
+    def size(self, batch: bool) -> int:
+        """Number of waiting batch requests, or of the others."""
+        sizes = self._sizes.items()
+        return sum(n for lane, n in sizes if lane.startswith(BATCH) is batch)
+
     def push(self, entry: SeqWait) -> None:
         """Add or replace an entry."""
         known = self.entries.get(entry.request)
@@ -303,7 +309,7 @@ class FairOrder:
     def _oldest(self, blocked: Collection[str]) -> tuple[float, str] | None:
         oldest: tuple[float, str] | None = None
         for lane, ages in self._ages.items():
-            if lane in blocked:
+            if lane in blocked or lane.startswith(BATCH):
                 continue
             while not self._is_in(ages[0][1], lane):  # each lane has a current entry
                 heapq.heappop(ages)

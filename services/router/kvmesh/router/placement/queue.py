@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqAdd, SeqEvent, SeqFree, SeqWait
 from kvmesh.router.config import fair_weights
 from kvmesh.router.errors import RouteError, RouterOverloaded
+from kvmesh.router.placement.batch_lane import TIER, BatchLane
 from kvmesh.router.placement.failure_log import FailureLog
-from kvmesh.router.placement.fair_order import FairOrder, fair_class
+from kvmesh.router.placement.fair_order import BATCH, FairOrder, fair_class
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
@@ -50,6 +51,7 @@ class PlacementQueue:
         self._queue = FairOrder(
             settings.queue_quantum, fair_weights(settings), settings.starvation_s
         )
+        self._batch = BatchLane(core)
         self._constraints: dict[str, RouteRequest] = {"": _ANY}
         self._own: dict[str, Ticket] = {}
         self._unadmitted: dict[str, Ticket] = {}
@@ -99,7 +101,8 @@ class PlacementQueue:
         if type(event) is SeqFree:
             self._remove(event.request, placed=False)
         elif type(event) is SeqAdd:
-            self._remove(event.request, placed=True)
+            self._remove(event.request, placed=True, events=[event])
+        self._batch.apply(event)
         self.core.apply(event, now)
 
     def place_ready(self, now: float) -> QueueActions:
@@ -189,8 +192,10 @@ class PlacementQueue:
     # placing
 
     def _place(self, ticket: Ticket, now: float, actions: QueueActions) -> None:
+        request = ticket.request
+        slots = self._batch.room(request) if self._batch.includes(request) else None
         decision = self.core.decide(
-            ticket.request, ticket.overlaps, now, ticket.arrived, ticket.index_s, ticket.note
+            request, ticket.overlaps, now, ticket.arrived, ticket.index_s, ticket.note, slots
         )
         actions.events += self.core.commit(decision, now)
         self._update_rate(decision, now)
@@ -206,6 +211,9 @@ class PlacementQueue:
         self._rate += max(decision.tokens - cached, 0) / 10.0
 
     def _must_wait(self, ticket: Ticket) -> bool:
+        if self._batch.includes(ticket.request):
+            ticket.lane = BATCH + _lane_of(ticket.request)
+            return True
         if (
             not self._settings.queue_threshold
             or self.core.policies.queue_boost_s(ticket.request) == inf
@@ -214,21 +222,34 @@ class PlacementQueue:
         ticket.lane = _lane_of(ticket.request)
         if ticket.lane in self._queue.lanes or not self._has_capacity(ticket.request):
             return True
-        return any(self._lane_has_capacity(lane) for lane in self._queue.lanes)
+        lanes = self._batch.others(self._queue.lanes)
+        return any(self._lane_has_capacity(lane) for lane in lanes)
 
     def _has_capacity(self, request: RouteRequest) -> bool:
-        """True if some eligible rank is below the threshold of active prefill."""
+        """True if some eligible rank is below the threshold of active prefill.
+
+        For a batch request: if a rank has room, and no other request waits.
+        """
+        if self._batch.includes(request):
+            return self._batch_has_room(request)
         slots = self.core.eligible(request)
         cached_slots, slot = self._last_free
         if cached_slots is slots and self._below_threshold(slot):
             return True
         table = self.core.table
         limit = self._settings.queue_threshold * table.step_tokens.take(slots)
-        free = ((table.loads(slots)[0] <= limit) | (limit == 0)).nonzero()[0]
+        load = table.loads(slots)[0]
+        if (batch := self._batch.prefill(slots)) is not None:
+            load = load - batch
+        free = ((load <= limit) | (limit == 0)).nonzero()[0]
         if not len(free):
             return False
         self._last_free = slots, int(slots[free[0]])
         return True
+
+    def _batch_has_room(self, request: RouteRequest) -> bool:
+        waits = bool(self._batch.others(self._queue.lanes))
+        return not waits and len(self._batch.room(request)) > 0
 
     def _below_threshold(self, slot: int) -> bool:
         cells = self.core.table.cells
@@ -267,7 +288,9 @@ class PlacementQueue:
 
     def _check_limit(self, ticket: Ticket) -> None:
         """Raise RouterOverloaded if the queue is full, unless the request was queued before."""
-        if ticket.request.arrived is None and self.waiting + 1 > self._settings.queue_limit:
+        batch = self._batch.includes(ticket.request)
+        waiting = self._queue.size(batch) + (0 if batch else len(self._unadmitted))
+        if ticket.request.arrived is None and waiting + 1 > self._settings.queue_limit:
             retry_after = self.retry_after()
             raise RouterOverloaded(
                 f"{self._settings.queue_limit} requests wait already", retry_after
@@ -283,7 +306,7 @@ class PlacementQueue:
             request=request.request,
             router=self._router,
             lane=ticket.lane,
-            tier=max(request.hints.strict_priority, 0),
+            tier=self._tier(request),
             fair_class=fair_class(request.hints),
             key=self._sort_key(request, arrived, uncached),
             cost=uncached,
@@ -292,6 +315,9 @@ class PlacementQueue:
             placement=request.placement if ticket.lane else None,
             adapter=request.adapter,
         )
+
+    def _tier(self, request: RouteRequest) -> int:
+        return TIER if self._batch.includes(request) else max(request.hints.strict_priority, 0)
 
     def _sort_key(self, request: RouteRequest, arrived: float, uncached: int) -> float:
         settings, hints = self._settings, request.hints
@@ -313,8 +339,10 @@ class PlacementQueue:
                 _ANY, placement=entry.placement, adapter=entry.adapter
             )
 
-    def _remove(self, request: str, placed: bool) -> None:
+    def _remove(self, request: str, placed: bool, events: Collection[SeqEvent] = ()) -> None:
         entry = self._queue.remove(request, placed)
+        if entry is not None and entry.lane.startswith(BATCH):
+            self._batch.placed(entry, events)
         if entry is not None and entry.lane and entry.lane not in self._queue.lanes:
             self._constraints.pop(entry.lane, None)
         if not placed:
@@ -327,6 +355,8 @@ class PlacementQueue:
         if constraints is None:
             return False  # another replica did not publish its constraints
         try:
+            if lane.startswith(BATCH):
+                return self._batch_has_room(constraints)
             return self._has_capacity(constraints)
         except Exception:
             return any(ticket.lane == lane for ticket in self._own.values())  # refused when placed
@@ -348,7 +378,8 @@ class PlacementQueue:
             actions.events.append(SeqFree(ticket.request.request))
             _finish(ticket, self._refusal(ticket, error), actions)
         self._own.pop(ticket.request.request, None)
-        self._remove(ticket.request.request, placed=isinstance(ticket.result, Decision))
+        placed = isinstance(ticket.result, Decision)
+        self._remove(ticket.request.request, placed, actions.events if placed else ())
         return True
 
     def _await_replica(self, head: SeqWait, blocked: set[str], now: float) -> bool:

@@ -128,9 +128,13 @@ class RouterCore:
         arrived: float | None = None,
         index_s: float = 0.0,
         note: str | None = None,
+        slots: Slots | None = None,
     ) -> Decision:
-        """Choose a rank; raises RouteError if none is available. `commit` counts its load."""
-        candidates = self.candidates(request, overlaps, now)
+        """Choose a rank, among `slots` if given; raises RouteError if none is available.
+
+        `commit` counts its load.
+        """
+        candidates = self.candidates(request, overlaps, now, slots=slots)
         name = request.policy or self.settings.policy
         policy = self.policies.find(name)
         model = self._model.overridden(request.overrides) if request.overrides else self._model
