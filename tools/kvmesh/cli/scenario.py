@@ -177,7 +177,7 @@ def _scenario(
 def _planner(settings: Settings, fleet: Fleet) -> Callable[[], Autoscaler]:
     """Makes the planner of the settings; its pools are the groups of the fleet, in order."""
     try:
-        options, pools = plan_options(settings.planner, settings.router.disagg_tokens)
+        options, pools = plan_options(settings.planner, settings.router)
     except PlannerConfigError as error:
         raise SimulationError(str(error)) from error
     if len(pools) != len(fleet):

@@ -28,6 +28,8 @@ CHANGEABLE = (
     "down_cooldown_s",
 )
 
+_ROUTER = RouterSettings()
+
 
 def with_changes(settings: PlannerSettings, changes: dict[str, Any]) -> PlannerSettings:
     """The settings with values set at run time; raises PlannerConfigError for invalid ones."""
@@ -44,7 +46,7 @@ def with_changes(settings: PlannerSettings, changes: dict[str, Any]) -> PlannerS
 
 
 def plan_options(
-    settings: PlannerSettings, disagg_tokens: int = RouterSettings().disagg_tokens
+    settings: PlannerSettings, router: RouterSettings = _ROUTER
 ) -> tuple[PlanOptions, list[Pool]]:
     """Options and pools; raises PlannerConfigError where they are invalid or contradict."""
     pools = with_step_profiles(parse_pools(settings.pools))
@@ -79,7 +81,8 @@ def plan_options(
         zero_after_s=settings.zero_after_s,
         manual_hold_s=settings.manual_hold_s,
         max_devices=inf if devices is None else devices,
-        disagg_tokens=disagg_tokens,
+        disagg_tokens=router.disagg_tokens,
+        batch_classes=frozenset(router.batch_classes),
         oracle_budget_s=settings.oracle_budget_s,
     )
     return options, pools

@@ -61,8 +61,7 @@ class PlannerService:
         self._service = service
         self._bus = service.bus
         self._settings = service.settings.planner
-        disagg_tokens = service.settings.router.disagg_tokens
-        options, pools = plan_options(self._settings, disagg_tokens)
+        options, pools = plan_options(self._settings, service.settings.router)
         connector = create_connector(self._settings, service.bus, pools, service.instance)
         advisory = self._settings.connector == "advisory"
         self._driver = FleetDriver(connector, service.warnings, advisory)
@@ -184,7 +183,7 @@ class PlannerService:
         try:
             changes = _changes.decode(message.data) if message.data else {}
             options, pools = plan_options(
-                with_changes(self._settings, changes), self._service.settings.router.disagg_tokens
+                with_changes(self._settings, changes), self._service.settings.router
             )
             self._models.replace_options(options, pools)
         except (msgspec.MsgspecError, PlannerConfigError) as error:

@@ -12,6 +12,7 @@ class PlanOptions:
 
     `disagg_tokens`: prompts with at least so many tokens to compute go to prefill workers.
     `oracle_budget_s`: the time that an oracle may take for an answer; 0: none is asked.
+    `batch_classes`: classes of requests that run in what is left.
     """
 
     promises: list[Promise] = field(default_factory=list)
@@ -25,5 +26,6 @@ class PlanOptions:
     max_devices: float = inf
     disagg_tokens: int = 2048
     zero_after_s: float = 300.0
+    batch_classes: frozenset[str] = frozenset()
     manual_hold_s: float = 900.0
     oracle_budget_s: float = 0.0

@@ -20,6 +20,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.planner.core.candidates import Plan
 from kvmesh.planner.core.demand import Demand
+from kvmesh.planner.core.exchange.batch_work import BatchWork
 from kvmesh.planner.core.exchange.role_switches import RoleSwitches
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_group import PoolGroup
@@ -43,6 +44,7 @@ class PlannerCore:
         self.demand = Demand(options.predictor)
         self.worth = CacheWorth()
         self.switches = RoleSwitches()
+        self.batch = BatchWork()
         self.pools = [PoolView(pool, options.startup_s) for pool in pools]
         self.model = ""  # that of the workers
         self._offset = 0.0
@@ -52,6 +54,12 @@ class PlannerCore:
         self._pool_of: dict[str, PoolView] = {}
         self.devices_elsewhere = 0  # devices of other models' workers, which the budget includes
         self.groups = self._grouped()
+        self._note_batch_classes()
+
+    def _note_batch_classes(self) -> None:
+        """Batch classes that a promise names are planned for as others are."""
+        promised = {p.request_class for p in self.options.promises}
+        self.batch.classes = self.options.batch_classes - promised
 
     def _grouped(self) -> list[PoolGroup]:
         groups = [
@@ -112,6 +120,8 @@ class PlannerCore:
             view.on_load(load)
 
     def on_sequence(self, event: SeqEvent) -> None:
+        if self.batch.on_sequence(event):
+            return
         latest = self._latest if self._latest > -inf else inf
         self._count(self.traffic.on_sequence(event, latest))
 
@@ -119,6 +129,9 @@ class PlannerCore:
         now = self._seen(now)
         if isinstance(event, Outcome):
             self.worth.served(event, now)
+        if self.batch.on_route(event, now):
+            self._busy_at = max(self._busy_at, now)
+            return
         self.demand.on_route(event, now)
         self._count(self.traffic.on_route(event, self._latest))
 
@@ -148,6 +161,7 @@ class PlannerCore:
     def replace_options(self, options: PlanOptions, pools: dict[str, Pool]) -> None:
         """Use other options, and other bounds of the same pools, from the next decision on."""
         self.options = options
+        self._note_batch_classes()
         served = [view.pool.serves for view in self.pools]
         for view in self.pools:
             view.pool = pools.get(view.pool.name, view.pool)
@@ -224,6 +238,7 @@ class PlannerCore:
         """The plan for the next interval."""
         now = self._advance(now)
         self.traffic.expire(now)
+        self.batch.expire(now)
         self.demand.advance(now)
         reasons: list[str] = []
         for view in self.pools:

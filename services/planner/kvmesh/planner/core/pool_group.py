@@ -10,6 +10,7 @@ from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
 from kvmesh.planner.capacity.slowdown import Slowdown
 from kvmesh.planner.core.candidates import CandidateFleets, Plan, total_capacity
 from kvmesh.planner.core.demand import Demand
+from kvmesh.planner.core.exchange.batch_work import BatchWork
 from kvmesh.planner.core.exchange.role_switches import RoleSwitches, exchangeable
 from kvmesh.planner.core.fleets import (
     Aim,
@@ -53,6 +54,7 @@ class PlannedModel(Protocol):
     demand: Demand
     worth: CacheWorth
     switches: RoleSwitches
+    batch: BatchWork
     pools: list[PoolView]
     groups: list["PoolGroup"]
     devices_elsewhere: int
@@ -344,7 +346,8 @@ class PoolGroup:
     def _backlog_s(self) -> float:
         """Seconds that the ready workers need for the prompts that wait; 0 if that is in time."""
         waiting = self._core.traffic.waiting_tokens if self._saturated() else 0
-        queued = sum(view.prefill_tokens for view in self.views) + waiting
+        computing = sum(view.prefill_tokens for view in self.views)
+        queued = max(computing - self._core.batch.prefill_tokens, 0) + waiting
         ready = sum(len(view.ready) for view in self.views)
         token_s = max((view.token_s for view in self.views), default=0.0)
         wait = queued * token_s / max(ready, 1)

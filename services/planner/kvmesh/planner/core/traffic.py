@@ -125,7 +125,7 @@ class ObservedTraffic:
         if new and decision.prefill is None:
             best = max((sum(each.overlap) for each in decision.candidates), default=0)
             request.cold = max(best * decision.block_size - cached, 0)
-        request.request_class = decision.hints.fair_class or ""
+        request.request_class = decision.hints.fair_class or decision.hints.tenant or ""
         request.queue = decision.wait_s
         if known is None and not decision.attempt:
             return self._arrive(decision.request, request)

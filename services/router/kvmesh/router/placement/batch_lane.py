@@ -48,7 +48,11 @@ class BatchLane:
         return [lane for lane in lanes if not lane.startswith(BATCH)]
 
     def room(self, request: RouteRequest) -> Slots:
-        """The ranks with room for a request; raises NoWorkers if none may ever run it."""
+        """The ranks with room for a request; raises NoWorkers if none may ever run it.
+
+        One of several ranks always stays without a prompt to compute: a request that comes next
+        does not wait for the step of a batch request there.
+        """
         table = self._core.table
         try:
             slots = self._core.eligible(request)
@@ -58,10 +62,13 @@ class BatchLane:
             prefill = table.eligible(request.placement, request.adapter, "prefill")
             if len(prefill) and not self._unhurried(prefill).any():
                 return np.zeros(0, np.int64)
+        calm = self._unhurried(slots)
+        if calm.sum() < min(len(slots), 2):
+            return np.zeros(0, np.int64)
         total = table.total_blocks.take(slots)
         blocks = table.loads(slots)[1]
         free = (blocks < self._share * total) | (total == 0)
-        chosen: Slots = slots[free & self._unhurried(slots)]
+        chosen: Slots = slots[free & calm]
         return chosen
 
     def _unhurried(self, slots: Slots) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
