@@ -154,6 +154,9 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     `startup_s` is the learned start-up time; `failed` counts workers that never became ready.
     `step_times` names the model of its workers' step times, "none", "profile" or "fit", `samples`
     counts those of live steps, and `profile_factor` is the measured time over that of the profile.
+    Times that hold for the next planner too, in Unix seconds, 0 if never: `manual_at` of the last
+    change by hand, `changed_at` of the last change of the pools that serve the same part of
+    requests, and `blocked_at` of the last start that was given up.
     """
 
     ready: int
@@ -165,6 +168,9 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     step_times: str = "none"
     samples: int = 0
     profile_factor: float = 1.0
+    manual_at: float = 0.0
+    changed_at: float = 0.0
+    blocked_at: float = 0.0
 
 
 class SwitchedRole(Struct, frozen=True, kw_only=True):

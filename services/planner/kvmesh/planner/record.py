@@ -20,6 +20,7 @@ def scaling_decision(
         for promise in promises
         if (share := core.traffic.kept(promise, promises, since, now)) is not None
     }
+    changed = {view.pool.name: group.changed_at for group in core.groups for view in group.views}
     return ScalingDecision(
         model=model,
         time=time,
@@ -27,7 +28,8 @@ def scaling_decision(
         reason=plan.reason,
         changed=plan.wanted != before,
         pools={
-            view.pool.name: _pool_plan(view, before.get(view.pool.name, 0)) for view in core.pools
+            view.pool.name: _pool_plan(view, before.get(view.pool.name, 0), changed[view.pool.name])
+            for view in core.pools
         },
         signals={
             "arrivals_per_s": plan.level,
@@ -64,7 +66,7 @@ def scaling_decision(
     )
 
 
-def _pool_plan(view: PoolView, before: int) -> PoolPlan:
+def _pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
     times = view.step_times
     return PoolPlan(
         ready=len(view.ready),
@@ -76,4 +78,7 @@ def _pool_plan(view: PoolView, before: int) -> PoolPlan:
         step_times=times.source if times is not None else "none",
         samples=view.samples,
         profile_factor=times.factor if times is not None else 1.0,
+        manual_at=max(view.manual_at, 0.0),
+        changed_at=max(changed_at, 0.0),
+        blocked_at=max(view.starts.blocked_at, 0.0),
     )

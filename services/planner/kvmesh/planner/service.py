@@ -51,6 +51,7 @@ STORE_S = 5.0
 REPLAY_S = 30.0
 SEQUENCES_S = 300.0
 _wakes = msgspec.msgpack.Decoder(Wake)
+_decisions = msgspec.msgpack.Decoder(ScalingDecision)
 _changes = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -68,6 +69,7 @@ class PlannerService:
         self._roles = RoleDriver(service.bus)
         self._homes = Homes(pools)
         self._models = ModelPlanners(options, pools, service.warnings)
+        self._latest: dict[str, ScalingDecision] = {}  # by model, of any planner
         self._recorded_at: dict[str, float] = {}
         self._planned: dict[str, dict[str, int]] = {}
         self._failing: set[str] = set()
@@ -89,6 +91,10 @@ class PlannerService:
         self._sequences = StreamReader(
             self._bus, subjects.seq_stream, subjects.seq_all, self._models.on_sequences,
             Start(time=recent),
+        )  # fmt: skip
+        self._decisions = StreamReader(
+            self._bus, subjects.scaling_stream, subjects.scaling_all, self._on_decision,
+            Start(last_per_subject=True),
         )  # fmt: skip
         self._changes = StreamReader(
             self._bus,
@@ -134,7 +140,7 @@ class PlannerService:
             await self._oracle.close()
             await self._roles.close()
             await self._driver.close()
-            for reader in (self._routes, self._sequences, self._changes):
+            for reader in (self._routes, self._sequences, self._changes, self._decisions):
                 await reader.close()
             await self._directory.close()
             await self._lease.close()
@@ -145,6 +151,7 @@ class PlannerService:
         """Read cards and idle models, replay the traffic of the window, then follow everything."""
         await self._directory.open()
         await self._changes.open()
+        await self._decisions.open()
         await answer_pings(self._bus, self._service.instance)
         await self._idle.read()
         for model in self._idle.listed:
@@ -152,6 +159,7 @@ class PlannerService:
         try:
             async with asyncio.timeout(REPLAY_S):
                 await self._changes.caught_up.wait()
+                await self._decisions.caught_up.wait()
                 await self._routes.open()
                 await self._routes.caught_up.wait()
                 await self._sequences.open()
@@ -174,6 +182,14 @@ class PlannerService:
 
     def _on_route(self, message: StreamMessage) -> None:
         self._models.on_route(message, time.time())
+
+    def _on_decision(self, message: StreamMessage) -> None:
+        try:
+            decision = _decisions.decode(message.data)
+        except msgspec.MsgspecError as error:
+            log.warning("ignored a malformed decision at %d: %s", message.seq, error)
+            return
+        self._latest[decision.model] = decision
 
     def _on_wake(self, wake: Wake) -> None:
         self._models.on_wake(wake, time.time())
@@ -225,7 +241,7 @@ class PlannerService:
         switching: list[tuple[str, PlannerCore, PlannedSwitch]] = []
         refused = False
         for model, core in list(self._models.cores.items()):
-            before = self._observe(core, state, now)
+            before = self._observe(model, core, state, now)
             may_be_idle = not self._driver.advisory and all(v.pool.min == 0 for v in core.pools)
             if not self._driver.advisory:
                 await self._idle.update(model, may_be_idle, self._models.card(model), now)
@@ -330,7 +346,7 @@ class PlannerService:
         return not failed
 
     def _observe(
-        self, core: PlannerCore, state: dict[str, PoolState] | None, now: float
+        self, model: str, core: PlannerCore, state: dict[str, PoolState] | None, now: float
     ) -> dict[str, int]:
         """Take over the numbers that the place keeps running; returns them.
 
@@ -342,9 +358,11 @@ class PlannerService:
                 present = len(view.ready if self._driver.advisory else view.cards)
                 view.assume(numbers.get(view.pool.name, present), now)
             if self._adopt:
-                core.resumed(now)
+                latest = self._latest.get(model)
+                core.resumed(now, latest.pools if latest is not None else {})
         else:
             for pool in core.observe_wanted(numbers, now):
+                self._recorded_at.pop(model, None)  # so that the next planner respects it too
                 log.info(
                     "pool %s was set to %d by hand; it stays so for %g s",
                     pool, numbers[pool], core.options.manual_hold_s,

@@ -94,7 +94,7 @@ def test_a_worker_that_has_just_come_does_not_leave_at_once() -> None:
 
 def test_a_planner_that_takes_over_waits_for_the_cooldown() -> None:
     core = planner(1, 4)
-    core.resumed(200.0)
+    core.resumed(200.0, {})
     assert core.decide(205.0).wanted == {"w": 4}
     assert core.decide(250.0).wanted == {"w": 1}
 

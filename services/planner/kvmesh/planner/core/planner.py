@@ -4,7 +4,7 @@ The live service and the simulator pass the same messages: cards, loads, events 
 decisions and outcomes. Times are in Unix seconds (virtual ones in the simulator).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from kvmesh.bus.messages import (
     Instance,
     Load,
     Outcome,
+    PoolPlan,
     RouteEvent,
     SeqEvent,
 )
@@ -208,10 +209,22 @@ class PlannerCore:
         """Devices of the wanted workers of all pools."""
         return sum(view.wanted * view.pool.devices for view in self.pools)
 
-    def resumed(self, now: float) -> None:
-        """This planner decides from now on, and does not know when another one made changes."""
+    def resumed(self, now: float, recorded: Mapping[str, PoolPlan]) -> None:
+        """This planner decides from now on, and goes on from the pools that were recorded last.
+
+        If it does not know when another one made changes, the cool-down begins now.
+        """
+        now = self.time(now)
+        for view in self.pools:
+            if view.pool.name in recorded:
+                view.remember(recorded[view.pool.name], now)
         for group in self.groups:
-            group.changed(now)
+            times = [
+                recorded[view.pool.name].changed_at
+                for view in group.views
+                if view.pool.name in recorded
+            ]
+            group.changed(min(max(times), now) if times else now)
 
     def moved(self, source: str, target: str) -> None:
         """A worker serves as those of `target`, and this planner has not asked it to."""

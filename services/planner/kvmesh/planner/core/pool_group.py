@@ -116,6 +116,11 @@ class PoolGroup:
         self.simulated.answered(question, answer, now)
         self._evaluated_at = -inf
 
+    @property
+    def changed_at(self) -> float:
+        """The time of the last change; -inf if there was none."""
+        return self._changed_at
+
     def changed(self, now: float) -> None:
         """Count `now` as the time of the last change: the cool-down of removals begins."""
         self._changed_at = now

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from kvmesh.bus.messages import Instance, Load
+from kvmesh.bus.messages import Instance, Load, PoolPlan
 from kvmesh.planner.capacity.profiled_times import KnownTimes, ProfiledTimes
 from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
@@ -160,6 +160,16 @@ class PoolView:
         """True while a change by hand is respected."""
         return now - self._manual_at < hold_s
 
+    @property
+    def manual_at(self) -> float:
+        """The time of the last change by hand; -inf if there was none."""
+        return self._manual_at
+
+    def remember(self, plan: PoolPlan, now: float) -> None:
+        """Take over what an earlier planner has recorded, up to `now`."""
+        self._manual_at = _past(plan.manual_at, now)
+        self.starts.remember(max(plan.startup_s, 0.1), _past(plan.blocked_at, now))
+
     def want(self, count: int, now: float) -> None:
         """Set the wanted number."""
         self.starts.begin(max(count - self.wanted, 0), now)
@@ -177,3 +187,8 @@ class PoolView:
         if given_up:
             self.wanted = self._set = max(self.wanted - given_up, 0)
         return given_up
+
+
+def _past(time: float, now: float) -> float:
+    """A recorded time; -inf if there is none, `now` if the clock of its planner was ahead."""
+    return min(time, now) if time > 0 else -inf

@@ -19,6 +19,16 @@ class Starts:
         self._failed_at = -inf
 
     @property
+    def blocked_at(self) -> float:
+        """The time at which a start was last given up; -inf if workers can start."""
+        return self._failed_at
+
+    def remember(self, startup_s: float, blocked_at: float) -> None:
+        """Take over what an earlier planner has learned."""
+        self._initial_s = startup_s
+        self._failed_at = blocked_at
+
+    @property
     def pending(self) -> int:
         return len(self._begun)
 
