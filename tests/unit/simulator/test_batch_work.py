@@ -19,7 +19,8 @@ Times = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 def workload(batch: int) -> Workload:
     """Interactive requests at a Poisson rate until END_S, and `batch` batch requests at once."""
-    rng, tree, rounds, at = Random(3), Tree(), [], 0.0
+    rng, tree, at = Random(3), Tree(), 0.0
+    rounds: list[Round] = []
     arrivals: list[tuple[float, str]] = []
     while (at := at + rng.expovariate(1.2)) < END_S:
         arrivals.append((at, ""))

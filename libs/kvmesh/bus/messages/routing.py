@@ -166,6 +166,7 @@ class ComputedAhead(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=True):
     """Result of a placed request: `cached_tokens` as counted by the engine, times in seconds.
 
+    `finish` is "stop", "length", "cancelled", "error" or "tool_calls", if the answer called a tool.
     `cached_tiers` are the cached tokens by tier; empty if the engine has not counted them.
     """
 

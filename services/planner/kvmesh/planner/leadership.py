@@ -5,6 +5,11 @@ from math import inf
 from kvmesh.bus.messages import Instance
 
 
+def seniority(card: Instance) -> tuple[float, str]:
+    """The order of planners: the first one leads."""
+    return card.started, card.instance
+
+
 class Leadership:
     """The planners' cards; the one with the oldest lease leads. Times are monotonic seconds."""
 
@@ -31,6 +36,5 @@ class Leadership:
     def leads(self, own: Instance, now: float) -> bool:
         """True if no other planner has an older lease than the card `own`."""
         return now >= self._not_before and all(
-            (own.started, own.instance) <= (card.started, card.instance)
-            for card in self._planners.values()
+            seniority(own) <= seniority(card) for card in self._planners.values()
         )

@@ -1,6 +1,7 @@
 """Has workers change their roles: sends the commands, in the background."""
 
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -18,7 +19,8 @@ _replies = msgspec.msgpack.Decoder(ControlReply)
 
 
 class RoleDriver:
-    """Sends each switch to its worker. A failure is logged and passed to `on_failure`.
+    """Sends each switch to its worker. A failure is logged and passed to `on_failure`,
+    with the instance and the Unix time.
 
     Its success is the worker's card, which shows the new role.
     """
@@ -28,7 +30,7 @@ class RoleDriver:
         self._tasks = BackgroundTasks()
 
     def start(
-        self, model: str, name: str, switch: PlannedSwitch, on_failure: Callable[[str], None]
+        self, model: str, name: str, switch: PlannedSwitch, on_failure: Callable[[str, float], None]
     ) -> None:
         """Ask a worker, called `name`, to serve the role of another pool."""
         self._tasks.start(self._send(model, name, switch, on_failure), f"role of {name}")
@@ -37,7 +39,7 @@ class RoleDriver:
         await self._tasks.close()
 
     async def _send(
-        self, model: str, name: str, switch: PlannedSwitch, on_failure: Callable[[str], None]
+        self, model: str, name: str, switch: PlannedSwitch, on_failure: Callable[[str, float], None]
     ) -> None:
         reason = ""
         try:
@@ -50,6 +52,6 @@ class RoleDriver:
         metrics.role_switches.labels(model, switch.target, result).inc()
         if reason:
             log.warning("%s does not serve %s: %s", name, switch.serves, reason)
-            on_failure(switch.instance)
+            on_failure(switch.instance, time.time())
         else:
             log.info("%s serves %s", name, switch.serves)

@@ -306,12 +306,7 @@ class PlannerService:
         for model, core, switch in switching:
             name = self._models.name(switch.instance) or ""
             self._homes.switched(name, switch.target)
-            self._roles.start(
-                model,
-                name,
-                switch,
-                lambda instance, core=core: core.switch_failed(instance, time.time()),
-            )
+            self._roles.start(model, name, switch, core.switch_failed)
 
     def _plan(self, model: str, core: PlannerCore, now: float) -> Plan | None:
         """The plan of one model; None, with a warning, if its planner fails: others go on."""

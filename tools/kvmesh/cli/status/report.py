@@ -16,6 +16,7 @@ from kvmesh.bus.errors import NotFound, NotPermitted
 from kvmesh.bus.messages import IdleModel, Instance, Load, Role
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import mesh_streams
+from kvmesh.planner.leadership import seniority
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
@@ -28,7 +29,7 @@ class InstanceReport(Struct, kw_only=True):
     """One instance: card, age in seconds, and load per rank of a worker.
 
     `eligible`: it accepts requests; `reason` is set for a worker incompatible with the others of
-    its model.
+    its model. `leads`: it is the planner that decides, the one with the oldest lease.
     """
 
     card: Instance
@@ -36,6 +37,7 @@ class InstanceReport(Struct, kw_only=True):
     load: list[Load]
     eligible: bool = True
     reason: str = ""
+    leads: bool = False
 
 
 class IdleModelReport(Struct, kw_only=True):
@@ -111,6 +113,8 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
     await directory.close()
     incompatible = misfits(cards)
+    planners = [card for card in cards if card.role is Role.PLANNER]
+    leader = min(planners, key=seniority).instance if planners else ""
     return MeshReport(
         nats=bus.server,
         server=bus.server_version,
@@ -118,7 +122,10 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
         time=time.time(),
         instances=[
             _instance_report(
-                card, loads.get(card.instance, {}), incompatible.get(card.instance, "")
+                card,
+                loads.get(card.instance, {}),
+                incompatible.get(card.instance, ""),
+                card.instance == leader,
             )
             for card in cards
         ],
@@ -180,13 +187,16 @@ async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Director
         await asyncio.sleep(0.02)
 
 
-def _instance_report(card: Instance, loads: dict[int, Load], reason: str) -> InstanceReport:
+def _instance_report(
+    card: Instance, loads: dict[int, Load], reason: str, leads: bool
+) -> InstanceReport:
     return InstanceReport(
         card=card,
         age_s=max(0.0, time.time() - card.started),
         load=[loads[rank] for rank in sorted(loads)],
         eligible=not reason and routable(card),
         reason=reason,
+        leads=leads,
     )
 
 

@@ -128,6 +128,8 @@ def _state(member: InstanceReport) -> str:
         return "[yellow]draining[/yellow]"
     if member.reason:
         return "[red]incompatible[/red]"
+    if member.leads:
+        return "leads"
     return "ready" if member.eligible else f"[yellow]{card.labels[STATE]}[/yellow]"
 
 

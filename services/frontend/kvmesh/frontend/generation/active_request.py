@@ -165,7 +165,7 @@ class ActiveRequest:
         for task in self.tasks:
             self._runner.dispatcher.release(task)
             if task.stream.instance:
-                reporter.report(task, self._started)
+                reporter.report(task, self._started, self._choices[task.index].calls_tools)
 
 
 def _prefill_publisher(events: SequenceEventPublisher, model: str) -> Callable[[TokenStream], None]:

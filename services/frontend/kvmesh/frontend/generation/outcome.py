@@ -18,10 +18,16 @@ class OutcomeReporter:
         self._events = events
         self._expectations = expectations
 
-    def report(self, task: SequenceTask, started: float) -> None:
-        """Publish and count; `started` is the request's arrival on the loop's clock."""
+    def report(self, task: SequenceTask, started: float, calls_tools: bool) -> None:
+        """Publish and count; `started` is the request's arrival on the loop's clock.
+
+        An answer that `calls_tools` before it stops finishes with "tool_calls".
+        """
         now, stream = asyncio.get_running_loop().time(), task.stream
         first, cached = stream.first_token_at, sum(stream.cached or [])
+        finish = stream.finish or "cancelled"
+        if finish == "stop" and calls_tools:
+            finish = "tool_calls"
         self._events.outcome(
             task.model,
             Outcome(
@@ -32,7 +38,7 @@ class OutcomeReporter:
                 output_tokens=len(stream.tokens),
                 ttft_s=None if first is None else first - started,
                 total_s=now - started,
-                finish=stream.finish or "cancelled",
+                finish=finish,
                 ahead=task.prepared.computed_ahead(cached),
                 cached_tiers=stream.cached or [],
             ),

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvmesh.bus.messages import Instance
 from kvmesh.planner.errors import PlannerConfigError
@@ -12,7 +12,8 @@ from kvmesh.step_times.profile import StepProfile
 
 LABEL = "pool"  # the label of a worker that names its pool
 T = TypeVar("T")
-SERVES = ("aggregated", "prefill", "decode")
+Serves = Literal["aggregated", "prefill", "decode"]
+SERVES: tuple[Serves, ...] = ("aggregated", "prefill", "decode")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _KEYS = ("serves", "min", "max", "cost", "devices", "model", "target", "kind", "profile")
 
@@ -29,7 +30,7 @@ class Pool:
     """
 
     name: str
-    serves: str = "aggregated"
+    serves: Serves = "aggregated"
     min: int = 1
     max: int = 8
     cost: float = 1.0
@@ -150,10 +151,11 @@ def _read(
         raise _error(name, f"{key}={values[key]}: {error}") from None
 
 
-def _serves(text: str) -> str:
-    if text not in SERVES:
-        raise ValueError(f"must be one of {', '.join(SERVES)}")
-    return text
+def _serves(text: str) -> Serves:
+    for role in SERVES:
+        if text == role:
+            return role
+    raise ValueError(f"must be one of {', '.join(SERVES)}")
 
 
 def _count(least: int) -> Callable[[str], int]:

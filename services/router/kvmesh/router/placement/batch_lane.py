@@ -4,8 +4,10 @@ Engines compute them last, so their prompts do not count against others.
 """
 
 from collections.abc import Collection
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.bus.messages import (
     RouteRequest,
@@ -22,6 +24,7 @@ from kvmesh.router.placement.fair_order import BATCH
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.state.arrays import Floats, Slots
 
+Flags: TypeAlias = NDArray[np.bool_]
 TIER = -1  # below all others
 STEPS = 0.5  # engine steps of prefill from which a rank has no room
 
@@ -71,10 +74,11 @@ class BatchLane:
         chosen: Slots = slots[free & calm]
         return chosen
 
-    def _unhurried(self, slots: Slots) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def _unhurried(self, slots: Slots) -> Flags:
         """True for the ranks with almost no prompt to compute."""
         table = self._core.table
-        return table.loads(slots)[0] <= STEPS * table.step_tokens.take(slots)
+        found: Flags = table.loads(slots)[0] <= STEPS * table.step_tokens.take(slots)
+        return found
 
     def placed(self, entry: SeqWait, events: Collection[SeqEvent]) -> None:
         """Remember the prompt of a batch request that was placed."""

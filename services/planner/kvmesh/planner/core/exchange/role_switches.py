@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
@@ -18,7 +19,7 @@ class PlannedSwitch:
     instance: str
     source: str
     target: str
-    serves: str
+    serves: Literal["aggregated", "prefill", "decode"]
 
 
 class RoleSwitches:
