@@ -4,7 +4,7 @@ from msgspec.structs import replace
 from support.ended_requests import events
 from support.planned_model import BLOCK, START
 
-from kvmesh.bus.messages import PrefetchTerms
+from kvmesh.bus.messages import Hints, PrefetchTerms
 from kvmesh.oracle.window import MOST_REQUESTS, REQUEST_BYTES, RequestWindow
 
 MIB = 1 << 20
@@ -45,6 +45,15 @@ def test_a_migrated_request_counts_once_and_prefetches_do_not() -> None:
     window.add(replace(prefetch, prefetch=PrefetchTerms()), START)
     window.add(end, START + 1)
     assert len(window) == 1
+
+
+def test_requests_of_batch_classes_may_be_left_out() -> None:
+    window = RequestWindow(600.0, MIB)
+    decision, end = events("batch", START, range(4))
+    window.add(replace(decision, hints=Hints(tenant="team", fair_class="batch")), START)
+    window.add(end, START + 1)
+    assert len(window.requests("m", START, frozenset({"other"}))) == 1
+    assert not window.requests("m", START, frozenset({"batch"}))
 
 
 def test_old_requests_are_forgotten() -> None:

@@ -13,9 +13,9 @@ from kvmesh.planner.core.promises import Promise
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
+from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
-from kvmesh.worker.engines.mock.timing import DecodeLoad
 from kvmesh.workload.capture import CapturedRound
 from kvmesh.workload.errors import WorkloadError
 
@@ -123,7 +123,7 @@ class _Scene:
                 uncached=max(each.decision.tokens - each.outcome.cached_tokens, 1),
                 prompt=each.decision.tokens,
                 output=max(each.outcome.output_tokens, 1),
-                request_class=each.decision.hints.fair_class or "",
+                request_class=each.decision.hints.fair_class or each.decision.hints.tenant or "",
             )
             for each in self._captured
         ]

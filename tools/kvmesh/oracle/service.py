@@ -110,7 +110,9 @@ class OracleService:
 
     async def _answer(self, question: FleetQuestion, reply: Reply) -> None:
         began = time.monotonic()
-        captured = self._window.requests(question.model, question.since)
+        promised = {promise.request_class for promise in question.promises}
+        batch = frozenset(self._service.settings.router.batch_classes) - promised
+        captured = self._window.requests(question.model, question.since, batch)
         found = await self._process.answer(question, captured)
         reply(found)
         metrics.answers.labels("error" if found.error else "simulated").inc()

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import Decision, Outcome, RouteEvent, of_class
 from kvmesh.workload.capture import CapturedRound
 
 MOST_REQUESTS = 8192
@@ -36,12 +36,19 @@ class RequestWindow:
             self._place(event)
         self._expire(now)
 
-    def requests(self, model: str, since: float) -> list[CapturedRound]:
-        """The ended requests of a model that arrived from `since` on, by arrival."""
+    def requests(
+        self, model: str, since: float, besides: frozenset[str] = frozenset()
+    ) -> list[CapturedRound]:
+        """The ended requests of a model that arrived from `since` on, by arrival.
+
+        Those of the classes `besides` are left out.
+        """
         found = [
             each
             for each in self._ended.values()
-            if each.decision.model == model and each.arrival >= since
+            if each.decision.model == model
+            and each.arrival >= since
+            and not of_class(each.decision.hints, besides)
         ]
         return sorted(found, key=lambda each: each.arrival)
 
