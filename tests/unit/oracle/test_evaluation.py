@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from support.ended_requests import POOL, distinct, ended, question
 from support.planned_model import BLOCK, START
 
-from kvmesh.bus.messages import FleetAnswer, FleetQuestion
+from kvmesh.bus.messages import FleetAnswer, FleetQuestion, PromisedLatency
 from kvmesh.oracle.evaluation import FEWEST, QuestionError, answer
 from kvmesh.oracle.warm_up import WarmedRequests, cached_before
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
@@ -133,6 +133,14 @@ def test_classes_have_their_own_promises() -> None:
         ({"fleets": [[1, 2]]}, "not one number for each pool"),
         ({"fleets": [[0]]}, "does not have 1 to"),
         ({"fleets": [[1000]]}, "does not have 1 to"),
+        ({"fleets": [[-1]]}, "does not have 1 to"),
+        ({"fleets": []}, "0 fleets, not 1 to 16"),
+        ({"pools": []}, "not one number for each pool"),
+        ({"pools": [replace(POOL, token_s=float("nan"))]}, "has a step time or a cost"),
+        ({"pools": [replace(POOL, step_tokens=0)]}, "step_tokens is 0, not above 0"),
+        ({"level": float("nan")}, "level is nan"),
+        ({"budget_s": 1e9}, "budget_s is 1e.09, not above 0 and at most 600"),
+        ({"promises": [PromisedLatency(metric="x", quantile=0.9, seconds=1)]}, "metrics: x"),
     ],
 )
 def test_a_fleet_that_cannot_be_simulated_is_refused(

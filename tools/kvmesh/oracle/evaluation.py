@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf, isnan
+from math import inf, isfinite, isnan
 
 from kvmesh.bus.messages import FleetAnswer, FleetCandidate, FleetQuestion, SimulatedPool
 from kvmesh.oracle.warm_up import WarmedRequests
@@ -21,6 +21,11 @@ from kvmesh.workload.errors import WorkloadError
 
 FEWEST = 50
 MOST_WORKERS = 256
+MOST_FLEETS = 16
+MOST_LEVEL = 1e6
+MOST_BUDGET_S = 600.0
+METRICS = {"ttft", "itl", "queue"}
+SIZES = ("step_tokens", "max_sequences", "kv_tokens")
 RESERVE = 0.8  # of the budget that the expected work may take
 FIRST_RATE = 500.0  # requests simulated per second, until a rate is known
 
@@ -59,7 +64,7 @@ def answer(
     cut to its latest part accordingly. `clock` gives seconds. Raises QuestionError.
     """
     started = clock()
-    _check(question)
+    check_question(question)
     most = max(int(rate * RESERVE * question.budget_s / len(question.fleets)), FEWEST)
     captured = captured[-most:]
     if len(captured) < FEWEST:
@@ -86,11 +91,29 @@ def answer(
     return FleetAnswer(candidates=candidates, requests=len(captured), seconds=clock() - started)
 
 
-def _check(question: FleetQuestion) -> None:
+def check_question(question: FleetQuestion) -> None:
+    """Raise QuestionError for one that no requests could answer."""
+    numbers = [
+        ("level", question.level, MOST_LEVEL),
+        ("budget_s", question.budget_s, MOST_BUDGET_S),
+        *(("seconds", promise.seconds, inf) for promise in question.promises),
+        *(("quantile", promise.quantile, 1.0) for promise in question.promises),
+        *((size, getattr(p, size), inf) for p in question.pools for size in SIZES),
+    ]
+    for name, value, most in numbers:
+        if not 0 < value <= most:
+            raise QuestionError(f"{name} is {value:g}, not above 0 and at most {most:g}")
+    for pool in question.pools:
+        if not all(isfinite(seconds) and seconds >= 0 for seconds in (*_seconds(pool), pool.cost)):
+            raise QuestionError(f"pool {pool.name} has a step time or a cost below 0 or infinite")
+    if wrong := {promise.metric for promise in question.promises} - METRICS:
+        raise QuestionError(f"unknown metrics: {', '.join(sorted(wrong))}")
+    if not 1 <= len(question.fleets) <= MOST_FLEETS:
+        raise QuestionError(f"{len(question.fleets)} fleets, not 1 to {MOST_FLEETS}")
     for fleet in question.fleets:
         if len(fleet) != len(question.pools):
             raise QuestionError(f"fleet {fleet} has not one number for each pool")
-        if not 1 <= sum(fleet) <= MOST_WORKERS:
+        if min(fleet, default=0) < 0 or not 1 <= sum(fleet) <= MOST_WORKERS:
             raise QuestionError(f"fleet {fleet} does not have 1 to {MOST_WORKERS} workers")
 
 
@@ -188,7 +211,11 @@ class _Scene:
 
 
 def _times(pool: SimulatedPool) -> FittedStepTimes:
-    return FittedStepTimes(pool.step_s, pool.prefill_step_s, pool.token_s, pool.kv_token_s)
+    return FittedStepTimes(*_seconds(pool))
+
+
+def _seconds(pool: SimulatedPool) -> tuple[float, float, float, float]:
+    return pool.step_s, pool.prefill_step_s, pool.token_s, pool.kv_token_s
 
 
 def _kind(pool: SimulatedPool) -> ModelledEngine:

@@ -13,6 +13,7 @@ from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.messages import FleetAnswer, FleetQuestion, Instance, Role, RouteEvent
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.oracle import metrics
+from kvmesh.oracle.evaluation import QuestionError, check_question
 from kvmesh.oracle.process import SimulationProcess, check_router
 from kvmesh.oracle.window import RequestWindow
 from kvmesh.router.errors import RouterConfigError
@@ -102,6 +103,12 @@ class OracleService:
         metrics.window.set(len(self._window))
 
     def _on_question(self, question: FleetQuestion, reply: Reply) -> None:
+        try:
+            check_question(question)
+        except QuestionError as error:
+            metrics.answers.labels("error").inc()
+            reply(FleetAnswer(error=str(error)))
+            return
         if len(self._answering):
             metrics.answers.labels("busy").inc()
             reply(FleetAnswer(error="busy with another question"))

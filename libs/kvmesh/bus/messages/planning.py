@@ -3,9 +3,7 @@
 Also the planner's questions to an oracle, which simulates candidate fleets.
 """
 
-from typing import Annotated, Literal
-
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvmesh.bus.messages.discovery import Capacity, ModelCard
 
@@ -84,10 +82,6 @@ class FleetCandidate(Struct, frozen=True, kw_only=True):
     evaluated_by: str = "queue"
 
 
-StepSeconds = Annotated[float, Meta(ge=0, le=1e6)]
-Size = Annotated[int, Meta(ge=1, le=1 << 40)]
-
-
 class SimulatedPool(Struct, frozen=True, kw_only=True):
     """The workers of one pool in a `FleetQuestion`: step times in seconds, sizes in tokens.
 
@@ -97,22 +91,25 @@ class SimulatedPool(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    step_s: StepSeconds
-    prefill_step_s: StepSeconds
-    token_s: StepSeconds
-    kv_token_s: StepSeconds
-    step_tokens: Size
-    max_sequences: Size
-    kv_tokens: Size
-    cost: Annotated[float, Meta(ge=0)] = 1.0
+    step_s: float
+    prefill_step_s: float
+    token_s: float
+    kv_token_s: float
+    step_tokens: int
+    max_sequences: int
+    kv_tokens: int
+    cost: float = 1.0
 
 
 class PromisedLatency(Struct, frozen=True, kw_only=True):
-    """A promise in a `FleetQuestion`: `quantile` of a class's requests within `seconds`."""
+    """A promise in a `FleetQuestion`: `quantile` of a class's requests within `seconds`.
 
-    metric: Literal["ttft", "itl", "queue"]
-    quantile: Annotated[float, Meta(gt=0, lt=1)]
-    seconds: Annotated[float, Meta(gt=0, le=1e6)]
+    `metric` is "ttft", "itl" or "queue".
+    """
+
+    metric: str
+    quantile: float
+    seconds: float
     request_class: str = ""
 
 
@@ -125,14 +122,12 @@ class FleetQuestion(Struct, frozen=True, kw_only=True):
     """
 
     model: str
-    pools: Annotated[list[SimulatedPool], Meta(min_length=1, max_length=16)]
-    fleets: Annotated[
-        list[list[Annotated[int, Meta(ge=0, le=1024)]]], Meta(min_length=1, max_length=16)
-    ]
-    promises: Annotated[list[PromisedLatency], Meta(max_length=64)]
-    level: Annotated[float, Meta(gt=0, le=1e6)]
+    pools: list[SimulatedPool]
+    fleets: list[list[int]]
+    promises: list[PromisedLatency]
+    level: float
     since: float
-    budget_s: Annotated[float, Meta(gt=0, le=600)]
+    budget_s: float
 
 
 class FleetAnswer(Struct, frozen=True, kw_only=True):

@@ -80,7 +80,7 @@ class SimulatedFleets:
             ],
             promises=[
                 PromisedLatency(
-                    metric=aim.promise.metric,  # type: ignore[arg-type]
+                    metric=aim.promise.metric,
                     quantile=aim.promise.quantile,
                     seconds=aim.promise.seconds,
                     request_class=aim.promise.request_class,
