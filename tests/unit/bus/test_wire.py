@@ -33,6 +33,7 @@ NOT_TAILED = {
     messages.Done,
     messages.Fetched,
     messages.IdleModel,
+    messages.FleetAnswer,
     messages.FleetReport,
     messages.Incomplete,
     messages.Lent,
