@@ -87,12 +87,21 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     pools = Table()
-    for name in ("pool", "ready", "starting", "wanted", "start-up s", "never ready", "step times"):
+    for name in (
+        "pool",
+        "ready",
+        "starting",
+        "wanted",
+        "start-up s",
+        "never ready",
+        "step times",
+        "samples",
+    ):
         pools.add_column(name, justify="left" if name == "pool" else "right")
     for name, pool in decision.pools.items():
         pools.add_row(
             name, str(pool.ready), str(pool.starting), str(pool.wanted),
-            f"{pool.startup_s:.0f}", str(pool.failed), _step_times(pool),
+            f"{pool.startup_s:.0f}", str(pool.failed), _step_times(pool), str(pool.samples),
         )  # fmt: skip
     console.print(pools)
     for switch in decision.switches:
@@ -119,10 +128,9 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
 
 
 def _step_times(pool: PoolPlan) -> str:
-    """The source of a pool's step times, with the number of samples of live steps."""
-    samples = f"{pool.samples} sample{'' if pool.samples == 1 else 's'}"
+    """The source of a pool's step times; of a profile also the measured time over its own."""
     factor = f" ×{pool.profile_factor:.2f}" if pool.profile_factor != 1 else ""
-    return f"{pool.step_times}{factor} ({samples})"
+    return pool.step_times + factor
 
 
 def _candidates(decision: ScalingDecision) -> Table:
