@@ -346,6 +346,7 @@ async def test_without_parallel_calls_the_first_call_ends_the_answer(stage: Stag
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     await eventually(lambda: stage.a.cancelled == [work.request])
+    await eventually(lambda: [each.finish for each in stage.outcomes] == ["tool_calls"])
 
 
 async def test_a_call_that_breaks_off_is_text_in_a_whole_answer(stage: Stage) -> None:

@@ -19,10 +19,10 @@ from kvmesh.cli.arguments import moment
 from kvmesh.cli.planning.history import read_decisions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-REQUESTS, PROMPT = 60, 6144
+REQUESTS, PROMPT = 100, 6144
 LONG_S = 180.0
 FLAGS = (
-    *("--workers", "3", "--prefill-workers", "1", "--planner", "--mock-speedup", "0.3"),
+    *("--workers", "3", "--prefill-workers", "1", "--planner", "--mock-speedup", "0.4"),
     *("--planner-max-devices", "4", "--planner-ttft", "p90=1s"),
     *("--planner-interval-s", "0.5", "--planner-startup-s", "30"),
     *("--planner-down-cooldown-s", "3"),

@@ -59,3 +59,14 @@ def test_models_without_workers_are_listed(capsys: pytest.CaptureFixture[str]) -
     show_tables(report)
     lines = capsys.readouterr().out.partition("idle model")[2].splitlines()
     assert lines[1].split() == ["m", "3m", "planner-1"]
+
+
+def test_the_planner_that_leads_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    cards = [
+        Instance(instance=f"p-{n}", role=Role.PLANNER, name=f"p-{n}", version="0", started=0.0)
+        for n in range(2)
+    ]
+    members = [InstanceReport(card=c, age_s=1.0, load=[], leads=c is cards[0]) for c in cards]
+    lines = [line.split() for line in shown(capsys, *members).splitlines()]
+    states = {line[0]: line[3] for line in lines if line and line[0].startswith("p-")}
+    assert states == {"p-0": "leads", "p-1": "ready"}
