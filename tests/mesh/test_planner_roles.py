@@ -20,9 +20,9 @@ from kvmesh.cli.planning.history import read_decisions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 REQUESTS, PROMPT = 100, 6144
-LONG_S = 180.0
+LONG_S = 90.0
 FLAGS = (
-    *("--workers", "3", "--prefill-workers", "1", "--planner", "--mock-speedup", "0.4"),
+    *("--workers", "3", "--prefill-workers", "1", "--planner", "--mock-speedup", "0.3"),
     *("--planner-max-devices", "4", "--planner-ttft", "p90=1s"),
     *("--planner-interval-s", "0.5", "--planner-startup-s", "30"),
     *("--planner-down-cooldown-s", "3"),
@@ -61,7 +61,7 @@ async def replay(up: Up, folder: Path) -> dict[str, int]:
     """Send distinct long prompts with short answers."""
     rows = [
         {
-            "timestamp": 250 * number,
+            "timestamp": 300 * number,
             "input_length": PROMPT,
             "output_length": 3,
             "hash_ids": [PROMPT * number + block for block in range(PROMPT // 512)],
