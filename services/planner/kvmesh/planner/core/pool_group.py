@@ -38,6 +38,7 @@ DOWN_MARGIN = 0.3
 UP_MARGIN = -0.2
 WORTH = 1.25  # largest fleet over one that nearly keeps the promises
 LEAST_SHAPES = 30
+OVERLOADED = 0.5  # part of the promised share
 DRAIN_S = 60.0  # least time in which a backlog is to be worked off
 SURE_SHAPES = 200  # fewer requests of a part of the window do not prove that less suffices
 MOST_NEEDS = 1024
@@ -215,8 +216,8 @@ class PoolGroup:
         needed = self._needed(model, fleets, speeds, sure)
         capacity = total_capacity(needed, speeds)
         self.simulated.ask(now, needed, counts, fleets, self._core.demand.series)
-        extra = self._extra(capacity, backlog, speeds)
-        self._remember(now, capacity, startup)
+        extra = self._extra(capacity, backlog, speeds, self._overloaded(model, aimed))
+        self._remember(now, capacity + extra, startup)
         have = total_capacity(counts, speeds)
         self._judged = model, speeds, lower
         reasons: list[str] = []
@@ -358,14 +359,24 @@ class PoolGroup:
         wait = queued * token_s / max(ready, 1)
         return wait if wait > 2 * self._patience else 0.0
 
-    def _extra(self, capacity: float, backlog_s: float, speeds: Sequence[float]) -> float:
+    def _overloaded(self, model: CandidateFleets, aimed: Sequence[Aim]) -> bool:
+        """True if so many first tokens are late on the ready workers that their queues grow."""
+        shares = model.kept(tuple(len(view.ready) for view in self.views)).shares
+        return any(
+            aim.promise.metric != "itl" and share < OVERLOADED * aim.promise.quantile
+            for aim, share in zip(aimed, shares, strict=True)
+        )
+
+    def _extra(
+        self, capacity: float, backlog_s: float, speeds: Sequence[float], overloaded: bool
+    ) -> float:
         """Capacity beyond the need that works off what waits once the new workers are ready.
 
-        Until then the waiting work grows by what the ready workers cannot do.
+        Until then the waiting work of overloaded workers grows by what they cannot do.
         """
         ready = sum(len(v.ready) * speed for v, speed in zip(self.views, speeds, strict=True))
         startup = max(view.starts.startup_s for view in self.views)
-        missing = max(capacity - ready, 0.0)
+        missing = max(capacity - ready, 0.0) if overloaded else 0.0
         if backlog_s <= 0 and missing <= 0.25 * capacity:
             return 0.0
         return (backlog_s * ready + missing * startup) / max(startup, DRAIN_S)
