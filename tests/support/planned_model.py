@@ -18,8 +18,8 @@ from kvmesh.bus.messages import (
     SeqWait,
 )
 from kvmesh.planner.capacity.step_times import FittedStepTimes
-from kvmesh.planner.core.candidates import Plan
-from kvmesh.planner.core.exchange.role_switches import PlannedSwitch
+from kvmesh.planner.core.groups.candidates import Plan
+from kvmesh.planner.core.groups.role_switches import PlannedSwitch
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pools import parse_pools

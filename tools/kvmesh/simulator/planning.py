@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
-from kvmesh.planner.core.candidates import Plan
+from kvmesh.planner.core.groups.candidates import Plan
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pools import Pool

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.planner.connectors.interface import PoolState
-from kvmesh.planner.core.exchange.role_switches import exchangeable
+from kvmesh.planner.core.groups.role_switches import exchangeable
 from kvmesh.planner.core.pools import Pool
 
 

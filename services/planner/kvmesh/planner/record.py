@@ -1,7 +1,7 @@
 """The record of a decision, with its reasons."""
 
 from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision, SwitchedRole
-from kvmesh.planner.core.candidates import Plan
+from kvmesh.planner.core.groups.candidates import Plan
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.core.pool_view import PoolView
 

@@ -10,7 +10,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import ControlReply, Serve
 from kvmesh.planner import metrics
-from kvmesh.planner.core.exchange.role_switches import SWITCH_S, PlannedSwitch
+from kvmesh.planner.core.groups.role_switches import SWITCH_S, PlannedSwitch
 from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from kvmesh.planner import metrics
 from kvmesh.planner.config import plan_options, with_changes
 from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.connectors.registry import create_connector
-from kvmesh.planner.core.candidates import Plan
-from kvmesh.planner.core.exchange.role_switches import PlannedSwitch
+from kvmesh.planner.core.groups.candidates import Plan
+from kvmesh.planner.core.groups.role_switches import PlannedSwitch
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.planner.fleet_driver import FleetDriver

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 from support.planned_model import PlannedModel, decision, freed, outcome, wait
 
 from kvmesh.bus.messages import SeqPrefilled
-from kvmesh.planner.core.exchange.batch_work import LONGEST_PREFILL_S
+from kvmesh.planner.core.batch_work import LONGEST_PREFILL_S
 from kvmesh.planner.core.promises import Promise
 
 BATCH = frozenset({"batch"})

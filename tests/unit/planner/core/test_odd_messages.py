@@ -17,7 +17,7 @@ from support.planned_model import (
 )
 
 from kvmesh.bus.messages import SeqEvent, SeqPrefilled, SeqProgress
-from kvmesh.planner.core.pool_group import MOST_NEEDS
+from kvmesh.planner.core.groups.pool_group import MOST_NEEDS
 from kvmesh.planner.core.starts import RETRY_S
 
 

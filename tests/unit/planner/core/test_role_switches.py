@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from support.planned_model import PlannedModel, worker_card
 
-from kvmesh.planner.core.exchange.role_switches import RETRY_S, exchangeable
+from kvmesh.planner.core.groups.role_switches import RETRY_S, exchangeable
 from kvmesh.planner.core.pools import parse_pools, pool_of
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.errors import PlannerConfigError

@@ -9,8 +9,8 @@ from support.planned_model import PlannedModel
 from kvmesh.bus.messages import FleetAnswer, FleetCandidate, FleetQuestion
 from kvmesh.planner.capacity.profiled_times import ScaledProfile
 from kvmesh.planner.capacity.queueing import ModelledEngine
-from kvmesh.planner.core.candidates import Evaluated
 from kvmesh.planner.core.fleets import Kept
+from kvmesh.planner.core.groups.candidates import Evaluated
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.core.simulation.correction import corrected
 from kvmesh.planner.core.simulation.simulated_fleets import FRESH_S, linear_times

@@ -177,3 +177,31 @@ def prefill_only(shape: RequestShape) -> RequestShape:
 def decode_only(shape: RequestShape) -> RequestShape:
     """The part of a request that is left to a decode worker."""
     return replace(shape, uncached=1)
+
+
+def part_of(
+    shapes: list[RequestShape], serves: Sequence[str], splits: bool, disagg_tokens: int
+) -> list[RequestShape]:
+    """The part of the requests that workers of a role compute.
+
+    `splits`: prompts with at least `disagg_tokens` tokens to compute go to prefill workers.
+    """
+    if "prefill" in serves:
+        return [prefill_only(shape) for shape in shapes if shape.uncached >= disagg_tokens]
+    if not splits:
+        return shapes
+    return [decode_only(s) if s.uncached >= disagg_tokens else s for s in shapes]
+
+
+def relative_speeds(kinds: Sequence[ModelledEngine], shapes: Sequence[RequestShape]) -> list[float]:
+    """The capacity of a worker of each kind for the mean request; that of the fastest is 1."""
+    mean_uncached = sum(s.uncached for s in shapes) / len(shapes)
+    mean_output = sum(s.output for s in shapes) / len(shapes)
+    mean_kv = sum(s.prompt + s.output / 2 for s in shapes) / len(shapes)
+    speeds = []
+    for kind in kinds:
+        # a batch of 16 in the steady state stands for the balance of prefill and decode
+        step = kind.times.decode(16, 16 * mean_kv) / 16
+        speeds.append(1.0 / (kind.times.prefill(int(mean_uncached)) + mean_output * step))
+    fastest = max(speeds)
+    return [speed / fastest for speed in speeds]

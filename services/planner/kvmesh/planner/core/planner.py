@@ -19,12 +19,12 @@ from kvmesh.bus.messages import (
     RouteEvent,
     SeqEvent,
 )
-from kvmesh.planner.core.candidates import Plan
+from kvmesh.planner.core.batch_work import BatchWork
 from kvmesh.planner.core.demand import Demand
-from kvmesh.planner.core.exchange.batch_work import BatchWork
-from kvmesh.planner.core.exchange.role_switches import RoleSwitches
+from kvmesh.planner.core.groups.candidates import Plan
+from kvmesh.planner.core.groups.pool_group import PoolGroup
+from kvmesh.planner.core.groups.role_switches import RoleSwitches
 from kvmesh.planner.core.options import PlanOptions
-from kvmesh.planner.core.pool_group import PoolGroup
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.promises import Promise, promises_of

@@ -3,32 +3,29 @@
 from collections import deque
 from collections.abc import Sequence
 from math import ceil, inf
-from typing import Protocol
 
 from kvmesh.bus.messages import FleetAnswer, FleetQuestion
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
 from kvmesh.planner.capacity.slowdown import Slowdown
-from kvmesh.planner.core.candidates import CandidateFleets, Plan, total_capacity
-from kvmesh.planner.core.demand import Demand
-from kvmesh.planner.core.exchange.batch_work import BatchWork
-from kvmesh.planner.core.exchange.role_switches import RoleSwitches, exchangeable
 from kvmesh.planner.core.fleets import (
     Aim,
     Bounds,
     Counts,
     aims,
-    decode_only,
     efficient_fleets,
-    prefill_only,
+    part_of,
+    relative_speeds,
 )
+from kvmesh.planner.core.groups.candidates import CandidateFleets, Plan, total_capacity
+from kvmesh.planner.core.groups.planned_model import PlannedModel
+from kvmesh.planner.core.groups.role_switches import exchangeable
+from kvmesh.planner.core.groups.sizes import grown, least_awake, shrunk, within_bounds
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.core.scenario import scenario
 from kvmesh.planner.core.simulation.simulated_fleets import SimulatedFleets
-from kvmesh.planner.core.traffic import ObservedTraffic
-from kvmesh.planner.core.victims import CacheWorth
 
 EVALUATE_S = 30.0
 MOVED = 0.05  # change of the level that calls for another evaluation
@@ -42,34 +39,6 @@ OVERLOADED = 0.5  # part of the promised share
 DRAIN_S = 60.0  # least time in which a backlog is to be worked off
 SURE_SHAPES = 200  # fewer requests of a part of the window do not prove that less suffices
 MOST_NEEDS = 1024
-
-
-class PlannedModel(Protocol):
-    """The parts of a model's planner that its groups of pools use.
-
-    `pools` and `groups` are all of the model; `devices_elsewhere` are devices of other models.
-    """
-
-    options: PlanOptions
-    traffic: ObservedTraffic
-    demand: Demand
-    worth: CacheWorth
-    switches: RoleSwitches
-    batch: BatchWork
-    pools: list[PoolView]
-    groups: list["PoolGroup"]
-    devices_elsewhere: int
-
-    @property
-    def promises(self) -> list[Promise]: ...
-
-    def waking(self, now: float) -> int: ...
-
-    def idle(self, now: float) -> bool: ...
-
-    def quiet_s(self, now: float) -> float: ...
-
-    def proven(self, now: float) -> bool: ...
 
 
 class PoolGroup:
@@ -96,6 +65,10 @@ class PoolGroup:
     def _splits(self) -> bool:
         """True if prompts are computed by other workers than those that decode."""
         return any(view.pool.serves == "prefill" and view.wanted for view in self._core.pools)
+
+    @property
+    def _pools(self) -> list[Pool]:
+        return [view.pool for view in self.views]
 
     @property
     def _options(self) -> PlanOptions:
@@ -133,7 +106,7 @@ class PoolGroup:
         if held:
             return [f"{view.pool.name} was changed by hand" for view in held]
         counts = tuple(view.wanted for view in self.views)
-        bounded = self._within_bounds(counts)
+        bounded = within_bounds(counts, self._pools, self._devices_left())
         if bounded != counts:
             self._changed_at = now
             return self._reduce(now, bounded, plan)
@@ -159,6 +132,10 @@ class PoolGroup:
 
     # need
 
+    def _shapes(self, level: float, fewest: int, cold: bool = False) -> list[RequestShape]:
+        shapes = scenario(self._core.traffic, self._core.demand.series, level, fewest, cold)
+        return part_of(shapes, self._serves, self._splits, self._options.disagg_tokens)
+
     def _resize(
         self,
         now: float,
@@ -169,7 +146,7 @@ class PoolGroup:
         plan: Plan,
     ) -> list[str]:
         if level <= 0 and self._core.quiet_s(now) >= self._hold_s(startup):
-            return self._to_least(now, counts, self._least_awake(counts), plan)
+            return self._to_least(now, counts, least_awake(counts, self._pools), plan)
         proven = self._core.proven(now)
         fewest = SURE_SHAPES if proven else 0
         shapes = self._shapes(level, fewest)
@@ -182,13 +159,15 @@ class PoolGroup:
             or any(view.ready and not k for view, k in zip(self.views, known, strict=True))
         ):
             return self._without_model(now, counts, shapes)
-        kinds, speeds = self._kinds(shapes)
+        reference = next(kind for view in self.views if (kind := view.kind()) is not None)
+        kinds = [self._slowdown.slowed(view.kind() or reference) for view in self.views]
+        speeds = relative_speeds(kinds, shapes)
         aimed = self._aims(shapes, kinds)
         model = CandidateFleets(shapes, kinds, aimed)
         cold = self._shapes(level, fewest, cold=True)
         as_seen = CandidateFleets(cold, kinds, self._aims(cold, kinds)) if cold != shapes else model
         self._calibrate(now, as_seen, aimed)
-        pools = [view.pool for view in self.views]
+        pools = self._pools
         simulates = "prefill" not in self._serves and not self._splits
         self.simulated.expect(
             pools, [v.kind() for v in self.views], aimed, level,
@@ -240,27 +219,6 @@ class PoolGroup:
         worth = total_capacity(needed, speeds) <= WORTH * total_capacity(nearly, speeds)
         return needed if worth else nearly
 
-    def _within_bounds(self, counts: Counts) -> Counts:
-        """The numbers within the bounds of their pools and of the budget, the dearest cut first."""
-        pools = [view.pool for view in self.views]
-        bounded = [max(min(n, p.max), p.min) for n, p in zip(counts, pools, strict=True)]
-        devices = sum(n * p.devices for n, p in zip(bounded, pools, strict=True))
-        excess = devices - self._devices_left()
-        for place in sorted(range(len(pools)), key=lambda n: -pools[n].cost):
-            if excess > 0:
-                cut = min(bounded[place] - pools[place].min, ceil(excess / pools[place].devices))
-                bounded[place] -= cut
-                excess -= cut * pools[place].devices
-        return tuple(bounded)
-
-    def _least_awake(self, counts: Counts) -> Counts:
-        """The least sizes, with one worker where they are 0: only a long silence ends the last."""
-        target = [min(view.pool.min, n) for view, n in zip(self.views, counts, strict=True)]
-        if any(counts) and not any(target):
-            present = [place for place, count in enumerate(counts) if count]
-            target[min(present, key=lambda place: self.views[place].pool.cost)] = 1
-        return tuple(target)
-
     def _to_least(self, now: float, counts: Counts, least: Counts, plan: Plan) -> list[str]:
         """Shrink to `least` after the cool-down."""
         if counts == least or now - self._changed_at < self._options.down_cooldown_s:
@@ -285,31 +243,6 @@ class PoolGroup:
 
     def _requests_wait(self, now: float) -> bool:
         return bool(self._core.traffic.waiting or self._core.waking(now))
-
-    def _shapes(self, level: float, fewest: int, cold: bool = False) -> list[RequestShape]:
-        shapes = scenario(self._core.traffic, self._core.demand.series, level, fewest, cold)
-        split = self._options.disagg_tokens
-        if "prefill" in self._serves:
-            return [prefill_only(shape) for shape in shapes if shape.uncached >= split]
-        if not self._splits:
-            return shapes
-        return [decode_only(s) if s.uncached >= split else s for s in shapes]
-
-    def _kinds(self, shapes: Sequence[RequestShape]) -> tuple[list[ModelledEngine], list[float]]:
-        """The kinds of the pools and their capacities per worker; an unseen one is as the first."""
-        known = [view.kind() for view in self.views]
-        reference = next(kind for kind in known if kind is not None)
-        kinds = [self._slowdown.slowed(kind or reference) for kind in known]
-        mean_uncached = sum(s.uncached for s in shapes) / len(shapes)
-        mean_output = sum(s.output for s in shapes) / len(shapes)
-        mean_kv = sum(s.prompt + s.output / 2 for s in shapes) / len(shapes)
-        speeds = []
-        for kind in kinds:
-            # a batch of 16 in the steady state stands for the balance of prefill and decode
-            step = kind.times.decode(16, 16 * mean_kv) / 16
-            speeds.append(1.0 / (kind.times.prefill(int(mean_uncached)) + mean_output * step))
-        fastest = max(speeds)
-        return kinds, [speed / fastest for speed in speeds]
 
     def _aims(self, shapes: Sequence[RequestShape], kinds: Sequence[ModelledEngine]) -> list[Aim]:
         found = aims(shapes, kinds, self._promises())
@@ -404,26 +337,12 @@ class PoolGroup:
         if now - self._added_at < self._options.up_cooldown_s:
             return ["more workers are needed, within the cool-down"]
         above = tuple(max(have, most) for have, most in zip(counts, upper, strict=True))
-        target = self._enough(counts, capacity, speeds, above, devices)
+        target = grown(counts, capacity, self._pools, speeds, Bounds(counts, above, devices))
         self._miss(capacity, target, speeds, above)
         if target == counts:
             return ["more workers are needed than the budget permits"]
         self._changed_at = self._added_at = now
         return self._set(target, now)
-
-    def _enough(
-        self,
-        counts: Counts,
-        capacity: float,
-        speeds: Sequence[float],
-        upper: Counts,
-        devices: float,
-    ) -> Counts:
-        """The cheapest growth to `capacity`, or the largest that the bounds permit."""
-        pools = [view.pool for view in self.views]
-        fleets = efficient_fleets(pools, speeds, Bounds(counts, upper, devices))
-        enough = (f for f in fleets if total_capacity(f, speeds) >= capacity - 1e-9)
-        return next(enough, fleets[-1] if fleets else counts)
 
     def _shrink(
         self,
@@ -437,29 +356,11 @@ class PoolGroup:
         if now - self._changed_at < self._options.down_cooldown_s:
             return []
         held = max(capacity for _, capacity in self._needs)
-        target = self._smaller(counts, model, speeds, lower, held)
+        target = shrunk(counts, held, self._pools, speeds, lower, model, DOWN_MARGIN)
         if target == counts:
             return []
         self._changed_at = now
         return self._reduce(now, target, plan)
-
-    def _smaller(
-        self,
-        counts: Counts,
-        model: CandidateFleets,
-        speeds: Sequence[float],
-        lower: Counts,
-        held: float,
-    ) -> Counts:
-        """A cheaper fleet that keeps the promises and has the capacity `held`, else `counts`."""
-        pools = [view.pool for view in self.views]
-        below = tuple(min(low, have) for low, have in zip(lower, counts, strict=True))
-        fleets = efficient_fleets(pools, speeds, Bounds(below, counts, inf))
-        fleets = [f for f in fleets if sum(f) and total_capacity(f, speeds) >= held - 1e-9]
-        target = model.smallest(fleets, DOWN_MARGIN) if fleets else counts
-        cost = sum(n * pool.cost for n, pool in zip(target, pools, strict=True))
-        cheaper = cost < sum(n * pool.cost for n, pool in zip(counts, pools, strict=True))
-        return target if cheaper else counts
 
     # exchanges
 
@@ -496,7 +397,7 @@ class PoolGroup:
         )
         latest = self._needs[-1][1]
         held = max((capacity for at, capacity in self._needs if at >= since), default=latest)
-        target = self._smaller(counts, model, speeds, lower, held)
+        target = shrunk(counts, held, self._pools, speeds, lower, model, DOWN_MARGIN)
         if target == counts:
             return []
         self._changed_at = now
@@ -511,7 +412,9 @@ class PoolGroup:
             return []
         capacity, speeds, upper = self._lacking
         counts = tuple(view.wanted for view in self.views)
-        target = self._enough(counts, capacity, speeds, upper, self._devices_left())
+        target = grown(
+            counts, capacity, self._pools, speeds, Bounds(counts, upper, self._devices_left())
+        )
         if target == counts:
             return []
         self._changed_at = self._added_at = now

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
-from kvmesh.planner.core.exchange.role_switches import PlannedSwitch
 from kvmesh.planner.core.fleets import Aim, Counts, Kept, fulfilment
+from kvmesh.planner.core.groups.role_switches import PlannedSwitch
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.simulation.correction import corrected
 
