@@ -341,6 +341,17 @@ async def test_a_planner_with_invalid_settings_ends_with_status_2(
     assert "Traceback" not in log
 
 
+@pytest.mark.parametrize("role", ["planner", "router", "oracle"])
+async def test_wrong_settings_are_refused_without_nats(role: str, tmp_path: Path) -> None:
+    mesh = Mesh("nats://127.0.0.1:1", tmp_path, {})
+    wrong = {"KVMESH_PLANNER_POOLS": "w:min=3,max=2", "KVMESH_ROUTER_POLICY": "none"}
+    mesh.start(role, role, **wrong)
+    await eventually(lambda: mesh.processes[role].poll() is not None, what="it ends")
+    assert mesh.processes[role].returncode == 2
+    log = (tmp_path / f"{role}.log").read_text()
+    assert ("min 3 exceeds max 2" if role == "planner" else "none") in log
+
+
 # connectors
 
 

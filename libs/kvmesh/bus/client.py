@@ -351,7 +351,10 @@ class Bus:
                 await self.client.flush()
         except (TimeoutError, NatsError) as error:
             log.warning("closing without a flush: %s", cause(error))
-        await self.client.close()
+        try:
+            await self.client.close()
+        except OSError as error:  # the server has ended the connection meanwhile
+            log.warning("the connection to NATS ended before it was closed: %s", error)
 
 
 def returning(function: Callable[[T], object]) -> Callable[[T, Reply], None]:

@@ -88,12 +88,16 @@ class Service:
 
 
 Main = Callable[[Service], Awaitable[None]]
+Check = Callable[[Settings], None]
 
 
-def run_service(role: str, name: str, settings: Settings, main: Main) -> int:
+def run_service(
+    role: str, name: str, settings: Settings, main: Main, check: Check | None = None
+) -> int:
     """Run `main` as a process until SIGTERM or SIGINT; returns the exit status.
 
-    The status is 2, as for a wrong command line, if a restart would fail again.
+    `check` raises StartError for wrong settings, before the process waits for NATS. The status is
+    2, as for a wrong command line, if a restart would fail again.
     """
     name = name or f"{role}-{os.uname().nodename}-{os.getpid()}"
     logs.configure(settings.log, name)
@@ -101,6 +105,8 @@ def run_service(role: str, name: str, settings: Settings, main: Main) -> int:
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     try:
+        if check is not None:
+            check(settings)
         return uvloop.run(_run(name, settings, main))
     except StartError as error:
         log.error("%s", error)

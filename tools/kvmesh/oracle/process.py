@@ -11,7 +11,6 @@ import msgspec
 
 from kvmesh.bus.messages import FleetAnswer, FleetQuestion
 from kvmesh.oracle.evaluation import FIRST_RATE, QuestionError, answer
-from kvmesh.router.config import check_settings
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.workload.capture import CapturedRound
 
@@ -113,11 +112,6 @@ def simulate_tasks(source: BinaryIO, sink: BinaryIO) -> None:
         data = msgspec.msgpack.encode(found)
         sink.write(len(data).to_bytes(HEADER_BYTES) + data)
         sink.flush()
-
-
-def check_router(router: RouterSettings) -> None:
-    """Raise RouterConfigError for settings with which no simulation runs."""
-    check_settings(router)
 
 
 def main() -> None:

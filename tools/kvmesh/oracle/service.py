@@ -14,13 +14,15 @@ from kvmesh.bus.messages import FleetAnswer, FleetQuestion, Instance, Role, Rout
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.oracle import metrics
 from kvmesh.oracle.evaluation import QuestionError, check_question
-from kvmesh.oracle.process import SimulationProcess, check_router
+from kvmesh.oracle.process import SimulationProcess
 from kvmesh.oracle.window import RequestWindow
+from kvmesh.router.config import check_settings
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
+from kvmesh.settings.schema import Settings
 
 log = logging.getLogger(__name__)
 REPLAY_S = 30.0
@@ -140,10 +142,14 @@ class OracleService:
         return FleetAnswer(error=f"malformed question: {reason}")
 
 
-async def main(service: Service) -> None:
-    """Run an oracle until the service stops; raises StartError on a bad configuration."""
+def check(settings: Settings) -> None:
+    """Raise StartError for settings with which no simulation runs."""
     try:
-        check_router(service.settings.router)
+        check_settings(settings.router)
     except RouterConfigError as error:
         raise StartError(str(error), permanent=True) from error
+
+
+async def main(service: Service) -> None:
+    """Run an oracle until the service stops."""
     await OracleService(service).run()

@@ -44,6 +44,7 @@ from kvmesh.planner.role_driver import RoleDriver
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
+from kvmesh.settings.schema import Settings
 
 log = logging.getLogger(__name__)
 RECORD_S = 60.0  # an unchanged plan is recorded this often, or twice as seldom if not evaluated
@@ -409,8 +410,16 @@ class PlannerService:
             log.warning("could not record a decision: %s", cause(error))
 
 
+def check(settings: Settings) -> None:
+    """Raise StartError on a bad configuration."""
+    try:
+        plan_options(settings.planner, settings.router)
+    except PlannerConfigError as error:
+        raise StartError(str(error), permanent=True) from error
+
+
 async def main(service: Service) -> None:
-    """Run a planner until the service stops; raises StartError on a bad configuration."""
+    """Run a planner until the service stops; raises StartError if its connector is not usable."""
     try:
         planner = PlannerService(service)
     except PlannerConfigError as error:

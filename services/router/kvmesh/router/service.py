@@ -32,6 +32,7 @@ from kvmesh.router.state.sequence_decoding import sequence_events
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
+from kvmesh.settings.schema import Settings
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -299,10 +300,14 @@ def _model(message: StreamMessage) -> str:
     return untoken(message.subject.rpartition(".")[2])
 
 
-async def main(service: Service) -> None:
-    """Run a router until the service stops; raises StartError on a bad configuration."""
+def check(settings: Settings) -> None:
+    """Raise StartError on a bad configuration."""
     try:
-        check_settings(service.settings.router)
+        check_settings(settings.router)
     except RouterConfigError as error:
         raise StartError(str(error), permanent=True) from error
+
+
+async def main(service: Service) -> None:
+    """Run a router until the service stops."""
     await RouterService(service).run()

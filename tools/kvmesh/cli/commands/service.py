@@ -16,4 +16,6 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     role: str = arguments.command
     service = import_module(f"kvmesh.{role}.service")
-    return run_service(role, getattr(settings, role).name, with_local_mesh(settings), service.main)
+    name = getattr(settings, role).name
+    check = getattr(service, "check", None)
+    return run_service(role, name, with_local_mesh(settings), service.main, check)
