@@ -34,11 +34,11 @@ $(ENGINES): pyproject.toml $(NATIVE)
 up: setup
 	@exec $(BIN)/kvmesh up $(ARGS)
 
-# Processes that wait for one another leave a part of two cores to the simulation. `fidelity` compares
-# times and runs alone.
-test: lint unit
-	$(MAKE) --jobs 2 --output-sync=target types compiled
-	$(MAKE) --jobs 2 --output-sync=target mesh simulation
+# Tests that wait for processes leave a part of two cores to others. `fidelity` compares times and
+# runs alone.
+test: lint
+	$(MAKE) --jobs 2 --output-sync=target unit types
+	$(MAKE) --jobs 2 --output-sync=target mesh compiled simulation
 	$(MAKE) clients chaos fidelity
 
 lint: $(ENGINES)

@@ -1,6 +1,7 @@
 """Conventions that hold in the whole source tree."""
 
 import ast
+import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def test_no_docstring_begins_with_an_interrogative() -> None:
         if isinstance(node, documented) and (text := ast.get_docstring(node))
     ]
     assert [each for each in found if each[1].split(maxsplit=1)[0] in INTERROGATIVES] == []
+
+
+def test_every_package_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = project["tool"]["scikit-build"]["wheel"]["packages"].values()
+    folders = [*ROOT.glob("libs/kvmesh/*/"), *ROOT.glob("tools/kvmesh/*/")]
+    folders += ROOT.glob("services/*/kvmesh/*/")
+    with_modules = {f.relative_to(ROOT).as_posix() for f in folders if any(f.rglob("*.py"))}
+    assert set(listed) == with_modules
 
 
 MOST_MODULES = 14
