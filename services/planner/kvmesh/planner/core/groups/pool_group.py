@@ -167,21 +167,14 @@ class PoolGroup:
         cold = self._shapes(level, fewest, cold=True)
         as_seen = CandidateFleets(cold, kinds, self._aims(cold, kinds)) if cold != shapes else model
         self._calibrate(now, as_seen, aimed)
-        pools = self._pools
-        simulates = "prefill" not in self._serves and not self._splits
-        self.simulated.expect(
-            pools, [v.kind() for v in self.views], aimed, level,
-            self._options.oracle_budget_s if simulates else 0.0,
-        )  # fmt: skip
-        model.use(self.simulated.known(now), speeds)
-        devices = self._devices_left()
-        upper = tuple(view.most(now) for view in self.views)
-        lower = tuple(
-            min(view.pool.min, most) for view, most in zip(self.views, upper, strict=True)
-        )
+        self._expect_simulation(aimed, level)
+        for each in (model, as_seen):
+            each.use(self.simulated.known(now), speeds)
+        bounds = self._bounds(now)
+        lower, upper, devices = bounds.least, bounds.most, bounds.max_devices
         fleets = [
             fleet
-            for fleet in efficient_fleets(pools, speeds, Bounds(lower, upper, devices))
+            for fleet in efficient_fleets(self._pools, speeds, bounds)
             if sum(fleet) or not sum(upper)
         ]
         if not fleets:
@@ -198,14 +191,30 @@ class PoolGroup:
         extra = self._extra(capacity, backlog, speeds, self._overloaded(model, aimed))
         self._remember(now, capacity + extra, startup)
         have = total_capacity(counts, speeds)
-        self._judged = model, speeds, lower
+        self._judged = as_seen, speeds, lower
         reasons: list[str] = []
         if capacity + extra > have + 1e-9:
             reasons = self._grow(now, counts, capacity + extra, speeds, upper, devices)
         elif sure and not self._overdue(now):
             reasons = self._shrink(now, counts, as_seen, speeds, lower, plan)
-        plan.candidates += model.evaluated(pools)
+        plan.candidates += model.evaluated(self._pools)
         return reasons
+
+    def _expect_simulation(self, aimed: Sequence[Aim], level: float) -> None:
+        """State what a simulation would have to answer now; prefills apart are not simulated."""
+        simulates = "prefill" not in self._serves and not self._splits
+        self.simulated.expect(
+            self._pools, [view.kind() for view in self.views], aimed, level,
+            self._options.oracle_budget_s if simulates else 0.0,
+        )  # fmt: skip
+
+    def _bounds(self, now: float) -> Bounds:
+        """The numbers of workers that the pools and the budget permit now."""
+        upper = tuple(view.most(now) for view in self.views)
+        lower = tuple(
+            min(view.pool.min, most) for view, most in zip(self.views, upper, strict=True)
+        )
+        return Bounds(lower, upper, self._devices_left())
 
     def _needed(
         self, model: CandidateFleets, fleets: list[Counts], speeds: Sequence[float], sure: bool
