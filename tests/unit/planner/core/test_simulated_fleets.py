@@ -76,7 +76,7 @@ def test_a_question_is_about_the_choice_its_neighbours_and_the_present_fleet() -
     assert (model.now - question.since) * question.level >= 100
     pool = question.pools[0]
     assert (pool.step_tokens, pool.kv_tokens) == (8192, 16_384 * 64)
-    assert pool.token_s == pytest.approx(2e-4, rel=0.1)
+    assert pool.token_s == pytest.approx(1.15 * 2e-4, rel=0.1)
     assert model.core.question is not None  # until it is answered
     model.core.answered(question, simulated(question, lambda n: 0.99), model.now)
     assert model.core.question is None

@@ -167,7 +167,7 @@ class PoolGroup:
         cold = self._shapes(level, fewest, cold=True)
         as_seen = CandidateFleets(cold, kinds, self._aims(cold, kinds)) if cold != shapes else model
         self._calibrate(now, as_seen, aimed)
-        self._expect_simulation(aimed, level)
+        self._expect_simulation(kinds, aimed, level)
         for each in (model, as_seen):
             each.use(self.simulated.known(now), speeds)
         bounds = self._bounds(now)
@@ -200,13 +200,16 @@ class PoolGroup:
         plan.candidates += model.evaluated(self._pools)
         return reasons
 
-    def _expect_simulation(self, aimed: Sequence[Aim], level: float) -> None:
-        """State what a simulation would have to answer now; prefills apart are not simulated."""
+    def _expect_simulation(
+        self, kinds: Sequence[ModelledEngine], aimed: Sequence[Aim], level: float
+    ) -> None:
+        """State what a simulation would have to answer now; prefills apart are not simulated.
+
+        Its engines are as slow as real ones have shown: it must not contradict measurements.
+        """
         simulates = "prefill" not in self._serves and not self._splits
-        self.simulated.expect(
-            self._pools, [view.kind() for view in self.views], aimed, level,
-            self._options.oracle_budget_s if simulates else 0.0,
-        )  # fmt: skip
+        budget_s = self._options.oracle_budget_s if simulates else 0.0
+        self.simulated.expect(self._pools, kinds, aimed, level, budget_s)
 
     def _bounds(self, now: float) -> Bounds:
         """The numbers of workers that the pools and the budget permit now."""

@@ -60,24 +60,17 @@ class SimulatedFleets:
     def expect(
         self,
         pools: Sequence[Pool],
-        kinds: Sequence[ModelledEngine | None],
+        kinds: Sequence[ModelledEngine],
         aimed: Sequence[Aim],
         level: float,
         budget_s: float,
     ) -> None:
-        """State the present conditions; a budget of 0 means that no simulation is wanted.
-
-        A pool whose engines are unknown is simulated as the first known one.
-        """
+        """State the present conditions; a budget of 0 means that no simulation is wanted."""
         self.question = self._expected = None
-        reference = next(kind for kind in kinds if kind is not None)
         if budget_s <= 0 or level <= 0:
             return
         self._expected = _Expected(
-            pools=[
-                _simulated_pool(pool, kind or reference)
-                for pool, kind in zip(pools, kinds, strict=True)
-            ],
+            pools=[_simulated_pool(pool, kind) for pool, kind in zip(pools, kinds, strict=True)],
             promises=[
                 PromisedLatency(
                     metric=aim.promise.metric,
@@ -182,7 +175,7 @@ def _simulated_pool(pool: Pool, kind: ModelledEngine) -> SimulatedPool:
 
 
 def linear_times(kind: ModelledEngine) -> FittedStepTimes:
-    """The step times of an engine as straight lines; those of a profile through two points each.
+    """The step times of an engine as straight lines, through two points each.
 
     The points are a quarter of a step and a whole one, and half of the sequences with a quarter and
     with three quarters of the KV memory.
