@@ -4,20 +4,21 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 from common import parser
 from planner_baselines import Baseline, DynamoSla, DynamoThresholds, KvUsage, TokenVelocity
+from planner_clairvoyant import ToldInAdvance, clairvoyant
 from planner_dynamo import DynamoError, dynamo_itself
-from planner_rows import ITSELF, LOOSE, PLANNER, SLA, Row, show, show_targets
+from planner_rows import ITSELF, LOOSE, PLANNER, SLA, TOLD, Row, show, show_targets
 from planner_workloads import Scenario, engine, scenarios, tracelab
 
-from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape, latencies
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.promises import Promise, parse_promises
@@ -26,11 +27,8 @@ from kvmesh.simulator.autoscaler import Autoscaler
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
 from kvmesh.simulator.planning import SimulatedPlanner
-from kvmesh.step_times.interface import DecodeLoad
-from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.workload.formats.registry import load
 
-BOUND_S = 60.0  # interval of the clairvoyant
 CONVERSATION = "conversation ×"
 DYNAMO_TARGETS = ("throughput", "latency", "sla")
 Make = Callable[[], Autoscaler]
@@ -41,11 +39,32 @@ def run(number: int, startup_s: float, policy: str) -> Row:
     """Simulate one policy on a scenario; `static N` is a fleet that does not change."""
     scenario = _known[number]
     fleet = scenario.kinds or (WorkerOptions(scenario.initial, engine()),)
-    make: Make | None = None
     if policy.startswith("static"):
         fleet = (replace(fleet[0], count=int(policy.split()[1])), *fleet[1:])
-    else:
-        make = _autoscaler(scenario, startup_s, policy, len(fleet))
+        return _simulated(scenario, startup_s, policy, fleet, None)
+    make = _autoscaler(scenario, startup_s, policy, len(fleet))
+    return _simulated(scenario, startup_s, policy, fleet, make)
+
+
+def foresight(number: int, startups: Sequence[float]) -> tuple[float, list[Row]]:
+    """The bound of a scenario in hours, and its workers simulated for each start-up time."""
+    scenario = _known[number]
+    best = clairvoyant(scenario, _promises(scenario))
+    fleet = (scenario.kinds or (WorkerOptions(1, engine()),))[0]
+    first = (replace(fleet, count=best.needs[0]),)
+    return best.hours, [
+        _simulated(scenario, startup, TOLD, first, partial(ToldInAdvance, best.needs, startup))
+        for startup in startups
+    ]
+
+
+def _simulated(
+    scenario: Scenario,
+    startup_s: float,
+    policy: str,
+    fleet: tuple[WorkerOptions, ...],
+    make: Make | None,
+) -> Row:
     options = SimulationOptions(
         router=RouterSettings(policy="kv"),
         workers=fleet,
@@ -92,8 +111,8 @@ def _row(scenario: Scenario, startup_s: float, policy: str, simulation: Simulati
     bounds = [promise.seconds for promise in _promises(scenario)]
     good = (ttft <= bounds[0]) & (itl <= bounds[1])
     hours = fleet.cost_s / 3600
-    sizes = [ready + starting for _, ready, starting in fleet.sizes[_initial(scenario) :]]
-    sizes = sizes or [sum(kind.count for kind in simulation.options.workers)]
+    initial = sum(kind.count for kind in simulation.options.workers)
+    sizes = [ready + starting for _, ready, starting in fleet.sizes[initial:]] or [initial]
     return Row(
         scenario.name,
         startup_s,
@@ -111,88 +130,6 @@ def _row(scenario: Scenario, startup_s: float, policy: str, simulation: Simulati
         max(records.ended) / 3600,
         scenario.flat,
     )
-
-
-def _initial(scenario: Scenario) -> int:
-    return sum(kind.count for kind in scenario.kinds) or scenario.initial
-
-
-class TrueTimes:
-    """The step times of the simulated engine itself."""
-
-    def __init__(self, core: CoreOptions) -> None:
-        self._core = core
-        self._total = core.blocks * core.limits.block_size
-
-    def prefill(self, tokens: int) -> float:
-        return self._core.model.prefill(tokens) / self._core.speedup
-
-    def decode(self, sequences: int, tokens: float) -> float:
-        load = DecodeLoad(sequences, int(tokens), self._total)
-        return self._core.model.decode(load) / self._core.speedup
-
-
-def clairvoyant(number: int) -> float:
-    """Hours of a fleet that follows the load without delay: the least one that keeps the promises.
-
-    In every minute it has the fewest workers with which the requests of that minute, known in
-    advance with their cached tokens, keep both promises. Its workers need no time to start.
-    """
-    scenario = _known[number]
-    fleet = (scenario.kinds or (WorkerOptions(1, engine()),))[0]
-    count = max(scenario.statics, default=16)
-    options = SimulationOptions(
-        router=RouterSettings(policy="kv"),
-        workers=(replace(fleet, count=count),),
-        speed=scenario.speed,
-    )
-    simulation = Simulation(scenario.workload, options)
-    records = simulation.run()
-    core = fleet.core
-    kind = ModelledEngine(
-        TrueTimes(core),
-        core.limits.max_batched_tokens,
-        core.limits.max_sequences,
-        core.blocks * core.limits.block_size,
-    )
-    shapes = sorted(
-        (
-            RequestShape(
-                records.arrived[n],
-                max(r.input_tokens - records.cached[n], 1),
-                r.input_tokens,
-                r.output_tokens,
-            )
-            for n, r in enumerate(scenario.workload.rounds)
-        ),
-        key=lambda shape: shape.at,
-    )
-    end = max(ended for ended in records.ended)
-    total, at = 0.0, 0.0
-    least = 1
-    while at < end:
-        around = [s for s in shapes if at - BOUND_S <= s.at < at + BOUND_S]
-        first = sum(shape.at < at for shape in around)
-        least = 1
-        while not _keeps(around, first, [kind] * least, _promises(scenario)):
-            least += 1
-        total += least * min(BOUND_S, end - at)
-        at += BOUND_S
-    return total * fleet.cost / 3600
-
-
-def _keeps(
-    shapes: list[RequestShape], first: int, workers: list[ModelledEngine], promises: list[Promise]
-) -> bool:
-    if len(shapes) == first or len(workers) >= 64:
-        return True
-    start = shapes[0].at
-    found = latencies([replace(shape, at=shape.at - start) for shape in shapes], workers)
-    for promise in promises:
-        values = (found.ttft if promise.metric == "ttft" else found.itl)[first:]
-        if np.mean([value <= promise.seconds for value in values]) < promise.quantile:
-            return False
-    return True
 
 
 POLICIES = (
@@ -294,8 +231,9 @@ def main() -> None:
             for policy in policies
         ]
         waiting += _dynamo(pool, chosen, known)
+        startups = [float(startup) for startup in chosen.startup.split(",")]
         bounds = {
-            scenario.name: pool.submit(clairvoyant, place)
+            scenario.name: pool.submit(foresight, place, startups)
             for place, scenario in enumerate(known)
             if len(scenario.kinds) < 2 and not scenario.name.endswith(LOOSE)
             if PLANNER in (chosen.policies or PLANNER).split(",")
@@ -308,7 +246,8 @@ def main() -> None:
                 print(f"{number}/{len(waiting)} {what}: {figures}", file=sys.stderr, flush=True)
         refused = {str(error) for each in waiting if (error := each.exception())}
         rows = [each.result() for each in waiting if each.exception() is None]
-        least = {name: each.result() for name, each in bounds.items()}
+        least = {name: each.result()[0] for name, each in bounds.items()}
+        rows += [row for each in bounds.values() for row in each.result()[1]]
     for reason in sorted(refused):
         print(f"Dynamo's planner did not run: {reason}", file=sys.stderr)
     show(rows, least)

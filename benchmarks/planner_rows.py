@@ -15,6 +15,7 @@ KEPT = 0.95  # the quantile of the promises
 CALM = 4.0  # changes an hour under steady load
 LOOSE = ", promises ×10"
 PLANNER, SLA = "kvmesh", "dynamo sla"
+TOLD = "told in advance"
 ITSELF = "dynamo itself"  # its own planner in its own replay
 
 
@@ -93,7 +94,8 @@ def _targets(
 ) -> Iterator[tuple[str, str, bool]]:
     """Target, measured figure, and whether it is reached; targets without a row to compare with
     are left out."""
-    equal = [r for r in beside if r.kept >= row.kept - SAME and r.policy != PLANNER]
+    others = [r for r in beside if r.policy not in (PLANNER, TOLD)]
+    equal = [r for r in others if r.kept >= row.kept - SAME]
     statics = [r for r in equal if _static(r)]
     if row.flat:
         if statics:
@@ -102,7 +104,7 @@ def _targets(
         yield f"at most {CALM:g} changes an hour", f"{calm:.1f}", calm <= CALM
     elif equal:
         yield _against(row, min(equal, key=lambda r: r.hours), VARYING)
-    elif beside:
+    elif others:
         yield "hours of a baseline that keeps as many", f"none does, {row.kept:.1%}", True
     for sla in beside:
         if sla.policy == SLA or sla.policy.startswith(f"{ITSELF}, sla"):

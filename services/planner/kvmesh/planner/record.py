@@ -16,9 +16,9 @@ def scaling_decision(
     since, promises = now - KEPT_S, core.promises
     prompt, uncached = core.traffic.mean_lengths(since)
     kept = {
-        str(promise): share
+        str(promise): measured.share
         for promise in promises
-        if (share := core.traffic.kept(promise, promises, since, now)) is not None
+        if (measured := core.traffic.kept(promise, promises, since, now)) is not None
     }
     changed = {view.pool.name: group.changed_at for group in core.groups for view in group.views}
     return ScalingDecision(

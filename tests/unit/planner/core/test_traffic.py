@@ -11,7 +11,13 @@ from kvmesh.bus.messages import PrefetchTerms, SeqPrefilled
 from kvmesh.planner.core.arrivals import LoadSeries
 from kvmesh.planner.core.promises import Promise
 from kvmesh.planner.core.scenario import ENOUGH, MOST_SHAPES, scenario
-from kvmesh.planner.core.traffic import MOST_REQUESTS, MOST_WAITING, OUTPUT_GUESS, ObservedTraffic
+from kvmesh.planner.core.traffic import (
+    MOST_REQUESTS,
+    MOST_WAITING,
+    OUTPUT_GUESS,
+    MeasuredShare,
+    ObservedTraffic,
+)
 
 TTFT = Promise("ttft", 0.9, 1.0)
 
@@ -147,9 +153,9 @@ def test_shares_are_those_of_the_requests_that_a_promise_covers() -> None:
         one.on_route(outcome(f"a{number}", START, ttft=0.5 if number < 15 else 2.0))
         one.on_route(decision(f"b{number}", START, request_class="batch"))
         one.on_route(outcome(f"b{number}", START, ttft=30.0))
-    assert one.kept(TTFT, [TTFT], 0.0, START) == 15 / 40
-    assert one.kept(TTFT, [TTFT, batch], 0.0, START) == 0.75
-    assert one.kept(batch, [TTFT, batch], 0.0, START) == 1.0
+    assert one.kept(TTFT, [TTFT], 0.0, START) == MeasuredShare(15 / 40, 40)
+    assert one.kept(TTFT, [TTFT, batch], 0.0, START) == MeasuredShare(0.75, 20)
+    assert one.kept(batch, [TTFT, batch], 0.0, START) == MeasuredShare(1.0, 20)
     assert one.kept(TTFT, [TTFT], START + 1, START) is None
 
 
@@ -160,7 +166,7 @@ def test_a_wait_that_has_not_ended_keeps_no_promise() -> None:
     assert one.kept(queue, [queue], 0.0, START) is None
     for number in range(10):
         one.on_route(decision(str(number), START + 5, wait_s=0.5 if number else 5.0))
-    assert one.kept(queue, [queue], 0.0, START) == 0.9
+    assert one.kept(queue, [queue], 0.0, START) == MeasuredShare(0.9, 10)
 
 
 def filled(rate: float, seconds: float) -> tuple[ObservedTraffic, LoadSeries, float]:

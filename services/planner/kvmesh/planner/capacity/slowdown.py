@@ -1,13 +1,14 @@
 """The factor by which modelled workers are slower than their step times."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from math import inf
+from dataclasses import dataclass, replace
+from math import inf, sqrt
 
 from kvmesh.planner.capacity.queueing import ModelledEngine, SlowedTimes
 
-# Real workers that keep less than modelled by TOLERANCE, with an unchanged fleet for SETTLED_S
-# seconds, make the model slower; it recovers at each evaluation that does not show that.
+# Real workers that keep less than modelled by TOLERANCE and a standard error, with a fleet
+# unchanged for SETTLED_S seconds, make the model slower; it recovers at each evaluation that does
+# not show that.
 SETTLED_S = 60.0
 TOLERANCE = 0.05
 SLOWER = 1.2
@@ -15,6 +16,21 @@ RECOVERY = 1.02
 MOST = 3.0
 # Routers give up some balance for cache hits, which the model does not: it is never faster than so.
 LEAST = 1.15
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A promise's kept share of `count` requests, beside the modelled or promised one."""
+
+    kept: float
+    count: int
+    modelled: float
+
+    @property
+    def worse(self) -> bool:
+        """Whether chance alone would hardly make real workers look so slow."""
+        error = sqrt(self.modelled * (1 - self.modelled) / max(self.count, 1))
+        return self.kept < self.modelled - TOLERANCE - error
 
 
 class Slowdown:
@@ -36,12 +52,12 @@ class Slowdown:
             return None
         return max(self._since, now - 2 * SETTLED_S)
 
-    def learn(self, pairs: Sequence[tuple[float, float]]) -> None:
-        """Compare kept shares with modelled or promised ones; without any, recover.
+    def learn(self, comparisons: Sequence[Comparison]) -> None:
+        """Slow the model down if any comparison is worse; without any, recover.
 
         After a slower factor, the fleet settles anew: the same requests show nothing twice.
         """
-        worse = any(kept < modelled - TOLERANCE for kept, modelled in pairs)
+        worse = any(each.worse for each in comparisons)
         if worse:
             self._ready = ()
         factor = self.factor * SLOWER if worse else self.factor / RECOVERY

@@ -37,6 +37,14 @@ class ObservedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredShare:
+    """The share of `requests` requests that kept a promise."""
+
+    share: float
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class NewWork:
     """An arrival: Unix seconds, tokens to compute, expected output tokens."""
 
@@ -168,7 +176,7 @@ class ObservedTraffic:
 
     def kept(
         self, promise: Promise, promises: Sequence[Promise], since: float, now: float
-    ) -> float | None:
+    ) -> MeasuredShare | None:
         """The share of requests that arrived after `since` and kept a promise; None if too few.
 
         `promises` are all promises: they decide the classes that this one covers. The class of a
@@ -187,7 +195,7 @@ class ObservedTraffic:
             count += sum(now - at > promise.seconds for at, _, _ in self._waiting.values())
         if count < FEWEST_KEPT:
             return None
-        return sum(value <= promise.seconds for value in values) / count
+        return MeasuredShare(sum(value <= promise.seconds for value in values) / count, count)
 
     def mean_lengths(self, since: float) -> tuple[float, float]:
         """Mean prompt tokens of the requests after `since`, and those to compute; zeros if none."""

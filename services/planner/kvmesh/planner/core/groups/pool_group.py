@@ -6,7 +6,6 @@ from math import ceil, inf
 
 from kvmesh.bus.messages import FleetAnswer, FleetQuestion
 from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
-from kvmesh.planner.capacity.slowdown import Slowdown
 from kvmesh.planner.core.fleets import (
     Aim,
     Bounds,
@@ -17,6 +16,7 @@ from kvmesh.planner.core.fleets import (
     relative_speeds,
 )
 from kvmesh.planner.core.groups.candidates import CandidateFleets, Plan, total_capacity
+from kvmesh.planner.core.groups.measured_fleet import MeasuredFleet
 from kvmesh.planner.core.groups.planned_model import PlannedModel
 from kvmesh.planner.core.groups.role_switches import exchangeable
 from kvmesh.planner.core.groups.sizes import grown, least_awake, shrunk, within_bounds
@@ -33,6 +33,7 @@ MOVED = 0.05  # change of the level that calls for another evaluation
 # and does not grow for a fleet that is a little worse.
 DOWN_MARGIN = 0.3
 UP_MARGIN = -0.2
+PROVEN_MARGIN = -1.0  # likewise, of a fleet that has kept the promises
 WORTH = 1.25  # largest fleet over one that nearly keeps the promises
 LEAST_SHAPES = 30
 OVERLOADED = 0.5  # part of the promised share
@@ -54,7 +55,7 @@ class PoolGroup:
         self._evaluated_at = -inf
         self._evaluated_level = 0.0
         self._evaluated_counts: Counts = ()
-        self._slowdown = Slowdown()
+        self._measured = MeasuredFleet(core)
         self._changed_at = -inf
         self._added_at = -inf
         self._judged: tuple[CandidateFleets, list[float], Counts] | None = None
@@ -160,13 +161,14 @@ class PoolGroup:
         ):
             return self._without_model(now, counts, shapes)
         reference = next(kind for view in self.views if (kind := view.kind()) is not None)
-        kinds = [self._slowdown.slowed(view.kind() or reference) for view in self.views]
+        kinds = [self._measured.slowed(view.kind() or reference) for view in self.views]
         speeds = relative_speeds(kinds, shapes)
         aimed = self._aims(shapes, kinds)
         model = CandidateFleets(shapes, kinds, aimed)
         cold = self._shapes(level, fewest, cold=True)
         as_seen = CandidateFleets(cold, kinds, self._aims(cold, kinds)) if cold != shapes else model
-        self._calibrate(now, as_seen, aimed)
+        ready = tuple(len(view.ready) for view in self.views)
+        self._measured.calibrate(ready, as_seen, aimed, now, self._saturated())
         self._expect_simulation(kinds, aimed, level)
         for each in (model, as_seen):
             each.use(self.simulated.known(now), speeds)
@@ -181,7 +183,8 @@ class PoolGroup:
             return ["the budget permits no fleet"]
         sure = proven or len(shapes) >= SURE_SHAPES
         within = all(low <= n <= high for n, low, high in zip(counts, lower, upper, strict=True))
-        if within and sure and backlog <= 0 and model.keeps(counts, UP_MARGIN):
+        settled = within and sure and backlog <= 0
+        if settled and self._suffices(now, counts, level, startup, model, aimed):
             fleets = [
                 f for f in fleets if total_capacity(f, speeds) <= total_capacity(counts, speeds)
             ]
@@ -218,6 +221,23 @@ class PoolGroup:
             min(view.pool.min, most) for view, most in zip(self.views, upper, strict=True)
         )
         return Bounds(lower, upper, self._devices_left())
+
+    def _suffices(
+        self,
+        now: float,
+        counts: Counts,
+        level: float,
+        startup: float,
+        model: CandidateFleets,
+        aimed: Sequence[Aim],
+    ) -> bool:
+        """True if the fleet keeps the promises nearly, or has kept them whatever the model says."""
+        if model.keeps(counts, UP_MARGIN):
+            return True
+        served = self._changed_at + startup
+        return model.keeps(counts, PROVEN_MARGIN) and self._measured.keeps(
+            aimed, level, served, now
+        )
 
     def _needed(
         self, model: CandidateFleets, fleets: list[Counts], speeds: Sequence[float], sure: bool
@@ -260,19 +280,6 @@ class PoolGroup:
         found = aims(shapes, kinds, self._promises())
         self.unreachable = {str(aim.promise) for aim in found if not aim.reachable}
         return found
-
-    def _calibrate(self, now: float, model: CandidateFleets, aimed: Sequence[Aim]) -> None:
-        """Slow the modelled workers down while the real ones keep clearly less than modelled."""
-        ready = tuple(len(view.ready) for view in self.views)
-        since = self._slowdown.settled_since(ready, now)
-        pairs: list[tuple[float, float]] = []
-        if since is not None and self._saturated():
-            traffic, promises = self._core.traffic, self._core.promises
-            for aim, share in zip(aimed, model.kept(ready).shares, strict=True):
-                kept = traffic.kept(aim.promise, promises, since, now)
-                if aim.reachable and kept is not None:
-                    pairs.append((kept, min(share, aim.promise.quantile)))
-        self._slowdown.learn(pairs)
 
     def _saturated(self) -> bool:
         """True if the requests that wait in routers wait for this group."""
