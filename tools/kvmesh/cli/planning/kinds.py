@@ -11,7 +11,7 @@ from msgspec import Meta
 from kvmesh.cli.scenario import mock_core
 from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.options import SimulationError, WorkerOptions
-from kvmesh.simulator.sizing import WorkerKind
+from kvmesh.simulator.sizing.fleets import WorkerKind
 from kvmesh.step_times.registry import load_step_profile
 from kvmesh.worker.engines.mock.core import CoreOptions
 

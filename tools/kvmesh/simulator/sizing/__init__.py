@@ -1,0 +1,1 @@
+"""Sizing: the cheapest fleet that keeps promises for a workload, by simulation."""
