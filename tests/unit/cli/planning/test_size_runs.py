@@ -1,5 +1,6 @@
 """Runs of several seeds: side by side as one after the other, and an error ends them all."""
 
+import dataclasses
 from multiprocessing import active_children
 
 import pytest
@@ -7,10 +8,11 @@ from msgspec.structs import replace
 
 from kvmesh.cli.planning import size_runs
 from kvmesh.cli.planning.kinds import tier_choices
-from kvmesh.cli.planning.size_runs import SeedRuns, fleet_text
+from kvmesh.cli.planning.size_runs import SeedRuns, fleet_text, kept_text
 from kvmesh.planner.core.promises import Promise
 from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.options import SimulationOptions
+from kvmesh.simulator.sizing.fleets import SizedFleet
 from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.profile import load_profile
 from kvmesh.workload.generate.scaling import scale_sessions
@@ -49,3 +51,17 @@ def test_an_error_in_one_process_ends_the_others(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(IndexError):
         runs().size([WORKLOAD, broken, broken])
     assert not active_children()
+
+
+def test_no_other_seed_is_simulated_if_none_keeps_the_promises_in_the_first() -> None:
+    impossible = dataclasses.replace(runs(), promises=[Promise("ttft", 0.9, 0.001)])
+    (only,) = impossible.size([WORKLOAD, WORKLOAD])
+    assert only.fleet is None
+    assert only.tried
+
+
+def test_shares_of_a_stopped_simulation_are_called_bounds() -> None:
+    fleet = SizedFleet((3,), 3.0, (0.61,), (9.0,), keeps=False)
+    stopped = dataclasses.replace(fleet, stopped=True)
+    assert kept_text(PROMISES, [fleet]) == "ttft p90=2s for 61.0%"
+    assert kept_text(PROMISES, [stopped]) == "ttft p90=2s for at most 61.0%"

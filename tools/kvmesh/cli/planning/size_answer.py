@@ -71,7 +71,7 @@ class SizeAnswer:
             if not tried.keeps and tried.cost < fleet.cost
         ]
         if smaller:
-            chosen, next_one = max(smaller, key=lambda each: each[1].cost)
+            chosen, next_one = max(smaller, key=lambda each: (each[1].cost, not each[1].stopped))
             lines.append(
                 f"the next smaller fleet fails: {fleet_text(next_one, chosen)} keep"
                 f" {kept_text(self._promises, [next_one])}"

@@ -49,10 +49,13 @@ class SeedRuns:
     def size(self, workloads: Sequence[Workload]) -> list[SeedRun]:
         """The runs of all workloads: the first one, then the others side by side.
 
-        Ctrl-C ends the processes of the others. Raises BrokenProcessPool if one of them ended.
+        If no fleet keeps the promises in the first run, there are no others. Ctrl-C ends their
+        processes. Raises BrokenProcessPool if one of these was killed.
         """
         first = self.run(workloads[0], 0)
-        begin = (first.kinds, first.fleet.counts) if first.fleet is not None else None
+        if first.fleet is None:
+            return [first]
+        begin = first.kinds, first.fleet.counts
         others = range(1, len(workloads))
         jobs = min(os.cpu_count() or 1, len(others))
         if jobs < 2 or len(workloads[0]) < PARALLEL:
@@ -128,7 +131,7 @@ def fleet_text(fleet: SizedFleet, chosen: Chosen) -> str:
 
 
 def _search(
-    runs: SeedRuns, workload: Workload, seed: int, begin: tuple[Chosen, Counts] | None
+    runs: SeedRuns, workload: Workload, seed: int, begin: tuple[Chosen, Counts]
 ) -> tuple[Chosen, SizedFleet | None, list[tuple[Chosen, SizedFleet]]]:
     """The kinds, fleet and tried fleets of a run, without the workload, which is large."""
     found = runs.run(workload, seed, begin)

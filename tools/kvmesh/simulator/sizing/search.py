@@ -88,11 +88,12 @@ def size_fleet(
             step = STEP if found else DOUBLE
             growth = _work(workload, kinds) / _work(part, kinds)
             start = growth * _needed(simulated, promises, speeds)
+    to_end = step == DOUBLE or len(workload) <= FEW
     results: dict[int, SizedFleet] = {}
     evidence = _Evidence()
 
     def keeps(place: int) -> bool | None:
-        whole = step == DOUBLE or evidence.wanted(capacities[place])
+        whole = to_end or evidence.wanted(capacities[place])
         result = simulate(workload, kinds, fleets[place], promises, options, whole=whole)
         results[place] = result
         tried(result)
@@ -146,11 +147,11 @@ class _Evidence:
         self._last: tuple[float, SizedFleet] | None = None
 
     def wanted(self, capacity: float) -> bool:
-        """Whether a fleet of this capacity should be simulated to the end, to be compared."""
+        """True if a fleet of this capacity should be simulated to the end, to be compared."""
         return capacity >= 2 * self._first * (1 - 1e-9)
 
     def hopeless(self, capacity: float, failed: SizedFleet) -> bool:
-        """Whether a failed fleet is no better than one of half its size."""
+        """True if a failed fleet is no better than one of half its size."""
         self._first = min(self._first, capacity)
         if failed.stopped:
             return False
