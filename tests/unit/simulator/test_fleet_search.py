@@ -39,8 +39,9 @@ class FakeFleets:
         filled = workers * 1000 / (self.enough * len(workload))
         keeps = filled >= 1
         share = 0.95 if keeps else 0.9 * filled if self.short is None else self.short
+        seconds = 3.0 / filled if self.short is None else 9.0
         return SizedFleet(
-            counts, float(workers), (share,), (3.0 / filled,), keeps, not keeps and not whole
+            counts, float(workers), (share,), (seconds,), keeps, not keeps and not whole
         )
 
     def with_all(self, requests: int) -> list[int]:
@@ -116,19 +117,9 @@ def test_the_first_fleet_does_not_change_the_answer(near: int) -> None:
 
 
 def test_fleets_that_never_keep_end_the_search_early() -> None:
-    fleets = FakeFleets(enough=10_000.0, short=0.5)
-
-    def flat(*arguments: object, whole: bool) -> SizedFleet:
-        result = fleets(*arguments, whole=whole)  # type: ignore[arg-type]
-        return SizedFleet(result.counts, result.cost, (0.5,), (9.0,), False, result.stopped)
-
     for near, most in ((None, 2), ((30,), 8)):
-        fleets.asked.clear()
-        found = size_fleet(
-            workload(2.0, 12_000), [kind(most=512)], PROMISES, SimulationOptions(), near=near,
-            simulate=flat,
-        )  # fmt: skip
-        assert found is None
+        fleets = FakeFleets(enough=10_000.0, short=0.5)
+        assert sized(fleets, 12_000, near) is None
         assert len(fleets.with_all(12_000)) <= most
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from math import inf
@@ -149,7 +149,9 @@ def _prepare_pickling() -> None:
     ForkingPickler.register(MappingProxyType, _reduce_mapping)
 
 
-def _reduce_mapping(mapping: "MappingProxyType[object, object]") -> tuple[object, ...]:
+def _reduce_mapping(
+    mapping: "MappingProxyType[object, object]",
+) -> tuple[Callable[..., object], tuple[dict[object, object]]]:
     return _read_only, (dict(mapping),)
 
 
