@@ -18,6 +18,7 @@ from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.worker.engines.mock.core import CoreOptions
 
 BOUND_S = 60.0  # interval of the clairvoyant
+MOST = 64
 
 
 class TrueTimes:
@@ -83,27 +84,47 @@ def clairvoyant(scenario: Scenario, promises: list[Promise]) -> Clairvoyant:
     for minute in range(ceil(end / BOUND_S)):
         at = minute * BOUND_S
         around = [s for s in shapes if at - BOUND_S <= s.at < at + BOUND_S]
-        first = sum(shape.at < at for shape in around)
-        least = 1
-        while not _keeps(around, first, [kind] * least, promises):
-            least += 1
+        least = _least(around, sum(shape.at < at for shape in around), kind, promises)
         needs.append(least)
         total += least * min(BOUND_S, end - at)
     return Clairvoyant(needs, total * fleet.cost / 3600)
 
 
-def _keeps(
-    shapes: list[RequestShape], first: int, workers: list[ModelledEngine], promises: list[Promise]
-) -> bool:
-    if len(shapes) == first or len(workers) >= 64:
-        return True
+def _least(
+    shapes: list[RequestShape], first: int, kind: ModelledEngine, promises: list[Promise]
+) -> int:
+    """The fewest workers that keep the promises for the shapes from `first` on.
+
+    Where MOST workers do not keep one, since a prompt is too long for it, the fewest that keep as
+    much.
+    """
+    if len(shapes) == first:
+        return 1
     start = shapes[0].at
-    found = latencies([replace(shape, at=shape.at - start) for shape in shapes], workers)
-    for promise in promises:
-        values = (found.ttft if promise.metric == "ttft" else found.itl)[first:]
-        if np.mean([value <= promise.seconds for value in values]) < promise.quantile:
-            return False
-    return True
+    moved = [replace(shape, at=shape.at - start) for shape in shapes]
+    best = _kept(moved, first, [kind] * MOST, promises)
+    wanted = [min(p.quantile, share) for p, share in zip(promises, best, strict=True)]
+    least = 1
+    while least < MOST and any(
+        share < goal
+        for share, goal in zip(_kept(moved, first, [kind] * least, promises), wanted, strict=True)
+    ):
+        least += 1
+    return least
+
+
+def _kept(
+    shapes: list[RequestShape], first: int, workers: list[ModelledEngine], promises: list[Promise]
+) -> list[float]:
+    found = latencies(shapes, workers)
+    return [
+        float(
+            np.mean(
+                np.array((found.ttft if p.metric == "ttft" else found.itl)[first:]) <= p.seconds
+            )
+        )
+        for p in promises
+    ]
 
 
 @dataclass

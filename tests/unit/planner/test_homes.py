@@ -61,3 +61,9 @@ def test_a_worker_that_is_gone_counts_at_home() -> None:
 
 def test_a_worker_of_another_kind_stays_at_home() -> None:
     assert homes(o_0="dec").as_served() == {"pre": 3, "dec": 2, "other": 1}
+
+
+def test_workers_that_are_not_ready_are_named_whatever_the_others_serve() -> None:
+    made = homes(p_2="dec")
+    assert made.starting(["pre", "other"], lambda name: name != "p-1") == ["p-1"]
+    assert made.starting([], lambda _: False) == []

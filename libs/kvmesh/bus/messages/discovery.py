@@ -83,7 +83,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     `started` is the time at which it joined, in Unix seconds of the NATS server's clock. `node`
     names the machine whose memory and disks it can reach. A worker that `needs_handoff` computes
     no prompts: each of its requests needs a prefill worker. `warnings` are problems of the mesh
-    that the process has detected and that do not stop it from serving.
+    that the process has detected and that do not stop it from serving. `startup_s` are the seconds
+    that a worker's engine took to start, 0 if unknown.
     """
 
     instance: str
@@ -102,3 +103,4 @@ class Instance(Struct, frozen=True, kw_only=True):
     node: str = ""
     store: NodeStore | None = None
     warnings: list[str] = []
+    startup_s: float = 0.0

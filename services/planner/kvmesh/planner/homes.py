@@ -51,6 +51,10 @@ class Homes:
         """True if the place reports a worker of this name."""
         return name in self._home
 
+    def starting(self, pools: Collection[str], ready: Callable[[str], bool]) -> list[str]:
+        """The workers of some pools that are not `ready`, as the place reports them."""
+        return [name for name, home in self._home.items() if home in pools and not ready(name)]
+
     def switched(self, name: str, target: str) -> None:
         """The planner has decided that a worker serves as those of pool `target`."""
         home = self._home[name]

@@ -94,7 +94,7 @@ class ModelPlanners:
         core = self.core(card.model.name)
         if core is not None and pool in [view.pool for view in core.pools]:
             assert pool is not None
-            core.joined(card, pool.name, now)
+            core.joined(card, pool.name, now, new=not known)
             return
         if not known:
             log.warning("worker %s belongs to no pool: the planner leaves it alone", card.name)

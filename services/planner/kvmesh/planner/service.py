@@ -278,7 +278,7 @@ class PlannerService:
         numbers = self._homes.at_place(wanted, stop)
         if numbers and self._driver.chooses:  # those that are starting end before ready ones
             shrinking = [p for p, n in numbers.items() if p in state and n < state[p].wanted]
-            stop += [n for p in shrinking for n in state[p].workers if self._serving(n) is None]
+            stop += self._homes.starting(shrinking, lambda n: self._models.instance(n) is not None)
         if numbers:
             self._driver.start_change(numbers, stop)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,10 +150,12 @@ class WorkerNode:
 
         `files` is the digest of the model's files if they are published already.
         """
+        began = time.monotonic()
         self.info = info = await self._engine.start(self)
+        startup_s = time.monotonic() - began
         for kind, text in info.warnings.items():
             self._warnings.update(kind, {"": text})
-        card = await self._make_card(info, files)
+        card = replace(await self._make_card(info, files), startup_s=startup_s)
         await self._membership.admit(card)
         self._start_publishing(card)
         await self._listen()

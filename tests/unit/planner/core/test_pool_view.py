@@ -2,6 +2,7 @@
 
 import math
 
+from msgspec.structs import replace
 from support.planned_model import START, LinearEngine, outcome, worker_card
 
 from kvmesh.planner.core.pool_view import PoolView
@@ -41,6 +42,34 @@ def test_starts_are_given_up_after_three_times_the_start_up_time() -> None:
     assert not starts.blocked(START + 181 + RETRY_S)
     starts.cancel(5)
     assert starts.pending == 0
+
+
+def test_workers_that_were_starting_already_teach_nothing_but_what_their_engines_took() -> None:
+    one = view()
+    one.observe_wanted(2, START)  # by whoever started this mesh
+    one.joined(worker_card("w-0"), START + 3, begun=False)
+    assert one.starts.startup_s == 60.0
+    one.joined(replace(worker_card("w-1"), startup_s=240.0), START + 3, begun=False)
+    assert (one.starts.startup_s, one.starts.pending) == (240.0, 0)
+    one.want(3, START + 10)
+    one.joined(worker_card("w-2"), START + 110, begun=False)
+    assert one.starts.startup_s == 100.0
+
+
+def test_a_worker_that_changes_its_role_is_none_of_those_that_start() -> None:
+    one = view()
+    one.observe_wanted(1, START)
+    one.joined(worker_card("w-0"), START, begun=False)
+    one.want(2, START)
+    one.joined(worker_card("w-1"), START + 2, begun=True)
+    assert (one.starts.startup_s, one.starts.pending) == (60.0, 1)
+
+
+def test_a_start_that_usually_takes_a_second_may_take_half_a_minute() -> None:
+    starts = Starts(1.0)
+    starts.begin(1, START)
+    assert starts.give_up(START + 29) == 0
+    assert starts.give_up(START + 31) == 1
 
 
 def test_a_change_by_someone_else_is_seen_once_and_held() -> None:

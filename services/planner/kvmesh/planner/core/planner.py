@@ -75,8 +75,11 @@ class PlannerCore:
 
     # signals
 
-    def joined(self, card: Instance, pool: str, now: float) -> None:
-        """A worker of `pool` is ready, or its card has changed."""
+    def joined(self, card: Instance, pool: str, now: float, new: bool = True) -> None:
+        """A worker of `pool` is ready, or its card has changed; it may have come from elsewhere.
+
+        One that is not `new` has served other requests before: it is none of those that start.
+        """
         now = self._seen(now)
         if card.model is not None:
             self.model = card.model.name
@@ -85,9 +88,9 @@ class PlannerCore:
             self.switches.ended(card.instance)
         elif switch is not None and pool == switch.source:
             pool = switch.target
-        self._join(card, pool, now)
+        self._join(card, pool, now, new)
 
-    def _join(self, card: Instance, pool: str, now: float) -> None:
+    def _join(self, card: Instance, pool: str, now: float, new: bool = True) -> None:
         view = self._view(pool)
         before = self._pool_of.get(card.instance)
         if before is None:  # a worker that has just come may not leave at once
@@ -95,7 +98,7 @@ class PlannerCore:
         if before is not None and before is not view:
             before.left(card.instance)
         self._pool_of[card.instance] = view
-        view.joined(card, now, begun=before is not None)
+        view.joined(card, now, begun=before is not None or not new)
         self.traffic.joined(card.instance, now)
 
     def _view(self, pool: str) -> PoolView:

@@ -110,7 +110,7 @@ class PoolView:
     def joined(self, card: Instance, now: float, begun: bool) -> None:
         self.cards[card.instance] = card
         if not begun and not card.draining:
-            self.starts.ready(now)
+            self.starts.ready(now, card.startup_s)
         if self._fit is None and card.capacity is not None and card.model is not None:
             size, capacity = card.model.block_size, card.capacity
             self._fit = StepTimesFit(size, capacity.max_batched_tokens, capacity.blocks * size)
@@ -135,7 +135,7 @@ class PoolView:
         if manual:
             self._manual_at = now
         if wanted != self.wanted:
-            self.starts.begin(max(wanted - self.wanted, 0), now)
+            self.starts.begin(max(wanted - self.wanted, 0), now, seen=self._set is not None)
             self.starts.cancel(max(self.wanted - wanted, 0))
         self.wanted = self._set = wanted
         return manual
@@ -152,7 +152,7 @@ class PoolView:
         Those of them that are absent count as starting.
         """
         starting = max(wanted - len(self.cards), 0) - self.starts.pending
-        self.starts.begin(max(starting, 0), now)
+        self.starts.begin(max(starting, 0), now, seen=False)
         self.starts.cancel(max(-starting, 0))
         self.wanted, self._set = wanted, None
 

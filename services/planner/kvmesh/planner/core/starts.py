@@ -4,16 +4,20 @@ from collections import deque
 from math import inf
 
 GIVE_UP = 3.0  # times the learned start-up time
+LEAST_PATIENCE_S = 30.0  # a busy machine may delay a start that usually takes a second
 REMEMBERED = 8
 RETRY_S = 1800.0
 
 
 class Starts:
-    """The starts of one pool, oldest first. `initial_s` counts until one has been seen."""
+    """The starts of one pool, oldest first. `initial_s` counts until one has been seen.
+
+    A start is seen if its beginning is known: workers that were starting already teach nothing.
+    """
 
     def __init__(self, initial_s: float) -> None:
         self._initial_s = initial_s
-        self._begun: deque[float] = deque()
+        self._begun: deque[tuple[float, bool]] = deque()
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self.failed = 0
         self._failed_at = -inf
@@ -44,28 +48,33 @@ class Starts:
         """True while no worker is started because the last one never became ready."""
         return now - self._failed_at < RETRY_S
 
-    def begin(self, count: int, now: float) -> None:
-        self._begun.extend([now] * count)
+    def begin(self, count: int, now: float, seen: bool = True) -> None:
+        """Count `count` workers that start now, or that had begun before if not `seen`."""
+        self._begun.extend([(now, seen)] * count)
 
     def cancel(self, count: int) -> None:
         """Forget the newest starts, whose workers are stopped before they are ready."""
         for _ in range(min(count, len(self._begun))):
             self._begun.pop()
 
-    def ready(self, now: float) -> None:
+    def ready(self, now: float, engine_s: float = 0.0) -> None:
         """A worker has joined; it counts as the oldest of those that are starting, if any is.
 
-        It shows that workers can start there again.
+        It shows that workers can start there again. `engine_s` is the time that its engine took to
+        start: until a start was seen, none is expected to take less.
         """
         self._failed_at = -inf
+        self._initial_s = max(self._initial_s, engine_s)
         if self._begun:
-            self._took.append(max(now - self._begun.popleft(), 0.1))
+            begun, seen = self._begun.popleft()
+            if seen:
+                self._took.append(max(now - begun, 0.1))
 
     def give_up(self, now: float) -> int:
         """Give up the starts that took too long; returns their number."""
-        limit = GIVE_UP * self.startup_s
+        limit = max(GIVE_UP * self.startup_s, LEAST_PATIENCE_S)
         given_up = 0
-        while self._begun and now - self._begun[0] > limit:
+        while self._begun and now - self._begun[0][0] > limit:
             self._begun.popleft()
             given_up += 1
         if given_up:
