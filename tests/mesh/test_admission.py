@@ -5,8 +5,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -60,12 +58,7 @@ async def ended(mesh: Mesh, name: str) -> int:
 
 
 async def status(mesh: Mesh) -> dict[str, Any]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "status", "--json"),
-        *("--nats", mesh.nats_url, "--nats-namespace", mesh.namespace),
-        stdout=subprocess.PIPE,
-    )
-    report: dict[str, Any] = json.loads((await process.communicate())[0])
+    report: dict[str, Any] = json.loads((await mesh.command("status", "--json")).stdout)
     return report
 
 

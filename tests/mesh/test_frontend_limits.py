@@ -1,9 +1,9 @@
 """API keys over a whole mesh: created on the command line, their limits shared by frontends."""
 
 import asyncio
+import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from support import forks
 from support.frontend import (
     MODEL,
     Client,
@@ -43,8 +44,7 @@ class Stage:
 
     def keys(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         nats = ("--nats-url", self.mesh.nats_url, "--nats-namespace", self.mesh.namespace)
-        command = (sys.executable, "-m", "kvmesh.cli.main", "keys", *arguments, *nats)
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        return forks.run(("keys", *arguments, *nats), os.environ, PATIENCE_S)
 
     async def key(self, name: str, *options: str) -> dict[str, str]:
         """The headers of a new key, once both frontends have loaded it."""

@@ -6,7 +6,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,12 +17,13 @@ import pytest_asyncio
 from msgspec import Raw
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 from openai import AsyncOpenAI
+from support import forks
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.places.on_bus import BusPlace
 from support.planners import Planners
 from support.secured import SecuredServer, secure
-from support.wait import eventually
+from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.connection.direct_client import PermissionDenied
@@ -92,13 +92,7 @@ async def complete(mesh: Mesh, prompt: str, tokens: int) -> tuple[int, int]:
 
 
 def run(server: SecuredServer, user: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvmesh.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **server.env(user)},
-    )
+    return forks.run(arguments, {**os.environ, **server.env(user)}, PATIENCE_S)
 
 
 async def test_the_whole_mesh_serves_without_a_refusal(mesh: Mesh, server: SecuredServer) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -50,12 +48,7 @@ async def serving_worker(mesh: Mesh, client: aiohttp.ClientSession, number: int)
 
 
 async def status(mesh: Mesh) -> dict[str, Any]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "status", "--json"),
-        *("--nats", mesh.nats_url, "--nats-namespace", mesh.namespace),
-        stdout=subprocess.PIPE,
-    )
-    report: dict[str, Any] = json.loads((await process.communicate())[0])
+    report: dict[str, Any] = json.loads((await mesh.command("status", "--json")).stdout)
     return report
 
 

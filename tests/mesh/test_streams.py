@@ -1,15 +1,15 @@
 """Streams are created once and changed by a command; too small a server is reported."""
 
 import asyncio
+import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from nats.js.api import DiscardPolicy, StorageType
+from support import forks
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
@@ -25,13 +25,8 @@ SMALL = StreamLimits(kv_bytes=2 << 20, kv_age_s=60.0, route_bytes=1 << 20, seq_b
 
 async def kvmesh(*arguments: str) -> tuple[int, str]:
     """Run a command; returns its status and output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    return process.returncode or 0, output.decode()
+    done = await asyncio.to_thread(forks.run, arguments, os.environ, PATIENCE_S)
+    return done.returncode, done.stdout + done.stderr
 
 
 def at(options: BusOptions) -> tuple[str, ...]:

@@ -4,8 +4,6 @@ import asyncio
 import hashlib
 import itertools
 import json
-import subprocess
-import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,12 +41,7 @@ def get(port: int, path: str, headers: dict[str, str] | None = None) -> str:
 
 
 async def status(mesh: Mesh, *flags: str) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli.main", "status", *flags),
-        *("--nats", mesh.nats_url, "--nats-namespace", mesh.namespace),
-        stdout=subprocess.PIPE,
-    )
-    return (await process.communicate())[0].decode()
+    return (await mesh.command("status", *flags)).stdout
 
 
 def body(number: int, stream: bool, words: int = 300) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from support import forks
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
@@ -162,14 +161,7 @@ def test_a_worker_that_cannot_start_reports_why_and_exits(
     mesh: Mesh, env: dict[str, str], complaint: str
 ) -> None:
     settings = {"KVMESH_NATS_URL": mesh.nats_url, "KVMESH_NATS_NAMESPACE": mesh.namespace}
-    done = subprocess.run(
-        [sys.executable, "-m", "kvmesh.cli.main", "worker"],
-        env={**os.environ, **settings, **env},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = forks.run(["worker"], {**os.environ, **settings, **env}, PATIENCE_S)
     assert done.returncode == 2
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr

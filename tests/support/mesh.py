@@ -1,11 +1,10 @@
-"""A whole mesh for tests: real processes of the real command line on one NATS server."""
+"""A whole mesh for tests: real processes of the command line on one NATS server."""
 
 import asyncio
 import os
 import secrets
 import signal
 import subprocess
-import sys
 import urllib.request
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +12,9 @@ from pathlib import Path
 
 from kvmesh.bus.client import BusOptions
 from kvmesh.bus.streams.configuration import StreamLimits
+from support import forks
 from support.evidence import Evidence, log_files
+from support.forks import Process
 from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
 
@@ -41,7 +42,7 @@ class Mesh:
     namespace: str = field(default_factory=lambda: f"t{secrets.token_hex(4)}")
     port: int = field(default_factory=free_port)
     metrics_port: int = field(default_factory=free_port)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)
     commands: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,14 +59,8 @@ class Mesh:
     async def command(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a `kvmesh` subcommand on this mesh."""
         names = {"KVMESH_NATS_URL": self.nats_url, "KVMESH_NATS_NAMESPACE": self.namespace}
-        return await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-m", "kvmesh.cli.main", *arguments],
-            env={**os.environ, **names, **self.env, "COLUMNS": "200", **env},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
+        env = {**os.environ, **names, **self.env, "COLUMNS": "200", **env}
+        return await asyncio.to_thread(forks.run, arguments, env, PATIENCE_S)
 
     def start(self, role: str, name: str, **env: str) -> None:
         """Start one service process; extra keywords are environment variables for it alone."""
@@ -80,12 +75,8 @@ class Mesh:
         if name == "frontend-0":
             settings["KVMESH_FRONTEND_METRICS_PORT"] = str(self.metrics_port)
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "kvmesh.cli.main", role],
-                env={**os.environ, **settings, **self.env, **env},
-                stdout=log,
-                stderr=log,
-            )
+            everything = {**os.environ, **settings, **self.env, **env}
+            self.processes[name] = forks.start([role], everything, log, log)
 
     def start_all(self, workers: int = 2) -> None:
         self.start("indexer", "indexer-0")

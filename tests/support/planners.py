@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import subprocess
 import urllib.error
 import urllib.request
 from typing import Any
@@ -12,6 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import ScalingDecision
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.planning.history import read_decisions
+from support.forks import Process
 from support.mesh import Mesh
 from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
@@ -38,7 +38,7 @@ class Planners:
         self.launch(name, **env)
         await eventually(lambda: self.health(name)["status"] == "ok", what=f"{name} is ready")
 
-    def launch(self, name: str = "planner-0", **env: str) -> subprocess.Popen[bytes]:
+    def launch(self, name: str = "planner-0", **env: str) -> Process:
         """Start one, which may fail."""
         self._ports[name] = free_port()
         port = {"KVMESH_PLANNER_METRICS_PORT": str(self._ports[name])}

@@ -3,7 +3,6 @@
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,17 +10,15 @@ from pathlib import Path
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import load
+from support import forks
 from support.nats import NatsServer
+from support.wait import PATIENCE_S
 
 
 def secure(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvmesh.cli.main", "secure", str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        env={k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")},
-    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+    return forks.run(("secure", str(folder), *arguments), env, PATIENCE_S)
 
 
 class SecuredServer(NatsServer):
