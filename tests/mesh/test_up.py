@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support import forks
 from support.nats import SERVER, NatsServer, free_port
 from support.up import Up, alive
 from support.wait import PATIENCE_S, eventually
@@ -212,40 +213,55 @@ async def test_a_state_directory_in_use_is_refused(make: Factory) -> None:
     assert await asyncio.to_thread(first.serves)
 
 
+@pytest.fixture
+def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model folder in the current one whose tokenizer cannot be read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{")
+
+
 @pytest.mark.parametrize(
     ("options", "process", "reason"),
     [
         (["--model", "nothing"], "worker-0", "nothing is not a Hugging Face model folder"),
-        (["--engine", "openai"], "worker-0", "the openai engine needs a model"),
-        (["--policy", "fastest"], "router-0", "[router] policy: 'fastest' is none of"),
-        (["--mock-script", "none.jsonl"], "worker-0", "cannot read the script none.jsonl"),
-        (["--mock-profile", "none.npz"], "worker-0", "none.npz is not a performance profile"),
-        (["--model", "damaged"], "worker-0", "cannot read the tokenizer in damaged"),
-        (["--worker-labels", "fast"], "worker-0", "label 'fast' is not of the form key=value"),
-        (
-            ["--engine", "torch", "--torch-device", "toaster"],
-            "worker-0",
-            "unknown device 'toaster'",
-        ),
-        (["--indexer-shard", "5"], "indexer-0", "shard 5 of 1"),
         (["--frontend-keys-file", "none.toml"], "frontend-0", "none.toml: No such file"),
-        (["--frontend-host", "0.0.0.0"], "frontend-0", "refusing to serve everyone"),
         (["--kvbm", "--kvbm-key-file", __file__], "kvbm-0", "kvbm.key must be"),
-        (["--kvbm", "--kvbm-retention", "tool=x"], "kvbm-0", "'tool=x' is not KIND=PRIORITY"),
-        (["--kvbm", "--kvbm-remote-url", "store"], "kvbm-0", "'store' is not a redis://"),
-        (["--kvbm", "--kvbm-disk-path", "damaged/tokenizer.json"], "kvbm-0", "set kvbm.disk_path"),
-        (["--kvbm", "--kvbm-host-bytes", str(1 << 60)], "kvbm-0", "kvbm.host_bytes is"),
     ],
 )
 async def test_a_setting_that_a_process_refuses_ends_the_start(
-    make: Factory, tmp_path: Path, options: list[str], process: str, reason: str
+    make: Factory, options: list[str], process: str, reason: str
 ) -> None:
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "tokenizer.json").write_text("{")
     up = make("--workers", "1", *options)
     assert await up.ended(60) == 1
     assert f"kvmesh up: {process} exited with status 2" in up.output
     assert up.output.count(reason) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("worker --engine openai", "the openai engine needs a model"),
+        ("worker --model damaged", "cannot read the tokenizer in damaged"),
+        ("worker --labels fast", "label 'fast' is not of the form key=value"),
+        ("worker --engine torch --torch-device toaster", "unknown device 'toaster'"),
+        ("router --policy fastest", "[router] policy: 'fastest' is none of"),
+        ("indexer --shard 5", "shard 5 of 1"),
+        ("frontend --host 0.0.0.0", "refusing to serve everyone"),
+        ("kvbm --retention tool=x", "'tool=x' is not KIND=PRIORITY"),
+        ("kvbm --remote-url store", "'store' is not a redis://"),
+        ("kvbm --disk-path damaged/tokenizer.json", "set kvbm.disk_path"),
+        (f"kvbm --host-bytes {1 << 60}", "kvbm.host_bytes is"),
+    ],
+)
+@pytest.mark.usefixtures("damaged")
+def test_a_process_refuses_a_setting_for_good(
+    nats_server: NatsServer, command: str, reason: str
+) -> None:
+    env = {**os.environ, "KVMESH_NATS_URL": nats_server.url, "KVMESH_NATS_NAMESPACE": "refused"}
+    done = forks.run(command.split(), env, PATIENCE_S)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count(reason) == 1
 
 
 async def test_a_slow_start_reports_the_missing_processes(make: Factory) -> None:
