@@ -1,6 +1,7 @@
 """`kvmesh frontend|router|indexer|kvbm|worker|planner|oracle`: runs one in the foreground."""
 
 import argparse
+import gc
 from importlib import import_module
 
 from kvmesh.cli.local import with_local_mesh
@@ -12,10 +13,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    gc.disable()  # collections would find nothing of what is imported
     from kvmesh.runtime.service import run_service
 
     role: str = arguments.command
     service = import_module(f"kvmesh.{role}.service")
+    gc.enable()
     name = getattr(settings, role).name
     check = getattr(service, "check", None)
     return run_service(role, name, with_local_mesh(settings), service.main, check)
