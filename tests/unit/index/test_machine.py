@@ -99,5 +99,5 @@ def _words(buffer: bytes) -> list[int]:
     return list(memoryview(buffer).cast("Q"))
 
 
-IndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestIndexMachine = IndexMachine.TestCase
