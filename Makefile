@@ -11,9 +11,14 @@ TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard libs/native/*)
 COMPILED := .venv-compiled
+# How the C compiler optimizes the cores: -O3 takes minutes, which only long simulations repay.
+CORES ?= -O0
 # On CI a test that fails runs once more, since others share the machine; the summary shows both runs.
 RERUNS := $(if $(CI),--reruns 1)
 SOURCES := $(shell find libs services tools -name '*.py')
+
+# The tests start hundreds of processes, which would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup up test lint types unit compiled simulation mesh clients chaos fidelity soak agents vllm sanitize docs clean
 
@@ -55,17 +60,18 @@ unit simulation mesh clients chaos fidelity: $(ENGINES)
 	$(BIN)/pytest -q $(RERUNS) $(PARALLEL) tests/$@
 
 # The cores compiled, over the libraries of the other environment.
-compiled: $(COMPILED)/.built
+compiled: $(COMPILED)/.built$(CORES)
 	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_rank_state.py retention \
 	  cli/commands/test_simulate.py router simulator worker/enginecore worker/engines/mock/test_core.py \
 	  worker/engines/mock/test_tiers.py worker/engines/test_retention.py)
 
-$(COMPILED)/.built: $(ENGINES) $(SOURCES)
+$(COMPILED)/.built$(CORES): $(ENGINES) $(SOURCES)
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > $$($(COMPILED)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/libraries.pth
 	KVMESH_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps --force-reinstall .
+	  --config-settings=cmake.define.CMAKE_C_FLAGS_RELEASE=$(CORES) --no-deps --force-reinstall .
+	rm -f $(COMPILED)/.built*
 	touch $@
 
 # Much more than `make test` does: 10,000 seeds of the simulation, a mesh under load for SOAK_S seconds
