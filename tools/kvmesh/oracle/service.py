@@ -93,6 +93,7 @@ class OracleService:
         await bus.serve(
             bus.subjects.oracle, _questions, self._on_question, QUEUE, self._on_malformed
         )
+        await bus.flush()  # the server then knows the subscription
         log.info("answering questions about candidate fleets, with %d requests", len(self._window))
 
     def _on_route(self, message: StreamMessage) -> None:
