@@ -7,13 +7,14 @@ more than once, workers are kept for the load at which they would not be.
 
 from collections import deque
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, sqrt
 
 REMEMBERED_S = 4 * 3600.0
 SMOOTHED = 3  # intervals whose mean the following fleet is sized for
 NOTICED = 2  # intervals until a rise is noticed
 HEADROOM = 1.25  # capacity of a fleet over the load for which it keeps its promises
 SHARE = 0.5  # of the requests that promises leave open; others are late for other reasons
+NOISE = 3.0  # deviations of a Poisson process that are no burst
 RETURNS = 2  # late periods that show that the load returns; one is no reason to expect another
 CHECK_EVERY = 6  # intervals
 STEPS = 7  # of the bisection
@@ -100,17 +101,24 @@ def _followed(loads: Sequence[float], lag: int, held: int) -> list[float]:
 def _late(
     counts: Sequence[int], followed: Sequence[float], level: float, bound: float, lag: int
 ) -> tuple[int, int]:
-    """Requests that wait for over `bound` intervals if `level` is kept, and periods of them."""
+    """Requests that wait for over `bound` intervals if `level` is kept, and periods of them.
+
+    Only those of bursts count: a fleet that keeps its promises for a load bears the noise of it.
+    """
     if lag <= bound:  # new workers are ready in time
         return 0, 0
     queue, late, periods = 0.0, 0, 0
     last = -lag - 1
+    arrived = 0
     for number, count in enumerate(counts):
-        capacity = HEADROOM * max(followed[number], level)
+        load = max(followed[number], level)
+        capacity = HEADROOM * load
+        arrived += count - (counts[number - lag] if number >= lag else 0)
+        expected = load * lag
         if capacity >= count:  # new workers are ready, and more of them work off what waits
             queue -= queue / lag
         queue = max(queue + count - capacity, 0.0)
-        if queue > bound * capacity:
+        if queue > bound * capacity and arrived > expected + NOISE * sqrt(expected):
             late += count
             periods += number - last > lag
             last = number

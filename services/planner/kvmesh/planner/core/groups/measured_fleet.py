@@ -1,4 +1,4 @@
-"""What the running workers of a group have kept, beside what the model says of them."""
+"""The promises that the running workers of a group have kept, beside those modelled."""
 
 from collections.abc import Sequence
 
@@ -45,12 +45,13 @@ class MeasuredFleet:
             for aim, share in zip(aimed, model.kept(ready).shares, strict=True):
                 kept = traffic.kept(aim.promise, promises, since, now)
                 if aim.reachable and kept is not None:
-                    modelled = min(share, aim.promise.quantile)
-                    comparisons.append(Comparison(kept.share, kept.requests, modelled))
+                    comparisons.append(
+                        Comparison(kept.share, kept.requests, share, aim.promise.quantile)
+                    )
         self._slowdown.learn(comparisons)
 
     def keeps(self, aimed: Sequence[Aim], level: float, since: float, now: float) -> bool:
-        """Whether the fleet, unchanged since `since`, has kept all promises at the load `level`."""
+        """True if the fleet, unchanged since `since`, has kept all promises at the load `level`."""
         series = self._core.demand.series
         since = max(since, series.steady_since, now - LATEST_S)
         if level > series.level or now - since < PROOF_S:

@@ -20,6 +20,7 @@ from kvmesh.planner.core.groups.measured_fleet import MeasuredFleet
 from kvmesh.planner.core.groups.planned_model import PlannedModel
 from kvmesh.planner.core.groups.role_switches import exchangeable
 from kvmesh.planner.core.groups.sizes import grown, least_awake, shrunk, within_bounds
+from kvmesh.planner.core.groups.taken_back import TakenBack
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
@@ -33,7 +34,7 @@ MOVED = 0.05  # change of the level that calls for another evaluation
 # and does not grow for a fleet that is a little worse.
 DOWN_MARGIN = 0.3
 UP_MARGIN = -0.2
-PROVEN_MARGIN = -1.0  # likewise, of a fleet that has kept the promises
+PROVEN_MARGIN = -3.0  # likewise, of a fleet that has kept the promises
 WORTH = 1.25  # largest fleet over one that nearly keeps the promises
 LEAST_SHAPES = 30
 OVERLOADED = 0.5  # part of the promised share
@@ -56,6 +57,7 @@ class PoolGroup:
         self._evaluated_level = 0.0
         self._evaluated_counts: Counts = ()
         self._measured = MeasuredFleet(core)
+        self._taken_back = TakenBack()
         self._changed_at = -inf
         self._added_at = -inf
         self._judged: tuple[CandidateFleets, list[float], Counts] | None = None
@@ -198,8 +200,14 @@ class PoolGroup:
         reasons: list[str] = []
         if capacity + extra > have + 1e-9:
             reasons = self._grow(now, counts, capacity + extra, speeds, upper, devices)
+            if self._changed_at == now:
+                wanted = tuple(view.wanted for view in self.views)
+                self._taken_back.added(total_capacity(wanted, speeds), level, now)
         elif sure and not self._overdue(now):
-            reasons = self._shrink(now, counts, as_seen, speeds, lower, plan)
+            least = self._taken_back.least(level, now)
+            reasons = self._shrink(now, counts, as_seen, speeds, lower, plan, least)
+            if self._changed_at == now:
+                self._taken_back.removed(have, level, now)
         plan.candidates += model.evaluated(self._pools)
         return reasons
 
@@ -371,10 +379,11 @@ class PoolGroup:
         speeds: Sequence[float],
         lower: Counts,
         plan: Plan,
+        needed: float,
     ) -> list[str]:
         if now - self._changed_at < self._options.down_cooldown_s:
             return []
-        held = max(capacity for _, capacity in self._needs)
+        held = max(needed, *(capacity for _, capacity in self._needs))
         target = shrunk(counts, held, self._pools, speeds, lower, model, DOWN_MARGIN)
         if target == counts:
             return []
