@@ -2,7 +2,7 @@
 
 from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.core.pools import parse_pools
-from kvmesh.planner.homes import Homes
+from kvmesh.planner.homes import ELSEWHERE, Homes
 
 POOLS = "pre:serves=prefill,kind=gpu,dec:serves=decode,kind=gpu,other"
 PLACE = {
@@ -55,12 +55,21 @@ def test_a_worker_that_is_back_in_its_first_role_is_told_once() -> None:
 
 def test_a_worker_that_is_gone_counts_at_home() -> None:
     made = homes(p_2="dec")
-    assert made.observe(PLACE, {**OWN, "p-2": ""}.get) == [("dec", "pre")]
+    present = {name: pool for name, pool in OWN.items() if name != "p-2"}
+    assert made.observe(PLACE, present.get) == [("dec", "pre")]
     assert made.observe({"dec": PLACE["dec"]}, OWN.get) == []
 
 
 def test_a_worker_of_another_kind_stays_at_home() -> None:
     assert homes(o_0="dec").as_served() == {"pre": 3, "dec": 2, "other": 1}
+
+
+def test_a_worker_that_serves_what_no_pool_does_counts_nowhere() -> None:
+    made = homes(d_1=ELSEWHERE)
+    assert made.as_served() == {"pre": 3, "dec": 1, "other": 1}
+    assert made.at_place({"dec": 2}, []) == {"dec": 3}
+    assert made.at_place({"dec": 0}, ["d-0"]) == {"dec": 1}
+    assert made.observe(PLACE, OWN.get) == [(ELSEWHERE, "dec")]
 
 
 def test_workers_that_are_not_ready_are_named_whatever_the_others_serve() -> None:

@@ -7,6 +7,8 @@ from kvmesh.planner.connectors.interface import PoolState
 from kvmesh.planner.core.groups.role_switches import exchangeable
 from kvmesh.planner.core.pools import Pool
 
+ELSEWHERE = ""  # stands for the pool of a worker that serves as those of none
+
 
 @dataclass
 class Homes:
@@ -27,6 +29,7 @@ class Homes:
     ) -> list[tuple[str, str]]:
         """Take over the pools as the place reports them, and the one as which each worker serves.
 
+        `serving` is ELSEWHERE for a worker that serves what no pool does, None for an absent one.
         Returns the source and target of each change that nobody has announced with `switched`: a
         worker that has restarted has its first role again.
         """
@@ -37,8 +40,9 @@ class Homes:
         self.moved_in = {}
         for name, home in self._home.items():
             pool = serving(name)
-            known = pool in pools and home in pools
-            if pool is not None and known and exchangeable(pools[pool], pools[home]):
+            if pool is None or home not in pools:
+                continue
+            if pool == ELSEWHERE or (pool in pools and exchangeable(pools[pool], pools[home])):
                 self._served[name] = pool
                 self._count(home, pool)
         names = [name for name in self._home if before.get(name) != self._served.get(name)]

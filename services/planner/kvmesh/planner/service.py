@@ -33,7 +33,7 @@ from kvmesh.planner.core.groups.role_switches import PlannedSwitch
 from kvmesh.planner.core.planner import PlannerCore
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.planner.fleet_driver import FleetDriver
-from kvmesh.planner.homes import Homes
+from kvmesh.planner.homes import ELSEWHERE, Homes
 from kvmesh.planner.idle_models import IdleModels
 from kvmesh.planner.leadership import Leadership
 from kvmesh.planner.models import ModelPlanners
@@ -289,19 +289,19 @@ class PlannerService:
         known = {} if self._driver.advisory else state
         for source, target in self._homes.observe(known, self._serving):
             for core in self._models.cores.values():
-                if {source, target} <= {view.pool.name for view in core.pools}:
-                    core.moved(source, target)
+                core.moved(source, target)
 
     def _may_switch(self, instance: str) -> bool:
         """True if the place knows a worker: its numbers can then follow the worker's role."""
         return not self._driver.advisory and self._homes.knows(self._models.name(instance) or "")
 
     def _serving(self, name: str) -> str | None:
-        """The pool as which a worker serves; None if there is no such worker now."""
+        """The pool as which a worker serves, or ELSEWHERE; None if there is no such worker now."""
         instance = self._models.instance(name)
-        cores = self._models.cores.values()
-        found = (core.serving(instance) for core in cores) if instance is not None else ()
-        return next((pool for pool in found if pool is not None), None)
+        if instance is None:
+            return None
+        found = (core.serving(instance) for core in self._models.cores.values())
+        return next((pool for pool in found if pool is not None), ELSEWHERE)
 
     def _switch_roles(self, switching: list[tuple[str, PlannerCore, PlannedSwitch]]) -> None:
         for model, core, switch in switching:

@@ -17,7 +17,7 @@ from support.planned_model import (
 )
 
 from kvmesh.bus.messages import SeqEvent, SeqPrefilled, SeqProgress
-from kvmesh.planner.core.groups.pool_group import MOST_NEEDS
+from kvmesh.planner.core.groups.past_needs import MOST_NEEDS
 from kvmesh.planner.core.starts import RETRY_S
 
 
@@ -228,5 +228,5 @@ def test_random_events_break_nothing_and_stay_bounded() -> None:
         if rng.random() < 0.05:
             model.decide()
             assert all(0 <= n <= 9 for n in model.wanted.values())
-    assert all(len(group._needs) <= MOST_NEEDS for group in core.groups)
+    assert all(len(group._needs._needs) <= MOST_NEEDS for group in core.groups)
     assert core.traffic.waiting <= len(names)

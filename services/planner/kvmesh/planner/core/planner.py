@@ -230,9 +230,13 @@ class PlannerCore:
             group.changed(min(max(times), now) if times else now)
 
     def moved(self, source: str, target: str) -> None:
-        """A worker serves as those of `target`, and this planner has not asked it to."""
-        self._view(source).shift(-1)
-        self._view(target).shift(1)
+        """A worker serves as those of `target`, and this planner has not asked it to.
+
+        Either pool may be none of this model.
+        """
+        for view in self.pools:
+            if view.pool.name in (source, target):
+                view.shift(1 if view.pool.name == target else -1)
 
     def switch_failed(self, instance: str, now: float) -> None:
         """A worker has not changed its role: it counts where it was, and is not asked for a while.

@@ -7,6 +7,7 @@ GIVE_UP = 3.0  # times the learned start-up time
 LEAST_PATIENCE_S = 30.0  # a busy machine may delay a start that usually takes a second
 REMEMBERED = 8
 RETRY_S = 1800.0
+MOST_ENGINE_S = 3600.0  # a card may state anything
 
 
 class Starts:
@@ -64,7 +65,7 @@ class Starts:
         start: until a start was seen, none is expected to take less.
         """
         self._failed_at = -inf
-        self._initial_s = max(self._initial_s, engine_s)
+        self._initial_s = max(self._initial_s, min(engine_s, MOST_ENGINE_S))
         if self._begun:
             begun, seen = self._begun.popleft()
             if seen:

@@ -1,22 +1,21 @@
 """The decisions about the pools that serve one part of requests; no I/O, no clock."""
 
-from collections import deque
-from collections.abc import Sequence
 from math import ceil, inf
 
 from kvmesh.bus.messages import FleetAnswer, FleetQuestion
-from kvmesh.planner.capacity.queueing import ModelledEngine, RequestShape
+from kvmesh.planner.capacity.queueing import RequestShape
 from kvmesh.planner.core.fleets import (
-    Aim,
     Bounds,
     Counts,
-    aims,
     efficient_fleets,
-    part_of,
-    relative_speeds,
 )
-from kvmesh.planner.core.groups.candidates import CandidateFleets, Plan, total_capacity
-from kvmesh.planner.core.groups.measured_fleet import MeasuredFleet
+from kvmesh.planner.core.groups.backlog import backlog_s, extra_capacity, overloaded
+from kvmesh.planner.core.groups.candidates import Plan, total_capacity
+from kvmesh.planner.core.groups.evaluation import (
+    FleetEvaluation,
+    FleetEvaluator,
+)
+from kvmesh.planner.core.groups.past_needs import PastNeeds
 from kvmesh.planner.core.groups.planned_model import PlannedModel
 from kvmesh.planner.core.groups.role_switches import exchangeable
 from kvmesh.planner.core.groups.sizes import grown, least_awake, shrunk, within_bounds
@@ -24,8 +23,6 @@ from kvmesh.planner.core.groups.taken_back import TakenBack
 from kvmesh.planner.core.options import PlanOptions
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
-from kvmesh.planner.core.promises import Promise
-from kvmesh.planner.core.scenario import scenario
 from kvmesh.planner.core.simulation.simulated_fleets import SimulatedFleets
 
 EVALUATE_S = 30.0
@@ -37,10 +34,6 @@ UP_MARGIN = -0.2
 PROVEN_MARGIN = -3.0  # likewise, of a fleet that has kept the promises
 WORTH = 1.25  # largest fleet over one that nearly keeps the promises
 LEAST_SHAPES = 30
-OVERLOADED = 0.5  # part of the promised share
-DRAIN_S = 60.0  # least time in which a backlog is to be worked off
-SURE_SHAPES = 200  # fewer requests of a part of the window do not prove that less suffices
-MOST_NEEDS = 1024
 
 
 class PoolGroup:
@@ -49,25 +42,27 @@ class PoolGroup:
     def __init__(self, core: PlannedModel, views: list[PoolView], serves: tuple[str, ...]) -> None:
         self._core = core
         self.views = views
-        self._serves = serves
-        self.unreachable: set[str] = set()
-        self.simulated = SimulatedFleets()
-        self._needs: deque[tuple[float, float]] = deque(maxlen=MOST_NEEDS)
+        self._evaluator = FleetEvaluator(core, views, serves)
+        self._needs = PastNeeds()
         self._evaluated_at = -inf
         self._evaluated_level = 0.0
         self._evaluated_counts: Counts = ()
-        self._measured = MeasuredFleet(core)
         self._taken_back = TakenBack()
         self._changed_at = -inf
         self._added_at = -inf
-        self._judged: tuple[CandidateFleets, list[float], Counts] | None = None
+        self._judged: tuple[FleetEvaluation, Counts] | None = None
         self._lacking: tuple[float, list[float], Counts] | None = None
         self.missing = 0  # workers that are needed beyond what the budget permitted
 
     @property
-    def _splits(self) -> bool:
-        """True if prompts are computed by other workers than those that decode."""
-        return any(view.pool.serves == "prefill" and view.wanted for view in self._core.pools)
+    def unreachable(self) -> set[str]:
+        """The promises that even an idle worker cannot keep."""
+        return self._evaluator.unreachable
+
+    @property
+    def simulated(self) -> SimulatedFleets:
+        """The candidate fleets that an oracle simulates."""
+        return self._evaluator.simulated
 
     @property
     def _pools(self) -> list[Pool]:
@@ -77,16 +72,11 @@ class PoolGroup:
     def _options(self) -> PlanOptions:
         return self._core.options
 
-    def _promises(self) -> list[Promise]:
-        promises = self._core.promises
-        if "prefill" in self._serves:
-            return [promise for promise in promises if promise.metric != "itl"]
-        return promises
-
     def evaluate_again(self) -> None:
-        """Evaluate at the next decision, whatever has changed."""
+        """Evaluate at the next decision, as if for the first time: the promises may be others."""
         self._evaluated_at = -inf
-        self.unreachable.clear()
+        self._taken_back = TakenBack()
+        self._evaluator.unreachable.clear()
 
     def answered(self, question: FleetQuestion, answer: FleetAnswer, now: float) -> None:
         """Use the answer of an oracle at the next decision."""
@@ -135,10 +125,6 @@ class PoolGroup:
 
     # need
 
-    def _shapes(self, level: float, fewest: int, cold: bool = False) -> list[RequestShape]:
-        shapes = scenario(self._core.traffic, self._core.demand.series, level, fewest, cold)
-        return part_of(shapes, self._serves, self._splits, self._options.disagg_tokens)
-
     def _resize(
         self,
         now: float,
@@ -151,8 +137,7 @@ class PoolGroup:
         if level <= 0 and self._core.quiet_s(now) >= self._hold_s(startup):
             return self._to_least(now, counts, least_awake(counts, self._pools), plan)
         proven = self._core.proven(now)
-        fewest = SURE_SHAPES if proven else 0
-        shapes = self._shapes(level, fewest)
+        shapes = self._evaluator.shapes(level, proven)
         known = [view.kind() is not None for view in self.views]
         if proven and level > 0 and not shapes:  # no long prompts, for prefill workers
             return self._to_least(now, counts, tuple(v.pool.min for v in self.views), plan)
@@ -162,65 +147,38 @@ class PoolGroup:
             or any(view.ready and not k for view, k in zip(self.views, known, strict=True))
         ):
             return self._without_model(now, counts, shapes)
-        reference = next(kind for view in self.views if (kind := view.kind()) is not None)
-        kinds = [self._measured.slowed(view.kind() or reference) for view in self.views]
-        speeds = relative_speeds(kinds, shapes)
-        aimed = self._aims(shapes, kinds)
-        model = CandidateFleets(shapes, kinds, aimed)
-        cold = self._shapes(level, fewest, cold=True)
-        as_seen = CandidateFleets(cold, kinds, self._aims(cold, kinds)) if cold != shapes else model
-        ready = tuple(len(view.ready) for view in self.views)
-        self._measured.calibrate(ready, as_seen, aimed, now, self._saturated())
-        self._expect_simulation(kinds, aimed, level)
-        for each in (model, as_seen):
-            each.use(self.simulated.known(now), speeds)
-        bounds = self._bounds(now)
-        lower, upper, devices = bounds.least, bounds.most, bounds.max_devices
+        found = self._evaluator.evaluate(now, level, shapes, proven, self._saturated())
+        bounds, speeds = self._bounds(now), found.speeds
         fleets = [
             fleet
             for fleet in efficient_fleets(self._pools, speeds, bounds)
-            if sum(fleet) or not sum(upper)
+            if sum(fleet) or not sum(bounds.most)
         ]
         if not fleets:
             return ["the budget permits no fleet"]
-        sure = proven or len(shapes) >= SURE_SHAPES
-        within = all(low <= n <= high for n, low, high in zip(counts, lower, upper, strict=True))
-        settled = within and sure and backlog <= 0
-        if settled and self._suffices(now, counts, level, startup, model, aimed):
-            fleets = [
-                f for f in fleets if total_capacity(f, speeds) <= total_capacity(counts, speeds)
-            ]
-        needed = self._needed(model, fleets, speeds, sure)
-        capacity = total_capacity(needed, speeds)
-        self.simulated.ask(now, needed, counts, fleets, self._core.demand.series)
-        extra = self._extra(capacity, backlog, speeds, self._overloaded(model, aimed))
-        self._remember(now, capacity + extra, startup)
         have = total_capacity(counts, speeds)
-        self._judged = as_seen, speeds, lower
+        if backlog <= 0 and self._suffices(now, counts, level, startup, bounds, found):
+            fleets = [fleet for fleet in fleets if total_capacity(fleet, speeds) <= have]
+        needed = self._needed(found, fleets)
+        self.simulated.ask(now, needed, counts, fleets, self._core.demand.series)
+        ready = tuple(len(view.ready) for view in self.views)
+        capacity = total_capacity(needed, speeds)
+        capacity += extra_capacity(
+            capacity,
+            total_capacity(ready, speeds),
+            startup,
+            backlog,
+            overloaded(found.model, found.aimed, ready),
+        )
+        self._needs.add(capacity, now, self._hold_s(startup))
+        self._judged = found, bounds.least
         reasons: list[str] = []
-        if capacity + extra > have + 1e-9:
-            reasons = self._grow(now, counts, capacity + extra, speeds, upper, devices)
-            if self._changed_at == now:
-                wanted = tuple(view.wanted for view in self.views)
-                self._taken_back.added(total_capacity(wanted, speeds), level, now)
-        elif sure and not self._overdue(now):
-            least = self._taken_back.least(level, now)
-            reasons = self._shrink(now, counts, as_seen, speeds, lower, plan, least)
-            if self._changed_at == now:
-                self._taken_back.removed(have, level, now)
-        plan.candidates += model.evaluated(self._pools)
+        if capacity > have + 1e-9:
+            reasons = self._grow(now, counts, level, capacity, speeds, bounds)
+        elif found.sure and not self._overdue(now):
+            reasons = self._shrink(now, counts, level, found, bounds.least, plan)
+        plan.candidates += found.model.evaluated(self._pools)
         return reasons
-
-    def _expect_simulation(
-        self, kinds: Sequence[ModelledEngine], aimed: Sequence[Aim], level: float
-    ) -> None:
-        """State what a simulation would have to answer now; prefills apart are not simulated.
-
-        Its engines are as slow as real ones have shown: it must not contradict measurements.
-        """
-        simulates = "prefill" not in self._serves and not self._splits
-        budget_s = self._options.oracle_budget_s if simulates else 0.0
-        self.simulated.expect(self._pools, kinds, aimed, level, budget_s)
 
     def _bounds(self, now: float) -> Bounds:
         """The numbers of workers that the pools and the budget permit now."""
@@ -236,28 +194,31 @@ class PoolGroup:
         counts: Counts,
         level: float,
         startup: float,
-        model: CandidateFleets,
-        aimed: Sequence[Aim],
+        bounds: Bounds,
+        found: FleetEvaluation,
     ) -> bool:
         """True if the fleet keeps the promises nearly, or has kept them whatever the model says."""
-        if model.keeps(counts, UP_MARGIN):
+        within = all(
+            low <= n <= high for n, low, high in zip(counts, bounds.least, bounds.most, strict=True)
+        )
+        if not within or not found.sure:
+            return False
+        if found.model.keeps(counts, UP_MARGIN):
             return True
         served = self._changed_at + startup
-        return model.keeps(counts, PROVEN_MARGIN) and self._measured.keeps(
-            aimed, level, served, now
+        return found.model.keeps(counts, PROVEN_MARGIN) and self._evaluator.measured.keeps(
+            found.aimed, level, served, now
         )
 
-    def _needed(
-        self, model: CandidateFleets, fleets: list[Counts], speeds: Sequence[float], sure: bool
-    ) -> Counts:
+    def _needed(self, found: FleetEvaluation, fleets: list[Counts]) -> Counts:
         """The smallest fleet that keeps the promises; one that nearly does if much smaller.
 
         A few long prompts, late on any fleet, would otherwise call for many workers.
         """
-        needed = model.smallest(fleets, 0.0 if sure else DOWN_MARGIN)
-        nearly = model.smallest(fleets, UP_MARGIN)
-        worth = total_capacity(needed, speeds) <= WORTH * total_capacity(nearly, speeds)
-        return needed if worth else nearly
+        needed = found.model.smallest(fleets, 0.0 if found.sure else DOWN_MARGIN)
+        nearly = found.model.smallest(fleets, UP_MARGIN)
+        most = WORTH * total_capacity(nearly, found.speeds)
+        return needed if total_capacity(needed, found.speeds) <= most else nearly
 
     def _to_least(self, now: float, counts: Counts, least: Counts, plan: Plan) -> list[str]:
         """Shrink to `least` after the cool-down."""
@@ -284,14 +245,9 @@ class PoolGroup:
     def _requests_wait(self, now: float) -> bool:
         return bool(self._core.traffic.waiting or self._core.waking(now))
 
-    def _aims(self, shapes: Sequence[RequestShape], kinds: Sequence[ModelledEngine]) -> list[Aim]:
-        found = aims(shapes, kinds, self._promises())
-        self.unreachable = {str(aim.promise) for aim in found if not aim.reachable}
-        return found
-
     def _saturated(self) -> bool:
         """True if the requests that wait in routers wait for this group."""
-        if not self._splits:
+        if not self._evaluator.splits:
             return True
         return self is max(self._core.groups, key=lambda group: group.saturation())
 
@@ -312,41 +268,9 @@ class PoolGroup:
     def _backlog_s(self) -> float:
         """Seconds that the ready workers need for the prompts that wait; 0 if that is in time."""
         waiting = self._core.traffic.waiting_tokens if self._saturated() else 0
-        computing = sum(view.prefill_tokens for view in self.views)
-        queued = max(computing - self._core.batch.prefill_tokens, 0) + waiting
-        ready = sum(len(view.ready) for view in self.views)
-        token_s = max((view.token_s for view in self.views), default=0.0)
-        wait = queued * token_s / max(ready, 1)
-        return wait if wait > 2 * self._patience else 0.0
-
-    def _overloaded(self, model: CandidateFleets, aimed: Sequence[Aim]) -> bool:
-        """True if so many first tokens are late on the ready workers that their queues grow."""
-        shares = model.kept(tuple(len(view.ready) for view in self.views)).shares
-        return any(
-            aim.promise.metric != "itl" and share < OVERLOADED * aim.promise.quantile
-            for aim, share in zip(aimed, shares, strict=True)
-        )
-
-    def _extra(
-        self, capacity: float, backlog_s: float, speeds: Sequence[float], overloaded: bool
-    ) -> float:
-        """Capacity beyond the need that works off what waits once the new workers are ready.
-
-        Until then the waiting work of overloaded workers grows by what they cannot do.
-        """
-        ready = sum(len(v.ready) * speed for v, speed in zip(self.views, speeds, strict=True))
-        startup = max(view.starts.startup_s for view in self.views)
-        missing = max(capacity - ready, 0.0) if overloaded else 0.0
-        if backlog_s <= 0 and missing <= 0.25 * capacity:
-            return 0.0
-        return (backlog_s * ready + missing * startup) / max(startup, DRAIN_S)
+        return backlog_s(self.views, waiting, self._core.batch.prefill_tokens, self._patience)
 
     # changes
-
-    def _remember(self, now: float, capacity: float, startup: float) -> None:
-        self._needs.append((now, capacity))
-        while now - self._needs[0][0] > self._hold_s(startup):
-            self._needs.popleft()
 
     def _hold_s(self, startup: float) -> float:
         """Seconds for which a past need keeps workers."""
@@ -356,38 +280,40 @@ class PoolGroup:
         self,
         now: float,
         counts: Counts,
+        level: float,
         capacity: float,
         speeds: list[float],
-        upper: Counts,
-        devices: float,
+        bounds: Bounds,
     ) -> list[str]:
         if now - self._added_at < self._options.up_cooldown_s:
             return ["more workers are needed, within the cool-down"]
-        above = tuple(max(have, most) for have, most in zip(counts, upper, strict=True))
-        target = grown(counts, capacity, self._pools, speeds, Bounds(counts, above, devices))
+        above = tuple(max(have, most) for have, most in zip(counts, bounds.most, strict=True))
+        permitted = Bounds(counts, above, bounds.max_devices)
+        target = grown(counts, capacity, self._pools, speeds, permitted)
         self._miss(capacity, target, speeds, above)
         if target == counts:
             return ["more workers are needed than the budget permits"]
         self._changed_at = self._added_at = now
+        self._taken_back.added(total_capacity(target, speeds), level, now)
         return self._set(target, now)
 
     def _shrink(
         self,
         now: float,
         counts: Counts,
-        model: CandidateFleets,
-        speeds: Sequence[float],
+        level: float,
+        found: FleetEvaluation,
         lower: Counts,
         plan: Plan,
-        needed: float,
     ) -> list[str]:
         if now - self._changed_at < self._options.down_cooldown_s:
             return []
-        held = max(needed, *(capacity for _, capacity in self._needs))
-        target = shrunk(counts, held, self._pools, speeds, lower, model, DOWN_MARGIN)
+        held = max(self._needs.most(), self._taken_back.least(level, now))
+        target = shrunk(counts, held, self._pools, found.speeds, lower, found.cold, DOWN_MARGIN)
         if target == counts:
             return []
         self._changed_at = now
+        self._taken_back.removed(total_capacity(counts, found.speeds), level, now)
         return self._reduce(now, target, plan)
 
     # exchanges
@@ -408,11 +334,10 @@ class PoolGroup:
             or any(view.held(now, self._options.manual_hold_s) for view in self.views)
             or (self._overdue(now) and self._saturated())
             or self._backlog_s() > 0
-            or not self._needs
-            or self._needs[0][0] > since
+            or not self._needs.known_since(since)
         ):
             return []
-        model, speeds, lower = judged
+        found, lower = judged
         able = [
             sum(self._core.switches.may(instance, now) for instance in view.ready)
             if exchangeable(view.pool, taker)
@@ -423,9 +348,8 @@ class PoolGroup:
             max(low, have - min(most, number))
             for low, have, number in zip(lower, counts, able, strict=True)
         )
-        latest = self._needs[-1][1]
-        held = max((capacity for at, capacity in self._needs if at >= since), default=latest)
-        target = shrunk(counts, held, self._pools, speeds, lower, model, DOWN_MARGIN)
+        held = self._needs.most(since)
+        target = shrunk(counts, held, self._pools, found.speeds, lower, found.cold, DOWN_MARGIN)
         if target == counts:
             return []
         self._changed_at = now
