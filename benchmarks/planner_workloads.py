@@ -202,6 +202,6 @@ def scenarios(seed: int) -> list[Scenario]:
             "burst", burst(20 * MINUTE, MINUTE, 10 * MINUTE, 0.9, 4.0), HOUR, 3.6, 3, (3, 5, 7, 9)
         ),
         scenario("day", day(6 * HOUR, 0.2), 6 * HOUR, 1.45, 1, (2, 3, 4, 5)),
-        scenario("on/off", on_off(2.4, 0.2, 20 * MINUTE), 80 * MINUTE, 2.4, 1, (2, 4, 5, 6, 8)),
+        scenario("on/off", on_off(2.4, 0.2, 20 * MINUTE), 160 * MINUTE, 2.4, 1, (2, 4, 5, 6, 8)),
         replace(unlike, kinds=(large, fast)),
     ]

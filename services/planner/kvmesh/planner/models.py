@@ -30,6 +30,7 @@ class ModelPlanners:
         self._warnings = warnings
         self._unplanned: dict[str, str] = {}
         self._cards: dict[str, Instance] = {}
+        self._by_name: dict[str, str] = {}  # name: its latest instance
         self.cores: dict[str, PlannerCore] = {}
 
     @property
@@ -71,9 +72,8 @@ class ModelPlanners:
         return card.name if card is not None else None
 
     def instance(self, name: str) -> str | None:
-        """The instance of a worker's name; None if there is none."""
-        found = (each.instance for each in self._cards.values() if each.name == name)
-        return next(found, None)
+        """The latest instance of a worker's name; None if there is none."""
+        return self._by_name.get(name)
 
     def replace_options(self, options: PlanOptions, pools: list[Pool]) -> None:
         """Use other options and sizes of the same pools; raises PlannerConfigError for others."""
@@ -90,6 +90,8 @@ class ModelPlanners:
             return
         known = card.instance in self._cards
         self._cards[card.instance] = card
+        if not known:
+            self._by_name[card.name] = card.instance
         pool = pool_of(card, self._pools)
         core = self.core(card.model.name)
         if core is not None and pool in [view.pool for view in core.pools]:
@@ -103,7 +105,10 @@ class ModelPlanners:
 
     def left(self, instance: str) -> None:
         """A process has left."""
-        if self._cards.pop(instance, None) is not None:
+        card = self._cards.pop(instance, None)
+        if card is not None:
+            if self._by_name.get(card.name) == instance:
+                del self._by_name[card.name]
             for core in self.cores.values():
                 core.left(instance)
 

@@ -1,6 +1,7 @@
 """The burst reserve: kept for load that returns faster than workers start, and only for that."""
 
 from collections.abc import Iterable
+from itertools import repeat
 
 import numpy as np
 
@@ -18,14 +19,26 @@ def counts(*phases: tuple[float, int], seed: int = 0) -> np.ndarray:
 
 
 def levels(
-    values: Iterable[float], waits: list[tuple[float, float]] = WAITS, startup_s: float = 60.0
+    values: Iterable[float],
+    waits: list[tuple[float, float]] = WAITS,
+    startup_s: float = 60.0,
+    forecasts: Iterable[float] = repeat(0.0),
 ) -> list[float]:
     """The reserve after each interval."""
     reserve, found = BurstReserve(INTERVAL_S), []
-    for value in values:
-        reserve.observe(int(value))
+    for value, forecast in zip(values, forecasts, strict=False):
+        reserve.observe(int(value), forecast)
         found.append(reserve.level(startup_s, 60.0, waits))
     return found
+
+
+def told(periods: int, since: int) -> list[float]:
+    """Forecasts of as many periods of ON_OFF that see bursts a minute ahead from one period on."""
+    ahead = 6
+    return [
+        HIGH if number + ahead >= since * 120 and (number + ahead) % 120 < 60 else LOW
+        for number in range(periods * 120)
+    ]
 
 
 ON_OFF = ((HIGH, 60), (LOW, 60))
@@ -35,6 +48,20 @@ def test_a_burst_that_has_returned_has_its_workers_kept() -> None:
     found = levels(counts(*ON_OFF, *ON_OFF, *ON_OFF))
     assert max(found[:115]) * INTERVAL_S < HIGH / 4
     assert all(0.7 * HIGH < level * INTERVAL_S < 1.2 * HIGH for level in found[140:])
+
+
+def test_none_is_kept_once_forecasts_have_told_two_bursts() -> None:
+    found = levels(counts(*ON_OFF * 6), forecasts=told(6, since=2))
+    assert all(level * INTERVAL_S > 0.7 * HIGH for level in found[140:360])
+    assert max(found[380:]) == 0.0  # the second burst that was told has begun at 360
+
+
+def test_it_is_kept_again_once_forecasts_have_missed_two_bursts() -> None:
+    forecasts = told(6, since=0)
+    forecasts[470:] = [LOW] * 250
+    found = levels(counts(*ON_OFF * 6), forecasts=forecasts)
+    assert max(found[:480]) == 0.0
+    assert found[-1] * INTERVAL_S > HIGH / 2
 
 
 def test_one_burst_is_no_reason_to_expect_another() -> None:

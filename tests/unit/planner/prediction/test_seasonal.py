@@ -66,6 +66,19 @@ def test_a_period_that_drifts_is_followed() -> None:
     assert np.mean(errors) < 6
 
 
+def test_the_noise_of_a_low_phase_moves_no_burst() -> None:
+    generator = np.random.default_rng(2)
+    series = generator.poisson(np.where(np.arange(120 * 8) % 120 < 60, 24.0, 2.0))
+    model = Seasonal(10.0)
+    for place, value in enumerate(series):
+        model.observe(float(value))
+        begins = place + 1 + np.arange(30)
+        if place >= 120 * 4 and place % 120 == 109:  # the burst begins ten intervals later
+            forecast = model.forecast(30)
+            assert np.all(forecast[begins % 120 < 54][-15:] > 15)
+            assert np.all(forecast[:6] < 8)
+
+
 def test_before_two_periods_the_local_trend_forecasts() -> None:
     model, trend = Seasonal(10.0), LocalTrend()
     for value in on_off(60, 100):

@@ -25,6 +25,7 @@ class Demand:
         self._predictor = make_predictor(predictor, BUCKET_S)
         self._returns = ReturnPredictor()
         self._reserve = BurstReserve(BUCKET_S)
+        self._forecast = 0.0  # the latest one
         # running requests: session, whether it ends with them, prompt tokens
         self._running: LruCache[str, tuple[str, bool, int]] = LruCache(MOST_REQUESTS)
         self.expected = ExpectedReturns(count=0.0, variance=0.0, tokens=0.0)
@@ -62,7 +63,7 @@ class Demand:
         self._first.advance(now)
         for value in self.series.take_closed():
             self._predictor.observe(value)
-            self._reserve.observe(value)
+            self._reserve.observe(value, self._forecast * BUCKET_S)
         self._first.take_closed()
 
     def forecast(self, now: float, horizon_s: float) -> float:
@@ -81,6 +82,7 @@ class Demand:
         deviation = sqrt(self.expected.variance + others) / horizon_s
         if returning > level + CERTAIN * (deviation + noise):
             forecast = max(forecast, returning + LIKELY * deviation)
+        self._forecast = forecast
         return forecast
 
     def reserved(self, startup_s: float, hold_s: float, promises: Sequence[Promise]) -> float:

@@ -1,8 +1,9 @@
 """The burst reserve: load that returns faster than workers start, again and again.
 
-A fleet that follows the load is late by the start-up time. Past loads are played through a queue
-that such a fleet would serve; where its late requests are more than the promises permit, and came
-more than once, workers are kept for the load at which they would not be.
+A fleet that follows the load is late by the start-up time, except where a forecast told it.
+Past loads are played through a queue that such a fleet would serve; where its late requests are
+more than the promises permit, and came more than once, workers are kept for the load at which they
+would not be. Once forecasts have told the last bursts, none are kept.
 """
 
 from collections import deque
@@ -21,18 +22,24 @@ STEPS = 7  # of the bisection
 
 
 class BurstReserve:
-    """Counts of the last hours, and the least load for which workers are to be kept."""
+    """Counts and forecasts of the last hours, and the load for which workers are to be kept."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._counts: deque[int] = deque(maxlen=int(REMEMBERED_S / interval_s))
+        remembered = int(REMEMBERED_S / interval_s)
+        self._counts: deque[int] = deque(maxlen=remembered)
+        self._forecasts: deque[float] = deque(maxlen=remembered)
         self._asked: tuple[float, Sequence[tuple[float, float]]] | None = None
         self._unchecked = 0
         self._level = 0.0
 
-    def observe(self, count: int) -> None:
-        """Add the arrivals of the next interval."""
+    def observe(self, count: int, forecast: float = 0.0) -> None:
+        """Add the arrivals of the next interval, and the forecast made in it, per interval.
+
+        A forecast is the most that was expected until workers started then would be ready.
+        """
         self._counts.append(count)
+        self._forecasts.append(forecast)
         self._unchecked += 1
 
     def level(self, startup_s: float, hold_s: float, waits: Sequence[tuple[float, float]]) -> float:
@@ -51,15 +58,24 @@ class BurstReserve:
         self, startup_s: float, hold_s: float, waits: Sequence[tuple[float, float]]
     ) -> float:
         counts = list(self._counts)
-        loads = _smoothed(counts)
         lag = ceil(startup_s / self._interval_s) + NOTICED
-        followed = _followed(loads, lag, ceil(hold_s / self._interval_s))
-        total = sum(counts)
+        held = ceil(hold_s / self._interval_s)
+        loads = _smoothed(counts)
+        followed = _followed(loads, lag, held)
+        foreseen = _followed(list(self._forecasts), lag - NOTICED, held)
+        told = [max(each) for each in zip(followed, foreseen, strict=True)]
+        bounds = []  # of the waits that need workers, with the requests that may be late
+        for quantile, bound_s in waits:
+            bound = bound_s / self._interval_s
+            bursts = _bursts(_late(counts, followed, 0.0, bound, lag), lag)
+            missed = set(_late(counts, told, 0.0, bound, lag))
+            if any(missed.intersection(burst) for burst in bursts[-RETURNS:]):
+                bounds.append((bound, SHARE * (1 - quantile) * sum(counts)))
 
         def suffices(level: float) -> bool:
-            for quantile, bound_s in waits:
-                late, periods = _late(counts, followed, level, bound_s / self._interval_s, lag)
-                if periods >= RETURNS and late > SHARE * (1 - quantile) * total:
+            for bound, permitted in bounds:
+                late = _late(counts, told, level, bound, lag)
+                if len(_bursts(late, lag)) >= RETURNS and sum(counts[n] for n in late) > permitted:
                     return False
             return True
 
@@ -100,16 +116,15 @@ def _followed(loads: Sequence[float], lag: int, held: int) -> list[float]:
 
 def _late(
     counts: Sequence[int], followed: Sequence[float], level: float, bound: float, lag: int
-) -> tuple[int, int]:
-    """Requests that wait for over `bound` intervals if `level` is kept, and periods of them.
+) -> list[int]:
+    """Intervals whose requests wait for over `bound` of them if `level` is kept.
 
     Only those of bursts count: a fleet that keeps its promises for a load bears the noise of it.
     """
     if lag <= bound:  # new workers are ready in time
-        return 0, 0
-    queue, late, periods = 0.0, 0, 0
-    last = -lag - 1
-    arrived = 0
+        return []
+    late: list[int] = []
+    queue, arrived = 0.0, 0
     for number, count in enumerate(counts):
         load = max(followed[number], level)
         capacity = HEADROOM * load
@@ -119,7 +134,15 @@ def _late(
             queue -= queue / lag
         queue = max(queue + count - capacity, 0.0)
         if queue > bound * capacity and arrived > expected + NOISE * sqrt(expected):
-            late += count
-            periods += number - last > lag
-            last = number
-    return late, periods
+            late.append(number)
+    return late
+
+
+def _bursts(late: Sequence[int], lag: int) -> list[list[int]]:
+    """Late intervals in groups, those of a group no more than `lag` apart."""
+    bursts: list[list[int]] = []
+    for number in late:
+        if not bursts or number - bursts[-1][-1] > lag:
+            bursts.append([])
+        bursts[-1].append(number)
+    return bursts

@@ -24,7 +24,7 @@ SEARCH_EVERY = 16
 SEARCH_SHARE = 1 / 16
 PERIODS = 3
 # The lag is fitted to at most so many last values, within a share of the period.
-FITTED = 48
+FITTED = 256
 DRIFT = 1 / 16
 MOST_DRIFT = 6
 # The level is compared over this share of a period, within these numbers of values.
