@@ -216,8 +216,11 @@ async def test_the_death_of_the_engine_process_is_reported(
     await eventually(lambda: run.sink.errors, timeout=30)
     assert message in str(run.sink.errors[0])
     await run.engine.close()
-    left = set(mine.children()) - others
-    assert not [child for child in left if "EngineCore" in child.name()]
+
+    def left() -> list[str]:
+        return [child.name() for child in set(mine.children()) - others]
+
+    await eventually(lambda: not [name for name in left() if "EngineCore" in name])
 
 
 async def test_engines_fetch_each_others_blocks_whatever_their_role(tiny_model: Path) -> None:
