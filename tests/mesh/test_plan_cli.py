@@ -76,6 +76,7 @@ async def test_it_shows_the_history(mesh: Mesh) -> None:
     assert "1→2" in output
     assert "east 1 → 2" in output
     assert "100%" in output
+    assert "came true: " in output
 
 
 async def test_reports_have_plots_and_the_decisions(mesh: Mesh, tmp_path: Path) -> None:

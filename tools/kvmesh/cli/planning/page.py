@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvmesh.bus.messages import ScalingDecision
+from kvmesh.cli.planning.hindsight import hindsight
 from kvmesh.simulator.report.plots import STYLE, Line, plot
 
 
@@ -84,8 +85,10 @@ def _changes(decisions: list[ScalingDecision]) -> str:
     rows = "".join(
         f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(d.time))}</td>"
         f"<td>{escape(', '.join(f'{n} {p.before} → {p.wanted}' for n, p in d.pools.items()))}</td>"
-        f"<td>{escape(d.reason)}</td></tr>"
-        for d in decisions
+        f"<td>{escape(d.reason)}</td>"
+        f"<td>{escape(came.text(d.signals.get('forecast_per_s', 0.0)))}</td></tr>"
+        for d, came in zip(decisions, hindsight(decisions), strict=True)
         if d.changed
     )
-    return f"<table><tr><th>time</th><th>workers</th><th>why</th></tr>{rows}</table>"
+    heads = "<th>time</th><th>workers</th><th>why</th><th>came true</th>"
+    return f"<table><tr>{heads}</tr>{rows}</table>"

@@ -15,6 +15,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import PoolPlan, ScalingDecision
 from kvmesh.cli.arguments import moment, result_file
 from kvmesh.cli.bus_session import run_on_bus
+from kvmesh.cli.planning.hindsight import Hindsight, hindsight
 from kvmesh.cli.planning.history import LATEST_MINUTES, read_decisions
 from kvmesh.cli.planning.page import plan_page
 from kvmesh.settings import Settings
@@ -150,7 +151,11 @@ def _candidates(decision: ScalingDecision) -> Table:
 
 
 def _show_history(decisions: list[ScalingDecision], console: Console) -> None:
-    several = len({decision.model for decision in decisions}) > 1
+    models = {decision.model for decision in decisions}
+    known: dict[int, Hindsight] = {}
+    for model in models:
+        own = [decision for decision in decisions if decision.model == model]
+        known |= zip(map(id, own), hindsight(own), strict=True)
     for decision in decisions:
         if not decision.changed and decision is not decisions[-1]:
             continue
@@ -159,9 +164,14 @@ def _show_history(decisions: list[ScalingDecision], console: Console) -> None:
         sizes = ", ".join(f"{name} {p.before}→{p.wanted}" for name, p in decision.pools.items())
         console.print(
             time.strftime("%H:%M:%S", time.localtime(decision.time)),
-            *([decision.model] if several else []),
+            *([decision.model] if len(models) > 1 else []),
             f" {sizes}  arrivals {signals['arrivals_per_s']:.2f}/s, forecast"
             f" {signals['forecast_per_s']:.2f}/s, waiting {signals['waiting_requests']:.0f};"
             f" kept {kept or 'unknown'}; {decision.reason}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
+        if decision.changed:
+            console.print(
+                f"          came true: {known[id(decision)].text(signals['forecast_per_s'])}",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
