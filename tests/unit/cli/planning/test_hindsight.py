@@ -54,4 +54,4 @@ def test_what_is_kept_counts_until_the_next_change() -> None:
     # The fleet changed again before the workers of the second one were due.
     assert second == Hindsight(None, {TTFT: 0.6}, {})
     assert last == Hindsight(None, {TTFT: 0.5}, {})
-    assert last.text(1.0) == "its workers are not yet due"
+    assert last.text(1.0) == "not known yet"

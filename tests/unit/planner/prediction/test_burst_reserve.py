@@ -32,7 +32,7 @@ def levels(
     return found
 
 
-def told(periods: int, since: int) -> list[float]:
+def predicted(periods: int, since: int) -> list[float]:
     """Forecasts of as many periods of ON_OFF that see bursts a minute ahead from one period on."""
     ahead = 6
     return [
@@ -50,14 +50,14 @@ def test_a_burst_that_has_returned_has_its_workers_kept() -> None:
     assert all(0.7 * HIGH < level * INTERVAL_S < 1.2 * HIGH for level in found[140:])
 
 
-def test_none_is_kept_once_forecasts_have_told_two_bursts() -> None:
-    found = levels(counts(*ON_OFF * 6), forecasts=told(6, since=2))
+def test_none_is_kept_once_forecasts_have_predicted_two_bursts() -> None:
+    found = levels(counts(*ON_OFF * 6), forecasts=predicted(6, since=2))
     assert all(level * INTERVAL_S > 0.7 * HIGH for level in found[140:360])
-    assert max(found[380:]) == 0.0  # the second burst that was told has begun at 360
+    assert max(found[380:]) == 0.0  # the second burst that was predicted has begun at 360
 
 
 def test_it_is_kept_again_once_forecasts_have_missed_two_bursts() -> None:
-    forecasts = told(6, since=0)
+    forecasts = predicted(6, since=0)
     forecasts[470:] = [LOW] * 250
     found = levels(counts(*ON_OFF * 6), forecasts=forecasts)
     assert max(found[:480]) == 0.0

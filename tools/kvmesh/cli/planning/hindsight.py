@@ -23,7 +23,7 @@ class Hindsight:
     def text(self, forecast_per_s: float) -> str:
         """One line: the forecast, and the modelled shares, beside what followed."""
         if self.arrivals_per_s is None:
-            return "its workers are not yet due"
+            return "not known yet"
         parts = [f"arrivals {self.arrivals_per_s:.2f}/s (forecast {forecast_per_s:.2f}/s)"]
         for name, share in self.kept.items():
             modelled = f" (modelled {self.modelled[name]:.0%})" if name in self.modelled else ""

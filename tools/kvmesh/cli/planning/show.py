@@ -152,11 +152,12 @@ def _candidates(decision: ScalingDecision) -> Table:
 
 def _show_history(decisions: list[ScalingDecision], console: Console) -> None:
     models = {decision.model for decision in decisions}
-    known: dict[int, Hindsight] = {}
+    known: list[tuple[ScalingDecision, Hindsight]] = []
     for model in models:
         own = [decision for decision in decisions if decision.model == model]
-        known |= zip(map(id, own), hindsight(own), strict=True)
-    for decision in decisions:
+        known += zip(own, hindsight(own), strict=True)
+    known.sort(key=lambda each: each[0].time)
+    for decision, came in known:
         if not decision.changed and decision is not decisions[-1]:
             continue
         signals = defaultdict(float, decision.signals)
@@ -172,6 +173,6 @@ def _show_history(decisions: list[ScalingDecision], console: Console) -> None:
         )  # fmt: skip
         if decision.changed:
             console.print(
-                f"          came true: {known[id(decision)].text(signals['forecast_per_s'])}",
+                f"          came true: {came.text(signals['forecast_per_s'])}",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip

@@ -25,7 +25,7 @@ class Demand:
         self._predictor = make_predictor(predictor, BUCKET_S)
         self._returns = ReturnPredictor()
         self._reserve = BurstReserve(BUCKET_S)
-        self._forecast = 0.0  # the latest one
+        self._forecast = 0.0  # the latest one, until its interval has passed
         # running requests: session, whether it ends with them, prompt tokens
         self._running: LruCache[str, tuple[str, bool, int]] = LruCache(MOST_REQUESTS)
         self.expected = ExpectedReturns(count=0.0, variance=0.0, tokens=0.0)
@@ -64,6 +64,7 @@ class Demand:
         for value in self.series.take_closed():
             self._predictor.observe(value)
             self._reserve.observe(value, self._forecast * BUCKET_S)
+            self._forecast = 0.0
         self._first.take_closed()
 
     def forecast(self, now: float, horizon_s: float) -> float:

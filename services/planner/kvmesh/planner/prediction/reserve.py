@@ -1,9 +1,9 @@
 """The burst reserve: load that returns faster than workers start, again and again.
 
-A fleet that follows the load is late by the start-up time, except where a forecast told it.
-Past loads are played through a queue that such a fleet would serve; where its late requests are
-more than the promises permit, and came more than once, workers are kept for the load at which they
-would not be. Once forecasts have told the last bursts, none are kept.
+A fleet that follows the load is late by the start-up time, except where a forecast has predicted a
+burst. Past loads are played through a queue that such a fleet would serve; where its late requests
+are more than the promises permit, and came more than once, workers are kept for the load at which
+they would not be. Once forecasts have predicted the last bursts, none are kept.
 """
 
 from collections import deque
@@ -62,19 +62,19 @@ class BurstReserve:
         held = ceil(hold_s / self._interval_s)
         loads = _smoothed(counts)
         followed = _followed(loads, lag, held)
-        foreseen = _followed(list(self._forecasts), lag - NOTICED, held)
-        told = [max(each) for each in zip(followed, foreseen, strict=True)]
+        predicted = _followed(list(self._forecasts), lag - NOTICED, held)
+        sized = [max(each) for each in zip(followed, predicted, strict=True)]
         bounds = []  # of the waits that need workers, with the requests that may be late
         for quantile, bound_s in waits:
             bound = bound_s / self._interval_s
             bursts = _bursts(_late(counts, followed, 0.0, bound, lag), lag)
-            missed = set(_late(counts, told, 0.0, bound, lag))
+            missed = set(_late(counts, sized, 0.0, bound, lag))
             if any(missed.intersection(burst) for burst in bursts[-RETURNS:]):
                 bounds.append((bound, SHARE * (1 - quantile) * sum(counts)))
 
         def suffices(level: float) -> bool:
             for bound, permitted in bounds:
-                late = _late(counts, told, level, bound, lag)
+                late = _late(counts, sized, level, bound, lag)
                 if len(_bursts(late, lag)) >= RETURNS and sum(counts[n] for n in late) > permitted:
                     return False
             return True
