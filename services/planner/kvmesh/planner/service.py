@@ -222,7 +222,7 @@ class PlannerService:
             await asyncio.sleep(self._settings.interval_s)
             leads = self.leads
             if leads is not led:
-                log.info("this planner decides" if leads else "another planner decides")
+                log.info("this planner decides" if leads else "this planner stands by")
                 led = leads
             metrics.leader.set(leads)
             if not leads:
