@@ -11,10 +11,10 @@ from mypyc.build import mypycify
 CORES = {
     "libs/kvmesh/retention": ["*"],
     "libs/kvmesh/step_times": ["interface"],
-    "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "shards"],
+    "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "removed_blocks", "shards"],
     "services/router/kvmesh/router/placement": ["fair_order", "policy_runner", "queue", "router"],
     "services/router/kvmesh/router/policies": ["thompson_trust"],
-    "services/router/kvmesh/router/scoring": ["candidates", "cost", "overlaps"],
+    "services/router/kvmesh/router/scoring": ["candidates", "cost", "overlaps", "possible_hits"],
     "services/router/kvmesh/router/state": [
         "active_sequences",
         "engine_reports",

@@ -56,37 +56,39 @@ void Index::attach(uint32_t rank_number, uint32_t tier, uint64_t previous, Hashe
   append(rank, tier, {0, previous, RankSet::EMPTY}, engine, local);
 }
 
-size_t Index::remove(uint32_t rank_number, uint32_t tier, Hashes engine) {
+std::vector<uint64_t> Index::remove(uint32_t rank_number, uint32_t tier, Hashes engine) {
   Rank* const rank = this->rank(rank_number);
-  if (rank == nullptr) return 0;
+  std::vector<uint64_t> removed;
+  if (rank == nullptr) return removed;
+  removed.reserve(engine.count);
   engine.prefetch(BATCH);
   rank->prefetch(tier);
   const std::lock_guard guard(rank->mutex);
-  size_t removed = 0;
   {
     const Epochs::Pin pin(epochs_);
     for (size_t at = 0; at < engine.count; at += BATCH) {
       const Hashes some = engine.slice(at, std::min(BATCH, engine.count - at));
-      removed += remove_some(*rank, tier, some, pin.epoch());
+      remove_some(*rank, tier, some, removed, pin.epoch());
     }
   }
   epochs_.advance();
   return removed;
 }
 
-size_t Index::remove_some(Rank& rank, uint32_t tier, Hashes engine, uint64_t epoch) {
+void Index::remove_some(Rank& rank, uint32_t tier, Hashes engine, std::vector<uint64_t>& removed,
+                        uint64_t epoch) {
   FlatMap& names = rank.names[tier];
   NodeId held[BATCH];
-  size_t removed = 0;
+  size_t count = 0;
   rank.prefetch_names(tier, engine);
   for (size_t i = 0; i < engine.count; ++i) {
     const NodeId id = names.erase(engine[i]);
     if (id == 0) continue;
     __builtin_prefetch(&node(id), 1);
-    held[removed++] = id;
+    held[count++] = id;
   }
-  drop_some(rank, tier, held, removed, epoch);
-  return removed;
+  for (size_t i = 0; i < count; ++i) removed.push_back(node(held[i]).sequence);
+  drop_some(rank, tier, held, count, epoch);
 }
 
 // Drops one engine hash's hold on each of the nodes.

@@ -77,7 +77,8 @@ class Index {
   bool store(uint32_t rank, uint32_t tier, std::optional<uint64_t> parent, Hashes engine,
              Hashes local, uint64_t salt);
   void attach(uint32_t rank, uint32_t tier, uint64_t previous, Hashes engine, Hashes local);
-  size_t remove(uint32_t rank, uint32_t tier, Hashes engine);
+  // Returns the sequence hashes of the blocks that the rank held.
+  std::vector<uint64_t> remove(uint32_t rank, uint32_t tier, Hashes engine);
   size_t clear(uint32_t rank, std::optional<uint32_t> tier);
 
   // Appends the matches of one prompt to `out`.
@@ -165,7 +166,8 @@ class Index {
   void append(Rank& rank, uint32_t tier, Origin origin, Hashes engine, Hashes local);
   void append_some(Rank& rank, uint32_t tier, Origin& origin, Hashes engine, Hashes local,
                    uint64_t epoch);
-  size_t remove_some(Rank& rank, uint32_t tier, Hashes engine, uint64_t epoch);
+  void remove_some(Rank& rank, uint32_t tier, Hashes engine, std::vector<uint64_t>& removed,
+                   uint64_t epoch);
   void drop_some(Rank& rank, uint32_t tier, const NodeId* held, size_t count, uint64_t epoch);
 
   NodeId obtain(Rank& rank, const Origin& origin, uint64_t epoch);

@@ -132,13 +132,21 @@ void attach(Index& index, uint64_t rank, uint64_t tier, uint64_t previous, nb::h
   index.attach(rank, tier, previous, blocks.engine(), blocks.local());
 }
 
-size_t remove_blocks(Index& index, uint64_t rank, uint64_t tier, nb::handle engine) {
+nb::bytes packed(const std::vector<uint64_t>& values) {
+  return nb::bytes(reinterpret_cast<const char*>(values.data()), 8 * values.size());
+}
+
+nb::bytes remove_blocks(Index& index, uint64_t rank, uint64_t tier, nb::handle engine) {
   check_rank(rank);
   check_tier(tier);
   const View view(engine);
   const Hashes names = hashes(view);
-  const nb::gil_scoped_release released;
-  return index.remove(rank, tier, names);
+  std::vector<uint64_t> removed;
+  {
+    const nb::gil_scoped_release released;
+    removed = index.remove(rank, tier, names);
+  }
+  return packed(removed);
 }
 
 size_t clear(Index& index, uint64_t rank, std::optional<uint64_t> tier) {
@@ -184,10 +192,6 @@ nb::list find_batch(const Index& index, nb::list sequences) {
     from = end;
   }
   return found;
-}
-
-nb::bytes packed(const std::vector<uint64_t>& values) {
-  return nb::bytes(reinterpret_cast<const char*>(values.data()), 8 * values.size());
 }
 
 nb::object interface(const char* name) {

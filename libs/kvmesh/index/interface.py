@@ -90,8 +90,8 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def remove(self, rank: int, tier: int, engine: Buffer) -> int:
-        """Drop blocks by engine hash, in any order; returns how many were held."""
+    def remove(self, rank: int, tier: int, engine: Buffer) -> bytes:
+        """Drop blocks by engine hash, in any order; returns the sequence hashes of those held."""
         ...
 
     def clear(self, rank: int, tier: int | None = None) -> int:

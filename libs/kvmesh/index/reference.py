@@ -1,6 +1,7 @@
 """Prefix index in plain Python: the reference that the native core is tested against."""
 
 import sys
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -61,10 +62,11 @@ class ReferencePrefixIndex:
             held.setdefault(key, _Block(root, previous, local_hash, sequence))
             root, previous = False, sequence
 
-    def remove(self, rank: int, tier: int, engine: Buffer) -> int:
+    def remove(self, rank: int, tier: int, engine: Buffer) -> bytes:
         _check(rank, tier)
         held = self._held[rank, tier]
-        return sum(held.pop(key, None) is not None for key in _hashes(engine))
+        blocks = [held.pop(key) for key in _hashes(engine) if key in held]
+        return array("Q", [block.sequence for block in blocks]).tobytes()
 
     def clear(self, rank: int, tier: int | None = None) -> int:
         _check(rank, tier or 0)

@@ -23,7 +23,7 @@ def apply(index: PrefixIndex, events: list[KvEvent]) -> None:
         if isinstance(event, Cleared):
             index.clear(RANK)
         elif isinstance(event, Removed):
-            assert index.remove(RANK, event.tier, event.engine) == len(event.engine) // 8
+            assert len(index.remove(RANK, event.tier, event.engine)) == len(event.engine)
         else:
             stored = (event.parent, event.engine, event.local, event.salt)
             assert index.store(RANK, event.tier, *stored)
