@@ -4,6 +4,14 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+EVICTED = "evicted"  # the least recently used, to make space
+EXPIRED = "expired"  # evicted once its retention had expired
+CLIPPED = "clipped"  # evicted, as the tenant's budget did not cover its retention
+RELEASED = "released"  # only an ended session used it
+SUPERSEDED = "superseded"  # only an earlier prompt of a session used it
+CLEARED = "cleared"  # on command
+WORKER_GONE = "worker_gone"
+
 
 class Stored(Struct, frozen=True, array_like=True, tag="stored"):
     """Consecutive blocks stored after `parent` (an engine hash; None at the root of a prompt).
@@ -22,16 +30,26 @@ class Stored(Struct, frozen=True, array_like=True, tag="stored"):
 
 
 class Removed(Struct, frozen=True, array_like=True, tag="removed"):
-    """Blocks removed, by engine hash (packed uint64)."""
+    """Blocks removed, by engine hash (packed uint64).
+
+    `reason` is one of the above if the engine tells it; `request` is the request for whose blocks
+    the memory was needed.
+    """
 
     tier: int
     engine: bytes
+    reason: str | None = None
+    request: str | None = None
 
 
 class Cleared(Struct, frozen=True, array_like=True, tag="cleared"):
-    """All blocks of the rank removed, in `tier` or in all tiers. First event of a full dump."""
+    """All blocks of the rank removed, in `tier` or in all tiers. First event of a full dump.
+
+    `reason` is set if the engine has lost the blocks, unset in a dump.
+    """
 
     tier: int | None = None
+    reason: str | None = None
 
 
 KvEvent: TypeAlias = Stored | Removed | Cleared

@@ -215,7 +215,7 @@ def _parts(event: KvEvent, blocks: int) -> Iterator[KvEvent]:
     for start in range(0, len(event.engine), HASH_BYTES * blocks):
         part = slice(start, start + HASH_BYTES * blocks)
         if isinstance(event, Removed):
-            yield Removed(event.tier, event.engine[part])
+            yield replace(event, engine=event.engine[part])
         elif not start:
             yield replace(event, engine=event.engine[part], local=event.local[part])
         else:

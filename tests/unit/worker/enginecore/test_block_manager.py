@@ -187,8 +187,9 @@ def test_the_least_recently_released_end_of_a_prefix_goes_first() -> None:
     manager.unlock(old)
     manager.unlock(new)
     manager.take_events()
-    assert manager.allocate(3)
-    assert manager.take_events() == [Removed(0, packed([old[1], old[0], new[1]]).tobytes())]
+    assert manager.allocate(3, "r-1")
+    evicted = packed([old[1], old[0], new[1]]).tobytes()
+    assert manager.take_events() == [Removed(0, evicted, "evicted", "r-1")]
     assert not manager.allocate(2)
     assert manager.contents == {new[0]}
 

@@ -249,3 +249,60 @@ def test_urgent_requests_of_a_tenant_stay_within_its_budget() -> None:
     manager.now += RetentionOptions().session_idle_s
     manager.retention.evictable.expire(manager.now)
     assert manager.retention.budget.charged == {}
+
+
+def run_request(manager: BlockManager, local: list[int], work: Work, request: str) -> None:
+    """Run a prompt with its claims to its end."""
+    blocks, claims = hashes(local), parse_retention(work, 1, {})
+    held = manager.lock_prefix(blocks)
+    assert manager.allocate(len(local) - held, request)
+    parent = blocks[held - 1] if held else None
+    manager.promote(parent, SALT, blocks[held:], packed(local[held:]), work.tenant)
+    manager.retention.start_request(blocks, blocks, claims, manager.now)
+    manager.unlock(blocks)
+
+
+def removals(manager: BlockManager) -> list[tuple[int, str | None, str | None]]:
+    """Number, reason and request of each removal since the last call."""
+    return [
+        (len(event.engine) // 8, event.reason, event.request)
+        for event in manager.take_events()
+        if isinstance(event, Removed)
+    ]
+
+
+def work_of(tokens: int, retention: list[Retain], session: str | None = None) -> Work:
+    packed_tokens, sampling = array("I", range(tokens)).tobytes(), Sampling(max_tokens=1)
+    return Work(
+        request="r",
+        frontend="f",
+        tokens=packed_tokens,
+        sampling=sampling,
+        session=session,
+        tenant="t",
+        retention=retention,
+    )
+
+
+def test_a_removal_tells_its_reason_and_for_whose_blocks_it_was() -> None:
+    manager = BlockManager(8, RetentionOptions(budget=0.25, session_idle_s=1e9))
+    short = Retain(0, 2, 60, 3.0, "conversation", True)
+    run_request(manager, [1, 2], work_of(2, [short]), "r-1")
+    long = Retain(0, 4, 60, 100.0, "conversation", True)
+    run_request(manager, [11, 12, 13, 14], work_of(4, [long]), "r-2")
+    manager.now = 5.0
+    run_request(manager, [21, 22, 23, 24, 25, 26], work_of(6, []), "r-3")
+    assert sorted(removals(manager)) == [(2, "clipped", "r-3"), (2, "expired", "r-3")]
+    run_request(manager, [31, 32, 33, 34], work_of(4, []), "r-4")
+    assert ("evicted", "r-4") in {(reason, request) for _, reason, request in removals(manager)}
+    manager.clear()
+    assert {(reason, request) for _, reason, request in removals(manager)} == {("cleared", None)}
+
+
+def test_sessions_that_end_or_change_their_prompt_name_the_reason() -> None:
+    manager = BlockManager(16, RetentionOptions(session_idle_s=1e9))
+    run_request(manager, [1, 2, 3, 4], work_of(4, [], "a"), "r-1")
+    run_request(manager, [1, 2, 9, 9], work_of(4, [], "a"), "r-2")
+    assert removals(manager) == [(2, "superseded", None)]
+    manager.retention.release(["a"])
+    assert removals(manager) == [(4, "released", None)]

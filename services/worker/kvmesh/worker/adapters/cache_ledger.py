@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored, Work
+from kvmesh.bus.messages import CLEARED, Cleared, KvEvent, Removed, Stored, Work
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.index import TIERS
 from kvmesh.runtime.lru import LruCache
@@ -48,10 +48,12 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks no longer held in `tier` (None: in any)."""
+    """Blocks no longer held in `tier` (None: in any); reason and request are as in `Removed`."""
 
     hashes: list[int]
     tier: int | None = 0
+    reason: str | None = None
+    request: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,8 @@ class CacheLedger:
                 engine_hash for engine_hash in event.hashes if self._remove_copy(tier, engine_hash)
             ]
             if gone:
-                events.append(Removed(tier, array("Q", gone).tobytes()))
+                packed = array("Q", gone).tobytes()
+                events.append(Removed(tier, packed, event.reason, event.request))
         return events
 
     def _remove_copy(self, tier: int, engine_hash: int) -> bool:
@@ -336,7 +339,7 @@ class CacheLedger:
                 held.clear()
         if event.tier in (None, 0):
             self._sequence_hashes.clear()
-        return [Cleared(event.tier)]
+        return [Cleared(event.tier, CLEARED)]
 
     def _chains(self, tier: int, held: dict[int, _Block], published: set[int]) -> Iterator[Stored]:
         run: list[int] = []

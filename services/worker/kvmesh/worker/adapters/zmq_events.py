@@ -73,7 +73,8 @@ class EventDecoder:
             yield _stored(event)
         elif kind == "BlockRemoved" and event.get("group_idx") in (None, self._group):
             hashes = [fold_hash(value) for value in event["block_hashes"]]
-            yield BlocksRemoved(hashes, _tier(event))
+            reason, request = event.get("reason"), event.get("request")
+            yield BlocksRemoved(hashes, _tier(event), reason, request)
 
     def _is_chosen_group(self, event: dict[str, Any]) -> bool:
         group = event.get("group_idx")

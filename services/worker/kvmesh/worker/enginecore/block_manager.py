@@ -12,7 +12,7 @@ with held children is not evicted before them.
 from array import array
 from collections.abc import Iterator
 
-from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored
+from kvmesh.bus.messages import EVICTED, Cleared, KvEvent, Removed, Stored
 from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 from kvmesh.worker.enginecore.radix_tree import BlockRun, PrefixMatch, RadixTree
 from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions
@@ -48,6 +48,8 @@ class BlockManager:
             options, capacity, self._tree, self._evict, self._held_by_upper_tier
         )
         self._evicted_hashes = array("Q")
+        self._evicted_for: tuple[str, str | None] = EVICTED, None
+        self._allocating: str | None = None
         self._events: list[KvEvent] = []
 
     @property
@@ -100,8 +102,8 @@ class BlockManager:
         self.lock(match)
         return match.matched
 
-    def allocate(self, count: int) -> bool:
-        """Allocate `count` private blocks, evicting if necessary.
+    def allocate(self, count: int, request: str | None = None) -> bool:
+        """Allocate `count` private blocks for a request, evicting if necessary.
 
         False, without any change, if they do not fit.
         """
@@ -109,7 +111,9 @@ class BlockManager:
         if active > self.capacity:
             return False
         if active + self.cached > self.capacity:
+            self._allocating = request
             self.retention.evict(active + self.cached - self.capacity, self.now)
+            self._allocating = None
         self.active = active
         return True
 
@@ -191,12 +195,16 @@ class BlockManager:
         root_salt = salt if parent is None else 0
         self._events.append(Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), root_salt))
 
-    def _evict(self, run: BlockRun, count: int) -> None:
+    def _evict(self, run: BlockRun, count: int, reason: str) -> None:
+        cause = reason, self._allocating
+        if self._evicted_hashes and cause != self._evicted_for:
+            self._flush_evicted()
+        self._evicted_for = cause
         self._evicted_hashes += self._tree.truncate(run, count)
         self.cached -= count
 
     def _flush_evicted(self) -> None:
-        self._events.append(Removed(self.tier, self._evicted_hashes.tobytes()))
+        self._events.append(Removed(self.tier, self._evicted_hashes.tobytes(), *self._evicted_for))
         self._evicted_hashes = array("Q")
 
     def _held_by_upper_tier(self, prompt: "array[int]") -> int:

@@ -16,12 +16,14 @@ class BlockRun:
 
     `hashes` and `local_hashes` have one entry per block. `children` continue after the last block,
     by the first hash of each. `salt` and `tenant` are meaningful only without a `parent`.
-    `retention` is None if nothing is requested for the run.
+    `retention` is None if nothing is requested for the run; `lapsed` is EXPIRED or CLIPPED if the
+    retention requested at its last use has expired or was refused.
     """
 
     __slots__ = (
         "children",
         "hashes",
+        "lapsed",
         "local_hashes",
         "parent",
         "refs",
@@ -45,6 +47,7 @@ class BlockRun:
         self.tenant = tenant
         self.refs = 0
         self.retention: BlockRetention | None = None
+        self.lapsed: str | None = None
         self.children: dict[int, BlockRun] = {}
 
     def __len__(self) -> int:
@@ -143,6 +146,7 @@ class RadixTree:
         )
         upper.refs = run.refs
         upper.retention = run.retention.copy() if run.retention is not None else None
+        upper.lapsed = run.lapsed
         del run.hashes[:at]
         del run.local_hashes[:at]
         run.parent = upper

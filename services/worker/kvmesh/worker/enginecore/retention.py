@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from kvmesh.bus.messages import Pin, owner
+from kvmesh.bus.messages import (
+    CLEARED,
+    CLIPPED,
+    EVICTED,
+    EXPIRED,
+    RELEASED,
+    SUPERSEDED,
+    Pin,
+    owner,
+)
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import (
     DEFAULT_LEVEL,
@@ -56,9 +65,9 @@ class RetentionOptions:
 class RetentionManager:
     """Claims, pins and sessions of a rank with `capacity` blocks.
 
-    `evict_blocks` drops blocks from the end of an unused run without children, and may leave it
-    empty. `used_above` returns how many leading blocks of a prompt an upper tier holds: these stay
-    when a session drops the prompt.
+    `evict_blocks` drops blocks from the end of an unused run without children, for the reason of a
+    `Removed` event, and may leave it empty. `used_above` returns how many leading blocks of a
+    prompt an upper tier holds: these stay when a session drops the prompt.
     """
 
     def __init__(
@@ -66,7 +75,7 @@ class RetentionManager:
         options: RetentionOptions,
         capacity: int,
         tree: RadixTree,
-        evict_blocks: Callable[[BlockRun, int], None],
+        evict_blocks: Callable[[BlockRun, int, str], None],
         used_above: Callable[["array[int]"], int] = lambda _: 0,
     ) -> None:
         self.budget = RetentionBudget(
@@ -103,6 +112,7 @@ class RetentionManager:
         self.evictable.discard(run)
         if run.retention is not None:
             self._expire_claims(run, now)
+        run.lapsed = None
 
     def end_use(self, run: BlockRun, now: float) -> None:
         """Restart the time to live of a run's claims; put it into the eviction order if unused."""
@@ -115,13 +125,13 @@ class RetentionManager:
         """Evict the `count` unused blocks of the lowest rank; there are at least as many."""
         while count > 0:
             run = self.evictable.next_victim(now)
-            part = min(count, len(run.hashes))
+            part, reason = min(count, len(run.hashes)), run.lapsed or EVICTED
             if run.retention is not None:
                 self.budget.on_evicted(run.retention, part, now)
             if part == len(run.hashes):
-                self._evict_run(run)
+                self._evict_run(run, reason)
             else:
-                self._evict_blocks(run, part)
+                self._evict_blocks(run, part, reason)
             count -= part
 
     # requests
@@ -165,7 +175,7 @@ class RetentionManager:
     def record_prompt(self, session: str | None, prompt: "array[int]", now: float) -> None:
         """Record a session's newest prompt; drop blocks that only its superseded prompts used."""
         if session is not None:
-            self._drop_tails(self._sessions.record(session, prompt, now))
+            self._drop_tails(self._sessions.record(session, prompt, now), SUPERSEDED)
 
     def finish_request(
         self, held: "array[int]", request: RetentionRequest, now: float, first: int
@@ -219,7 +229,7 @@ class RetentionManager:
 
     def release(self, sessions: Sequence[str]) -> int:
         """Forget sessions and drop blocks that only they used; return the number of blocks."""
-        return self._drop_tails(self._sessions.release(sessions))
+        return self._drop_tails(self._sessions.release(sessions), RELEASED)
 
     def clear(self, salt: int | None, tenant: str = "") -> int:
         """Drop unused blocks, pinned or not, of all or one namespace; return their number."""
@@ -229,7 +239,7 @@ class RetentionManager:
             for root in self._tree.roots.values()
             if salt is None or (root.salt, root.tenant) == namespace
         ]
-        return sum(self._prune(root, pinned=True) for root in roots)
+        return sum(self._prune(root, CLEARED, pinned=True) for root in roots)
 
     # pins
 
@@ -296,7 +306,8 @@ class RetentionManager:
         if 0 < size < len(run):
             self._claim_run(self._split(run, size), wish, exclusive, request, now)
         directive = request.directives[wish.directive] if wish.directive is not None else None
-        self.budget.claim(retention, len(run), wish, now, directive, exclusive)
+        granted = self.budget.claim(retention, len(run), wish, now, directive, exclusive)
+        run.lapsed = None if granted else CLIPPED
         self._drop_if_empty(run)
 
     def _raise_run(self, run: BlockRun, wish: RetentionWish, payer: str, now: float) -> None:
@@ -339,8 +350,11 @@ class RetentionManager:
         return self.eviction_rank(run, now)
 
     def _expire_claims(self, run: BlockRun, now: float) -> None:
-        if run.retention is not None:
-            self.budget.expire(run.retention, len(run), now)
+        retention = run.retention
+        if retention is not None:
+            self.budget.expire(retention, len(run), now)
+            if not retention:
+                run.lapsed = EXPIRED
             self._drop_if_empty(run)
 
     def _drop_if_empty(self, run: BlockRun) -> None:
@@ -349,18 +363,18 @@ class RetentionManager:
         else:
             run.retention = None
 
-    def _evict_run(self, run: BlockRun) -> None:
+    def _evict_run(self, run: BlockRun, reason: str) -> None:
         self.evictable.discard(run)
-        self._evict_blocks(run, len(run.hashes))
+        self._evict_blocks(run, len(run.hashes), reason)
         if run.parent is not None and not run.parent.children:
             self.evictable.unblock(run.parent)
 
     # dropping blocks that no session uses
 
-    def _drop_tails(self, tails: Iterable[PromptTail[int]]) -> int:
-        return sum([self._drop_tail(tail) for tail in tails])
+    def _drop_tails(self, tails: Iterable[PromptTail[int]], reason: str) -> int:
+        return sum([self._drop_tail(tail, reason) for tail in tails])
 
-    def _drop_tail(self, tail: PromptTail[int]) -> int:
+    def _drop_tail(self, tail: PromptTail[int], reason: str) -> int:
         prompt = array("Q", tail.prompt)
         retained = max(tail.start, self._used_above(prompt))
         at = 0
@@ -369,11 +383,11 @@ class RetentionManager:
             if end > retained:
                 if at < retained and not run.refs:
                     self._split(run, retained - at)
-                return self._prune(run)
+                return self._prune(run, reason)
             at = end
         return 0
 
-    def _prune(self, top: BlockRun, pinned: bool = False) -> int:
+    def _prune(self, top: BlockRun, reason: str, pinned: bool = False) -> int:
         """Drop unused blocks of a run and all runs below it; return their number.
 
         Pinned blocks are dropped only with `pinned`.
@@ -388,7 +402,7 @@ class RetentionManager:
             blocks += len(run)
             if run.retention is not None:
                 self.budget.on_dropped(run.retention, len(run))
-            self._evict_run(run)
+            self._evict_run(run, reason)
         return blocks
 
 

@@ -242,7 +242,7 @@ class Scheduler:
         for sequence in sequences:
             if sequence.free_slots < 0:
                 blocks = -(sequence.free_slots // size)
-                self.blocks.allocate(blocks)
+                self.blocks.allocate(blocks, sequence.request.id)
                 sequence.private_blocks += blocks
                 sequence.free_slots += blocks * size
 
@@ -327,7 +327,7 @@ class Scheduler:
         return tokens
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int) -> bool:
-        while not self.blocks.allocate(count):
+        while not self.blocks.allocate(count, sequence.request.id):
             victim = max(self._all_running(), key=_SORT_KEY)
             self.remove(victim, SequenceState.WAITING)
             self.preemptions += 1

@@ -40,7 +40,7 @@ class LowerTier(BlockManager):
         held = self.lock_prefix(hashes)
         new = slice(held, len(hashes))
         if held < len(hashes):
-            self.allocate(len(hashes) - held)
+            self.allocate(len(hashes) - held, request.id)
             parent = hashes[held - 1] if held else None
             local = sequence.local_hashes[new]
             self.promote(parent, request.salt, hashes[new], local, request.tenant)

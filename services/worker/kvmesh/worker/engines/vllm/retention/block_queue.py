@@ -46,12 +46,14 @@ class RetainingBlockQueue:
         if self.num_free_blocks < n:
             raise ValueError(f"{n} blocks were requested, {self.num_free_blocks} are free")
         self.num_free_blocks -= n
-        if not self._runs.retained:
-            return self._plain.take(n)
-        now = self._clock()
+        self._runs.lapsed.clear()
         taken: list[Any] = []
+        if not self._runs.retained:
+            taken = self._plain.take(n)
+        now = self._clock() if len(taken) < n else 0.0
         while len(taken) < n:
             taken += self._take(n - len(taken), now)
+        self._runs.evicted(taken)
         return taken
 
     def remove(self, block: Any) -> None:

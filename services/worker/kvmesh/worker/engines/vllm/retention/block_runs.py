@@ -11,6 +11,7 @@ from itertools import count
 from math import inf
 from typing import Any, TypeAlias
 
+from kvmesh.bus.messages import CLIPPED, EXPIRED
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import BlockRetention, EvictionRank
 
@@ -110,11 +111,17 @@ class RetainedRun:
 
 
 class RetainedRuns:
-    """The runs of a pool of vLLM's blocks, by block id, charged to the tenants' budgets."""
+    """The runs of a pool of vLLM's blocks, by block id, charged to the tenants' budgets.
+
+    `lapsed` has the reason, EXPIRED or CLIPPED, for the blocks of the latest eviction whose
+    retention had ended or was refused, by vLLM's hash.
+    """
 
     def __init__(self, blocks: Sequence[Any], budget: RetentionBudget) -> None:
         self.by_block: list[RetainedRun | None] = [None] * len(blocks)
         self.retained = 0
+        self.lapsed: dict[Any, str] = {}
+        self._refused: set[int] = set()
         self._blocks = blocks
         self._block_type = type(blocks[0])
         self._budget = budget
@@ -147,9 +154,25 @@ class RetainedRuns:
         taken = run.free.take(limit)
         for block in taken:
             self.by_block[block.block_id] = None
+        if not run.retention.eviction_rank(now).until:
+            self.lapsed.update(dict.fromkeys((block.block_hash for block in taken), EXPIRED))
         self._budget.on_evicted(run.retention, len(taken), now)
         self._shrink(run, len(taken))
         return taken
+
+    def granted(self, blocks: Sequence[int], granted: bool) -> None:
+        """Note that the budget has granted or refused a wish for these blocks."""
+        if not granted:
+            self._refused.update(blocks)
+        elif self._refused:
+            self._refused.difference_update(blocks)
+
+    def evicted(self, blocks: Sequence[Any]) -> None:
+        """Note the reason of those of the evicted blocks whose retention was refused."""
+        for block in blocks if self._refused else ():
+            if block.block_id in self._refused:
+                self._refused.remove(block.block_id)
+                self.lapsed[block.block_hash] = CLIPPED
 
     def expire(self, now: float) -> None:
         """End the claims that have expired by `now`, and rank their runs anew."""

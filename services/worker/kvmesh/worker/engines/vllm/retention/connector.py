@@ -31,6 +31,7 @@ from kvmesh.worker.engines.vllm.retention.checkpoints import RetainedPrefixes, r
 from kvmesh.worker.engines.vllm.retention.hinted_requests import HintedRequests
 from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
 from kvmesh.worker.engines.vllm.retention.prefix_cache import PrefixCacheRetention
+from kvmesh.worker.engines.vllm.retention.removal_causes import RemovalCauses
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest
 from kvmesh.worker.engines.vllm.retention.settings import (
     DECODE,
@@ -94,6 +95,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         self._retention: PrefixCacheRetention | None = None
         self._prefixes: RetainedPrefixes | None = None
         self._pool: Any = None
+        self._causes: RemovalCauses | None = None
         self._figures: tuple[int, ...] = ()
         self._prefill_steps = 0
         self._reported_steps = 0
@@ -116,9 +118,11 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         )
         runs = RetainedRuns(pool.blocks, budget)
         self._pool = pool
+        cache = VllmPrefixCache(pool, runs, time.monotonic)
+        self._causes = cache.causes
         self._retention = PrefixCacheRetention(
             options,
-            VllmPrefixCache(pool, runs, time.monotonic),
+            cache,
             runs,
             budget,
             [spec.block_size for spec in self._specs],
@@ -135,9 +139,11 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
             end = self._prefixes.end(request, time.monotonic())
             if end > num_computed_tokens:
                 request.shared_prefix_boundary = end
+        self._note_allocation(request)
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._note_allocation(None)
         self._forget_prefix(request.request_id)
         if request.request_id not in self._requests:
             started = self._start(request)
@@ -147,6 +153,7 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         retention = self._retention
+        self._note_allocation(None)
         if retention is not None:
             if self._ended:
                 retention.release(self._ended)
@@ -245,6 +252,11 @@ class KvmeshRetentionConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         pass
 
     # helpers
+
+    def _note_allocation(self, request: Any) -> None:
+        """Note the waiting request that vLLM allocates blocks for, until its next call."""
+        if self._causes is not None:
+            self._causes.allocating = request
 
     def _forget_prefix(self, request: str) -> None:
         if self._prefixes is not None:

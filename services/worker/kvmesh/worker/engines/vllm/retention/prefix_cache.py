@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Protocol
 
-from kvmesh.bus.messages import Pin
+from kvmesh.bus.messages import CLEARED, RELEASED, SUPERSEDED, Pin
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import THINKING_LEVEL, UNCLAIMED, RetentionWish
 from kvmesh.retention.outcomes import Directive
@@ -44,8 +44,8 @@ class PrefixCache(Protocol):
         """True if no request uses the block."""
         ...
 
-    def drop(self, blocks: list[int]) -> None:
-        """Remove free blocks from the cache; they are reused first."""
+    def drop(self, blocks: list[int], reason: str) -> None:
+        """Remove free blocks from the cache, for a reason of `Removed`; they are reused first."""
         ...
 
 
@@ -110,7 +110,8 @@ class PrefixCacheRetention:
             self._forget_evicted_hashes()
         request.shared = self._sessions.shared_blocks(request.hashes, request.session)
         if request.session is not None:
-            self._drop_tails(self._sessions.record(request.session, request.hashes, now))
+            tails = self._sessions.record(request.session, request.hashes, now)
+            self._drop_tails(tails, SUPERSEDED)
 
     def allocated(
         self, request: RetainedRequest | None, blocks: Sequence[int], salt: int, tenant: str
@@ -223,7 +224,8 @@ class PrefixCacheRetention:
             self._claim_part(request, blocks[:size], made, wish, exclusive, now)
             blocks = blocks[size:]
         directive = None if wish.directive is None else request.directives[wish.directive]
-        self._budget.claim(made.retention, len(blocks), wish, now, directive, exclusive)
+        granted = self._budget.claim(made.retention, len(blocks), wish, now, directive, exclusive)
+        self._runs.granted(blocks, granted)
         self._runs.update(made, blocks, now)
 
     def _apply_pins(
@@ -259,19 +261,20 @@ class PrefixCacheRetention:
 
     def release(self, sessions: Sequence[str]) -> int:
         """Forget sessions and drop blocks that only they used; return the number of blocks."""
-        return self._drop_tails(self._sessions.release(sessions))
+        return self._drop_tails(self._sessions.release(sessions), RELEASED)
 
     def clear(self, salt: int | None, tenant: str) -> int:
         """Drop unused blocks, pinned or not, of all or one namespace; return their number."""
         namespace = None if salt is None else self._namespaces.get((salt, tenant), -1)
-        return self._drop(
+        blocks = (
             block
             for block, of in enumerate(self._namespace_of)
             if (namespace is None or of == namespace) and self._cache.holds(block)
         )
+        return self._drop(blocks, CLEARED)
 
-    def _drop_tails(self, tails: Iterable[PromptTail[bytes]]) -> int:
-        return sum([self._drop(self._unpinned(tail)) for tail in tails])
+    def _drop_tails(self, tails: Iterable[PromptTail[bytes]], reason: str) -> int:
+        return sum([self._drop(self._unpinned(tail), reason) for tail in tails])
 
     def _unpinned(self, tail: PromptTail[bytes]) -> Iterable[int]:
         """The blocks of a tail that no pin holds, last first."""
@@ -283,9 +286,9 @@ class PrefixCacheRetention:
                     if run is None or not run.retention.pins:
                         yield block
 
-    def _drop(self, blocks: Iterable[int]) -> int:
+    def _drop(self, blocks: Iterable[int], reason: str) -> int:
         unused = [block for block in blocks if self._cache.is_free(block)]
-        self._cache.drop(unused)
+        self._cache.drop(unused, reason)
         return len(unused)
 
     def _forget_evicted_hashes(self) -> None:

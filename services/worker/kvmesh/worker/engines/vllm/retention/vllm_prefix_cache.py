@@ -5,8 +5,10 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from kvmesh.bus.messages import EVICTED
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
+from kvmesh.worker.engines.vllm.retention.removal_causes import RemovalCauses
 
 
 class VllmPrefixCache:
@@ -18,6 +20,7 @@ class VllmPrefixCache:
 
     def __init__(self, pool: Any, runs: RetainedRuns, clock: Callable[[], float]) -> None:
         self._pool = pool
+        self.causes = RemovalCauses(pool, runs.lapsed.get)
         queue = RetainingBlockQueue(pool.free_block_queue, type(pool.blocks[0]), runs, clock)
         evict, reset = pool.evict_blocks, pool.reset_prefix_cache
 
@@ -55,5 +58,7 @@ class VllmPrefixCache:
     def is_free(self, block: int) -> bool:
         return bool(self._pool.blocks[block].ref_cnt == 0)
 
-    def drop(self, blocks: list[int]) -> None:
+    def drop(self, blocks: list[int], reason: str) -> None:
+        self.causes.reason = reason
         self._pool.evict_blocks(set(blocks))
+        self.causes.reason = EVICTED
