@@ -85,7 +85,13 @@ def _index_errors(indexer: IndexerService, workers: list[WorkerProcess]) -> list
         truth = {w.node: w.contents.depth(blocks) for w in workers}
         truth = {node: depth for node, depth in truth.items() if depth}
         overlaps = depths(
-            answer(holdings.index, holdings.keys, OverlapQuery([prompt(blocks)]), 0.0)
+            answer(
+                holdings.index,
+                holdings.keys,
+                OverlapQuery([prompt(blocks)]),
+                0.0,
+                holdings.removed,
+            )
         )
         if overlaps != truth:
             found.append(f"reports {overlaps} for {blocks[0]}/{len(blocks)} instead of {truth}")

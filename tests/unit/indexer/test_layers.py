@@ -9,7 +9,7 @@ LAYERS = [
     ["feed"],
     ["rank_state"],
     ["incarnations", "shards"],
-    ["decoding"],
+    ["decoding", "removed_blocks"],
     ["metrics", "readiness", "shortfall"],
 ]
 
@@ -21,4 +21,5 @@ def test_imports_only_point_downwards() -> None:
 
 def test_the_core_has_no_event_loop_and_no_clock() -> None:
     pure = ["rank_state", "incarnations", "shards", "decoding", "readiness", "shortfall"]
+    pure += ["removed_blocks"]
     assert imports_of("indexer", pure, ["asyncio", "datetime", "threading", "time"]) == []

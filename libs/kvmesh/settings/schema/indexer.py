@@ -25,6 +25,10 @@ class IndexerSettings(Section, frozen=True, kw_only=True):
         Seconds,
         Meta(description="… or when the newest is this old (a quarter of kv_age_s at most)"),
     ] = 3600.0
+    removed_blocks: Annotated[
+        int,
+        Meta(ge=0, description="latest removed blocks whose reason is known, for `kvmesh explain`"),
+    ] = 1 << 18
     reset_states: Annotated[
         bool, Meta(description="purge the KV stream and the snapshots, and start empty")
     ] = False

@@ -120,8 +120,11 @@ def _fault(event: KvEvent) -> str:
     if isinstance(event, Stored):
         if len(event.engine) % HASH_BYTES or len(event.engine) != len(event.local):
             return f"{len(event.engine)} bytes of engine and {len(event.local)} of local hashes"
-    elif isinstance(event, Removed) and len(event.engine) % HASH_BYTES:
-        return f"{len(event.engine)} bytes of engine hashes"
+    elif isinstance(event, Removed):
+        if len(event.engine) % HASH_BYTES:
+            return f"{len(event.engine)} bytes of engine hashes"
+        if len(event.reason or "") > MAX_NAME or len(event.request or "") > MAX_NAME:
+            return f"a reason or request of more than {MAX_NAME} characters"
     return ""
 
 

@@ -12,11 +12,21 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvmesh.bus.messages import Cleared, Instance, KvEvent, RankKey, Removed, Stored
-from kvmesh.hashing import HASH_BYTES
+from kvmesh.bus.messages import (
+    EVICTED,
+    WORKER_GONE,
+    Cleared,
+    Instance,
+    KvEvent,
+    RankKey,
+    Removed,
+    Stored,
+)
+from kvmesh.hashing import HASH_BYTES, sequence_hashes
 from kvmesh.index.interface import PrefixIndex
 from kvmesh.indexer.decoding import Bad, Events, EventSource
 from kvmesh.indexer.incarnations import Incarnations, rank_count, source_of_card
+from kvmesh.indexer.removed_blocks import Cause, RemovedBlocks
 from kvmesh.indexer.shards import Shard
 
 EXCESS_FACTOR = 2
@@ -68,11 +78,20 @@ class EventCounts:
 
 
 class RankStates:
-    """Applies events to an index and maintains the table of ranks. Not thread-safe."""
+    """Applies events to an index and maintains the table of ranks. Not thread-safe.
 
-    def __init__(self, index: PrefixIndex, shard: Shard = WHOLE_INDEX) -> None:
+    `removed` gets the blocks that ranks remove.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        shard: Shard = WHOLE_INDEX,
+        removed: RemovedBlocks | None = None,
+    ) -> None:
         self.index = index
         self.shard = shard
+        self.removed = RemovedBlocks(0) if removed is None else removed
         self.counts = EventCounts()
         self.incarnations = Incarnations()
         self.keys: list[RankKey] = []
@@ -177,7 +196,7 @@ class RankStates:
             if not rank.known and _begins_dump(event):
                 self._mark_known(rank)
             if rank.known:
-                self._apply_event(rank, event)
+                self._apply_event(rank, event, batch)
 
     def _new_events(
         self, rank: RankState, first: int, events: Sequence[KvEvent | Bad]
@@ -192,13 +211,18 @@ class RankStates:
         rank.next_event = max(rank.next_event, first + len(events))
         return events[seen:] if seen > 0 else events
 
-    def _apply_event(self, rank: RankState, event: KvEvent | Bad) -> None:
+    def _apply_event(self, rank: RankState, event: KvEvent | Bad, batch: Events) -> None:
         if isinstance(event, Stored):
             self._store(rank, event)
         elif isinstance(event, Removed):
-            self.counts.removed_blocks += self.index.remove(rank.slot, event.tier, event.engine)
+            removed = self.index.remove(rank.slot, event.tier, event.engine)
+            self.counts.removed_blocks += len(removed) // HASH_BYTES
+            reason, worker = event.reason or EVICTED, batch.source.worker
+            self.removed.add(removed, Cause(worker, event.tier, batch.time, reason, event.request))
         elif isinstance(event, Cleared):
             self.counts.cleared += 1
+            if event.reason is not None:
+                self._record_all(rank, batch.source.worker, batch.time, event.reason, event.tier)
             self.index.clear(rank.slot, event.tier)
         else:
             self._skip(rank, event)
@@ -285,6 +309,7 @@ class RankStates:
             rank.dump_requests = 0
             rank.next_request = None
             self.index.clear(rank.slot)
+            self.removed.events_lost()
             self._unknown[rank.slot] = rank
 
     def _mark_known(self, rank: RankState) -> None:
@@ -370,11 +395,23 @@ class RankStates:
         if self._current.get(holder.source) == instance:
             del self._current[holder.source]
         for rank in holder.ranks.values():
+            self._record_all(rank, holder.source.worker, self.removed.clock(), WORKER_GONE)
             self.index.clear(rank.slot)
             self.keys[rank.slot] = NO_RANK
             self._ranks[rank.slot] = None
             self._unknown.pop(rank.slot, None)
             heapq.heappush(self._free, rank.slot)
+
+    def _record_all(
+        self, rank: RankState, worker: str, now: float, reason: str, tier: int | None = None
+    ) -> None:
+        """Record all blocks of a rank, or those of one tier, as removed."""
+        if not self.removed.enabled:
+            return
+        for segment in self.index.dump(rank.slot):
+            if tier in (None, segment.tier):
+                blocks = sequence_hashes(segment.local, segment.previous)
+                self.removed.add(blocks, Cause(worker, segment.tier, now, reason))
 
     def _add_rank(self, holder: Holder, number: int) -> RankState:
         if not self._free:

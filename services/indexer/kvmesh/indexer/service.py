@@ -19,6 +19,7 @@ from kvmesh.indexer.metrics import StateCollector
 from kvmesh.indexer.queries.query_server import SHARD, QueryServer
 from kvmesh.indexer.rank_state import WHOLE_INDEX, RankStates
 from kvmesh.indexer.readiness import IndexerReadiness
+from kvmesh.indexer.removed_blocks import RemovedBlocks
 from kvmesh.indexer.shards import Shard
 from kvmesh.indexer.shortfall import Shortfall
 from kvmesh.indexer.snapshots.snapshotter import Snapshotter, SnapshotThresholds
@@ -45,7 +46,8 @@ class IndexerService:
         self._service = service
         self._bus = service.bus
         self.shard = _shard(service)
-        self.states = RankStates(create_index(), self.shard)
+        removed = RemovedBlocks(settings.removed_blocks, time.time)
+        self.states = RankStates(create_index(), self.shard, removed)
         self.feed = Feed(service.bus, self.states)
         self.queries = QueryServer(
             service.bus, self.states, self.feed, settings.shard_timeout_s, service.instance

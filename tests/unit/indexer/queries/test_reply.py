@@ -9,6 +9,7 @@ from kvmesh.hashing import sequence_hashes
 from kvmesh.index import create_index
 from kvmesh.index.interface import PrefixIndex
 from kvmesh.indexer.queries.reply import answer
+from kvmesh.indexer.removed_blocks import RemovedBlocks
 
 KEYS = [RankKey("a", 0), RankKey("", 0), RankKey("b", 0), RankKey("b", 1)]
 
@@ -42,13 +43,19 @@ def read(reply: OverlapReply) -> list[dict[tuple[str, int], tuple[int, ...]]]:
 
 
 def test_rows_name_ranks_and_tiers(index: PrefixIndex) -> None:
-    reply = answer(index, KEYS, OverlapQuery([prompt(1, 2, 3, 4)]), 0.5)
+    reply = answer(index, KEYS, OverlapQuery([prompt(1, 2, 3, 4)]), 0.5, RemovedBlocks(0))
     assert read(reply) == [{("a", 0): (2, 0, 0, 0), ("b", 0): (1, 2, 0, 0)}]
     assert reply.lag == 0.5
 
 
 def test_prompts_of_one_query_share_the_list_of_ranks(index: PrefixIndex) -> None:
-    reply = answer(index, KEYS, OverlapQuery([prompt(1), prompt(8), prompt(9), prompt()]), 0.0)
+    reply = answer(
+        index,
+        KEYS,
+        OverlapQuery([prompt(1), prompt(8), prompt(9), prompt()]),
+        0.0,
+        RemovedBlocks(0),
+    )
     assert len(reply.ranks) == 3
     assert read(reply) == [
         {("a", 0): (1, 0, 0, 0), ("b", 0): (1, 0, 0, 0)},
@@ -59,9 +66,9 @@ def test_prompts_of_one_query_share_the_list_of_ranks(index: PrefixIndex) -> Non
 
 
 def test_no_prompts_get_no_rows(index: PrefixIndex) -> None:
-    assert answer(index, KEYS, OverlapQuery([]), 0.0) == OverlapReply([], [])
+    assert answer(index, KEYS, OverlapQuery([]), 0.0, RemovedBlocks(0)) == OverlapReply([], [])
 
 
 def test_a_prompt_of_partial_hashes_is_an_error(index: PrefixIndex) -> None:
     with pytest.raises(ValueError, match="hash"):
-        answer(index, KEYS, OverlapQuery([b"odd"]), 0.0)
+        answer(index, KEYS, OverlapQuery([b"odd"]), 0.0, RemovedBlocks(0))

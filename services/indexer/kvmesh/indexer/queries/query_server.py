@@ -106,7 +106,8 @@ class QueryServer:
         self.counts.queries += 1
         self.counts.prompts += len(query.prompts)
         try:
-            return answer(self._states.index, self._states.keys, query, self._feed.lag)
+            states = self._states
+            return answer(states.index, states.keys, query, self._feed.lag, states.removed)
         except ValueError as error:
             return self._refuse(str(error))
 
