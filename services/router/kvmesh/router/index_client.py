@@ -16,7 +16,7 @@ import numpy as np
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import MessageTooLarge
-from kvmesh.bus.messages import OverlapQuery, RankKey
+from kvmesh.bus.messages import OverlapQuery, RankKey, Removal
 from kvmesh.router.scoring.overlaps import Overlaps
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ class _Reply(msgspec.Struct, array_like=True):
 
     ranks: msgspec.Raw
     rows: list[bytes]
+    lag: float = 0.0
+    removals: list[list[Removal]] = []
+    since: float = 0.0
 
 
 _replies = msgspec.msgpack.Decoder(_Reply)
@@ -178,7 +181,12 @@ class IndexClient:
         except msgspec.MsgspecError as error:
             self._complete(token, None, f"unreadable reply: {error}")
             return
-        self._complete(token, [Overlaps(ranks, rows) for rows in reply.rows])
+        removals = reply.removals or [[] for _ in reply.rows]
+        found = [
+            Overlaps(ranks, rows, removed, reply.since)
+            for rows, removed in zip(reply.rows, removals, strict=True)
+        ]
+        self._complete(token, found)
 
     def _on_probe(self, indexer: str, sent: float, data: bytes) -> None:
         try:
@@ -250,6 +258,8 @@ class IndexClient:
 def _check(reply: _Reply, ranks: int, prompts: int) -> None:
     if len(reply.rows) != prompts:
         raise msgspec.ValidationError(f"{len(reply.rows)} replies to {prompts} prompts")
+    if reply.removals and len(reply.removals) != prompts:
+        raise msgspec.ValidationError(f"removals of {len(reply.removals)} of {prompts} prompts")
     for rows in reply.rows:
         if len(rows) % ROW:
             raise msgspec.ValidationError(f"rows of {len(rows)} bytes")

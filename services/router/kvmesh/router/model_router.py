@@ -250,6 +250,7 @@ class ModelRouter:
             decision=decision if request.explain else None,
             prefill=None if prefill is None else RankKey(prefill.instance, prefill.rank),
             needs_handoff=self.core.table.needs_handoff(chosen.instance),
+            possible=decision.possible,
         )
 
     def sweep(self, routers: set[str], now: float) -> None:

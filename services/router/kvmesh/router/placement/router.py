@@ -22,8 +22,9 @@ from kvmesh.router.placement.policy_runner import PolicyRunner
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice, to_wire
 from kvmesh.router.scoring.overlaps import Overlaps, OverlapWatch, gather
+from kvmesh.router.scoring.possible_hits import possible_hits
 from kvmesh.router.state.active_sequences import ActiveSequences
-from kvmesh.router.state.arrays import Slots
+from kvmesh.router.state.arrays import Floats, Slots
 from kvmesh.router.state.engine_reports import EngineReports
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
 from kvmesh.router.state.rank_speeds import RankSpeeds
@@ -141,10 +142,11 @@ class RouterCore:
         choice = self.policies.choose(name, policy, candidates, model)
         if overlaps is not None and arrived is not None:
             self.overlap_watch.observe(request.sequence_hashes, bool(overlaps.rows), now)
-        prefill = None
+        prefill, first = None, candidates
         if self.table.disaggregated:
             candidates, choice, prefill = self._disaggregate(name, policy, candidates, choice)
         chosen, shown = to_wire(candidates, choice)
+        serves: Serves = "all" if prefill is None else "prefill"
         return Decision(
             request=request.request,
             model=self.model,
@@ -165,6 +167,7 @@ class RouterCore:
             attempt=len(request.placement.exclude),
             note=note or choice.note,
             prefetch=request.prefetch,
+            possible=possible_hits(first, prefill or chosen, serves),
         )
 
     def commit(self, decision: Decision, now: float) -> list[SeqAdd]:
@@ -232,6 +235,7 @@ class RouterCore:
             preference=table.preference(prefer, slots) if prefer else None,
             max_decode=max_decode,
             slowness=self.speeds.factors(slots),
+            running=_deepest(shared, predicted),
         )
 
     def eligible(self, request: RouteRequest, serves: Serves = "all") -> Slots:
@@ -284,6 +288,12 @@ class RouterCore:
         if not len(slots):
             return None
         return self.candidates(request, candidates.overlaps, candidates.now, serves, slots)
+
+
+def _deepest(shared: Floats, predicted: Floats | None) -> float:
+    """The most leading blocks of one rank, among those of active and of predicted requests."""
+    deepest = float(shared.max(initial=0.0))
+    return deepest if predicted is None else max(deepest, float(predicted.max(initial=0.0)))
 
 
 _UNLIMITED = thresholds(RouterSettings())

@@ -27,7 +27,8 @@ class Candidates:
     - `requests`: number of active requests;
     - `preference`: factors of the cost from the request's label preferences, if it has any;
     - `slowness`: relative time for the same work, if some rank is an outlier;
-    - `overlaps`: the index's reply; `max_decode`: an upper bound of `decode`.
+    - `overlaps`: the index's reply; `max_decode`: an upper bound of `decode`;
+    - `running`: leading blocks that running requests hold or compute on some rank.
 
     Policies must not write to any of them.
     """
@@ -45,6 +46,7 @@ class Candidates:
     preference: Floats | None = None
     max_decode: float = inf
     slowness: Floats | None = None
+    running: float = 0.0
 
     def __len__(self) -> int:
         return len(self.slots)

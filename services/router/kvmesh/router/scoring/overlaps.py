@@ -1,12 +1,13 @@
 """Overlaps from the index joined with predictions and loads; detection of a broken index."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvmesh import _native
-from kvmesh.bus.messages import OverlapReply, RankKey
+from kvmesh.bus.messages import OverlapReply, RankKey, Removal
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.arrays import Floats, Slots
 from kvmesh.router.state.rank_table import RankTable
@@ -18,14 +19,18 @@ class Overlaps(NamedTuple):
     """The index's reply for one prompt.
 
     `rows` are rows of five uint32: an index into `ranks`, and the blocks that each tier adds.
+    `removals` and `since` are as in `OverlapReply`.
     """
 
     ranks: list[RankKey]
     rows: bytes
+    removals: Sequence[Removal] = ()
+    since: float = 0.0
 
     @classmethod
     def of(cls, reply: OverlapReply, prompt: int = 0) -> "Overlaps":
-        return cls(reply.ranks, reply.rows[prompt])
+        removals = reply.removals[prompt] if reply.removals else []
+        return cls(reply.ranks, reply.rows[prompt], removals, reply.since)
 
 
 def gather(
