@@ -18,6 +18,7 @@ LAYERS = [
     {"wake"},
     {"preprocess"},
     {"models"},
+    {"cache_account"},
     {"dialects", "apis", "auth", "tokenizer"},
     {"namespaces", "json_bounds"},
     {"conversation", "errors", "metrics", "fair_threads"},

@@ -2,19 +2,37 @@
 
 from msgspec import Struct
 
+from kvmesh.bus.messages.cache import PromptChange
 
-class SessionQuery(Struct, frozen=True):
-    """Query to all frontends for the last prompt of a session; only one that has it replies."""
+
+class SessionQuery(Struct, frozen=True, omit_defaults=True):
+    """Query to all frontends for the last prompt of a session; only one that has it replies.
+
+    With `conversation`, for the last prompt of one of the session's conversations.
+    """
 
     model: str
     session: str
+    conversation: int | None = None
 
 
-class SessionPrompt(Struct, frozen=True):
-    """The last prompt of a session: packed uint32 tokens, and its adapter."""
+class SessionPrompt(Struct, frozen=True, omit_defaults=True):
+    """A prompt of a session: packed uint32 tokens, and its adapter.
+
+    `request` is the request's id, `time` its arrival in Unix seconds, `salt` that of its blocks,
+    `output` the tokens generated after it, complete once `done` is set. `conversation` identifies
+    the session's conversation; `change` is the prompt's own difference from the one before.
+    """
 
     tokens: bytes
     adapter: str | None = None
+    salt: int = 0
+    request: str = ""
+    time: float = 0.0
+    conversation: int = 0
+    output: bytes = b""
+    done: bool = False
+    change: PromptChange | None = None
 
 
 class KeyUse(Struct, frozen=True, array_like=True):

@@ -5,6 +5,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from kvmesh.bus.messages.cache import CacheAccount
+
 
 class OverlapQuery(Struct, frozen=True, array_like=True):
     """Prompts, each as packed sequence hashes.
@@ -23,15 +25,34 @@ class RankKey(Struct, frozen=True, array_like=True):
     rank: int
 
 
+class Removal(Struct, frozen=True, array_like=True):
+    """`blocks` blocks of a prompt, from index `first` on, that a rank has held and removed.
+
+    `time` is in Unix seconds, `reason` as in `Removed`, as is `request`.
+    """
+
+    first: int
+    blocks: int
+    worker: str
+    tier: int
+    time: float
+    reason: str
+    request: str | None = None
+
+
 class OverlapReply(Struct, frozen=True, array_like=True):
     """For each prompt, rows of five uint32: index into `ranks`, then blocks added by each tier.
 
-    `lag`: the reply may be out of date by so many seconds.
+    `lag`: the reply may be out of date by so many seconds. `removals` are those of each prompt's
+    blocks after the longest overlap, in order; empty if there are none of any prompt. The removals
+    since the Unix time `since` are all known.
     """
 
     ranks: list[RankKey]
     rows: list[bytes]
     lag: float = 0.0
+    removals: list[list[Removal]] = []
+    since: float = 0.0
 
 
 class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -119,12 +140,40 @@ class Candidate(Struct, frozen=True, kw_only=True):
     cost: float
 
 
+class Elsewhere(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The rank or kvbm that holds most leading `blocks` of a prompt, if it is not the chosen one.
+
+    `reason`: "load" if the policy preferred another rank, "room" if the rank lacks free capacity,
+    "busy" if it is past a threshold, "constraints" if the request's constraints exclude it,
+    "excluded" if it refused the request or was lost with it, "draining", or "gone".
+    """
+
+    instance: str
+    rank: int
+    blocks: int
+    reason: str
+
+
+class PossibleHits(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Leading blocks of a prompt that the mesh could have reused, when it was placed.
+
+    `chosen`: the rank that computes the prompt holds them; `running`: requests that run hold or
+    compute them; `removals` follow the longest overlap. `since` is as in `OverlapReply`.
+    """
+
+    chosen: int = 0
+    running: int = 0
+    elsewhere: Elsewhere | None = None
+    removals: list[Removal] = []
+    since: float = 0.0
+
+
 class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=True):
     """A placement and its reasons. `time` is in Unix seconds; `wait_s` is the time in the queue.
 
     `candidates` are the best of the `eligible` ranks, cheapest first; `prefill` is the rank that
     computes the prompt, if it differs from `chosen`. `prefetch` is set if the prompt is to be
-    prefetched.
+    prefetched. `possible` is None if the index did not reply.
     """
 
     request: str
@@ -146,6 +195,7 @@ class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=
     attempt: int = 0
     note: str | None = None
     prefetch: PrefetchTerms | None = None
+    possible: PossibleHits | None = None
 
 
 class ComputedAhead(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -167,7 +217,8 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     """Result of a placed request: `cached_tokens` as counted by the engine, times in seconds.
 
     `finish` is "stop", "length", "cancelled", "error" or "tool_calls", if the answer called a tool.
-    `cached_tiers` are the cached tokens by tier; empty if the engine has not counted them.
+    `cached_tiers` are the cached tokens by tier; empty if the engine has not counted them. `cache`
+    is None then, and of the further choices of a prompt.
     """
 
     request: str
@@ -180,6 +231,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     finish: str
     ahead: ComputedAhead | None = None
     cached_tiers: list[int] = []
+    cache: CacheAccount | None = None
 
 
 RouteEvent: TypeAlias = Decision | Outcome
@@ -197,6 +249,7 @@ class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
     decision: Decision | None = None
     prefill: RankKey | None = None
     needs_handoff: bool = False
+    possible: PossibleHits | None = None
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):

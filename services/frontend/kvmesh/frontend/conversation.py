@@ -108,6 +108,8 @@ class GenerateRequest(Struct, kw_only=True):
     - `speculative`: prefill the predicted next prompt once this request ends.
     - `cache_salt`: name of the tenant as the caller gives it; its tag after authorization.
     - `owner`: fair queues for threads alternate between owners.
+    - `previous_message`: id of the answer to the conversation's earlier request, for a diagnosis of
+      its cache; empty for a diagnosis without one, None for none.
     """
 
     id: str
@@ -138,6 +140,7 @@ class GenerateRequest(Struct, kw_only=True):
     ignored: list[str] = []
     body_bytes: int = 0
     owner: str = ""
+    previous_message: str | None = None
 
     @property
     def turn(self) -> int:

@@ -71,6 +71,21 @@ retention_directives = Counter(
     "Retention directives by outcome at the start of their request",
     ["model", "outcome"],
 )
+prompt_cache_tokens = Counter(
+    "kvmesh_frontend_prompt_cache_tokens",
+    "Prompt tokens by account: reused (own, ahead, shared), lost by reason, and new",
+    ["model", "class", "reason"],
+)
+possible_tokens = Counter(
+    "kvmesh_frontend_possible_tokens",
+    "Prompt tokens that an endless cache would have held",
+    ["model"],
+)
+moving_prompts = Counter(
+    "kvmesh_frontend_moving_prompts",
+    "Requests of sessions whose prompt changes every turn, by the part that changes",
+    ["model", "part"],
+)
 speculative_tokens = Counter(
     "kvmesh_frontend_speculative_tokens",
     "Tokens of speculative prefills, by whether the next turn used them",

@@ -32,6 +32,7 @@ class Usage(Struct, frozen=True):
 
     `cached` of the `prompt` tokens were read from a cache. `stored` others are cached from now on,
     `stored_1h` of them for at least an hour, as requested. `reasoning` is part of `output`.
+    `diagnostics` is Anthropic's diagnosis of the cache, if the request asks for it.
     """
 
     prompt: int
@@ -40,6 +41,7 @@ class Usage(Struct, frozen=True):
     output: int
     reasoning: int = 0
     stored_1h: int = 0
+    diagnostics: dict[str, Any] | None = None
 
 
 class AnswerSummary(Struct, frozen=True):

@@ -16,6 +16,7 @@ from kvmesh.frontend.dispatch.task import DispatchState, SequenceTask
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.choice import AnswerContext, Choice, DiscardSink, FrameSink
+from kvmesh.frontend.generation.diagnostics import diagnostics
 from kvmesh.frontend.generation.nvext import nvext
 from kvmesh.frontend.generation.outcome import OutcomeReporter
 from kvmesh.frontend.generation.output import OutputPipeline, PlainText
@@ -72,7 +73,9 @@ class ActiveRequest:
         names = [f"{request.id}-{i}" if i else request.id for i in range(count)]
         streams = [TokenStream(name, started) for name in names]
         self._pipelines = [_pipeline(prepared) for _ in streams]
-        self._counter = UsageCounter(prepared, streams, self._pipelines)
+        self._counter = UsageCounter(
+            prepared, streams, self._pipelines, lambda: diagnostics(self.tasks[0])
+        )
         self.transcript = Transcript() if request.speculative and count == 1 else None
         texts = (
             prepared.model.dialect.token_texts if request.sampling.logprobs is not None else None

@@ -1,4 +1,4 @@
-"""Comparison of the cached tokens that routers expect with those that engines find."""
+"""PromptComparison of the cached tokens that routers expect with those that engines find."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -9,6 +9,7 @@ import msgspec
 from kvmesh.bus.messages import Candidate, Retain
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.generation.accounts import account_of, loss_object
 from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 from kvmesh.frontend.preprocess.retention import directive_outcomes
 
@@ -80,8 +81,33 @@ def _cache(task: SequenceTask) -> dict[str, Any]:
         "cached_tokens": sum(cached),
         "tiers": cached,
         "prompt_tokens": task.prompt.count,
+        "account": _account(task),
         "retention": [_directive(*entry) for entry in retention],
         **({} if decode is None else {"decode": _outcome(*decode)}),
+    }
+
+
+def _account(task: SequenceTask) -> dict[str, Any] | None:
+    """The account of the prompt for its caller, who learns nothing of other tenants' requests."""
+    account, compared = account_of(task), task.prepared.comparison
+    if account is None:
+        return None
+    size = task.prepared.model.card.block_size
+    change = None
+    if account.change is not None and compared is not None:
+        change = {
+            **msgspec.to_builtins(account.change),
+            "block": account.change.token // size,
+            "before": compared.before,
+            "after": compared.after,
+        }
+    return {
+        "reused": {"own": account.own, "ahead": account.ahead, "shared": account.shared},
+        "lost": [loss_object(loss) for loss in account.losses],
+        "new": account.new,
+        "possible": account.possible,
+        "previous": account.previous,
+        "change": change,
     }
 
 

@@ -7,6 +7,7 @@ from kvmesh.bus.messages import Outcome
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.task import SequenceTask
+from kvmesh.frontend.generation.accounts import account_of, count_tokens
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.nvext import all_outcomes
 
@@ -24,6 +25,9 @@ class OutcomeReporter:
         An answer that `calls_tools` before it stops finishes with "tool_calls".
         """
         now, stream = asyncio.get_running_loop().time(), task.stream
+        account = account_of(task)
+        if account is not None:
+            count_tokens(task.model, account)
         first, cached = stream.first_token_at, sum(stream.cached or [])
         finish = stream.finish or "cancelled"
         if finish == "stop" and calls_tools:
@@ -41,6 +45,7 @@ class OutcomeReporter:
                 finish=finish,
                 ahead=task.prepared.computed_ahead(cached),
                 cached_tiers=stream.cached or [],
+                cache=account,
             ),
         )
         _measure(task, started, now)

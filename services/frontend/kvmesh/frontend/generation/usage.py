@@ -1,6 +1,7 @@
 """Token counts of a request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvmesh.frontend.apis.base import Renderer, Usage
 from kvmesh.frontend.dispatch.token_stream import TokenStream
@@ -12,17 +13,22 @@ HOUR_S = 3600.0
 
 
 class UsageCounter:
-    """Counts the whole request; each prompt counts once, however many choices it has."""
+    """Counts the whole request; each prompt counts once, however many choices it has.
+
+    `diagnose` returns the diagnosis of the cache, if the request asks for it.
+    """
 
     def __init__(
         self,
         prepared: PreparedRequest,
         streams: Sequence[TokenStream],
         pipelines: Sequence[OutputPipeline],
+        diagnose: Callable[[], dict[str, Any] | None],
     ) -> None:
         self._prepared = prepared
         self._streams = streams
         self._pipelines = pipelines
+        self._diagnose = diagnose
 
     @property
     def output_tokens(self) -> int:
@@ -46,6 +52,7 @@ class UsageCounter:
             output=self.output_tokens,
             reasoning=sum(pipeline.reasoning_tokens for pipeline in self._pipelines),
             stored_1h=stored_1h,
+            diagnostics=self._diagnose(),
         )
 
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import ComputedAhead, Guided, Retain
+from kvmesh.frontend.cache_account.comparison import PromptComparison
 from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResult
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
@@ -55,7 +56,9 @@ class PreparedRequest(Struct):
     """A request ready for dispatch; `max_tokens` fits the context after every prompt.
 
     `tail` is the end of the rendered prompt, which shows whether the output begins with thinking.
-    `ahead` is what a speculative prefill was to compute of the first prompt.
+    `ahead` is what a speculative prefill was to compute of the first prompt. `encoded` is the
+    rendered conversation with its tokens until `comparison` compares it with the earlier prompt,
+    one of the model `earlier_model` if that is another; `comparing` while it is looked up.
     """
 
     request: GenerateRequest
@@ -67,6 +70,10 @@ class PreparedRequest(Struct):
     required_tool_call: RequiredToolCall | None
     guided: Guided | None
     ahead: ComputedAhead | None = None
+    encoded: EncodedPrompt | None = None
+    comparison: PromptComparison | None = None
+    earlier_model: str | None = None
+    comparing: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,6 +121,7 @@ class Preprocessor:
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         required = required_tool_call(request)
         text = "" if request.prompts else render(request, model)
+        encoded: EncodedPrompt | None = None
         if request.prompts:
             packed = yield from self._raw_prompts(request, model)
             retention = explicit_retention(request)
@@ -126,7 +134,17 @@ class Preprocessor:
         longest = max(prompt.count for prompt in prompts)
         limit = output_limit(request, len(prompts), longest, model.card.context)
         tail, guided = text[-TAIL_CHARS:], _guided(request, model, required)
-        return PreparedRequest(request, model, adapter, prompts, limit, tail, required, guided)
+        return PreparedRequest(
+            request,
+            model,
+            adapter,
+            prompts,
+            limit,
+            tail,
+            required,
+            guided,
+            encoded=encoded,
+        )
 
     def _infer_session(
         self, request: GenerateRequest, prompt: PromptTokens, block_size: int

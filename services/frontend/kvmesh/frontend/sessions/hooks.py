@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release, SessionPrompt
+from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release
 from kvmesh.frontend import metrics
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dispatch.control_client import ControlClient
@@ -18,6 +18,7 @@ from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.namespaces import inferred
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
+from kvmesh.frontend.sessions.histories import Histories
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
@@ -52,7 +53,7 @@ class SessionHooks:
         preprocessor: Preprocessor,
         max_tokens: int,
     ) -> None:
-        self._last_prompts = last_prompts
+        self._histories = Histories(last_prompts)
         self._control = control
         self._preprocessor = preprocessor
         self._max_tokens = max_tokens
@@ -61,10 +62,8 @@ class SessionHooks:
 
     def begin(self, prepared: PreparedRequest) -> HookedRequest:
         """Store the session's prompt and cancel the speculative prefill made for it."""
-        prompt, session = prepared.prompts[0], prepared.request.hints.session
-        if session is not None and len(prepared.prompts) == 1:
-            last = SessionPrompt(prompt.tokens, prepared.adapter)
-            self._last_prompts.store(prepared.model.card.name, session, last)
+        prompt = prepared.prompts[0]
+        self._histories.begin(prepared)
         tenant = prepared.request.cache_salt
         speculation = self._speculations.pop(tenant, prompt.sequence_hashes)
         if speculation is None:
@@ -83,6 +82,7 @@ class SessionHooks:
         `in_order`: the API's clients return text, thinking and calls in the order of the answer.
         """
         prepared, stream = hooked.prepared, active.tasks[0].stream
+        self._histories.end(prepared, stream)
         request, transcript = prepared.request, active.transcript
         ahead = prepared.computed_ahead(sum(stream.cached or []))
         if hooked.speculation is not None and ahead is not None:
@@ -105,6 +105,7 @@ class SessionHooks:
                 _count(speculation, 0)
 
     async def close(self) -> None:
+        await self._histories.close()
         await self._tasks.close()
 
     async def _speculate(self, active: ActiveRequest, following: GenerateRequest) -> None:

@@ -53,6 +53,8 @@ def parse_body(body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRe
     request = to_request(parsed, f"msg_{stamp.token}")
     user = session_in_user_id(parsed.metadata.user_id if parsed.metadata else None)
     apply_hints(request, headers, parsed.nvext, user)
+    if parsed.diagnostics is not None:
+        request.previous_message = parsed.diagnostics.previous_message_id or ""
     request.retain_prompt(parsed.cache_control.ttl_s() if parsed.cache_control else None)
     if "ignored" in request.extra_fields:
         request.ignored = ignored_fields(body, MessagesBody)
@@ -157,7 +159,12 @@ class MessagesAnswer:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage_object(usage),
+            **self._diagnostics(usage),
         }
+
+    def _diagnostics(self, usage: Usage) -> dict[str, Any]:
+        asked = self._request.previous_message is not None
+        return {"diagnostics": usage.diagnostics} if asked else {}
 
     def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
         frames = []

@@ -104,6 +104,10 @@ class Metadata(Struct):
     user_id: str | None = None
 
 
+class Diagnostics(Struct):
+    previous_message_id: str | None = None
+
+
 class MessagesBody(Struct, kw_only=True):
     """Fields of the Messages API and of token counting. Ignores unknown fields."""
 
@@ -123,6 +127,7 @@ class MessagesBody(Struct, kw_only=True):
     output_format: OutputFormat | None = None
     metadata: Metadata | None = None
     cache_control: CacheMark | None = None
+    diagnostics: Diagnostics | None = None
     nvext: Nvext | None = None
 
 

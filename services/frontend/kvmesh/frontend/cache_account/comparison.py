@@ -1,0 +1,127 @@
+"""PromptComparison of a prompt with the earlier one of its conversation, token by token. Pure."""
+
+from collections.abc import Callable
+
+import numpy as np
+from msgspec import Struct
+
+from kvmesh.bus.messages import PromptChange, SessionPrompt
+from kvmesh.hashing import TOKEN_BYTES
+
+WINDOW = 4096 * TOKEN_BYTES  # bytes to search for text that has moved
+PROBE = 16 * TOKEN_BYTES
+EXCERPT_TOKENS = 12
+
+
+class PromptComparison(Struct, frozen=True, kw_only=True):
+    """A prompt beside the earlier one, of `length` tokens with its output.
+
+    They share the first `common` tokens; an engine has computed the first `computed` ones, all but
+    the last of the output. `same_salt`: they share blocks. `done`: the earlier
+    request had ended. `before` and `after` are the texts from the first difference on.
+    """
+
+    request: str
+    time: float
+    common: int
+    length: int
+    computed: int
+    same_salt: bool = True
+    done: bool = True
+    change: PromptChange | None = None
+    before: str = ""
+    after: str = ""
+
+
+def compare(
+    tokens: bytes,
+    salt: int,
+    earlier: SessionPrompt,
+    locate: Callable[[int], PromptChange],
+    decode: Callable[[bytes], str],
+) -> PromptComparison:
+    """Compare the packed `tokens` of a prompt with an earlier prompt and its output.
+
+    `locate` finds the part of the prompt that contains a token; `decode` returns tokens' text.
+    """
+    before = earlier.tokens + earlier.output
+    common = common_tokens(tokens, before)
+    length = len(before) // TOKEN_BYTES
+    change, excerpts = None, ("", "")
+    if common < min(length, len(tokens) // TOKEN_BYTES):
+        change = _change(tokens, before, common, earlier.change, locate)
+        at = common * TOKEN_BYTES
+        end = at + EXCERPT_TOKENS * TOKEN_BYTES
+        excerpts = decode(before[at:end]), decode(tokens[at:end])
+    return PromptComparison(
+        request=earlier.request,
+        time=earlier.time,
+        common=common,
+        length=length,
+        computed=min(common, length - (1 if earlier.output else 0)),
+        same_salt=salt == earlier.salt,
+        done=earlier.done,
+        change=change,
+        before=excerpts[0],
+        after=excerpts[1],
+    )
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """The number of leading tokens that two packed prompts share."""
+    size = min(len(one), len(other))
+    if one[:size] == other[:size]:
+        return size // TOKEN_BYTES
+    a, b = np.frombuffer(one, "<u4"), np.frombuffer(other, "<u4")
+    shortest = min(len(a), len(b))
+    return int((a[:shortest] != b[:shortest]).argmax())
+
+
+def _change(
+    tokens: bytes,
+    before: bytes,
+    common: int,
+    last: PromptChange | None,
+    locate: Callable[[int], PromptChange],
+) -> PromptChange:
+    found, at = locate(common), common * TOKEN_BYTES
+    turns = last.turns + 1 if last is not None and _same_part(found, last) else 1
+    return PromptChange(
+        token=common,
+        part=found.part,
+        way=_way(tokens[at:], before[at:]),
+        index=found.index,
+        name=found.name,
+        offset=found.offset,
+        turns=turns,
+    )
+
+
+def _same_part(one: PromptChange, other: PromptChange) -> bool:
+    """True if two changes are in the same part; the message that changes moves with the turns."""
+    if one.part == "message":
+        return other.part == "message"
+    return (one.part, one.index) == (other.part, other.index)
+
+
+def _way(after: bytes, before: bytes) -> str:
+    """The way in which the text `before` became `after`, from the first difference on."""
+    if _contains(before[:WINDOW], after[:PROBE]):
+        return "removed"
+    return "inserted" if _contains(after[:WINDOW], before[:PROBE]) else "changed"
+
+
+def _contains(text: bytes, probe: bytes) -> bool:
+    at = text.find(probe)
+    while at % TOKEN_BYTES and at > 0:
+        at = text.find(probe, at + 1)
+    return at >= 0 and len(probe) == PROBE
+
+
+def described(change: PromptChange) -> str:
+    """The part that has changed, in words."""
+    if change.part == "system":
+        return "the system prompt"
+    if change.part == "tool":
+        return f"tool {change.index} ({change.name})"
+    return f"message {change.index} ({change.name})" if change.part == "message" else "the prompt"

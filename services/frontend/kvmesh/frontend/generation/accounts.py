@@ -1,0 +1,49 @@
+"""The account of a request's prompt: what it reused, and what it lost and why."""
+
+from typing import Any
+
+import msgspec
+
+from kvmesh.bus.messages import CacheAccount, CacheLoss
+from kvmesh.frontend import metrics
+from kvmesh.frontend.cache_account.account import cache_account, lost_by_reason
+from kvmesh.frontend.dispatch.task import SequenceTask
+
+
+def account_of(task: SequenceTask) -> CacheAccount | None:
+    """The account of a sequence's prompt; None until the engine has counted cached tokens.
+
+    Further choices of a prompt have none: each prompt is accounted for once.
+    """
+    prepared, routed, cached = task.prepared, task.dispatch.routed, task.stream.cached
+    if cached is None or task.index % prepared.request.n:
+        return None
+    first = task.index == 0
+    return cache_account(
+        task.prompt.count,
+        prepared.model.card.block_size,
+        sum(cached),
+        None if routed is None else routed.possible,
+        prepared.comparison if first else None,
+        prepared.computed_ahead(sum(cached)) if first else None,
+    )
+
+
+def loss_object(loss: CacheLoss) -> dict[str, Any]:
+    """A loss for the prompt's caller, without the request for whose blocks it was.
+
+    That may be another tenant's.
+    """
+    return {name: v for name, v in msgspec.to_builtins(loss).items() if name != "request"}
+
+
+def count_tokens(model: str, account: CacheAccount) -> None:
+    """Add an account to the metrics."""
+    tokens = metrics.prompt_cache_tokens
+    reused = {"own": account.own, "ahead": account.ahead, "shared": account.shared}
+    for reason, count in reused.items():
+        tokens.labels(model, "reused", reason).inc(count)
+    for reason, count in lost_by_reason(account.losses).items():
+        tokens.labels(model, "lost", reason).inc(count)
+    tokens.labels(model, "new", "").inc(account.new)
+    metrics.possible_tokens.labels(model).inc(account.possible)
