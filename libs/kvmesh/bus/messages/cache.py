@@ -17,9 +17,10 @@ UNKNOWN = "unknown"  # the session has computed them; the index did not reply
 class PromptChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first difference of a prompt from its session's earlier one, at index `token`.
 
-    `part` is "system", "tool", "message" or "prompt"; `index` counts such parts from 0, `name` is a tool's name or a message's role, `offset` counts characters from the start
-    of the part. `way` is "changed", "inserted" or "removed". `turns` counts the consecutive turns
-    that changed in this part.
+    `part` is "system", "tool", "message" or "prompt"; `index` counts such parts from 0, `name` is
+    a tool's name or a message's role, `offset` counts characters from the start of the part. `way`
+    is "changed", "inserted" or "removed". `turns` counts the consecutive turns that changed in this
+    part.
     """
 
     token: int
