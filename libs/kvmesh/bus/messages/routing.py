@@ -219,6 +219,12 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     `finish` is "stop", "length", "cancelled", "error" or "tool_calls", if the answer called a tool.
     `cached_tiers` are the cached tokens by tier; empty if the engine has not counted them. `cache`
     is None then, and of the further choices of a prompt.
+
+    For accounts: `choice` is the sequence's number in its request, and `prompt_tokens` is 0 for
+    another choice of the same prompt. `tenant` and `key` are names, `client` the client's own id of
+    the request. `device_s` is the share of the device time of its ranks, in device seconds.
+    `prepare_s` passed from the arrival to the first query of a router, `route_s` in such queries,
+    of that `wait_s` in a router's queue and `index_s` for the index, all attempts together.
     """
 
     request: str
@@ -232,6 +238,19 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     ahead: ComputedAhead | None = None
     cached_tiers: list[int] = []
     cache: CacheAccount | None = None
+    model: str = ""
+    tenant: str = ""
+    key: str = ""
+    session: str = ""
+    client: str = ""
+    choice: int = 0
+    prompt_tokens: int = 0
+    attempts: int = 1
+    device_s: float = 0.0
+    prepare_s: float = 0.0
+    route_s: float = 0.0
+    wait_s: float = 0.0
+    index_s: float = 0.0
 
 
 RouteEvent: TypeAlias = Decision | Outcome
@@ -240,7 +259,8 @@ RouteEvent: TypeAlias = Decision | Outcome
 class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
     """The chosen rank. If `prefill` is set, that rank computes the prompt first.
 
-    `needs_handoff`: the chosen rank does not compute the prompt if that fails.
+    `needs_handoff`: the chosen rank does not compute the prompt if that fails. `wait_s` and
+    `index_s` are those of the decision.
     """
 
     instance: str
@@ -250,6 +270,8 @@ class Routed(Struct, frozen=True, kw_only=True, tag="routed"):
     prefill: RankKey | None = None
     needs_handoff: bool = False
     possible: PossibleHits | None = None
+    wait_s: float = 0.0
+    index_s: float = 0.0
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):

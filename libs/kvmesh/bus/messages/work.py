@@ -116,7 +116,9 @@ class Chunk(Struct, array_like=True):
     carries `finish` ("stop", "length", "abort" or "error"), `error` with a reason, `decode`, the
     outcome of an explicit `Work.decode`, `cached` again if that of the first was an estimate, and
     after a prefill `handoff`, for the `Work` of the decode engine. `invalid`: the engine refused
-    the request after the worker had accepted it; any worker would refuse it.
+    the request after the worker had accepted it; any worker would refuse it. `device_s`, in the
+    first, the last and a few other chunks, is the attempt's share so far of the device time of its
+    rank, in device seconds (`kvmesh.worker.requests.device_time`).
     """
 
     request: str
@@ -130,6 +132,7 @@ class Chunk(Struct, array_like=True):
     retention: list[str] | None = None
     decode: str | None = None
     invalid: bool = False
+    device_s: float | None = None
 
 
 class StepOutput(Struct, array_like=True):

@@ -1,7 +1,7 @@
 """Settings of the frontend."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -30,6 +30,10 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         Port, Meta(description="port of this process's own /metrics and /health; 0: none")
     ] = 0
     metrics_host: MetricsHost = LOOPBACK
+    access_log: Annotated[
+        Literal["off", "text", "json"],
+        Meta(description="log of one line per request, on standard output"),
+    ] = "text"
     keys_file: Annotated[
         Path | None, Meta(description="TOML file of API keys; none: no key is needed")
     ] = None

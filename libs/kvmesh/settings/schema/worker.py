@@ -40,6 +40,12 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
             description="most LoRA adapters at once; 0: those of the settings only",
         ),
     ] = 0
+    devices: Annotated[
+        int,
+        Meta(
+            ge=0, description="devices of one rank, in which use counts; 0: as the engine reports"
+        ),
+    ] = 0
     labels: Annotated[
         list[str], Meta(description="key=value labels, which requests may select")
     ] = []

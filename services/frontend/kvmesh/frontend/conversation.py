@@ -107,6 +107,8 @@ class GenerateRequest(Struct, kw_only=True):
     - `prompt_ttl_s`: requested retention time of the whole prompt.
     - `speculative`: prefill the predicted next prompt once this request ends.
     - `cache_salt`: name of the tenant as the caller gives it; its tag after authorization.
+    - `tenant_name`, `key_name`: tenant and API key as people call them, for logs and usage.
+    - `client_id`: the client's own id of the request.
     - `owner`: fair queues for threads alternate between owners.
     - `previous_message`: id of the answer to the conversation's earlier request, for a diagnosis of
       its cache; empty for a diagnosis without one, None for none.
@@ -141,6 +143,9 @@ class GenerateRequest(Struct, kw_only=True):
     body_bytes: int = 0
     owner: str = ""
     previous_message: str | None = None
+    tenant_name: str = ""
+    key_name: str = ""
+    client_id: str = ""
 
     @property
     def turn(self) -> int:

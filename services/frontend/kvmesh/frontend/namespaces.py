@@ -27,6 +27,11 @@ def scoped(tenant: str, name: str) -> str:
     return f"{tenant}{SEPARATOR}{name}" if tenant else name
 
 
+def own_name(name: str) -> str:
+    """The name without its tenant's tag, as the caller gave it."""
+    return name.rpartition(SEPARATOR)[2]
+
+
 def inferred(tenant: str, name: str) -> str:
     """A name within a tenant that no caller can form, not even a caller of that tenant."""
     return f"{tenant}{SEPARATOR}{SEPARATOR}{name}"

@@ -26,6 +26,7 @@ from kvmesh.frontend.dispatch.token_inbox import TokenInbox, step_decoder
 from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.generation.active_request import RequestRunner
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
+from kvmesh.frontend.http.access_log import configure as configure_access_log
 from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.generate import Dependencies
 from kvmesh.frontend.http.responses.store import ResponseStore
@@ -38,6 +39,7 @@ from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.wake.idle_models import IdleModelReader
 from kvmesh.frontend.wake.waker import Waker
+from kvmesh.runtime.logs import TextFormatter
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
@@ -210,7 +212,10 @@ class FrontendService:
             self.authenticator,
             self.cache_api.session_hooks,
         )
-        app = application(parts, self, self.cache_api.routes, self._service.warnings)
+        name = self._service.name
+        access_log = configure_access_log(settings.access_log, name, TextFormatter(name))
+        more, warnings = self.cache_api.routes, self._service.warnings
+        app = application(parts, self, more, warnings, access_log)
         app.on_shutdown.append(self.drain)
         return app
 

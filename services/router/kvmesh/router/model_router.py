@@ -251,6 +251,8 @@ class ModelRouter:
             prefill=None if prefill is None else RankKey(prefill.instance, prefill.rank),
             needs_handoff=self.core.table.needs_handoff(chosen.instance),
             possible=decision.possible,
+            wait_s=decision.wait_s,
+            index_s=decision.index_s,
         )
 
     def sweep(self, routers: set[str], now: float) -> None:

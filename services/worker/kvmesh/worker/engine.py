@@ -100,7 +100,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     of prompts to other engines and fetches theirs; `needs_handoff`: it computes no prompts itself.
     `tiered`: it loads blocks from the kvbm of its node. `kv_layout` describes the KV layout as
     text, empty if unknown. `warnings` are abilities that it lacks although the settings ask for
-    them: one line of text for each kind of warning.
+    them: one line of text for each kind of warning. `devices` is the number of devices of one rank.
     """
 
     name: str
@@ -117,6 +117,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     tiered: bool = False
     kv_layout: str = ""
     warnings: dict[str, str] = {}
+    devices: int = 1
 
 
 class Engine(Protocol):

@@ -153,6 +153,7 @@ class WorkerNode:
         began = time.monotonic()
         self.info = info = await self._engine.start(self)
         startup_s = time.monotonic() - began
+        self._requests.open(self._settings.worker.devices or info.devices)
         for kind, text in info.warnings.items():
             self._warnings.update(kind, {"": text})
         card = replace(await self._make_card(info, files), startup_s=startup_s)
@@ -321,7 +322,7 @@ class WorkerNode:
     def _accept(self, work: Work) -> WorkReply:
         if self.draining or self.info is None:
             return admission.DRAINING
-        return self._requests.accept(work, self.info)
+        return self._requests.accept(work, self.info, asyncio.get_running_loop().time())
 
     def _dump(self, request: Dump) -> ControlReply:
         if self.info is None or not 0 <= request.rank < self.info.capacity.dp_ranks:

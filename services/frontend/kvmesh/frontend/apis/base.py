@@ -134,7 +134,7 @@ class ApiCall(Struct):
 
 
 class Api(Protocol):
-    """One API. `keepalive` is the frame of an idle stream.
+    """One API. `keepalive` is the frame of an idle stream; `id_prefix` starts the request ids.
 
     `in_order`: clients return the text, thinking and calls of an answer in generation order, not
     grouped by kind.
@@ -142,6 +142,9 @@ class Api(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def id_prefix(self) -> str: ...
 
     @property
     def keepalive(self) -> bytes: ...

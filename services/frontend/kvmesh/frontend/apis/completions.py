@@ -51,12 +51,13 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 class Completions:
     name = "completions"
+    id_prefix = "cmpl-"
     keepalive = openai.KEEPALIVE
     in_order = False
 
     def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
         parsed = decode(_decoder, body)
-        request = to_request(parsed, f"cmpl-{stamp.token}")
+        request = to_request(parsed, self.id_prefix + stamp.token)
         apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
         request.retain_prompt(
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)

@@ -103,8 +103,10 @@ class Authenticator:
 
         Replaces `cache_salt`, the name given by the caller, with the tenant's tag.
         """
-        name = request.cache_salt
+        name = request.tenant_name = request.cache_salt
         if account is not None:
+            request.tenant_name = account.key.tenant or ""
+            request.key_name = account.key.name
             account.authorize(request)
         else:
             if request.steers_routing and not self._local:

@@ -89,8 +89,9 @@ class Dispatcher:
 
     async def dispatch(self, task: SequenceTask) -> None:
         """Return once a worker has accepted the sequence. Raises ApiError if none does."""
+        task.dispatch.began = self._loop.time()
         if self._is_batch(task):
-            task.dispatch.deadline = self._loop.time() + self._batch_timeout
+            task.dispatch.deadline = task.dispatch.began + self._batch_timeout
         self._tasks.add(task)
         self._idle.clear()
         self._monitor.watch(task.model, task.stream)
@@ -123,7 +124,9 @@ class Dispatcher:
         while True:
             if stream.id in self._suspects:
                 await self._isolation.enter(stream)
+            asked = self._loop.time()
             routed = await self._route(task)
+            task.dispatch.route_s += self._loop.time() - asked
             if routed.prefill is not None:
                 if task.dispatch.handoff is None:
                     await self._prefill(task, routed.prefill, routed.needs_handoff)
@@ -149,6 +152,8 @@ class Dispatcher:
             reply = await self._query_router(task, left)
             if isinstance(reply, Routed):
                 state.routed = reply
+                state.wait_s += reply.wait_s
+                state.index_s += reply.index_s
                 return reply
             now = self._loop.time()
             if retry_until is None:
@@ -210,6 +215,8 @@ class Dispatcher:
                 *(rank.instance, stream.id, code, failure),
             )
             self._blame(stream, prefill.stream, prefill.stream.loss)
+        finally:
+            stream.earlier_device_s += prefill.stream.device_s
         metrics.prefills.labels(task.model, code).inc()
 
     async def _offer(self, task: SequenceTask, routed: Routed) -> bool:

@@ -19,6 +19,8 @@ class DispatchState:
     were lost with it; `avoided` adds those that were silent when a router was last queried.
     `refused` is set once a worker was busy or draining. `extended` is the prompt with the tokens
     generated before a migration. `handoff` locates the KV that a prefill worker has computed.
+    `began` is the start of the dispatch on the loop's clock; `route_s` is the time in queries of
+    routers, of which `wait_s` in their queues and `index_s` for the index.
     """
 
     deadline: float
@@ -30,6 +32,10 @@ class DispatchState:
     routed: Routed | None = None
     extended: PromptTokens | None = None
     handoff: dict[str, Any] | None = None
+    began: float = 0.0
+    route_s: float = 0.0
+    wait_s: float = 0.0
+    index_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,8 @@ class TokenStream:
     prefill, `prefill_cached` caps `cached`: both are cached prompt tokens by tier. `lost` is the
     reason why the worker sends no more; `loss` is "failed" if the engine reported an error, and
     "vanished" if the worker disappeared or fell silent. `started` is set at the first message of
-    the current attempt, `ended` when the attempt is over.
+    the current attempt, `ended` when the attempt is over. `device_s` is the device time of the
+    current attempt, as far as its worker has reported it, `earlier_device_s` that of others.
     """
 
     __slots__ = (
@@ -35,6 +36,8 @@ class TokenStream:
         "attempts",
         "cached",
         "decode_outcome",
+        "device_s",
+        "earlier_device_s",
         "ended",
         "engine_done",
         "error",
@@ -73,6 +76,8 @@ class TokenStream:
         self.loss: Loss = ""
         self.first_token_at: float | None = None
         self.received_at = now
+        self.device_s = 0.0
+        self.earlier_device_s = 0.0
         self.engine_done = False
         self.started: asyncio.Event = asyncio.Event()
         self.ended: asyncio.Event = asyncio.Event()
@@ -88,6 +93,8 @@ class TokenStream:
         """The current attempt is offered to `instance`."""
         self.instance = instance
         self.received_at = now
+        self.earlier_device_s += self.device_s
+        self.device_s = 0.0
         self.engine_done = False
         self.lost = ""
         self.loss = ""
@@ -110,6 +117,8 @@ class TokenStream:
     def receive(self, chunk: Chunk, now: float) -> ChunkResult:
         """Add the new tokens of `chunk`; with a gap before it, add nothing."""
         self.received_at = now
+        if chunk.device_s is not None:
+            self.device_s = chunk.device_s
         self.started.set()
         have = len(self.tokens)
         skip = have - chunk.offset

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import SeqPrefilled
 from kvmesh.frontend import metrics
-from kvmesh.frontend.apis.base import AnswerSummary, Renderer
+from kvmesh.frontend.apis.base import AnswerSummary, Renderer, Usage
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.dialects.output import OutputParser
@@ -65,7 +65,7 @@ class ActiveRequest:
     ) -> None:
         self._runner = runner
         self._account = account
-        self._started = started
+        self.started = started
         self._dispatching: asyncio.Future[None] | None = None
         self.prepared = prepared
         request = prepared.request
@@ -136,8 +136,12 @@ class ActiveRequest:
         facts = None
         if self.prepared.request.extra_fields:
             found = (p.stopped_by for p in self._pipelines if p.stopped_by is not None)
-            facts = nvext(self.tasks[0], self._started, next(found, None))
-        return AnswerSummary(self._counter.usage(), facts)
+            facts = nvext(self.tasks[0], self.started, next(found, None))
+        return AnswerSummary(self.usage(), facts)
+
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return self._counter.usage()
 
     def charge(self, tokens: int) -> None:
         """Count tokens computed for the request against the limits of its API key."""
@@ -168,7 +172,7 @@ class ActiveRequest:
         for task in self.tasks:
             self._runner.dispatcher.release(task)
             if task.stream.instance:
-                reporter.report(task, self._started, self._choices[task.index].calls_tools)
+                reporter.report(task, self.started, self._choices[task.index].calls_tools)
 
 
 def _prefill_publisher(events: SequenceEventPublisher, model: str) -> Callable[[TokenStream], None]:

@@ -28,6 +28,7 @@ class OutcomeReporter:
         account = account_of(task)
         if account is not None:
             count_tokens(task.model, account)
+        request, dispatch = task.prepared.request, task.dispatch
         first, cached = stream.first_token_at, sum(stream.cached or [])
         finish = stream.finish or "cancelled"
         if finish == "stop" and calls_tools:
@@ -46,6 +47,19 @@ class OutcomeReporter:
                 ahead=task.prepared.computed_ahead(cached),
                 cached_tiers=stream.cached or [],
                 cache=account,
+                model=request.model,
+                tenant=request.tenant_name,
+                key=request.key_name,
+                session=request.hints.session or "",
+                client=request.client_id,
+                choice=task.index,
+                prompt_tokens=0 if task.index % request.n else task.prompt.count,
+                attempts=stream.attempts,
+                device_s=stream.device_s + stream.earlier_device_s,
+                prepare_s=dispatch.began - started,
+                route_s=dispatch.route_s,
+                wait_s=dispatch.wait_s,
+                index_s=dispatch.index_s,
             ),
         )
         _measure(task, started, now)

@@ -3,7 +3,6 @@
 import asyncio
 import codecs
 import logging
-import secrets
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -88,12 +87,12 @@ async def check_utf8(body: bytes) -> None:
         raise InvalidRequest(f"The body is not valid UTF-8: {error.reason}.") from None
 
 
-def error_response(shape: ErrorShape, error: ApiError) -> web.Response:
+def error_response(shape: ErrorShape, error: ApiError, request_id: str) -> web.Response:
     """The response to a failed request."""
-    status, body = shape.error(error, f"req_{secrets.token_hex(12)}")
+    status, body = shape.error(error, request_id)
     metrics.rejections.labels(error.kind).inc()
     if status >= 500:
-        log.warning("request failed with status %d: %s", status, error.message)
+        log.warning("request %s failed with status %d: %s", request_id, status, error.message)
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
@@ -102,12 +101,12 @@ def error_response(shape: ErrorShape, error: ApiError) -> web.Response:
     return web.Response(status=status, body=body, headers=headers, content_type=JSON)
 
 
-def internal_error(error: Exception) -> ApiError:
+def internal_error(error: Exception, request_id: str) -> ApiError:
     """The error of an unexpected exception, which is logged and not shown to the client.
 
     A RecursionError is the client's fault: its body is nested too deeply.
     """
     if isinstance(error, RecursionError):
         return InvalidRequest("The body is nested too deeply.")
-    log.error("unexpected error", exc_info=error)
+    log.error("request %s: unexpected error", request_id, exc_info=error)
     return ApiError("internal", "Internal server error; see the server's log.")

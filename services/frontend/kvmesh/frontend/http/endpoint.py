@@ -1,7 +1,5 @@
 """The handler of every endpoint: check the scope, read the body, parse it, act, respond."""
 
-import secrets
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,6 +11,7 @@ from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.bodies import JSON, parse_body, read_body
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
+from kvmesh.frontend.http.request_id import stamp_of
 from kvmesh.settings.schema import FrontendSettings
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ class EndpointCall(Generic[T]):
 
 
 Answer = web.StreamResponse | bytes | dict[str, Any]  # bytes and dicts: a JSON body, status 200
-Parse = Callable[[bytes, Headers], T]
+Parse = Callable[[bytes, Headers, RequestStamp], T]
 Action = Callable[[EndpointCall[T]], Awaitable[Answer]]
 
 
@@ -58,7 +57,7 @@ class EndpointFactory:
                 caller.require_scope(scope)
             body = await read_body(http, self._settings)
             parsed = await parse_body(
-                self._threads, caller.owner, body, lambda: parse(body, http.headers)
+                self._threads, caller.owner, body, lambda: parse(body, http.headers, stamp_of(http))
             )
             return _response(await act(EndpointCall(http, caller, body, parsed)))
 
@@ -75,11 +74,6 @@ class EndpointFactory:
             return _response(await act(EndpointCall(http, caller, b"", None)))
 
         return handle
-
-
-def new_stamp() -> RequestStamp:
-    """A random id, and the present time."""
-    return RequestStamp(secrets.token_hex(12), int(time.time()))
 
 
 def _response(answer: Answer) -> web.StreamResponse:

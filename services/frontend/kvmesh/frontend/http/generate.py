@@ -11,7 +11,7 @@ from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
-from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory, new_stamp
+from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
@@ -49,9 +49,7 @@ class GenerateEndpoint:
             call.caller.bind(call.parsed.request, len(call.body))
             return await self._answer(call.http, api, call.parsed, call.caller)
 
-        return self._endpoints.with_body(
-            lambda body, headers: api.parse(body, headers, new_stamp()), act
-        )
+        return self._endpoints.with_body(api.parse, act)
 
     async def _answer(
         self,
@@ -67,9 +65,10 @@ class GenerateEndpoint:
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         hooked = self._dependencies.session_hooks.begin(prepared)
-        stream = EventStream(http, request.id) if request.stream else None
+        stream = EventStream(http) if request.stream else None
         run, account = self._dependencies.runner.run, caller.account
         active = run(prepared, call.renderer, caller.started, stream or DISCARD, account)
+        caller.active = active
         try:
             async with active:
                 if stream is not None:
@@ -85,7 +84,7 @@ class GenerateEndpoint:
         body = call.renderer.whole(summary)
         if not await self._store_turn(call.thread, request, body):
             body = call.renderer.whole(summary)
-        return web.Response(body=body, headers={"X-Request-Id": request.id}, content_type=JSON)
+        return web.Response(body=body, content_type=JSON)
 
     async def _prepend_history(self, call: ApiCall) -> None:
         """Prepend the stored conversation that the request continues."""
@@ -146,4 +145,4 @@ class GenerateEndpoint:
         except ConnectionError:
             raise
         except Exception as error:
-            return renderer.failed(internal_error(error))
+            return renderer.failed(internal_error(error, call.request.id))

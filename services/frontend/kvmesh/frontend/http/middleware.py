@@ -1,7 +1,7 @@
 """Middleware of every route: admission, authentication, account limits, errors, request counts."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
@@ -10,6 +10,9 @@ from kvmesh.frontend.auth.accounts import Account, AccountEntry, Scope
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, Overloaded
+from kvmesh.frontend.generation.active_request import ActiveRequest
+from kvmesh.frontend.http import request_id
+from kvmesh.frontend.http.access_log import MAX_SHOWN, AccessEntry, now
 from kvmesh.frontend.http.bodies import error_response, internal_error
 from kvmesh.frontend.http.error_shape import shape_for
 
@@ -22,12 +25,15 @@ class Caller:
     """The authenticated sender of a request; `account` is None if no keys are configured.
 
     `tenant` is the tag of its namespace, `started` the arrival on the loop's clock. `model` is a
-    metric label: handlers set it once the model is known to be served.
+    metric label: handlers set it once the model is known to be served. `request` is what it asks
+    for once it is parsed, and `active` the same once it runs.
     """
 
     def __init__(self, authenticator: Authenticator, http: web.Request, now: float) -> None:
         self._authenticator = authenticator
         self._headers = http.headers
+        self.request: GenerateRequest | None = None
+        self.active: ActiveRequest | None = None
         self.account: Account | None = authenticator.account(http.headers)
         self.tenant = authenticator.tenant(http.headers)
         self.started = now
@@ -46,7 +52,9 @@ class Caller:
 
     def bind(self, request: GenerateRequest, body_bytes: int) -> None:
         """Bind the parsed request to this caller; raises ApiError (403, 429)."""
+        self.request = request
         request.body_bytes = body_bytes
+        request.client_id = request_id.client_id(self._headers)
         self._authenticator.bind(request, self.account)
         if self._entry is not None:
             sequences = max(len(request.prompts), 1) * request.n
@@ -70,22 +78,34 @@ def caller_of(http: web.Request) -> Caller:
 class RequestMiddleware:
     """Admits requests up to `max_in_flight`, and turns errors of handlers into responses.
 
-    Routes in `unrestricted` need no key and do not count.
+    Routes in `unrestricted` need no key and do not count. `id_prefixes` are those of request ids by
+    the name of the route. `access_log` gets every request that counts, except of `/metrics`.
     """
 
     def __init__(
-        self, authenticator: Authenticator, max_in_flight: int, unrestricted: frozenset[str]
+        self,
+        authenticator: Authenticator,
+        max_in_flight: int,
+        unrestricted: frozenset[str],
+        id_prefixes: Mapping[str, str],
+        access_log: Callable[[AccessEntry], None] | None,
     ) -> None:
         self._authenticator = authenticator
         self._max_in_flight = max_in_flight
         self._unrestricted = unrestricted
+        self._id_prefixes = id_prefixes
+        self._access_log = access_log
         self._in_flight = 0
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
+        route = request.match_info.route
+        prefix = self._id_prefixes.get(route.name or "", request_id.PREFIX)
+        request_id.assign(request, prefix)
+        resource = route.resource
         if resource is None or resource.canonical in self._unrestricted:
             return await _respond(request, handler)
         status = CLIENT_CLOSED
+        began = asyncio.get_running_loop().time()
         self._in_flight += 1
         try:
             response = await _respond(request, lambda http: self._admit(http, handler))
@@ -95,7 +115,9 @@ class RequestMiddleware:
             self._in_flight -= 1
             caller: Caller | None = request.get(CALLER)
             model = caller.model if caller is not None else ""
-            metrics.requests.labels(request.match_info.route.name or "other", model, status).inc()
+            metrics.requests.labels(route.name or "other", model, status).inc()
+            if self._access_log is not None and route.name != "metrics":
+                self._access_log(_entry(request, caller, status, began))
 
     async def _admit(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         if self._in_flight > self._max_in_flight:
@@ -115,8 +137,30 @@ async def _respond(http: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(http)
     except ApiError as error:
-        return error_response(shape_for(http), error)
+        return error_response(shape_for(http), error, request_id.id_of(http))
     except (ConnectionError, web.HTTPException):
         raise
     except Exception as error:
-        return error_response(shape_for(http), internal_error(error))
+        own = request_id.id_of(http)
+        return error_response(shape_for(http), internal_error(error, own), own)
+
+
+def _entry(http: web.Request, caller: Caller | None, status: int, began: float) -> AccessEntry:
+    entry = AccessEntry(
+        time=now(),
+        id=request_id.id_of(http),
+        client=request_id.client_id(http.headers),
+        method=http.method,
+        path=http.rel_url.raw_path[:MAX_SHOWN],
+        api=http.match_info.route.name or "other",
+        status=status,
+        total=round(asyncio.get_running_loop().time() - began, 6),
+    )
+    if caller is not None:
+        if caller.request is not None:
+            entry.describe(caller.request)
+        elif caller.account is not None:
+            entry.key, entry.tenant = caller.account.key.name, caller.account.key.tenant or ""
+        if caller.active is not None:
+            entry.add_answer(caller.active)
+    return entry

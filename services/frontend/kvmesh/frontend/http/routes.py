@@ -1,6 +1,6 @@
 """The HTTP application: routes and their handlers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -11,6 +11,8 @@ from kvmesh.frontend.apis.messages.api import CountTokens, Messages
 from kvmesh.frontend.apis.responses.api import InputTokens, Responses
 from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.http import request_id
+from kvmesh.frontend.http.access_log import AccessEntry
 from kvmesh.frontend.http.endpoint import EndpointFactory
 from kvmesh.frontend.http.generate import Dependencies, GenerateEndpoint
 from kvmesh.frontend.http.middleware import RequestMiddleware
@@ -40,6 +42,7 @@ def application(
     readiness: FrontendReadiness,
     more: Sequence[web.RouteDef],
     warnings: Warnings,
+    access_log: Callable[[AccessEntry], None] | None = None,
 ) -> web.Application:
     """The application with all routes of a frontend, `more` among them."""
     endpoints = EndpointFactory(dependencies.settings, dependencies.preprocessor.threads)
@@ -51,10 +54,17 @@ def application(
     )
     description = Description()
     settings = dependencies.settings
-    middleware = RequestMiddleware(dependencies.authenticator, settings.max_in_flight, UNRESTRICTED)
+    middleware = RequestMiddleware(
+        dependencies.authenticator,
+        settings.max_in_flight,
+        UNRESTRICTED,
+        {api.name: api.id_prefix for api in GENERATING.values()},
+        access_log,
+    )
     app = web.Application(
         client_max_size=settings.max_body_bytes, middlewares=[web.middleware(middleware)]
     )
+    app.on_response_prepare.append(request_id.add_headers)
     app.add_routes(
         [
             *(web.post(p, generate.handler(api), name=api.name) for p, api in GENERATING.items()),

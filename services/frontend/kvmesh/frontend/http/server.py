@@ -9,6 +9,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.http.bodies import error_response
+from kvmesh.frontend.http.request_id import headers_of, id_of
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,9 @@ class Connection(web.RequestHandler):
         reason = (message or type(exc).__name__).partition("\n")[0].rstrip(":. ")
         log.info("malformed HTTP request from %s: %s", request.remote, reason)
         response = error_response(
-            openai.SHAPE, InvalidRequest(f"Malformed HTTP request: {reason}.")
+            openai.SHAPE, InvalidRequest(f"Malformed HTTP request: {reason}."), id_of(request)
         )
+        response.headers.update(headers_of(request))
         response.force_close()
         return response
 

@@ -23,9 +23,9 @@ HEADERS = {
 class EventStream:
     """The streaming response of one request; `write` never waits."""
 
-    def __init__(self, http: web.Request, request_id: str) -> None:
+    def __init__(self, http: web.Request) -> None:
         self._http = http
-        self._response = web.StreamResponse(headers={**HEADERS, "X-Request-Id": request_id})
+        self._response = web.StreamResponse(headers=HEADERS)
         self._transport: asyncio.Transport | None = None
         self._chunked = http.version >= HttpVersion11
         self._loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ from kvmesh.frontend.apis.tokens import DetokenizeBody, parse_tokens
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ContextExceeded
 from kvmesh.frontend.fair_threads import FairThreads
-from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory, new_stamp
+from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Handler
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
@@ -55,12 +55,10 @@ class TokenizeEndpoints:
                 caller.owner, lambda: api.answer(prompts, model.card.context)
             )
 
-        return self._endpoints.with_body(
-            lambda body, headers: api.parse(body, headers, new_stamp()), act
-        )
+        return self._endpoints.with_body(api.parse, act)
 
     def detokenize(self) -> Handler:
-        return self._endpoints.with_body(lambda body, _: parse_tokens(body), self._detokenize)
+        return self._endpoints.with_body(lambda body, *_: parse_tokens(body), self._detokenize)
 
     async def _detokenize(self, call: EndpointCall[DetokenizeBody]) -> bytes:
         """The exact text of token ids, special ones included."""

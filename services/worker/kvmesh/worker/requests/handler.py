@@ -52,7 +52,11 @@ class RequestHandler:
         """The number of requests of an adapter, by its identity, that have not ended."""
         return self._outputs.live_with(adapter)
 
-    def accept(self, received: Work, info: EngineInfo) -> WorkReply:
+    def open(self, devices: int) -> None:
+        """Begin; a rank of the engine has so many devices."""
+        self._outputs.device_time.devices = devices
+
+    def accept(self, received: Work, info: EngineInfo, now: float) -> WorkReply:
         """Submit work to the engine, now or once its constraint is compiled; or refuse it."""
         if received.request in self._outputs:
             return admission.ACCEPTED
@@ -64,7 +68,7 @@ class RequestHandler:
         compiles = self._compiler.must_compile(work)
         if self._is_full(work.rank) or (compiles and not self._compiler.has_capacity(work)):
             return admission.BUSY
-        self._outputs.start(work, *default_outcomes(work, info))
+        self._outputs.start(work, *default_outcomes(work, info), now)
         if compiles:
             self._compiler.start(work)
             return admission.CHECKING

@@ -6,6 +6,9 @@ from typing import Any
 
 from kvmesh.bus.messages import Chunk, Work
 from kvmesh.worker.engine import OutputDelta
+from kvmesh.worker.requests.device_time import DeviceTime
+
+DEVICE_TIME_S = 1.0  # of a request that runs on, its device time is sent at most this often
 
 
 class RequestOutput:
@@ -15,6 +18,7 @@ class RequestOutput:
         "adapter",
         "cached",
         "decode",
+        "device_s",
         "error",
         "finish",
         "first",
@@ -22,7 +26,10 @@ class RequestOutput:
         "handoff",
         "invalid",
         "logprobs",
+        "rank",
         "retention",
+        "start",
+        "timed_at",
         "tokens",
     )
 
@@ -33,8 +40,14 @@ class RequestOutput:
         retention: list[str] | None,
         decode: str | None,
         adapter: str | None,
+        rank: int,
+        start: float,
     ) -> None:
         self.frontend = frontend
+        self.rank = rank
+        self.start = start
+        self.timed_at = 0.0
+        self.device_s: float | None = None
         self.adapter = adapter
         self.first = first
         self.tokens: list[int] = []
@@ -47,8 +60,9 @@ class RequestOutput:
         self.decode = decode
         self.invalid = False
 
-    def append(self, delta: OutputDelta) -> Chunk:
-        """Append a delta; return it as a chunk."""
+    def append(self, delta: OutputDelta, device_s: float | None) -> Chunk:
+        """Append a delta; return it as a chunk, with the device time so far if it is due."""
+        self.device_s = device_s
         offset = self.first + len(self.tokens)
         self.tokens += delta.tokens
         if delta.logprobs is not None:
@@ -71,6 +85,7 @@ class RequestOutput:
             self.retention if delta.cached is not None else None,
             self.decode if delta.finish is not None else None,
             delta.invalid,
+            device_s,
         )
 
     def chunk_from(self, request: str, offset: int) -> Chunk:
@@ -90,6 +105,7 @@ class RequestOutput:
             self.retention if self.cached is not None else None,
             self.decode if self.finish is not None else None,
             self.invalid,
+            self.device_s,
         )
 
 
@@ -97,6 +113,7 @@ class OutputBuffer:
     """Live requests and those that ended less than `retain_s` seconds ago."""
 
     def __init__(self, retain_s: float = 10.0) -> None:
+        self.device_time = DeviceTime()
         self._retain_s = retain_s
         self._by_request: dict[str, RequestOutput] = {}
         self._ended: deque[tuple[float, str]] = deque()
@@ -127,25 +144,35 @@ class OutputBuffer:
     def drop_frontend(self, frontend: str) -> None:
         """Drop all requests of a frontend."""
         for request in [r for r, o in self._by_request.items() if o.frontend == frontend]:
-            if self._by_request.pop(request).finish is None:
-                self.live_count -= 1
+            self._forget(self._by_request.pop(request))
 
     def start(
-        self, work: Work, retention: list[str] | None = None, decode: str | None = None
+        self,
+        work: Work,
+        retention: list[str] | None = None,
+        decode: str | None = None,
+        now: float = 0.0,
     ) -> None:
         """Start a request; `retention` goes out with its first tokens, `decode` with its last.
 
         Both apply only if the engine reports no outcomes.
         """
         self._by_request[work.request] = RequestOutput(
-            work.frontend, work.generated, retention, decode, work.adapter
+            work.frontend,
+            work.generated,
+            retention,
+            decode,
+            work.adapter,
+            work.rank,
+            self.device_time.begin(work.rank, now),
         )
         self.live_count += 1
 
     def drop(self, request: str) -> None:
         """Drop a request that never began."""
-        if self._by_request.pop(request, None) is not None:
-            self.live_count -= 1
+        output = self._by_request.pop(request, None)
+        if output is not None:
+            self._forget(output)
 
     def add(self, deltas: Iterable[OutputDelta], now: float) -> dict[str, list[Chunk]]:
         """Number the tokens and group them by frontend; output of ended requests is dropped."""
@@ -154,7 +181,8 @@ class OutputBuffer:
             output = self._by_request.get(delta.request)
             if output is None or output.finish is not None:
                 continue
-            chunks.setdefault(output.frontend, []).append(output.append(delta))
+            device_s = self._device_s(output, delta.finish is not None, now)
+            chunks.setdefault(output.frontend, []).append(output.append(delta, device_s))
             if delta.finish is not None:
                 self._ended.append((now, delta.request))
                 self.live_count -= 1
@@ -167,6 +195,19 @@ class OutputBuffer:
         if output is None:
             return None
         return output.frontend, output.chunk_from(request, offset)
+
+    def _device_s(self, output: RequestOutput, ends: bool, now: float) -> float | None:
+        if ends:
+            return self.device_time.end(output.rank, output.start, now) or None
+        if now - output.timed_at < DEVICE_TIME_S:
+            return None
+        output.timed_at = now
+        return self.device_time.since(output.rank, output.start, now) or None
+
+    def _forget(self, output: RequestOutput) -> None:
+        if output.finish is None:
+            self.device_time.end(output.rank, output.start)
+            self.live_count -= 1
 
     def _expire(self, now: float) -> None:
         while self._ended and now - self._ended[0][0] > self._retain_s:

@@ -50,7 +50,7 @@ _decoder = msgspec.json.Decoder(MessagesBody)
 def parse_body(body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
     """The internal request of a Messages or token counting body."""
     parsed = decode(_decoder, body)
-    request = to_request(parsed, f"msg_{stamp.token}")
+    request = to_request(parsed, Messages.id_prefix + stamp.token)
     user = session_in_user_id(parsed.metadata.user_id if parsed.metadata else None)
     apply_hints(request, headers, parsed.nvext, user)
     if parsed.diagnostics is not None:
@@ -73,12 +73,13 @@ SHAPE = AnthropicErrorShape()
 
 class Messages:
     name = "messages"
+    id_prefix = "msg_"
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
     in_order = True
 
     def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
         request = parse_body(body, headers, stamp)
-        return ApiCall(request, MessagesAnswer(request, f"req_{stamp.token}"))
+        return ApiCall(request, MessagesAnswer(request))
 
 
 class CountTokens:
@@ -133,9 +134,8 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class MessagesAnswer:
     """Renders the event stream and the whole message."""
 
-    def __init__(self, request: GenerateRequest, request_id: str) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         self._request = request
-        self._request_id = request_id
         self._transcript = Transcript()
         self._open: TranscriptPart | None = None
         self._started = False
@@ -220,7 +220,7 @@ class MessagesAnswer:
         return "tool_use" if self._transcript.calls else "end_turn"
 
     def failed(self, error: ApiError) -> bytes:
-        return _event(error_object(error, self._request_id))
+        return _event(error_object(error, self._request.id))
 
     def whole(self, summary: AnswerSummary) -> bytes:
         return json_encode(

@@ -54,7 +54,7 @@ def parse_body(
 ) -> tuple[ResponsesBody, GenerateRequest]:
     """The body and its request, of a response or of token counting."""
     parsed = decode(_decoder, body)
-    request = to_request(parsed, f"resp_{stamp.token}")
+    request = to_request(parsed, Responses.id_prefix + stamp.token)
     apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
     request.retain_prompt(cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options))
     if "ignored" in request.extra_fields:
@@ -64,6 +64,7 @@ def parse_body(
 
 class Responses:
     name = "responses"
+    id_prefix = "resp_"
     keepalive = openai.KEEPALIVE
     in_order = True
 

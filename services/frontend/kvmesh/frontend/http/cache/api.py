@@ -124,7 +124,7 @@ class CacheApi:
         ]
 
     def _with_body(self, decoder: msgspec.json.Decoder[T], act: Action[T]) -> Handler:
-        return self._endpoints.with_body(lambda body, _: decode(decoder, body), act, "cache")
+        return self._endpoints.with_body(lambda body, *_: decode(decoder, body), act, "cache")
 
     def _without_body(self, act: Action[None]) -> Handler:
         return self._endpoints.without_body(act, "cache")

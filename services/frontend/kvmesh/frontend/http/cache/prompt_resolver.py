@@ -11,7 +11,8 @@ from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.http.bodies import LARGE
-from kvmesh.frontend.http.endpoint import EndpointCall, new_stamp
+from kvmesh.frontend.http.endpoint import EndpointCall
+from kvmesh.frontend.http.request_id import stamp_of
 from kvmesh.frontend.models import ModelRegistry, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scoped
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor, PromptTokens, hash_prompt
@@ -76,7 +77,7 @@ class PromptResolver:
         return ResolvedPrompt(request, model, adapter, prepared.prompts[0])
 
     async def _request(self, call: EndpointCall[P]) -> GenerateRequest:
-        parsed, body, headers, stamp = call.parsed, call.body, call.headers, new_stamp()
+        parsed, body, headers, stamp = call.parsed, call.body, call.headers, stamp_of(call.http)
         if len(body) < LARGE:
             return to_request(parsed, body, headers, stamp)
         threads = self._preprocessor.threads

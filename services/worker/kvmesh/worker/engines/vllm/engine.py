@@ -240,6 +240,7 @@ class VllmEngine(PrefetchingAdapter):
             structural_tags=config.structured_outputs_config.backend in TAGGING,
             kv_layout=_kv_layout(config),
             warnings=self._warnings,
+            devices=config.parallel_config.world_size,
             capacity=Capacity(
                 blocks=self._blocks,
                 max_sequences=scheduler.max_num_seqs,
