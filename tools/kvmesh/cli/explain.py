@@ -25,6 +25,7 @@ from kvmesh.hashing import HASH_BYTES
 
 TIMEOUT_S = 10.0
 PREFETCH_ID = b"pf_"
+MAX_NAMED = 20  # requests of one id of the client
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 TIERS = ("engine", "host", "disk", "remote")
 
@@ -40,11 +41,12 @@ async def find_events(
 ) -> list[RouteEvent]:
     """All decisions and outcomes of a request or a prefetch in the route stream, in order.
 
-    Further attempts of a request have the ids REQUEST.1, REQUEST.2, …; they are included. `uses`
-    follows the prefetches in the stream.
+    Further attempts of a request have the ids REQUEST.1, REQUEST.2, …; they are included. `request`
+    may be the client's own id of one or more requests. `uses` follows the prefetches in the stream.
     Raises TimeoutError if reading to the end of the stream takes more than TIMEOUT_S.
     """
     found: list[RouteEvent] = []
+    named: dict[str, None] = {}  # by the client's own id
     if uses is None:
         uses = PrefetchUses()
     wanted = request.encode()
@@ -60,6 +62,8 @@ async def find_events(
         uses.add(event)
         if request in (event.request, base_id(event.request)):
             found.append(event)
+        elif isinstance(event, Outcome) and event.client == request:
+            named[base_id(event.request)] = None
 
     start = Start() if since is None else Start(time=since)
     subjects = bus.subjects
@@ -70,6 +74,8 @@ async def find_events(
             await reader.caught_up.wait()
     finally:
         await reader.close()
+    for own in list(named)[:MAX_NAMED]:
+        found += await find_events(bus, own, since)
     return found
 
 

@@ -116,6 +116,12 @@ COMMANDS = (
         sections=BUS,
     ),
     Command(
+        "usage",
+        "add up tokens and GPU time by tenant, key, model or session",
+        "kvmesh.cli.commands.usage",
+        sections=BUS,
+    ),
+    Command(
         "busy",
         "show or set the load at which workers get no requests",
         "kvmesh.cli.commands.busy",

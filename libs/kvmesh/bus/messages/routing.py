@@ -225,6 +225,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     the request. `device_s` is the share of the device time of its ranks, in device seconds.
     `prepare_s` passed from the arrival to the first query of a router, `route_s` in such queries,
     of that `wait_s` in a router's queue and `index_s` for the index, all attempts together.
+    `engine_wait_s` passed in the queue of the engine that computed the prompt, if it reports that.
     """
 
     request: str
@@ -251,6 +252,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     route_s: float = 0.0
     wait_s: float = 0.0
     index_s: float = 0.0
+    engine_wait_s: float | None = None
 
 
 RouteEvent: TypeAlias = Decision | Outcome

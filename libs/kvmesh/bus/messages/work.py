@@ -118,7 +118,8 @@ class Chunk(Struct, array_like=True):
     after a prefill `handoff`, for the `Work` of the decode engine. `invalid`: the engine refused
     the request after the worker had accepted it; any worker would refuse it. `device_s`, in the
     first, the last and a few other chunks, is the attempt's share so far of the device time of its
-    rank, in device seconds (`kvmesh.worker.requests.device_time`).
+    rank, in device seconds (`kvmesh.worker.requests.device_time`). `waited_s`, in the first chunk
+    if the engine reports it, is the time in the engine's queue.
     """
 
     request: str
@@ -133,6 +134,7 @@ class Chunk(Struct, array_like=True):
     decode: str | None = None
     invalid: bool = False
     device_s: float | None = None
+    waited_s: float | None = None
 
 
 class StepOutput(Struct, array_like=True):

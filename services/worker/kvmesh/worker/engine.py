@@ -53,7 +53,8 @@ class OutputDelta(Struct):
     `retention` comes with `cached`: the outcome of each explicit directive for the prompt. `decode`
     comes with `finish`: the outcome of the directive for the output. Both are None if the engine
     does not report outcomes. `invalid` marks an "error" as the fault of the request, refused before
-    it began.
+    it began. `admitted_at`, on the event loop's clock, comes with the first `cached`: the engine
+    took the request from its queue. None if it does not say.
     """
 
     request: str
@@ -66,6 +67,7 @@ class OutputDelta(Struct):
     retention: list[str] | None = None
     decode: str | None = None
     invalid: bool = False
+    admitted_at: float | None = None
 
 
 class Sink(Protocol):

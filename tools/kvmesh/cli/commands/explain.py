@@ -3,17 +3,38 @@
 import argparse
 import sys
 
-from kvmesh.cli.arguments import moment
+from kvmesh.cli.arguments import moment, positive
 from kvmesh.settings import Settings
+
+SLOW = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh explain REQUEST_ID [options]"
+    parser.usage = "kvmesh explain REQUEST_ID | --slow [options]"
     parser.epilog = (
         "The id is that of the response, also in its X-Request-Id header. Overlaps and loads are "
         "in blocks; candidates are sorted by cost."
     )
-    parser.add_argument("request", metavar="REQUEST_ID", help="such as chatcmpl-… or pf_…")
+    parser.add_argument(
+        "request",
+        metavar="REQUEST_ID",
+        nargs="?",
+        help="such as chatcmpl-… or pf_…, or the client's own X-Request-Id",
+    )
+    parser.add_argument(
+        "--slow",
+        choices=("total", "ttft"),
+        nargs="?",
+        const="total",
+        help="the requests with the longest total time, or time to the first token",
+    )
+    parser.add_argument(
+        "--limit",
+        type=positive,
+        default=SLOW,
+        metavar="N",
+        help=f"most requests of --slow [default {SLOW}]",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print the messages, one JSON object per line"
     )
@@ -33,7 +54,14 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.explain import find_events, own_id, show
     from kvmesh.cli.messages.decoding import plain
+    from kvmesh.cli.outcomes.show_slow import show_slow
     from kvmesh.cli.prefetch_uses import PrefetchUses
+
+    if arguments.slow is not None:
+        return show_slow(arguments, settings)
+    if arguments.request is None:
+        print("kvmesh explain: a REQUEST_ID or --slow is required", file=sys.stderr)
+        return 2
 
     async def main(bus: Bus) -> int:
         request, uses = own_id(arguments.request), PrefetchUses()

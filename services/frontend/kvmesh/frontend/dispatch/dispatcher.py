@@ -206,6 +206,7 @@ class Dispatcher:
                 self._workers, self._monitor, rank, work, self._prefill_timeout
             )
             stream.prefilled(prefill.stream.cached)
+            stream.engine_wait_s = prefill.stream.engine_wait_s
         except PrefillFailed as failure:
             code = failure.code
             if required and code == "invalid":

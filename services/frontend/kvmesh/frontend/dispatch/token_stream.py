@@ -29,6 +29,7 @@ class TokenStream:
     "vanished" if the worker disappeared or fell silent. `started` is set at the first message of
     the current attempt, `ended` when the attempt is over. `device_s` is the device time of the
     current attempt, as far as its worker has reported it, `earlier_device_s` that of others.
+    `engine_wait_s` is the time in the queue of the engine that computed the prompt, if known.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class TokenStream:
         "earlier_device_s",
         "ended",
         "engine_done",
+        "engine_wait_s",
         "error",
         "finish",
         "first_token_at",
@@ -78,6 +80,7 @@ class TokenStream:
         self.received_at = now
         self.device_s = 0.0
         self.earlier_device_s = 0.0
+        self.engine_wait_s: float | None = None
         self.engine_done = False
         self.started: asyncio.Event = asyncio.Event()
         self.ended: asyncio.Event = asyncio.Event()
@@ -119,6 +122,8 @@ class TokenStream:
         self.received_at = now
         if chunk.device_s is not None:
             self.device_s = chunk.device_s
+        if self.engine_wait_s is None:
+            self.engine_wait_s = chunk.waited_s
         self.started.set()
         have = len(self.tokens)
         skip = have - chunk.offset

@@ -60,6 +60,7 @@ class OutcomeReporter:
                 route_s=dispatch.route_s,
                 wait_s=dispatch.wait_s,
                 index_s=dispatch.index_s,
+                engine_wait_s=stream.engine_wait_s,
             ),
         )
         _measure(task, started, now)

@@ -383,6 +383,7 @@ class Scheduler:
         sequence.computed = hits * size
         if sequence.cached is None:
             sequence.cached = lower.tokens(size)
+            sequence.admitted_at = now
         if lower.loadable or lower.kvbm_queried:
             self._allocate_or_preempt(sequence, lower.loadable)
             sequence.ready_at = self.tiers.load(lower, now)

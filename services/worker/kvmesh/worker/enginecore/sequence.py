@@ -61,12 +61,14 @@ class Sequence:
     """The progress of a request, with `full_blocks` locked full blocks and `private_blocks` others.
 
     The least `sort_key` is scheduled first, the greatest preempted first. `cached` is the cached
-    prompt tokens by tier. The claims on the first `claimed_blocks` blocks are applied. While the
-    sequence decodes, its state is that at step `synced_step` of the batch; at `end_step` the output
-    is complete, and at `due_step` a block is full or the output complete.
+    prompt tokens by tier; the sequence was first admitted at `admitted_at`. The claims on the first
+    `claimed_blocks` blocks are applied. While the sequence decodes, its state is that at step
+    `synced_step` of the batch; at `end_step` the output is complete, and at `due_step` a block is
+    full or the output complete.
     """
 
     __slots__ = (
+        "admitted_at",
         "arrival",
         "block_size",
         "cached",
@@ -100,6 +102,7 @@ class Sequence:
         self.sequence_hashes = array("Q", request.sequence_hashes)
         self.state = SequenceState.WAITING
         self.cached: list[int] | None = None
+        self.admitted_at = 0.0
         self.ready_at = 0.0
         self.cached_reported = False
         self.claimed_blocks = 0

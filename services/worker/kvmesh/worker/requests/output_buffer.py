@@ -15,6 +15,7 @@ class RequestOutput:
     """The output of one request from its token `first` on."""
 
     __slots__ = (
+        "accepted_at",
         "adapter",
         "cached",
         "decode",
@@ -31,6 +32,7 @@ class RequestOutput:
         "start",
         "timed_at",
         "tokens",
+        "waited_s",
     )
 
     def __init__(
@@ -42,7 +44,10 @@ class RequestOutput:
         adapter: str | None,
         rank: int,
         start: float,
+        now: float,
     ) -> None:
+        self.accepted_at = now
+        self.waited_s: float | None = None
         self.frontend = frontend
         self.rank = rank
         self.start = start
@@ -70,6 +75,8 @@ class RequestOutput:
         if delta.cached is not None:
             self.cached = delta.cached
             self.retention = delta.retention or self.retention
+        if delta.admitted_at is not None:
+            self.waited_s = max(delta.admitted_at - self.accepted_at, 0.0)
         self.finish, self.error, self.handoff = delta.finish, delta.error, delta.handoff
         self.decode = delta.decode or self.decode
         self.invalid = delta.invalid
@@ -86,6 +93,7 @@ class RequestOutput:
             self.decode if delta.finish is not None else None,
             delta.invalid,
             device_s,
+            self.waited_s if delta.admitted_at is not None else None,
         )
 
     def chunk_from(self, request: str, offset: int) -> Chunk:
@@ -106,6 +114,7 @@ class RequestOutput:
             self.decode if self.finish is not None else None,
             self.invalid,
             self.device_s,
+            self.waited_s,
         )
 
 
@@ -165,6 +174,7 @@ class OutputBuffer:
             work.adapter,
             work.rank,
             self.device_time.begin(work.rank, now),
+            now,
         )
         self.live_count += 1
 

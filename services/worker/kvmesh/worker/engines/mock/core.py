@@ -22,9 +22,9 @@ from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 class MockOutput:
     """New tokens of one request, from the `offset`-th token of its output on.
 
-    The first output of a request has `cached`, the prompt tokens not computed, by tier, and
-    `retention`, the outcome of each explicit directive for the prompt. The last one has `decode`,
-    the outcome of the directive for the output.
+    The first output of a request has `cached`, the prompt tokens not computed, by tier,
+    `retention`, the outcome of each explicit directive for the prompt, and `admitted_at`. The last
+    one has `decode`, the outcome of the directive for the output.
     """
 
     request: str
@@ -34,6 +34,7 @@ class MockOutput:
     cached: list[int] | None = None
     retention: list[str] | None = None
     decode: str | None = None
+    admitted_at: float | None = None
 
 
 class StepResult:
@@ -274,6 +275,7 @@ class MockCore:
         if not sequence.cached_reported:
             sequence.cached_reported = True
             output.cached = sequence.cached
+            output.admitted_at = sequence.admitted_at
             output.retention = self.scheduler.claim_prompt(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())
 

@@ -154,6 +154,7 @@ class MockRank:
                 cached=output.cached,
                 retention=output.retention,
                 decode=output.decode,
+                admitted_at=output.admitted_at,
             )
             for output in result.outputs
             if output.request not in self._aborted

@@ -329,6 +329,7 @@ class TorchCore:
         if not sequence.cached_reported:
             sequence.cached_reported = True
             delta.cached = sequence.cached
+            delta.admitted_at = sequence.admitted_at
             delta.retention = self.scheduler.claim_prompt(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())
         if (

@@ -1,0 +1,52 @@
+"""Reads the outcomes of a window from the route stream, one at a time."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+
+import msgspec
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Outcome
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+
+PROGRESS_S = 10.0
+TAG = b"outcome"
+TAG_WITHIN = 32  # bytes: the tag is the first field of a message
+_outcomes = msgspec.msgpack.Decoder(Outcome)
+
+
+async def each_outcome(bus: Bus, since: datetime, handle: Callable[[Outcome], None]) -> None:
+    """Pass each outcome since then to `handle`, in order, up to the stream's present end.
+
+    Raises TimeoutError if no message arrives for PROGRESS_S seconds.
+    """
+    read = 0
+
+    def on_message(message: StreamMessage) -> None:
+        nonlocal read
+        read += 1
+        if TAG not in message.data[:TAG_WITHIN]:
+            return
+        try:
+            outcome = _outcomes.decode(message.data)
+        except msgspec.MsgspecError:
+            return  # of another version
+        handle(outcome)
+
+    subjects = bus.subjects
+    start = Start(time=since)
+    reader = StreamReader(bus, subjects.route_stream, subjects.route_all, on_message, start)
+    await reader.open()
+    try:
+        seen = -1
+        while not reader.caught_up.is_set():
+            if read == seen:
+                raise TimeoutError(f"the route stream sent nothing for {PROGRESS_S:g} s")
+            seen = read
+            try:
+                await asyncio.wait_for(reader.caught_up.wait(), PROGRESS_S)
+            except TimeoutError:
+                continue
+    finally:
+        await reader.close()
