@@ -180,3 +180,15 @@ async def test_errors_are_the_sdk_s_own(client: AsyncAnthropic) -> None:
     long: MessageParam = {"role": "user", "content": "word " * 300_000}
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         await client.messages.create(model=MODEL, max_tokens=5, messages=[long])
+
+
+async def test_the_sdk_reads_the_request_id(client: AsyncAnthropic) -> None:
+    made = await client.messages.create(model=MODEL, max_tokens=5, messages=[ASK])
+    assert made._request_id == made.id
+    async with client.messages.stream(model=MODEL, max_tokens=5, messages=[ASK]) as stream:
+        message = await stream.get_final_message()
+        assert stream.request_id == message.id
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await client.messages.create(model="other", max_tokens=5, messages=[ASK])
+    assert (missing.value.request_id or "").startswith("msg_")
+    assert missing.value.body["request_id"] == missing.value.request_id  # type: ignore[index]

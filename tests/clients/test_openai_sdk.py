@@ -270,3 +270,14 @@ async def test_errors_are_the_sdk_s_own(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         await client.responses.create(model=MODEL, input="x", max_output_tokens=10**6)
     assert long.value.code == "context_length_exceeded"
+
+
+async def test_the_sdk_reads_the_request_id(client: AsyncOpenAI) -> None:
+    ask: ChatCompletionMessageParam = {"role": "user", "content": "Hello"}
+    made = await client.chat.completions.create(model=MODEL, messages=[ask], max_tokens=5)
+    assert made._request_id == made.id
+    response = await client.responses.create(model=MODEL, input="Hello", max_output_tokens=5)
+    assert response._request_id == response.id
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(model="other", messages=[ask])
+    assert (missing.value.request_id or "").startswith("chatcmpl-")

@@ -166,7 +166,7 @@ def check_error(path: str, reply: Reply, kind: Kind) -> None:
     if path.startswith(MESSAGES):
         assert reply.body["type"] == "error"
         assert error["type"] == ANTHROPIC_TYPES[kind]
-        assert re.fullmatch("req_[0-9a-f]{24}", reply.body["request_id"])
+        assert re.fullmatch("(msg|req)_[0-9a-f]{24}", reply.body["request_id"])
         assert set(error) == {"type", "message"}
     else:
         assert error["type"] == openai.TYPES[kind]

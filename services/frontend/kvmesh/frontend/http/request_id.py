@@ -13,8 +13,8 @@ HEADER = "X-Request-Id"  # read by the OpenAI SDK, and sent and logged by most p
 ANTHROPIC_HEADER = "request-id"  # read by the Anthropic SDK
 CLIENT_HEADERS = (HEADER, "X-Client-Request-Id")  # the second is OpenAI's name of a client's own id
 PREFIX = "req_"
-_STAMP = "kvmesh.stamp"
-_ID = "kvmesh.request_id"
+_STAMP = web.RequestKey("stamp", RequestStamp)
+_ID = web.RequestKey("id", str)
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/@+=~#-]{1,128}")
 
 
@@ -31,16 +31,14 @@ def assign(http: web.Request, prefix: str) -> None:
 
 def stamp_of(http: web.Request) -> RequestStamp:
     """The token from which the ids of the answer derive, and the time of arrival."""
-    found: RequestStamp = http[_STAMP]
-    return found
+    return http[_STAMP]
 
 
 def id_of(http: web.BaseRequest) -> str:
     """The request's id; one without a route gets it here."""
-    found: str | None = http.get(_ID)
-    if found is None:
-        found = http[_ID] = PREFIX + secrets.token_hex(12)
-    return found
+    if _ID not in http:
+        http[_ID] = PREFIX + secrets.token_hex(12)
+    return http[_ID]
 
 
 def client_id(headers: Mapping[str, str]) -> str:
