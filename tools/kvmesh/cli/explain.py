@@ -20,6 +20,8 @@ from kvmesh.bus.messages import (
     RouteEvent,
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.cli.outcomes.cache_text import account_lines
+from kvmesh.cli.outcomes.origins import Origins, last_shared
 from kvmesh.cli.prefetch_uses import PrefetchUse, PrefetchUses, base_id, prompt_rank
 from kvmesh.hashing import HASH_BYTES
 
@@ -79,7 +81,12 @@ async def find_events(
     return found
 
 
-def show(events: Iterable[RouteEvent], console: Console, uses: PrefetchUses | None = None) -> None:
+def show(
+    events: Iterable[RouteEvent],
+    console: Console,
+    uses: PrefetchUses | None = None,
+    origins: Origins | None = None,
+) -> None:
     """Print each decision with its candidates, and each outcome; then the prefetches concerned."""
     decisions: dict[str, Decision] = {}
     for event in events:
@@ -87,7 +94,8 @@ def show(events: Iterable[RouteEvent], console: Console, uses: PrefetchUses | No
             decisions[event.request] = event
             console.print(render_decision(event))
         else:
-            console.print(render_outcome(event, decisions.get(event.request)))
+            decision = decisions.get(event.request)
+            console.print(render_outcome(event, decision, origins or Origins((), ())))
     for request in dict.fromkeys(base_id(name) for name in decisions):
         for lines in prefetch_lines(request, uses or PrefetchUses()):
             console.print(Text("\n".join(lines)), Text(), sep="\n")
@@ -118,13 +126,19 @@ def render_decision(decision: Decision) -> RenderableType:
     return Group(Text("\n".join(lines)), Text(), _table(decision), Text())
 
 
-def render_outcome(outcome: Outcome, decision: Decision | None) -> RenderableType:
-    """The measured outcome, with the overlap that the decision expected."""
+def render_outcome(outcome: Outcome, decision: Decision | None, origins: Origins) -> RenderableType:
+    """The measured outcome, with the overlap that the decision expected, and its account."""
     lines = [
         f"{outcome.request}: {outcome.finish} on {outcome.instance} at {_clock(outcome.time)}",
         f"  {_ttft(outcome.ttft_s)}, all {outcome.output_tokens:,} after {_ms(outcome.total_s)}",
         f"  cached {outcome.cached_tokens:,} prompt tokens{_expected(decision)}",
     ]
+    if outcome.cache is not None:
+        account = outcome.cache
+        block = last_shared(account, decision)
+        first = origins.first(block) if block is not None else None
+        about = account_lines(account, outcome.cached_tiers, origins.name, first)
+        lines += [f"  {line}" for line in about]
     if outcome.ahead is not None:
         lines.append(f"  {_ahead(outcome.ahead)}")
     return Group(Text("\n".join(lines)), Text())

@@ -10,7 +10,7 @@ SLOW = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh explain REQUEST_ID | --slow [options]"
+    parser.usage = "kvmesh explain REQUEST_ID | --session NAME | --slow [options]"
     parser.epilog = (
         "The id is that of the response, also in its X-Request-Id header. Overlaps and loads are "
         "in blocks; candidates are sorted by cost."
@@ -20,6 +20,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="REQUEST_ID",
         nargs="?",
         help="such as chatcmpl-… or pf_…, or the client's own X-Request-Id",
+    )
+    parser.add_argument(
+        "--session",
+        metavar="NAME",
+        help="the turns of a session: what each found cached, and why not more",
     )
     parser.add_argument(
         "--slow",
@@ -33,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=SLOW,
         metavar="N",
-        help=f"most requests of --slow [default {SLOW}]",
+        help=f"most requests of --slow, and last ones of --session [default {SLOW}]",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the messages, one JSON object per line"
@@ -54,13 +59,18 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.explain import find_events, own_id, show
     from kvmesh.cli.messages.decoding import plain
+    from kvmesh.cli.outcomes.origins import origins_of
+    from kvmesh.cli.outcomes.reading import each_message
+    from kvmesh.cli.outcomes.show_session import show_session
     from kvmesh.cli.outcomes.show_slow import show_slow
     from kvmesh.cli.prefetch_uses import PrefetchUses
 
+    if arguments.session is not None:
+        return show_session(arguments, settings)
     if arguments.slow is not None:
         return show_slow(arguments, settings)
     if arguments.request is None:
-        print("kvmesh explain: a REQUEST_ID or --slow is required", file=sys.stderr)
+        print("kvmesh explain: a REQUEST_ID, --session or --slow is required", file=sys.stderr)
         return 2
 
     async def main(bus: Bus) -> int:
@@ -75,7 +85,10 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         else:
             console = Console(highlight=False)
             wide = console if console.is_terminal else Console(highlight=False, width=160)
-            show(events, wide, uses)
+            origins = origins_of(events)
+            if origins:
+                await each_message(bus, None, origins.add)
+            show(events, wide, uses, origins)
         return 0
 
     return run_on_bus("explain", settings, main)

@@ -1,4 +1,4 @@
-"""Reads the outcomes of a window from the route stream, one at a time."""
+"""Reads the route stream from a time on, one message at a time."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,26 +16,36 @@ TAG_WITHIN = 32  # bytes: the tag is the first field of a message
 _outcomes = msgspec.msgpack.Decoder(Outcome)
 
 
-async def each_outcome(bus: Bus, since: datetime, handle: Callable[[Outcome], None]) -> None:
-    """Pass each outcome since then to `handle`, in order, up to the stream's present end.
+async def each_outcome(bus: Bus, since: datetime | None, handle: Callable[[Outcome], None]) -> None:
+    """Pass each outcome since then to `handle`, as `each_message` does."""
 
-    Raises TimeoutError if no message arrives for PROGRESS_S seconds.
+    def on_message(data: bytes) -> None:
+        if TAG not in data[:TAG_WITHIN]:
+            return
+        try:
+            outcome = _outcomes.decode(data)
+        except msgspec.MsgspecError:
+            return  # of another version
+        handle(outcome)
+
+    await each_message(bus, since, on_message)
+
+
+async def each_message(bus: Bus, since: datetime | None, handle: Callable[[bytes], None]) -> None:
+    """Pass each message since then to `handle`, in order, up to the stream's present end.
+
+    Without `since`, from the stream's start. Raises TimeoutError if no message arrives for
+    PROGRESS_S seconds.
     """
     read = 0
 
     def on_message(message: StreamMessage) -> None:
         nonlocal read
         read += 1
-        if TAG not in message.data[:TAG_WITHIN]:
-            return
-        try:
-            outcome = _outcomes.decode(message.data)
-        except msgspec.MsgspecError:
-            return  # of another version
-        handle(outcome)
+        handle(message.data)
 
     subjects = bus.subjects
-    start = Start(time=since)
+    start = Start() if since is None else Start(time=since)
     reader = StreamReader(bus, subjects.route_stream, subjects.route_all, on_message, start)
     await reader.open()
     try:

@@ -1,0 +1,110 @@
+"""The account of a prompt's tokens in words: what was reused, lost and why, and new. Pure."""
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+from kvmesh.bus.messages import CacheAccount, CacheLoss, PromptChange
+
+TIERS = ("engine memory", "host memory", "disk", "remote store")
+REASONS = {
+    "evicted": "evicted as the least recently used",
+    "expired": "evicted after their retention had expired",
+    "clipped": "evicted, as the tenant's budget did not cover their retention",
+    "released": "dropped with their session",
+    "superseded": "dropped when the session changed its prompt",
+    "cleared": "cleared on command",
+    "worker_gone": "lost with their worker",
+    "elsewhere:load": "held by another worker, which cost more",
+    "elsewhere:room": "held by another worker, which lacked free blocks",
+    "elsewhere:busy": "held by another worker, which was past its busy threshold",
+    "elsewhere:constraints": "held by another worker, which the request's constraints excluded",
+    "elsewhere:excluded": "held by another worker, which had refused or lost the request",
+    "elsewhere:draining": "held by another worker, which was draining",
+    "elsewhere:gone": "held by another worker, which had left",
+    "unfinished": "still being computed by another request",
+    "not_found": "announced, but not found by the engine",
+    "never_announced": "computed before, but never announced to the index",
+    "forgotten": "computed before; the index does not remember their removal",
+    "other_namespace": "computed before in another namespace (model, adapter or tenant)",
+    "diverged": "after a change of the prompt",
+    "unknown": "computed before; the index did not reply",
+}
+
+Named = Callable[[str], str]
+
+
+def account_lines(
+    account: CacheAccount, tiers: list[int], name: Named = str, first: str | None = None
+) -> Iterator[str]:
+    """Lines about an account; `name` adds to a request's id what is known of it.
+
+    `first` is the first request that had the last block of those shared with other requests.
+    """
+    yield f"reused {account.reused:,} of {account.prompt_tokens:,} prompt tokens{_tiers(tiers)}"
+    own = f" of its own session (last {account.previous})" if account.previous else ""
+    shared = f" (first {first})" if first is not None else ""
+    parts = [
+        (account.own, f"{account.own:,}{own}"),
+        (account.ahead, f"{account.ahead:,} computed ahead for it"),
+        (account.shared, f"{account.shared:,} of other requests{shared}"),
+    ]
+    if account.reused:
+        yield "  " + ", ".join(text for count, text in parts if count)
+    if account.losses:
+        yield f"lost {account.lost:,} tokens, which were computed again:"
+    for loss in account.losses:
+        yield f"  {loss.tokens:,} from token {loss.first:,} on: {_loss(loss, name)}"
+    if account.change is not None:
+        yield change_line(account.change)
+    yield f"new {account.new:,}; an endless cache would have had {account.possible:,}"
+
+
+def change_line(change: PromptChange) -> str:
+    """The position and the way of a change, and for how many turns it has come again."""
+    again = f", for the {_ordinal(change.turns)} turn in a row" if change.turns > 1 else ""
+    return (
+        f"the prompt differs from the session's last one at token {change.token:,}:"
+        f" {part(change)} {change.way} at character {change.offset:,}{again}"
+    )
+
+
+def part(change: PromptChange) -> str:
+    """The part of the prompt that has changed."""
+    if change.part == "message":
+        return f"message {change.index} ({change.name})"
+    names = {"system": "system prompt", "tool": f"tool {change.index} ({change.name})"}
+    return names.get(change.part, "text")
+
+
+def reason_text(reason: str) -> str:
+    """The reason of a loss, in words; an unknown one as it is."""
+    return REASONS.get(reason, reason)
+
+
+def _loss(loss: CacheLoss, name: Named) -> str:
+    text = reason_text(loss.reason)
+    if loss.worker is not None:
+        tier = f", {TIERS[loss.tier]}" if loss.tier is not None and loss.tier < len(TIERS) else ""
+        text += f" ({loss.worker}{tier}{_at(loss.time)})"
+    if loss.request is not None:
+        text += f", for blocks of {name(loss.request)}"
+    return text
+
+
+def _at(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f", {datetime.fromtimestamp(seconds, UTC).astimezone():%H:%M:%S}"
+
+
+def _tiers(tokens: list[int]) -> str:
+    """The tiers of the reused tokens, unless all are in the engine's own memory."""
+    if not any(tokens[1:]):
+        return ""
+    parts = (f"{n:,} from {where}" for where, n in zip(TIERS, tokens, strict=False) if n)
+    return f" ({', '.join(parts)})"
+
+
+def _ordinal(number: int) -> str:
+    ends = {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{'th' if 10 < number % 100 < 14 else ends.get(number % 10, 'th')}"
