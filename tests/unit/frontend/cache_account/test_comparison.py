@@ -57,9 +57,10 @@ def test_a_prompt_that_ends_early_has_not_changed() -> None:
 
 
 def test_the_first_difference_has_a_part_and_both_texts() -> None:
-    found = comparison([1, 2, 9, 4], [1, 2, 3, 4], [5])
-    assert found.change == PromptChange(token=2, part="system", way="changed", index=0, offset=4)
-    assert (found.before, found.after) == ("3 4 5", "9 4")
+    found = comparison([1, 2, 19, 4], [1, 2, 13, 4], [5])
+    # the first character of the token is the same
+    assert found.change == PromptChange(token=2, part="system", way="changed", index=0, offset=5)
+    assert (found.before, found.after) == ("13 4 5", "19 4")
 
 
 def test_what_was_put_in_or_taken_out_is_told_from_what_follows() -> None:

@@ -1,9 +1,11 @@
 """PromptComparison of a prompt with the earlier one of its conversation, token by token. Pure."""
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import PromptChange, SessionPrompt
 from kvmesh.hashing import TOKEN_BYTES
@@ -49,10 +51,11 @@ def compare(
     length = len(before) // TOKEN_BYTES
     change, excerpts = None, ("", "")
     if common < min(length, len(tokens) // TOKEN_BYTES):
-        change = _change(tokens, before, common, earlier.change, locate)
         at = common * TOKEN_BYTES
         end = at + EXCERPT_TOKENS * TOKEN_BYTES
         excerpts = decode(before[at:end]), decode(tokens[at:end])
+        change = _change(tokens, before, common, earlier.change, locate(common))
+        change = replace(change, offset=change.offset + _common_characters(*excerpts))
     return PromptComparison(
         request=earlier.request,
         time=earlier.time,
@@ -82,9 +85,9 @@ def _change(
     before: bytes,
     common: int,
     last: PromptChange | None,
-    locate: Callable[[int], PromptChange],
+    found: PromptChange,
 ) -> PromptChange:
-    found, at = locate(common), common * TOKEN_BYTES
+    at = common * TOKEN_BYTES
     turns = last.turns + 1 if last is not None and _same_part(found, last) else 1
     return PromptChange(
         token=common,
@@ -95,6 +98,11 @@ def _change(
         offset=found.offset,
         turns=turns,
     )
+
+
+def _common_characters(one: str, other: str) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _same_part(one: PromptChange, other: PromptChange) -> bool:
