@@ -1,6 +1,7 @@
 """An engine's sink that records everything and tracks the blocks held according to the events."""
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed
@@ -12,7 +13,8 @@ from kvmesh.worker.engine import EngineError, OutputDelta
 class Recorder:
     """`held` are engine hashes by rank, `sequences` the mesh's hashes of all ranks.
 
-    `below` are the hashes of each lower tier, of all ranks.
+    `below` are the hashes of each lower tier, of all ranks. `reasons` counts the blocks that the
+    engine itself removed, by their reason and the request in need.
     """
 
     deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
@@ -20,6 +22,7 @@ class Recorder:
     below: dict[int, set[int]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     removed: int = 0
+    reasons: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     lost_events: int = 0
     errors: list[EngineError] = field(default_factory=list)
     _names: dict[int, int] = field(default_factory=dict)
@@ -41,6 +44,8 @@ class Recorder:
             if isinstance(event, Removed):
                 gone = set(array("Q", event.engine))
                 self.removed += len(gone)
+                if not event.tier:
+                    self.reasons[event.reason, event.request] += len(gone)
                 assert gone <= held
                 held -= gone
             else:

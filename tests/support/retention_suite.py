@@ -5,6 +5,7 @@ Lengths are in blocks, since engines support different block sizes.
 
 import asyncio
 from array import array
+from functools import partial
 
 from kvmesh.bus.messages import Clear, Pin, Release, Retain, Unpin
 from kvmesh.worker.capabilities import Retaining
@@ -209,6 +210,36 @@ class RetentionSuite:
         compacted = joined(head, started.prompt(2, 200))
         await run(started, "new", compacted, session="A")
         await started_holds(started, {old: 3, compacted: 5})
+
+    async def _expires(self, started: StartedEngine) -> bool:
+        """True once a directive has expired; an engine without requests may not report it."""
+        await run(started, f"tick{len(started.sink.order)}", started.prompt(0.5, 9000))
+        return counts(started)["expired"] == 1
+
+    async def test_each_removed_block_has_a_reason(self, started: StartedEngine) -> None:
+        def removed(reason: str) -> int:
+            named = started.sink.reasons.items()
+            return sum(blocks for (known, _), blocks in named if known == reason)
+
+        started.sink.reasons.clear()
+        head, brief = started.prompt(3), [Retain(0, None, 90, 0.1, explicit=True)]
+        await run(started, "old", joined(head, started.prompt(6, 100)), session="A")
+        await run(started, "new", joined(head, started.prompt(2, 200)), session="A")
+        await eventually(lambda: removed("superseded") == 6, what="superseded blocks")
+        await started.execute(Release(sessions=["A"]))
+        await eventually(lambda: removed("released") == 5, what="released blocks")
+        await run(started, "brief", started.prompt(5, 300), retention=brief)
+        await eventually(partial(self._expires, started), what="the end of a retention")
+        kept = [Retain(0, None, 90, explicit=True)]
+        await run(started, "kept", started.prompt(25, 400), retention=kept)
+        await run(started, "clipped", started.prompt(20, 600), retention=kept)
+        await fill_engine(started, requests=12)
+        assert removed("expired") == 5
+        assert removed("clipped") == 20 + 25 - TENANT_BLOCKS
+        needed = {request for reason, request in started.sink.reasons if reason == "evicted"}
+        assert any(request is not None and "press" in request for request in needed)
+        await started.execute(Clear())
+        await eventually(lambda: removed("cleared") > 0, what="cleared blocks")
 
     async def test_a_pin_is_a_preference_until_it_is_removed(self, started: StartedEngine) -> None:
         tokens = started.prompt(6)
