@@ -88,6 +88,14 @@ async def test_a_slow_worker_is_reported_and_gets_a_share_by_its_speed(mesh: Mes
     )
     report = await status(mesh)
     assert any(f"{SLOW} rank 0 takes" in warned["text"] for warned in report["warnings"])
+    assert " since " in next(w["text"] for w in report["warnings"] if SLOW in w["text"])
+    speeds = {m["card"]["name"]: m["speed"][0] for m in report["instances"] if m["speed"]}
+    assert (
+        speeds[SLOW]["speed"] < 0.5 < min(speeds[f"worker-{n}"]["speed"] for n in range(1, WORKERS))
+    )
+    assert speeds[SLOW]["since"] is not None
+    metric = f'kvmesh_router_rank_speed{{model="kvmesh-demo",rank="0",worker="{SLOW}"}} 0.'
+    assert metric in get(port, "/metrics")
     steps = {m["card"]["name"]: m["load"][0]["step_s"] for m in report["instances"] if m["load"]}
     others = [steps[f"worker-{n}"] for n in range(1, WORKERS)]
     assert steps[SLOW] > 3 * max(others)

@@ -94,12 +94,13 @@ def _router(s: Subjects, name: str) -> Grant:
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
         ],
-        [s.router(ANY), s.router_at(ANY, own), s.ping(own), s.load_all],
+        [s.router(ANY), s.router_at(ANY, own), s.ctl(own), s.ping(own), s.load_all],
     )
 
 
 def _indexer(s: Subjects, name: str) -> Grant:
     own, snapshots = f"{name}-{ANY}", _objects(s.index_bucket)
+    queries = (s.index_all, s.index_shard(ANY, ANY), s.index_at(own), s.index_part_at(own))
     return (
         [
             *(s.index(ANY), s.index_shard(ANY, ANY), s.dump(_EACH)),
@@ -109,7 +110,7 @@ def _indexer(s: Subjects, name: str) -> Grant:
             *_reads(s.kv_stream, snapshots, _kv(s.instances_bucket)),
             *(f"{API}.STREAM.PURGE.{stream}" for stream in (s.kv_stream, snapshots)),
         ],
-        [s.index_all, s.index_shard(ANY, ANY), s.index_at(own), s.index_part_at(own), s.load_all],
+        [*queries, s.ctl(own), s.load_all],
     )
 
 

@@ -41,6 +41,13 @@ from kvmesh.bus.messages.control import (
 )
 from kvmesh.bus.messages.discovery import Capacity, Instance, ModelCard, NodeStore, Role
 from kvmesh.bus.messages.frontends import KeyUse, LimitUse, SessionPrompt, SessionQuery
+from kvmesh.bus.messages.inspection import (
+    CheckIndex,
+    IndexCheck,
+    RankSpeed,
+    ShowSpeeds,
+    SpeedReport,
+)
 from kvmesh.bus.messages.kv_events import (
     CLEARED,
     CLIPPED,
@@ -169,6 +176,7 @@ __all__ = [
     "Cancel",
     "Candidate",
     "Capacity",
+    "CheckIndex",
     "Chunk",
     "ClaimAnnouncement",
     "Clear",
@@ -198,6 +206,7 @@ __all__ = [
     "Hints",
     "IdleModel",
     "Incomplete",
+    "IndexCheck",
     "Instance",
     "KeyUse",
     "KvBatch",
@@ -230,6 +239,7 @@ __all__ = [
     "PromisedLatency",
     "PromptChange",
     "RankKey",
+    "RankSpeed",
     "Refused",
     "Release",
     "Removal",
@@ -254,7 +264,9 @@ __all__ = [
     "Serve",
     "SessionPrompt",
     "SessionQuery",
+    "ShowSpeeds",
     "SimulatedPool",
+    "SpeedReport",
     "StepOutput",
     "Stored",
     "SwitchedRole",

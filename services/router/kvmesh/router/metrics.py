@@ -47,6 +47,11 @@ slowness = Gauge(
     "Time of a rank for the same work relative to the others, if an outlier",
     ["model", "worker", "rank"],
 )
+rank_speed = Gauge(
+    f"{_PREFIX}_rank_speed",
+    "Work of a rank in a given time relative to the median rank; missing if idle lately",
+    ["model", "worker", "rank"],
+)
 active_requests = Gauge(f"{_PREFIX}_active_requests", "Tracked active requests", ["model"])
 queued = Gauge(f"{_PREFIX}_queue_requests", "Waiting requests of all replicas", ["model"])
 queued_tokens = Gauge(
@@ -69,6 +74,7 @@ class RouterModelMetrics:
         self._missed = missed_blocks.labels(model)
         self._by_policy: dict[str, Counter] = {}
         self._slow: set[tuple[str, str, str]] = set()
+        self._measured: set[tuple[str, str, str]] = set()
 
     def observe_placement(self, decision: Decision) -> None:
         """Count one placement."""
@@ -94,6 +100,7 @@ class RouterModelMetrics:
         queued.labels(self._model).set(queue.waiting)
         queued_tokens.labels(self._model).set(queue.waiting_tokens)
         self._slowness(core)
+        self._speeds(core)
         for policy, count in core.policies.failures.items():
             failures.labels(self._model, policy).set(count)
 
@@ -107,3 +114,14 @@ class RouterModelMetrics:
         for labels, value in outliers.items():
             slowness.labels(*labels).set(value)
         self._slow = set(outliers)
+
+    def _speeds(self, core: RouterCore) -> None:
+        measured = {}
+        for slot, (speed, _) in core.speeds.measured.items():
+            _, worker, rank = core.table.ranks[slot]
+            measured[self._model, worker, str(rank)] = speed
+        for labels in self._measured - measured.keys():
+            rank_speed.remove(*labels)
+        for labels, speed in measured.items():
+            rank_speed.labels(*labels).set(speed)
+        self._measured = set(measured)

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from time import monotonic
 
 import msgspec
 from msgspec.structs import replace
 
+from kvmesh.bus.client import returning
 from kvmesh.bus.discovery.directory import READY, STATE, Directory
 from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.discovery.leases import Lease
@@ -17,8 +19,11 @@ from kvmesh.bus.messages import (
     Instance,
     Load,
     ModelCard,
+    RankSpeed,
     Role,
     RouteEvent,
+    ShowSpeeds,
+    SpeedReport,
     Thresholds,
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
@@ -43,6 +48,7 @@ _NOTHING_FOUND = (
     " disabled, or hashed with another block size or salt"
 )
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
+_questions = msgspec.msgpack.Decoder(ShowSpeeds)
 _thresholds = msgspec.msgpack.Decoder(Thresholds)
 
 
@@ -131,6 +137,8 @@ class RouterService:
         self.ready = True
         if self._serves:
             await answer_pings(bus, self._service.instance)
+            subject = bus.subjects.ctl(self._service.instance)
+            await bus.serve(subject, _questions, returning(self._show_speeds))
             for router in list(self._models.values()):
                 await router.serve()
         self._service.spawn(self._tick(), "tick")
@@ -186,6 +194,10 @@ class RouterService:
         self._service.warnings.update("empty_index", broken)
         outages = {m: _NO_INDEX % m for m, r in self._models.items() if r.index.outage}
         self._service.warnings.update("no_index", outages)
+
+    def _show_speeds(self, _: ShowSpeeds) -> SpeedReport:
+        found = [_speeds(router.core) for router in self._models.values()]
+        return SpeedReport([speed for speeds in found for speed in speeds])
 
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)
@@ -284,6 +296,18 @@ class RouterService:
             self._models[model].schedule_placement()
 
 
+def _speeds(core: RouterCore) -> Iterator[RankSpeed]:
+    for slot, (speed, since) in core.speeds.measured.items():
+        instance, _, rank = core.table.ranks[slot]
+        yield RankSpeed(
+            model=core.model,
+            instance=instance,
+            rank=rank,
+            speed=round(speed, 3),
+            since=None if since is None else since + core.epoch,
+        )
+
+
 def _slow_ranks(core: RouterCore) -> dict[str, str]:
     found = {}
     for slot, slowness in core.speeds.outliers.items():
@@ -291,9 +315,16 @@ def _slow_ranks(core: RouterCore) -> dict[str, str]:
         if slowness > 1:
             found[f"{instance} {rank}"] = (
                 f"{worker} rank {rank} takes {slowness:.0f} times as long as the others of"
-                f" {core.model} for the same work: it gets fewer requests"
+                f" {core.model} for the same work{_since(core, slot)}: it gets fewer requests"
             )
     return found
+
+
+def _since(core: RouterCore, slot: int) -> str:
+    found = core.speeds.measured.get(slot)
+    if found is None or found.since is None:
+        return ""
+    return time.strftime(" since %H:%M", time.localtime(found.since + core.epoch))
 
 
 def _model(message: StreamMessage) -> str:

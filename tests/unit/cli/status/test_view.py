@@ -1,8 +1,10 @@
 """The tables of `kvmesh status`."""
 
+import time
+
 import pytest
 
-from kvmesh.bus.messages import Instance, NodeStore, Role
+from kvmesh.bus.messages import Instance, NodeStore, RankSpeed, Role
 from kvmesh.cli.status.report import IdleModelReport, InstanceReport, MeshReport
 from kvmesh.cli.status.view import show_tables
 
@@ -59,6 +61,17 @@ def test_models_without_workers_are_listed(capsys: pytest.CaptureFixture[str]) -
     show_tables(report)
     lines = capsys.readouterr().out.partition("idle model")[2].splitlines()
     assert lines[1].split() == ["m", "3m", "planner-1"]
+
+
+def test_the_speed_of_a_worker_stands_beside_its_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    card = Instance(instance="w-1", role=Role.WORKER, name="w", version="0", started=0.0)
+    ranks = [
+        RankSpeed(model="m", instance="w-1", rank=0, speed=1.04),
+        RankSpeed(model="m", instance="w-1", rank=1, speed=0.41, since=60.0),
+    ]
+    text = shown(capsys, InstanceReport(card=card, age_s=1.0, load=[], speed=ranks))
+    since = time.strftime("%H:%M", time.localtime(60.0))
+    assert f"1.0×; 0.4× since {since}" in text
 
 
 def test_the_planner_that_leads_is_marked(capsys: pytest.CaptureFixture[str]) -> None:

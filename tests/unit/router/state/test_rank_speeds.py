@@ -110,6 +110,24 @@ def test_a_recovered_engine_counts_as_normal() -> None:
     assert speeds.outliers == {}
 
 
+def test_speeds_of_all_engines_are_known_and_since_when_one_is_slow() -> None:
+    engines = [Engine("a"), Engine("b"), Engine("c"), Engine("idle", share=0.0)]
+    speeds = RankSpeeds()
+    watch(speeds, engines, 40)
+    assert sorted(speeds.measured) == [0, 1, 2]
+    assert all(0.8 < found.speed < 1.25 for found in speeds.measured.values())
+    assert all(found.since is None for found in speeds.measured.values())
+    engines[2].slowness = 4.0
+    watch(speeds, engines, 40, start=40)
+    speed, since = speeds.measured[2]
+    assert speed == pytest.approx(0.25, rel=0.3)
+    assert since is not None
+    assert 40 <= since <= 40 + 4 * FIT_S
+    engines[2].slowness = 1.0
+    watch(speeds, engines, 40, start=80)
+    assert speeds.measured[2].since is None
+
+
 def test_an_avoided_engine_is_tried_again_after_a_while() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     speeds = RankSpeeds()

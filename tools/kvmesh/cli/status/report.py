@@ -13,9 +13,10 @@ from kvmesh.bus.discovery.compatibility import misfits, namesakes
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.errors import NotFound, NotPermitted
-from kvmesh.bus.messages import IdleModel, Instance, Load, Role
+from kvmesh.bus.messages import IdleModel, Instance, Load, RankSpeed, Role
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import mesh_streams
+from kvmesh.cli.status.speeds import rank_speeds
 from kvmesh.planner.leadership import seniority
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
@@ -28,6 +29,8 @@ _idle_models = msgspec.msgpack.Decoder(IdleModel)
 class InstanceReport(Struct, kw_only=True):
     """One instance: card, age in seconds, and load per rank of a worker.
 
+    `speed` per rank relative to the median one, where routers have measured it.
+
     `eligible`: it accepts requests; `reason` is set for a worker incompatible with the others of
     its model. `leads`: it is the planner that decides, the one with the oldest lease.
     """
@@ -38,6 +41,7 @@ class InstanceReport(Struct, kw_only=True):
     eligible: bool = True
     reason: str = ""
     leads: bool = False
+    speed: list[RankSpeed] = []
 
 
 class IdleModelReport(Struct, kw_only=True):
@@ -113,6 +117,7 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
     await directory.close()
     incompatible = misfits(cards)
+    speeds = await rank_speeds(bus, cards)
     planners = [card for card in cards if card.role is Role.PLANNER]
     leader = min(planners, key=seniority).instance if planners else ""
     return MeshReport(
@@ -126,6 +131,7 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
                 loads.get(card.instance, {}),
                 incompatible.get(card.instance, ""),
                 card.instance == leader,
+                speeds.get(card.instance, {}),
             )
             for card in cards
         ],
@@ -188,7 +194,11 @@ async def _wait_for_loads(loads: dict[str, dict[int, Load]], directory: Director
 
 
 def _instance_report(
-    card: Instance, loads: dict[int, Load], reason: str, leads: bool
+    card: Instance,
+    loads: dict[int, Load],
+    reason: str,
+    leads: bool,
+    speeds: dict[int, RankSpeed],
 ) -> InstanceReport:
     return InstanceReport(
         card=card,
@@ -197,6 +207,7 @@ def _instance_report(
         eligible=not reason and routable(card),
         reason=reason,
         leads=leads,
+        speed=[speeds[rank] for rank in sorted(speeds)],
     )
 
 

@@ -1,5 +1,6 @@
 """Prints the report of `kvmesh status` as JSON or tables, and the limits of streams."""
 
+import time
 from itertools import combinations
 
 import msgspec
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.directory import STATE
-from kvmesh.bus.messages import Load, NodeStore, incompatible_models
+from kvmesh.bus.messages import Load, NodeStore, RankSpeed, incompatible_models
 from kvmesh.cli.status.report import (
     BucketReport,
     IdleModelReport,
@@ -100,7 +101,7 @@ _NUMBERS = frozenset(
 
 
 def _instances(members: list[InstanceReport]) -> Table:
-    table = _table("instance", "role", "age", "state", "model", "load", "labels")
+    table = _table("instance", "role", "age", "state", "speed", "model", "load", "labels")
     for member in members:
         card = member.card
         table.add_row(
@@ -108,6 +109,7 @@ def _instances(members: list[InstanceReport]) -> Table:
             card.role if card.serves == "aggregated" else f"{card.serves} {card.role}",
             duration(member.age_s),
             _state(member),
+            "; ".join(map(_speed, member.speed)),
             card.model.name if card.model else "",
             _tiers(card.store) if card.store else "; ".join(map(_load, member.load)),
             " ".join(f"{key}={value}" for key, value in card.labels.items()),
@@ -131,6 +133,14 @@ def _state(member: InstanceReport) -> str:
     if member.leads:
         return "leads"
     return "ready" if member.eligible else f"[yellow]{card.labels[STATE]}[/yellow]"
+
+
+def _speed(speed: RankSpeed) -> str:
+    """The speed beside that of the other ranks, and since when it is an outlier."""
+    if speed.since is None:
+        return f"{speed.speed:.1f}×"
+    text = f"{speed.speed:.1f}× since {time.strftime('%H:%M', time.localtime(speed.since))}"
+    return f"[red]{text}[/red]" if speed.speed < 1 else text
 
 
 def _tiers(store: NodeStore) -> str:

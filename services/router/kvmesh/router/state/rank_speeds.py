@@ -7,6 +7,7 @@ of its windows' measured over expected time, normalised to 1 for the median rank
 """
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,18 +31,38 @@ _TINY = 1e-12
 class _RankHistory:
     """One rank: the start of its present window, and its past windows.
 
-    `slowness` is the published value (1: normal); `contrary` counts comparisons in a row that
-    contradict its outlier state.
+    `slowness` is the published value (1: normal), `measured` the last comparison. `contrary` counts
+    comparisons in a row that contradict its outlier state, the first one at `contrary_since`. It is
+    in that state since `since`.
     """
 
-    __slots__ = ("contrary", "load", "slowness", "window_start", "windows")
+    __slots__ = (
+        "contrary",
+        "contrary_since",
+        "load",
+        "measured",
+        "since",
+        "slowness",
+        "window_start",
+        "windows",
+    )
 
     def __init__(self, load: Load, now: float) -> None:
         self.load = load
         self.window_start = now
         self.windows: deque[tuple[float, list[float], float]] = deque(maxlen=WINDOWS)
         self.slowness = 1.0
+        self.measured: float | None = None
+        self.since = now
         self.contrary = 0
+        self.contrary_since = now
+
+
+class MeasuredSpeed(NamedTuple):
+    """Speed of a rank relative to the median one; `since` when it is an outlier, if it is one."""
+
+    speed: float
+    since: float | None
 
 
 class RankSpeeds:
@@ -94,9 +115,10 @@ class RankSpeeds:
         found = _fit(list(known.values())) if len(known) > 1 else []
         for history in self._histories.values():
             if len(history.windows) < MIN_WINDOWS:
-                history.slowness, history.contrary = 1.0, 0
+                history.slowness, history.contrary, history.measured = 1.0, 0, None
         for history, value in zip(known.values(), found, strict=False):
-            _update_slowness(history, value)
+            history.measured = value
+            _update_slowness(history, value, now)
         outliers = {
             slot: history.slowness
             for slot, history in self._histories.items()
@@ -115,6 +137,18 @@ class RankSpeeds:
         return np.where(slots < len(self.slowness), self.slowness.take(slots, mode="clip"), 1.0)
 
     @property
+    def measured(self) -> dict[int, MeasuredSpeed]:
+        """Speed of each rank that was busy lately, by slot."""
+        return {
+            slot: MeasuredSpeed(
+                1 / max(history.measured, _TINY),
+                history.since if history.slowness != 1.0 else None,
+            )
+            for slot, history in self._histories.items()
+            if history.measured is not None
+        }
+
+    @property
     def outliers(self) -> dict[int, float]:
         """Slowness of the outliers, by slot."""
         return {
@@ -131,16 +165,19 @@ def _work(last: Load, load: Load) -> list[float]:
     return [steps, tokens, max(load.output_tokens - last.output_tokens, 0), steps * used]
 
 
-def _update_slowness(history: _RankHistory, value: float) -> None:
+def _update_slowness(history: _RankHistory, value: float, now: float) -> None:
     """Update the published slowness; its state changes after two comparisons in a row."""
     far = value >= OUTLIER or value <= 1 / OUTLIER
     near = 1 / NORMAL < value < NORMAL
     changes = near if history.slowness != 1.0 else far
     history.contrary = history.contrary + 1 if changes else 0
+    if history.contrary == 1:
+        history.contrary_since = now
     if history.slowness != 1.0 and not near:
         history.slowness = min(max(value, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
     elif history.contrary >= 2:
         history.slowness = min(max(value, 1 / MAX_SLOWNESS), MAX_SLOWNESS) if far else 1.0
+        history.since = history.contrary_since
         history.contrary = 0
 
 
