@@ -156,6 +156,9 @@ class Publisher:
             self._subscription = None
 
     async def _on_dump(self, message: Dump, reply: Reply) -> None:
+        if message.digest:
+            reply(ControlReply(False, "no digests"))
+            return
         if message.rank == self.rank:
             self.dumps += 1
             await self.publish(self.contents.dump())

@@ -11,14 +11,16 @@ from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Capacity, ControlReply, Dump, Instance, ModelCard, Role
+from kvmesh.bus.messages import Capacity, ControlReply, Dump, Instance, ModelCard, Role, Stored
 from kvmesh.bus.streams.configuration import ensure_streams
 from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.index.fingerprints import BlockRun, fingerprints
 from kvmesh.indexer.service import IndexerService
 from kvmesh.router.service import RouterService
 from kvmesh.runtime.service import Service
 from kvmesh.settings.schema import IndexerSettings, RouterSettings, Settings, StreamSettings
+from kvmesh.worker.health.rank_digests import digest_reply
 from support.events import DUMPS, MODEL, TierContents
 from support.simulation.loop import NODE
 from support.simulation.network import Network, SimClient
@@ -32,7 +34,7 @@ SETTINGS = Settings(
     router=RouterSettings(
         seed=1, sequence_ttl_s=12.0, rescore_s=2.0, starvation_s=5.0, queue_quantum=128
     ),
-    indexer=IndexerSettings(snapshot_threshold=60),
+    indexer=IndexerSettings(snapshot_threshold=60, check_interval_s=1.0),
     streams=StreamSettings(lease_s=3.0),
 )
 
@@ -157,6 +159,12 @@ class WorkerProcess(Process):
         self.publisher.add(rank, self.contents.dump())
 
     def _on_dump(self, message: Dump, reply: Reply) -> None:
+        if message.digest:
+            stored = [event for event in self.contents.dump() if isinstance(event, Stored)]
+            blocks = fingerprints(BlockRun(e.tier, e.engine, e.local) for e in stored)
+            next_event = self.publisher.next_event(message.rank)
+            reply(digest_reply(blocks, next_event, message.listed, 1 << 20))
+            return
         self._dump(message.rank)
         reply(ControlReply(True))
 

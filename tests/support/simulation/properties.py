@@ -81,6 +81,8 @@ def _index_errors(indexer: IndexerService, workers: list[WorkerProcess]) -> list
     """Differences between the stored blocks and those that the index finds."""
     holdings = indexer.states
     found = [f"does not know {holdings.unknown} ranks"] if holdings.unknown else []
+    wrong = indexer.checker.counts.index_differences
+    found += [f"found itself wrong in {wrong} checks"] if wrong else []
     for blocks in prompts():
         truth = {w.node: w.contents.depth(blocks) for w in workers}
         truth = {node: depth for node, depth in truth.items() if depth}

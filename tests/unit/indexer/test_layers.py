@@ -5,11 +5,13 @@ from support.layers import imports_of, modules_of, upward_imports
 LAYERS = [
     ["service"],
     ["telemetry"],
-    ["queries", "snapshots"],
+    ["checker", "queries", "snapshots"],
     ["feed"],
     ["rank_state"],
     ["incarnations", "shards"],
     ["decoding", "removed_blocks"],
+    ["incarnations", "index_check", "shards"],
+    ["decoding"],
     ["metrics", "readiness", "shortfall"],
 ]
 
@@ -22,4 +24,13 @@ def test_imports_only_point_downwards() -> None:
 def test_the_core_has_no_event_loop_and_no_clock() -> None:
     pure = ["rank_state", "incarnations", "shards", "decoding", "readiness", "shortfall"]
     pure += ["removed_blocks"]
+    pure = [
+        "rank_state",
+        "incarnations",
+        "shards",
+        "decoding",
+        "readiness",
+        "shortfall",
+        "index_check",
+    ]
     assert imports_of("indexer", pure, ["asyncio", "datetime", "threading", "time"]) == []

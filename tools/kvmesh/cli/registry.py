@@ -104,6 +104,12 @@ COMMANDS = (
         sections=BUS,
     ),
     Command(
+        "doctor",
+        "check the mesh, and its index against the workers",
+        "kvmesh.cli.commands.doctor",
+        sections=BUS,
+    ),
+    Command(
         "streams",
         "show or change the limits of the streams",
         "kvmesh.cli.commands.streams",
@@ -137,6 +143,12 @@ COMMANDS = (
         "role",
         "change what a running worker serves: whole requests, prefill or decode",
         "kvmesh.cli.commands.role",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
+        "drain",
+        "have a worker finish its requests and leave",
+        "kvmesh.cli.commands.drain",
         sections=("nats", "streams", "log"),
     ),
     Command(

@@ -21,9 +21,15 @@ class Resend(Struct, frozen=True, tag="resend"):
 
 
 class Dump(Struct, frozen=True, tag="dump"):
-    """Publish all blocks of a rank on the KV stream: `Cleared`, then `Stored` events."""
+    """Publish all blocks of a rank on the KV stream: `Cleared`, then `Stored` events.
+
+    With `digest`, publish nothing: the reply has a digest of the blocks; with `listed` also their
+    fingerprints, if these fit into a message (`kvmesh.index.fingerprints`).
+    """
 
     rank: int
+    digest: bool = False
+    listed: bool = False
 
 
 class Drain(Struct, frozen=True, tag="drain"):
@@ -135,10 +141,14 @@ class ControlReply(Struct, frozen=True):
     """Reply to a command: `ok` if it applied, else a reason (an unknown request, for example).
 
     `blocks` counts the blocks concerned, in tier 0 of a worker or in the tiers of a kvbm. `adapter`
-    is the identity of the adapter that the command loaded or unloaded.
+    is the identity of the adapter that the command loaded or unloaded. `digest` of a rank's blocks
+    holds after all its events below `next_event` and before that one; `fingerprints` as requested.
     """
 
     ok: bool
     reason: str = ""
     blocks: int = 0
     adapter: str = ""
+    digest: int = 0
+    next_event: int | None = None
+    fingerprints: bytes = b""

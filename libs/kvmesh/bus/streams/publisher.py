@@ -83,6 +83,11 @@ class KvPublisher:
         """Leave a gap of `count` event ids, so that indexers request a dump of the rank."""
         self._backlog(rank).next_id += count
 
+    def next_event(self, rank: int) -> int | None:
+        """The id of the next event to be added; None if a dump of the rank is due."""
+        backlog = self._backlog(rank)
+        return None if backlog.overflowed else backlog.next_id + len(backlog)
+
     async def close(self, timeout: float = 2.0) -> None:
         """Send the backlog, for at most `timeout` seconds."""
         task, self._task = self._task, None
@@ -180,6 +185,9 @@ class Backlog:
         self.bytes = 0
         self.overflowed = False
         self._events: list[KvEvent] = []
+
+    def __len__(self) -> int:
+        return len(self._events)
 
     def extend(self, events: Iterable[KvEvent], max_blocks: int = MAX_EVENT_BLOCKS) -> None:
         """Queue events, split into parts of at most `max_blocks` blocks."""

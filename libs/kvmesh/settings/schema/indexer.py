@@ -35,6 +35,13 @@ class IndexerSettings(Section, frozen=True, kw_only=True):
     lag_limit_s: Annotated[
         Seconds, Meta(description="a replica further behind the stream stops replying")
     ] = 2.0
+    check_interval_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="time between comparisons of one rank's blocks with its worker's; 0: none",
+        ),
+    ] = 60.0
     shard_timeout_s: Annotated[
         Seconds, Meta(description="longest wait for the reply of another shard")
     ] = 0.2

@@ -33,6 +33,11 @@ COUNTERS = {
     "snapshots": "Snapshots written",
     "snapshot_failures": "Failed snapshots",
     "snapshots_skipped": "Unusable stored snapshots",
+    "index_checks": "Ranks compared with their workers",
+    "index_differences": "Ranks that differed, and were dumped anew",
+    "inconclusive_checks": "Comparisons without a result: no reply, or events came too fast",
+    "missing_blocks": "Blocks of workers that the index lacked in comparisons",
+    "extra_blocks": "Blocks in the index that workers lacked in comparisons",
 }
 GAUGES = {
     "blocks": "Distinct blocks in the index",

@@ -9,7 +9,7 @@ stream sequence it covers.
 
 import heapq
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import (
@@ -20,12 +20,14 @@ from kvmesh.bus.messages import (
     KvEvent,
     RankKey,
     Removed,
+    Role,
     Stored,
 )
 from kvmesh.hashing import HASH_BYTES, sequence_hashes
 from kvmesh.index.interface import PrefixIndex
 from kvmesh.indexer.decoding import Bad, Events, EventSource
 from kvmesh.indexer.incarnations import Incarnations, rank_count, source_of_card
+from kvmesh.indexer.index_check import Checkpoint, Segments
 from kvmesh.indexer.removed_blocks import Cause, RemovedBlocks
 from kvmesh.indexer.shards import Shard
 
@@ -49,6 +51,7 @@ class RankState:
     dump_requests: int = 0
     next_request: float | None = None
     last_request: float = -1e9
+    checkpoint: Checkpoint | None = None
 
 
 @dataclass(slots=True)
@@ -192,6 +195,11 @@ class RankStates:
             return
         rank = holder.ranks.get(batch.rank) or self._add_rank(holder, batch.rank)
         events = self._new_events(rank, batch.first, batch.events)
+        if rank.checkpoint is not None:
+            events = self._apply_to_checkpoint(rank, rank.checkpoint, events)
+        self._apply_all(rank, events)
+
+    def _apply_all(self, rank: RankState, events: Sequence[KvEvent | Bad]) -> None:
         for event in events:
             if not rank.known and _begins_dump(event):
                 self._mark_known(rank)
@@ -248,6 +256,73 @@ class RankStates:
         self.counts.bad_events += 1
         if not bad.unknown_tag:
             self._mark_unknown(rank)
+
+    # --- checks
+
+    def is_known(self, key: RankKey) -> bool:
+        rank = self.rank(key.instance, key.rank)
+        return rank is not None and rank.known
+
+    def is_worker(self, instance: str) -> bool:
+        """True for a live worker, false for a kvbm."""
+        card = self.incarnations.card(instance)
+        return card is not None and card.role is Role.WORKER
+
+    def next_worker_rank(self, after: RankKey) -> RankKey | None:
+        """The known rank of a worker that follows `after` in order of names, or the first one."""
+        cards = (c for c in self.incarnations.cards if c.role is Role.WORKER)
+        holders = (self._holders.get(card.instance) for card in cards)
+        ranks = (rank for holder in holders if holder for rank in holder.ranks.values())
+        keys = [rank.key for rank in ranks if rank.known]
+        order = (after.instance, after.rank)
+        later = [key for key in keys if (key.instance, key.rank) > order]
+        return min(later or keys, key=lambda key: (key.instance, key.rank), default=None)
+
+    def take_at(
+        self, key: RankKey, event_id: int, taken: Callable[[Segments | None], None]
+    ) -> bool:
+        """Have `taken` called with the rank's blocks as they are before the event `event_id`.
+
+        Returns False if that event has been applied, or another such call is pending.
+        """
+        rank = self.rank(key.instance, key.rank)
+        if rank is None or not rank.known:
+            taken(None)
+        elif rank.checkpoint is not None or rank.next_event > event_id:
+            return False
+        elif rank.next_event == event_id:
+            taken(self.index.dump(rank.slot))
+        else:
+            rank.checkpoint = Checkpoint(event_id, taken)
+        return True
+
+    def cancel_checkpoint(self, key: RankKey) -> None:
+        """Call nothing for a pending `take_at` of the rank."""
+        rank = self.rank(key.instance, key.rank)
+        if rank is not None:
+            rank.checkpoint = None
+
+    def doubt(self, key: RankKey) -> None:
+        """Mark a rank unknown whose blocks are not those of its worker."""
+        rank = self.rank(key.instance, key.rank)
+        if rank is not None:
+            self._mark_unknown(rank)
+
+    def _apply_to_checkpoint(
+        self, rank: RankState, checkpoint: Checkpoint, events: Sequence[KvEvent | Bad]
+    ) -> Sequence[KvEvent | Bad]:
+        """Apply the events before the checkpoint, and take it once they are; return the others."""
+        before = len(events) - (rank.next_event - checkpoint.event_id)
+        if any(map(_begins_dump, events[: max(before, 0)])):
+            # a publisher that drops its backlog in favour of a dump uses its event ids again
+            _abandon(rank)
+            return events
+        if before > len(events):
+            return events  # the checkpoint is further ahead
+        self._apply_all(rank, events[: max(before, 0)])
+        rank.checkpoint = None
+        checkpoint.taken(self.index.dump(rank.slot) if rank.known and before >= 0 else None)
+        return events[max(before, 0) :]
 
     # --- repair
 
@@ -311,6 +386,7 @@ class RankStates:
             self.index.clear(rank.slot)
             self.removed.events_lost()
             self._unknown[rank.slot] = rank
+            _abandon(rank)
 
     def _mark_known(self, rank: RankState) -> None:
         rank.known = True
@@ -396,6 +472,7 @@ class RankStates:
             del self._current[holder.source]
         for rank in holder.ranks.values():
             self._record_all(rank, holder.source.worker, self.removed.clock(), WORKER_GONE)
+            _abandon(rank)
             self.index.clear(rank.slot)
             self.keys[rank.slot] = NO_RANK
             self._ranks[rank.slot] = None
@@ -430,6 +507,13 @@ def _max_blocks(card: Instance) -> int | None:
     if card.store is not None:
         return sum(card.store.tier_blocks) if card.store.tier_blocks else None
     return card.capacity.blocks + sum(card.capacity.tier_blocks) if card.capacity else None
+
+
+def _abandon(rank: RankState) -> None:
+    """End a pending checkpoint of a rank that is no longer known."""
+    checkpoint, rank.checkpoint = rank.checkpoint, None
+    if checkpoint is not None:
+        checkpoint.taken(None)
 
 
 def _begins_dump(event: KvEvent | Bad) -> bool:

@@ -14,6 +14,7 @@ from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError, BusUnavailable, cause
 from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Role
 from kvmesh.index import create_index
+from kvmesh.indexer.checker import IndexChecker, questions
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import StateCollector
 from kvmesh.indexer.queries.query_server import SHARD, QueryServer
@@ -55,7 +56,10 @@ class IndexerService:
         thresholds = SnapshotThresholds.of(settings, service.limits)
         self.snapshotter = Snapshotter(service.bus, self.states, self.feed, thresholds)
         self.readiness = IndexerReadiness(settings.lag_limit_s)
-        self.telemetry = IndexerTelemetry(self.states, self.feed, self.queries, self.snapshotter)
+        self.checker = IndexChecker(service.bus, self.states)
+        self.telemetry = IndexerTelemetry(
+            self.states, self.feed, self.queries, self.snapshotter, self.checker.counts
+        )
         self.shortfall = Shortfall()
         self._directory = Directory(service.bus, service.limits, self._joined, self._left)
         self._lease = Lease(service.bus, self._card("catching up"), service.limits)
@@ -99,6 +103,7 @@ class IndexerService:
             warnings = publish_warnings(lambda: self._lease, self._service.warnings)
             self._service.spawn(warnings, "warnings")
             self._service.spawn(self.snapshotter.run(self._is_leader), "snapshots")
+            await self._start_checks()
             await stopping.wait()
         await self.queries.close()
         await self.feed.close()
@@ -121,6 +126,14 @@ class IndexerService:
     def _on_load(self, load: Load) -> None:
         if load.instance in self.states.incarnations:
             self.shortfall.record(load)
+
+    async def _start_checks(self) -> None:
+        """Answer operators' questions about the index, and check it by itself."""
+        subject = self._bus.subjects.ctl(self._service.instance)
+        await self._bus.serve(subject, questions, self.checker.answer)
+        interval_s = self._service.settings.indexer.check_interval_s
+        if interval_s and self.shard == WHOLE_INDEX:
+            self._service.spawn(self.checker.run(interval_s), "checks")
 
     # --- readiness
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from kvmesh.indexer.checker import CheckCounts
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.queries.query_server import QueryServer
 from kvmesh.indexer.rank_state import RankStates
@@ -13,12 +14,18 @@ class IndexerTelemetry:
     """Collects counters and levels; their keys are the names in `metrics`."""
 
     def __init__(
-        self, states: RankStates, feed: Feed, queries: QueryServer, snapshotter: Snapshotter
+        self,
+        states: RankStates,
+        feed: Feed,
+        queries: QueryServer,
+        snapshotter: Snapshotter,
+        checks: CheckCounts,
     ) -> None:
         self._states = states
         self._feed = feed
         self._queries = queries
         self._snapshotter = snapshotter
+        self._checks = checks
 
     def read(self) -> Mapping[str, float]:
         """Every figure that `metrics` names."""
@@ -30,6 +37,7 @@ class IndexerTelemetry:
             **asdict(self._feed.counts),
             **asdict(self._queries.counts),
             **asdict(self._snapshotter.counts),
+            **asdict(self._checks),
         }
 
     def _levels(self) -> dict[str, float]:

@@ -43,6 +43,7 @@ from kvmesh.worker.engine import (
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.health.event_silence import EventSilence
 from kvmesh.worker.health.membership import Membership
+from kvmesh.worker.health.rank_digests import RankDigests, digest_reply
 from kvmesh.worker.health.stall_watch import StallWatch
 from kvmesh.worker.load_publisher import LoadPublisher
 from kvmesh.worker.lora.manager import AdapterManager
@@ -89,6 +90,7 @@ class WorkerNode:
         self._limits = limits
         self._on_end = on_end
         self._warnings = warnings or Warnings()
+        self._digests = RankDigests(engine)
         self._membership = Membership(bus, self._warnings, limits.lease_s)
         self._loads = LoadPublisher(bus, instance, worker.load_interval_s, self.load)
         self._requests = RequestHandler(engine, worker, self.load, self._send_chunks, self.output)
@@ -276,6 +278,8 @@ class WorkerNode:
         self._loads.send_with_output(now)
 
     def events(self, rank: int, events: list[KvEvent]) -> None:
+        if self._digests.capture(events):
+            return
         if self._publisher is not None:
             self._publisher.add(rank, events)
 
@@ -327,8 +331,12 @@ class WorkerNode:
     def _dump(self, request: Dump) -> ControlReply:
         if self.info is None or not 0 <= request.rank < self.info.capacity.dp_ranks:
             return ControlReply(False, f"there is no rank {request.rank}")
-        self._engine.dump(request.rank)
-        return ControlReply(True)
+        if not request.digest:
+            self._engine.dump(request.rank)
+            return ControlReply(True)
+        blocks = self._digests.blocks(request.rank)
+        next_event = self._publisher.next_event(request.rank) if self._publisher else None
+        return digest_reply(blocks, next_event, request.listed, self._bus.max_payload)
 
     def _send_chunks(self, frontend: str, chunks: list[Chunk]) -> None:
         self._bus.post(self._bus.subjects.out(frontend), StepOutput(self.instance, chunks))

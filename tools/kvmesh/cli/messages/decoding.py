@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.messages import (
+    CheckIndex,
     ClaimAnnouncement,
     Control,
     Dump,
@@ -23,6 +24,7 @@ from kvmesh.bus.messages import (
     ScalingDecision,
     SeqBatch,
     SessionQuery,
+    ShowSpeeds,
     StepOutput,
     Wake,
     Work,
@@ -45,7 +47,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "router": msgspec.msgpack.Decoder(RouteRequest),
     "work": msgspec.msgpack.Decoder(Work),
     "out": msgspec.msgpack.Decoder(StepOutput),
-    "ctl": msgspec.msgpack.Decoder(Control),
+    "ctl": msgspec.msgpack.Decoder(Control | CheckIndex | ShowSpeeds),
     "dump": msgspec.msgpack.Decoder(Dump),
     "ping": msgspec.msgpack.Decoder(Ping),
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),

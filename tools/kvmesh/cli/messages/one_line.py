@@ -116,7 +116,7 @@ def _work(work: m.Work) -> str:
     return f"{text}, {work.generated} generated before" if work.generated else text
 
 
-def _control(command: m.Control) -> str:
+def _control(command: m.Control | m.CheckIndex | m.ShowSpeeds) -> str:
     fields = [str(getattr(command, name)) for name in command.__struct_fields__]
     return " ".join([type(command).__name__.lower(), *fields])
 

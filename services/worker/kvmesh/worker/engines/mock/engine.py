@@ -156,6 +156,7 @@ class MockEngine:
 
     def dump(self, rank: int) -> None:
         if 0 <= rank < len(self._ranks):
+            self._ranks[rank].publish_events()  # those of the step in progress
             self.events(rank, self._ranks[rank].core.dump())
 
     def clear(self) -> None:

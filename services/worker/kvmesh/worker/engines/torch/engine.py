@@ -208,6 +208,7 @@ class TorchEngine:
 
     def dump(self, rank: int) -> None:
         if rank == RANK:
+            self._publish(self._core.take_events())
             self._publish(self._core.blocks.dump())
 
     def clear(self) -> None:

@@ -1,0 +1,90 @@
+"""Findings of `kvmesh doctor`: faults of a mesh, from its report and from checks of its index."""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from msgspec import Struct
+
+from kvmesh.bus.discovery.directory import STATE
+from kvmesh.bus.messages import IndexCheck, Role
+from kvmesh.cli.status.index_checks import RankCheck
+from kvmesh.cli.status.report import MeshReport
+
+NEEDED = (Role.FRONTEND, Role.ROUTER, Role.INDEXER, Role.WORKER)
+READER_LAG = 10_000  # messages
+Severity = Literal["ok", "note", "fault"]
+
+
+class Finding(Struct, frozen=True):
+    """One line: what was checked, and the result. A `note` needs no action."""
+
+    severity: Severity
+    subject: str
+    text: str
+
+
+def of_report(report: MeshReport) -> Iterator[Finding]:
+    """Findings about processes, warnings, versions and readers of streams."""
+    yield from _roles(report)
+    for warning in report.warnings:
+        yield Finding("fault", warning.instance, warning.text)
+    if not report.warnings:
+        yield Finding("ok", "warnings", "no process warns")
+    versions = sorted({member.card.version for member in report.instances})
+    if len(versions) > 1:
+        yield Finding("note", "versions", f"processes of several versions: {', '.join(versions)}")
+    slow = [
+        (reader.owner or reader.name, stream.name, reader.lag)
+        for stream in report.streams
+        for reader in stream.readers
+        if reader.lag > READER_LAG
+    ]
+    for owner, stream, lag in slow:
+        yield Finding("fault", owner, f"{lag:,} messages of {stream} behind")
+
+
+def of_checks(checks: Iterable[RankCheck]) -> Iterator[Finding]:
+    """One finding for each comparison without agreement, one for all the others."""
+    equal = blocks = 0
+    for found in checks:
+        subject = f"{found.indexer}, rank {found.rank} of {found.instance}"
+        if found.check.result == "equal":
+            equal, blocks = equal + 1, blocks + found.check.held
+        elif found.check.result == "differs":
+            yield Finding("fault", subject, f"{_difference(found.check)}; it is dumped anew")
+        else:
+            yield Finding("note", subject, _inconclusive(found.check))
+    if equal:
+        text = f"equal to the workers in {equal} comparisons of ranks, {blocks:,} blocks"
+        yield Finding("ok", "index", text)
+
+
+def _roles(report: MeshReport) -> Iterator[Finding]:
+    ready = {member.card.role for member in report.instances if member.eligible}
+    for role in NEEDED:
+        if role not in ready and not (role is Role.WORKER and report.idle_models):
+            yield Finding("fault", role.value, "none is ready")
+    waiting = [m for m in report.instances if not m.eligible and not m.reason]
+    for member in waiting:
+        state = "draining" if member.card.draining else member.card.labels.get(STATE, "not ready")
+        yield Finding("note", member.card.instance, state)
+    if ready.issuperset(NEEDED):
+        text = f"{len(report.instances)}, at least one of each role ready"
+        yield Finding("ok", "processes", text)
+
+
+def _difference(check: IndexCheck) -> str:
+    if check.missing is None or check.extra is None:
+        return f"the index has {check.indexed:,} blocks, the worker {check.held:,}"
+    return (
+        f"the index lacks {check.missing:,} of the worker's {check.held:,} blocks and has"
+        f" {check.extra:,} that are gone"
+    )
+
+
+def _inconclusive(check: IndexCheck) -> str:
+    if check.result == "unknown":
+        return "the index waits for a dump of the rank"
+    if check.result == "moved":
+        return "not compared: its blocks changed too fast, try again"
+    return f"not compared: {check.reason}"

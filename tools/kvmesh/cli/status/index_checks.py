@@ -1,0 +1,56 @@
+"""Has each indexer compare its view of each rank with the rank's worker."""
+
+import asyncio
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import Struct
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import routable
+from kvmesh.bus.errors import BusError, NotPermitted, cause
+from kvmesh.bus.messages import CheckIndex, IndexCheck, Instance, Role
+
+TIMEOUT_S = 25.0  # more than an indexer takes for its tries
+PARALLEL = 8
+_checks = msgspec.msgpack.Decoder(IndexCheck)
+
+
+class RankCheck(Struct, frozen=True, kw_only=True):
+    """One comparison: an indexer's view of one rank."""
+
+    indexer: str
+    instance: str
+    rank: int
+    check: IndexCheck
+
+
+async def check_ranks(bus: Bus, cards: Iterable[Instance]) -> list[RankCheck]:
+    """Every ready indexer's view of every worker's ranks; raises NotPermitted to an observer."""
+    cards = list(cards)
+    indexers = [card for card in cards if card.role is Role.INDEXER and routable(card)]
+    workers = [card for card in cards if card.role is Role.WORKER and card.capacity is not None]
+    slots = asyncio.Semaphore(PARALLEL)
+
+    async def one(indexer: str, instance: str, rank: int) -> RankCheck:
+        async with slots:
+            check = await _ask(bus, indexer, CheckIndex(instance=instance, rank=rank))
+        return RankCheck(indexer=indexer, instance=instance, rank=rank, check=check)
+
+    return await asyncio.gather(
+        *(
+            one(indexer.instance, worker.instance, rank)
+            for indexer in indexers
+            for worker in workers
+            for rank in range(worker.capacity.dp_ranks if worker.capacity else 0)
+        )
+    )
+
+
+async def _ask(bus: Bus, indexer: str, question: CheckIndex) -> IndexCheck:
+    try:
+        return await bus.request(bus.subjects.ctl(indexer), question, _checks, TIMEOUT_S)
+    except NotPermitted:
+        raise
+    except (BusError, msgspec.MsgspecError) as error:
+        return IndexCheck(result="failed", reason=cause(error))
