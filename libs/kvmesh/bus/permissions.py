@@ -94,7 +94,7 @@ def _router(s: Subjects, name: str) -> Grant:
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
         ],
-        [s.router(ANY), s.router_at(ANY, own), s.ctl(own), s.ping(own), s.load_all],
+        [s.router(ANY), s.router_at(ANY, own), s.ask(own), s.ping(own), s.load_all],
     )
 
 
@@ -110,7 +110,7 @@ def _indexer(s: Subjects, name: str) -> Grant:
             *_reads(s.kv_stream, snapshots, _kv(s.instances_bucket)),
             *(f"{API}.STREAM.PURGE.{stream}" for stream in (s.kv_stream, snapshots)),
         ],
-        [*queries, s.ctl(own), s.load_all],
+        [*queries, s.ask(own), s.load_all],
     )
 
 
@@ -176,7 +176,7 @@ def _operator(s: Subjects, name: str) -> Grant:
     objects = [n.removeprefix("OBJ_") for n in _streams(s) if n.startswith("OBJ_")]
     return (
         [
-            *(s.ctl(_EACH), f"{API}.>", "$JS.FC.>"),
+            *(s.ctl(_EACH), s.ask(_EACH), f"{API}.>", "$JS.FC.>"),
             *(entry for bucket in buckets for entry in _write(bucket)),
             *(entry for bucket in objects for entry in _write_objects(bucket)),
         ],

@@ -254,6 +254,10 @@ class Subjects:
     def ctl(self, instance: str) -> str:
         return self._of("ctl", *instance_tokens(instance))
 
+    def ask(self, instance: str) -> str:
+        """Questions of operators. Not control commands: those hold prompts, which few may hear."""
+        return self._of("ask", *instance_tokens(instance))
+
     def dump(self, instance: str) -> str:
         """Requests for a dump. Not a control command: indexers may send no commands."""
         return self._of("dump", *instance_tokens(instance))

@@ -19,7 +19,7 @@ _MIX = np.uint64(0xC2B2AE3D27D4EB4F)
 _SHIFT = np.uint64(32)
 
 
-class BlockRun(NamedTuple):
+class HashRun(NamedTuple):
     """Blocks of one tier, as packed engine and local hashes."""
 
     tier: int
@@ -27,7 +27,7 @@ class BlockRun(NamedTuple):
     local: Buffer
 
 
-def fingerprints(runs: Iterable[BlockRun]) -> Fingerprints:
+def fingerprints(runs: Iterable[HashRun]) -> Fingerprints:
     """The fingerprints of all distinct blocks, sorted."""
     found = [_of_run(run) for run in runs]
     return np.unique(np.concatenate(found)) if found else np.zeros(0, np.uint64)
@@ -43,7 +43,7 @@ def unpack(packed: Buffer) -> Fingerprints:
     return np.frombuffer(packed, "<u8").astype(np.uint64)
 
 
-def _of_run(run: BlockRun) -> Fingerprints:
+def _of_run(run: HashRun) -> Fingerprints:
     engine, local = np.frombuffer(run.engine, "<u8"), np.frombuffer(run.local, "<u8")
     with np.errstate(over="ignore"):
         mixed = (engine * _ENGINE) ^ (local + np.uint64(run.tier + 1) * _TIER)

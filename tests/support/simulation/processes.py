@@ -15,7 +15,7 @@ from kvmesh.bus.messages import Capacity, ControlReply, Dump, Instance, ModelCar
 from kvmesh.bus.streams.configuration import ensure_streams
 from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
-from kvmesh.index.fingerprints import BlockRun, fingerprints
+from kvmesh.index.fingerprints import HashRun, fingerprints
 from kvmesh.indexer.service import IndexerService
 from kvmesh.router.service import RouterService
 from kvmesh.runtime.service import Service
@@ -161,7 +161,7 @@ class WorkerProcess(Process):
     def _on_dump(self, message: Dump, reply: Reply) -> None:
         if message.digest:
             stored = [event for event in self.contents.dump() if isinstance(event, Stored)]
-            blocks = fingerprints(BlockRun(e.tier, e.engine, e.local) for e in stored)
+            blocks = fingerprints(HashRun(e.tier, e.engine, e.local) for e in stored)
             next_event = self.publisher.next_event(message.rank)
             reply(digest_reply(blocks, next_event, message.listed, 1 << 20))
             return

@@ -4,21 +4,21 @@ from array import array
 
 import pytest
 
-from kvmesh.index.fingerprints import BlockRun, digest, fingerprints, unpack
+from kvmesh.index.fingerprints import HashRun, digest, fingerprints, unpack
 
 
 def pack(*hashes: int) -> bytes:
     return array("Q", hashes).tobytes()
 
 
-RUN = BlockRun(0, pack(1, 2, 3), pack(11, 12, 13))
+RUN = HashRun(0, pack(1, 2, 3), pack(11, 12, 13))
 
 
 def test_order_and_repeats_do_not_matter() -> None:
     parts = [
-        BlockRun(0, pack(3), pack(13)),
-        BlockRun(0, pack(1, 2), pack(11, 12)),
-        BlockRun(0, pack(2), pack(12)),
+        HashRun(0, pack(3), pack(13)),
+        HashRun(0, pack(1, 2), pack(11, 12)),
+        HashRun(0, pack(2), pack(12)),
     ]
     assert list(fingerprints(parts)) == list(fingerprints([RUN]))
     assert digest(fingerprints(parts)) == digest(fingerprints([RUN]))
@@ -27,13 +27,13 @@ def test_order_and_repeats_do_not_matter() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        BlockRun(1, RUN.engine, RUN.local),
-        BlockRun(0, pack(1, 2), pack(11, 12)),
-        BlockRun(0, pack(1, 2, 4), pack(11, 12, 13)),
-        BlockRun(0, pack(1, 2, 3), pack(11, 13, 12)),  # the same hashes, paired otherwise
+        HashRun(1, RUN.engine, RUN.local),
+        HashRun(0, pack(1, 2), pack(11, 12)),
+        HashRun(0, pack(1, 2, 4), pack(11, 12, 13)),
+        HashRun(0, pack(1, 2, 3), pack(11, 13, 12)),  # the same hashes, paired otherwise
     ],
 )
-def test_every_part_of_a_block_matters(other: BlockRun) -> None:
+def test_every_part_of_a_block_matters(other: HashRun) -> None:
     assert digest(fingerprints([other])) != digest(fingerprints([RUN]))
 
 

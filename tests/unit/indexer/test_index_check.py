@@ -7,7 +7,7 @@ import pytest
 from unit.indexer.test_rank_state import Mesh, card, removed, stored
 
 from kvmesh.bus.messages import Cleared, ControlReply, IndexCheck, KvEvent, RankKey, Stored
-from kvmesh.index.fingerprints import BlockRun, digest, fingerprints
+from kvmesh.index.fingerprints import HashRun, digest, fingerprints
 from kvmesh.index.interface import OverlapSegment
 from kvmesh.indexer.index_check import compare, describe, indexed_blocks
 
@@ -18,7 +18,7 @@ Taken = list[Sequence[OverlapSegment] | None]
 def reply(*blocks: int, listed: bool = True) -> ControlReply:
     """A worker's reply whose blocks are named as in `stored`."""
     engine = array("Q", (block + 1000 for block in blocks)).tobytes()
-    found = fingerprints([BlockRun(0, engine, array("Q", blocks).tobytes())])
+    found = fingerprints([HashRun(0, engine, array("Q", blocks).tobytes())])
     packed = found.astype("<u8").tobytes() if listed else b""
     return ControlReply(True, blocks=len(found), digest=digest(found), fingerprints=packed)
 

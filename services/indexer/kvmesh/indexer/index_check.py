@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from kvmesh.bus.messages import ControlReply, IndexCheck
-from kvmesh.index.fingerprints import BlockRun, Fingerprints, digest, fingerprints, unpack
+from kvmesh.index.fingerprints import Fingerprints, HashRun, digest, fingerprints, unpack
 from kvmesh.index.interface import OverlapSegment
 
 Segments: TypeAlias = Sequence[OverlapSegment]
@@ -24,7 +24,7 @@ class Checkpoint(NamedTuple):
 
 def indexed_blocks(segments: Segments) -> Fingerprints:
     """The fingerprints of the blocks that the index has."""
-    return fingerprints(BlockRun(s.tier, s.engine, s.local) for s in segments)
+    return fingerprints(HashRun(s.tier, s.engine, s.local) for s in segments)
 
 
 def compare(blocks: Fingerprints, worker: ControlReply) -> IndexCheck:

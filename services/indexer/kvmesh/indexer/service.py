@@ -129,7 +129,7 @@ class IndexerService:
 
     async def _start_checks(self) -> None:
         """Answer operators' questions about the index, and check it by itself."""
-        subject = self._bus.subjects.ctl(self._service.instance)
+        subject = self._bus.subjects.ask(self._service.instance)
         await self._bus.serve(subject, questions, self.checker.answer)
         interval_s = self._service.settings.indexer.check_interval_s
         if interval_s and self.shard == WHOLE_INDEX:

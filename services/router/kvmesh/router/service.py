@@ -137,7 +137,7 @@ class RouterService:
         self.ready = True
         if self._serves:
             await answer_pings(bus, self._service.instance)
-            subject = bus.subjects.ctl(self._service.instance)
+            subject = bus.subjects.ask(self._service.instance)
             await bus.serve(subject, _questions, returning(self._show_speeds))
             for router in list(self._models.values()):
                 await router.serve()

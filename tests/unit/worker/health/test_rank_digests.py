@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored
-from kvmesh.index.fingerprints import BlockRun, digest, fingerprints
+from kvmesh.index.fingerprints import HashRun, digest, fingerprints
 from kvmesh.worker.health.rank_digests import RankDigests, digest_reply
 
 
@@ -29,13 +29,13 @@ def test_a_dump_for_a_digest_is_not_published() -> None:
     digests = RankDigests(cast(Any, SimpleNamespace(dump=dump)))
     found = digests.blocks(0)
     assert published == [late]
-    assert list(found) == list(fingerprints([BlockRun(0, stored.engine, stored.local)]))
+    assert list(found) == list(fingerprints([HashRun(0, stored.engine, stored.local)]))
     dump(0)
     assert published == [late, late, Cleared(), stored]
 
 
 def test_fingerprints_are_listed_if_they_fit() -> None:
-    found = fingerprints([BlockRun(0, pack(1, 2), pack(3, 4))])
+    found = fingerprints([HashRun(0, pack(1, 2), pack(3, 4))])
     reply = digest_reply(found, 7, listed=True, max_payload=1 << 20)
     assert (reply.blocks, reply.digest, reply.next_event) == (2, digest(found), 7)
     assert len(reply.fingerprints) == 16

@@ -32,7 +32,7 @@ from kvmesh.bus.messages import (
 
 STREAMED = ("kv", "route", "seq", "scaling")
 REQUESTS = (
-    *("index", "indexer", "router", "work", "ctl", "dump", "ping", "kvbm", "sessions"),
+    *("index", "indexer", "router", "work", "ctl", "ask", "dump", "ping", "kvbm", "sessions"),
     "oracle",
 )
 HASHES = frozenset({"parent", "previous", "salt"})
@@ -47,7 +47,8 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "router": msgspec.msgpack.Decoder(RouteRequest),
     "work": msgspec.msgpack.Decoder(Work),
     "out": msgspec.msgpack.Decoder(StepOutput),
-    "ctl": msgspec.msgpack.Decoder(Control | CheckIndex | ShowSpeeds),
+    "ctl": msgspec.msgpack.Decoder(Control),
+    "ask": msgspec.msgpack.Decoder(CheckIndex | ShowSpeeds),
     "dump": msgspec.msgpack.Decoder(Dump),
     "ping": msgspec.msgpack.Decoder(Ping),
     "kvbm": msgspec.msgpack.Decoder(KvbmRequest),

@@ -227,7 +227,7 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     **dict.fromkeys(
         (
             *(m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping),
-            *(m.LoadAdapter, m.UnloadAdapter, m.Serve),
+            *(m.LoadAdapter, m.UnloadAdapter, m.Serve, m.CheckIndex, m.ShowSpeeds),
         ),
         _control,
     ),

@@ -49,7 +49,7 @@ async def check_ranks(bus: Bus, cards: Iterable[Instance]) -> list[RankCheck]:
 
 async def _ask(bus: Bus, indexer: str, question: CheckIndex) -> IndexCheck:
     try:
-        return await bus.request(bus.subjects.ctl(indexer), question, _checks, TIMEOUT_S)
+        return await bus.request(bus.subjects.ask(indexer), question, _checks, TIMEOUT_S)
     except NotPermitted:
         raise
     except (BusError, msgspec.MsgspecError) as error:

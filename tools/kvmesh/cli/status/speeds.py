@@ -33,6 +33,6 @@ async def rank_speeds(bus: Bus, cards: Iterable[Instance]) -> dict[str, dict[int
 async def _ask(bus: Bus, router: str) -> SpeedReport:
     """One router's report; an empty one if it does not reply or this user may not ask."""
     try:
-        return await bus.request(bus.subjects.ctl(router), ShowSpeeds(), _reports, TIMEOUT_S)
+        return await bus.request(bus.subjects.ask(router), ShowSpeeds(), _reports, TIMEOUT_S)
     except (BusError, msgspec.MsgspecError):
         return SpeedReport([])

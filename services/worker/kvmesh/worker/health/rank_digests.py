@@ -1,7 +1,7 @@
 """Digests of a rank's blocks, by which indexers check their view of it."""
 
 from kvmesh.bus.messages import Cleared, ControlReply, KvEvent, Stored
-from kvmesh.index.fingerprints import BlockRun, Fingerprints, digest, fingerprints
+from kvmesh.index.fingerprints import Fingerprints, HashRun, digest, fingerprints
 from kvmesh.worker.engine import Engine
 
 
@@ -31,7 +31,7 @@ class RankDigests:
             found = [event for event in self._captured if isinstance(event, Stored)]
         finally:
             self._captured = None
-        return fingerprints(BlockRun(event.tier, event.engine, event.local) for event in found)
+        return fingerprints(HashRun(event.tier, event.engine, event.local) for event in found)
 
 
 def digest_reply(
