@@ -8,10 +8,8 @@ LAYERS = [
     ["checker", "queries", "snapshots"],
     ["feed"],
     ["rank_state"],
-    ["incarnations", "shards"],
-    ["decoding", "removed_blocks"],
     ["incarnations", "index_check", "shards"],
-    ["decoding"],
+    ["decoding", "removed_blocks"],
     ["metrics", "readiness", "shortfall"],
 ]
 
@@ -22,8 +20,6 @@ def test_imports_only_point_downwards() -> None:
 
 
 def test_the_core_has_no_event_loop_and_no_clock() -> None:
-    pure = ["rank_state", "incarnations", "shards", "decoding", "readiness", "shortfall"]
-    pure += ["removed_blocks"]
     pure = [
         "rank_state",
         "incarnations",
@@ -32,5 +28,6 @@ def test_the_core_has_no_event_loop_and_no_clock() -> None:
         "readiness",
         "shortfall",
         "index_check",
+        "removed_blocks",
     ]
     assert imports_of("indexer", pure, ["asyncio", "datetime", "threading", "time"]) == []

@@ -196,10 +196,10 @@ class RankStates:
         rank = holder.ranks.get(batch.rank) or self._add_rank(holder, batch.rank)
         events = self._new_events(rank, batch.first, batch.events)
         if rank.checkpoint is not None:
-            events = self._apply_to_checkpoint(rank, rank.checkpoint, events)
-        self._apply_all(rank, events)
+            events = self._apply_to_checkpoint(rank, rank.checkpoint, events, batch)
+        self._apply_all(rank, events, batch)
 
-    def _apply_all(self, rank: RankState, events: Sequence[KvEvent | Bad]) -> None:
+    def _apply_all(self, rank: RankState, events: Sequence[KvEvent | Bad], batch: Events) -> None:
         for event in events:
             if not rank.known and _begins_dump(event):
                 self._mark_known(rank)
@@ -309,7 +309,11 @@ class RankStates:
             self._mark_unknown(rank)
 
     def _apply_to_checkpoint(
-        self, rank: RankState, checkpoint: Checkpoint, events: Sequence[KvEvent | Bad]
+        self,
+        rank: RankState,
+        checkpoint: Checkpoint,
+        events: Sequence[KvEvent | Bad],
+        batch: Events,
     ) -> Sequence[KvEvent | Bad]:
         """Apply the events before the checkpoint, and take it once they are; return the others."""
         before = len(events) - (rank.next_event - checkpoint.event_id)
@@ -319,7 +323,7 @@ class RankStates:
             return events
         if before > len(events):
             return events  # the checkpoint is further ahead
-        self._apply_all(rank, events[: max(before, 0)])
+        self._apply_all(rank, events[: max(before, 0)], batch)
         rank.checkpoint = None
         checkpoint.taken(self.index.dump(rank.slot) if rank.known and before >= 0 else None)
         return events[max(before, 0) :]
