@@ -322,6 +322,7 @@ ROUTE = m.RouteRequest(
         ("computing", SUBJECTS.computing(MODEL), m.ClaimAnnouncement("kvbm-0-1", 1, b"", 1.0)),
         ("sessions", SUBJECTS.sessions, m.SessionQuery(MODEL, "s")),
         ("limits", SUBJECTS.limits, m.LimitUse("f", [])),
+        ("traces", SUBJECTS.traces, m.KeepTraces(["4bf92f3577b34da6a3ce929d0e0e4736"])),
         ("index", SUBJECTS.index(MODEL), m.OverlapQuery([hashes(1)])),
         ("indexer", SUBJECTS.index_at("indexer-0-1"), m.OverlapQuery([hashes(1)])),
         ("router", SUBJECTS.router(MODEL), ROUTE),

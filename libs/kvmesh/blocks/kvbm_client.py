@@ -68,7 +68,8 @@ _wanted: _Replies[Wanted] = _Replies(
 class KvbmPrompt(Struct, frozen=True, kw_only=True):
     """The full blocks of a prompt from its root: one digest and two hashes each, packed.
 
-    `salt` seeds the hashes; `retention` is in tokens of the prompt.
+    `salt` seeds the hashes; `retention` is in tokens of the prompt. `traceparent` is that of a
+    traced request.
     """
 
     request: str
@@ -79,6 +80,7 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     session: str | None = None
     retention: list[Retain] = []
+    traceparent: str = ""
 
     @property
     def blocks(self) -> int:
@@ -292,6 +294,7 @@ def _fetch(
         tenant=prompt.tenant,
         session=prompt.session,
         retention=prompt.retention,
+        traceparent=prompt.traceparent,
     )
 
 
@@ -306,6 +309,7 @@ def _offer(attachment: Attachment, prompt: KvbmPrompt, first: int) -> Offer:
         tenant=prompt.tenant,
         session=prompt.session,
         retention=prompt.retention,
+        traceparent=prompt.traceparent,
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from kvmesh.blocks.kvbm_client import KvbmClient, KvbmPrompt, PendingWrite
 from kvmesh.bus.errors import cause
 from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.tracing.names import BLOCKS, OFFLOAD
+from kvmesh.tracing.tracer import continued
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -176,5 +178,8 @@ class WriteThrough(Generic[Item]):
     async def _copy(self, prompt: KvbmPrompt, waiting: _Waiting[Item]) -> None:
         async with self._client.writing(prompt, waiting.first) as writing:
             if writing is not None:
+                span = continued(prompt.traceparent, OFFLOAD)
                 writing.checksums = await self._source.copy(waiting.item, writing)
                 self.written += len(writing.checksums)
+                span.set(BLOCKS, len(writing.checksums))
+                span.end()

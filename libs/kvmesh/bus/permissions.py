@@ -72,7 +72,7 @@ def _frontend(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.ping(_EACH)),
-            *(s.sessions, s.limits, s.seq(ANY), s.route(ANY), s.wake(ANY)),
+            *(s.sessions, s.limits, s.traces, s.seq(ANY), s.route(ANY), s.wake(ANY)),
             *_lease(s, User.FRONTEND, name),
             *_lease(s, User.WORKER, ANY),  # to delete leases of dead workers
             *(entry for bucket in stores for entry in _write(bucket)),
@@ -80,7 +80,7 @@ def _frontend(s: Subjects, name: str) -> Grant:
             *_reads(*map(_kv, stores), _kv(s.plan_bucket)),
             *_creates(*_streams(s)),
         ],
-        [s.out(own), s.load_all, s.sessions, s.limits],
+        [s.out(own), s.load_all, s.sessions, s.limits, s.traces],
     )
 
 
@@ -95,6 +95,7 @@ def _router(s: Subjects, name: str) -> Grant:
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
         ],
         [s.router(ANY), s.router_at(ANY, own), s.ask(own), s.ping(own), s.load_all],
+        [s.router(ANY), s.router_at(ANY, own), s.ping(own), s.load_all, s.traces],
     )
 
 
@@ -111,6 +112,10 @@ def _indexer(s: Subjects, name: str) -> Grant:
             *(f"{API}.STREAM.PURGE.{stream}" for stream in (s.kv_stream, snapshots)),
         ],
         [*queries, s.ask(own), s.load_all],
+        [
+            *(s.index_all, s.index_shard(ANY, ANY), s.index_at(own), s.index_part_at(own)),
+            *(s.load_all, s.traces),
+        ],
     )
 
 
@@ -123,7 +128,7 @@ def _worker(s: Subjects, name: str) -> Grant:
             *_write_objects(s.model_bucket),
             *_reads(_kv(s.instances_bucket), _objects(s.model_bucket)),
         ],
-        [s.work(own), s.ctl(own), s.dump(own), s.ping(own)],
+        [s.work(own), s.ctl(own), s.dump(own), s.ping(own), s.traces],
     )
 
 
@@ -137,7 +142,10 @@ def _kvbm(s: Subjects, name: str) -> Grant:
             *_write(s.kvbm_bucket),
             *_reads(_kv(s.instances_bucket), _kv(s.kvbm_bucket)),
         ],
-        [s.kvbm(own), s.ctl(own), s.dump(own), s.computing(ANY), s.computing_before(own)],
+        [
+            *(s.kvbm(own), s.ctl(own), s.dump(own), s.traces),
+            *(s.computing(ANY), s.computing_before(own)),
+        ],
     )
 
 
@@ -150,7 +158,7 @@ def _planner(s: Subjects, name: str) -> Grant:
             *_write(s.plan_bucket),
             *_reads(*streams, _kv(s.instances_bucket), _kv(s.plan_bucket)),
         ],
-        [s.load_all, s.wake_all, s.ping(f"{name}-{ANY}")],
+        [s.load_all, s.wake_all, s.ping(f"{name}-{ANY}"), s.traces],
     )
 
 
@@ -160,7 +168,7 @@ def _oracle(s: Subjects, name: str) -> Grant:
             *_lease(s, User.ORACLE, name),
             *_reads(s.route_stream, _kv(s.instances_bucket)),
         ],
-        [s.oracle, s.ping(f"{name}-{ANY}")],
+        [s.oracle, s.ping(f"{name}-{ANY}"), s.traces],
     )
 
 

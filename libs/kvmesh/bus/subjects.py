@@ -235,6 +235,11 @@ class Subjects:
         """Use of API keys' limits, published between frontends."""
         return self._of("limits")
 
+    @property
+    def traces(self) -> str:
+        """Unsampled traces that are kept, published by frontends."""
+        return self._of("traces")
+
     def wake(self, model: str) -> str:
         """Requests of an idle model that wait for a worker, published by frontends."""
         return self._of("wake", token(model))

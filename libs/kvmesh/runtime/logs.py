@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from kvmesh.settings.schema import LogSettings
+from kvmesh.tracing.tracer import current_trace_id
 
 _CONTROLS = {n: f"\\x{n:02x}" for n in (*range(0x20), *range(0x7F, 0xA0))}
 _LINE_ESCAPES = {
@@ -26,7 +27,7 @@ def printable(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:00.123 W router  message`."""
+    """`12:00:00.123 W router  message`, with the trace id of a traced request after it."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -35,13 +36,15 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = printable(record.getMessage())
+        if trace_id := current_trace_id.get():
+            text = f"{text} trace_id={trace_id}"
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info).translate(_TRACE_ESCAPES)}"
         return f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {self._service}  {text}"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (Unix seconds), level, service, logger, message."""
+    """One JSON object per line: time (Unix seconds), level, service, logger, message, trace id."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -55,6 +58,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if trace_id := current_trace_id.get():
+            line["trace_id"] = trace_id
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)

@@ -23,6 +23,7 @@ from kvmesh.runtime import logs
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop
 from kvmesh.settings.schema import NatsSettings, Settings, StreamSettings
+from kvmesh.tracing.process import ProcessTracing, TracingUnavailable, open_tracing
 
 log = logging.getLogger(__name__)
 DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -107,7 +108,7 @@ def run_service(
     try:
         if check is not None:
             check(settings)
-        return uvloop.run(_run(name, settings, main))
+        return uvloop.run(_run(role, name, settings, main))
     except StartError as error:
         log.error("%s", error)
         return 2 if error.permanent else 1
@@ -118,19 +119,32 @@ def run_service(
         return 130
 
 
-async def _run(name: str, settings: Settings, main: Main) -> int:
+async def _run(role: str, name: str, settings: Settings, main: Main) -> int:
     bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
     service = Service(bus, settings, name)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, service)
+    tracing = None
     try:
+        tracing = await _open_tracing(role, service)
         await _prepare(service)
         if not service.stopping.is_set():
             await main(service)
     finally:
+        if tracing is not None:
+            await tracing.close()
         await service.close()
     return 1 if service.failed else 0
+
+
+async def _open_tracing(role: str, service: Service) -> ProcessTracing | None:
+    try:
+        return await open_tracing(
+            service.bus, service.settings.tracing, f"kvmesh-{role}", service.instance, VERSION
+        )
+    except TracingUnavailable as error:
+        raise StartError(str(error), permanent=True) from error
 
 
 async def _prepare(service: Service) -> None:

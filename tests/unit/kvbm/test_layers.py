@@ -13,7 +13,7 @@ ROOT = Path(kvmesh.kvbm.core.manager.__file__).parents[1]
 LAYERS = [
     ["core"],
     ["tiers"],
-    ["peers"],
+    ["peers", "request_trace"],
     ["worker_server", "control_server", "remote_sources", "presence"],
     ["node", "metrics"],
     ["service"],

@@ -6,7 +6,7 @@ LAYERS = [
     ["embedded"],
     ["service"],
     ["model_router"],
-    ["index_client", "policy_state", "metrics", "worker_client"],
+    ["index_client", "policy_state", "metrics", "worker_client", "placement_trace"],
     ["placement"],
     ["config"],
     ["policies"],

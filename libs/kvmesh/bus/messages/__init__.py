@@ -138,6 +138,7 @@ from kvmesh.bus.messages.sequences import (
     SeqWait,
     prefill_part,
 )
+from kvmesh.bus.messages.tracing import KeepTraces
 from kvmesh.bus.messages.work import (
     Chunk,
     Guided,
@@ -208,6 +209,7 @@ __all__ = [
     "Incomplete",
     "IndexCheck",
     "Instance",
+    "KeepTraces",
     "KeyUse",
     "KvBatch",
     "KvEvent",

@@ -83,7 +83,8 @@ class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
     """Load this prompt's blocks from lower tiers into the engine by Unix time `at` (None: now).
 
     Up to `compute` tokens that no tier holds are computed. A prefetch ends by `Cancel` of `id`, by
-    a request whose prompt shares the prefix, or `deadline_s` after `at`.
+    a request whose prompt shares the prefix, or `deadline_s` after `at`. `traceparent` is that of a
+    traced prefetch (W3C).
     """
 
     id: str
@@ -97,6 +98,7 @@ class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
     deadline_s: float = 60.0
     compute: int = 0
     rank: int = 0
+    traceparent: str = ""
 
 
 class LoadAdapter(Struct, frozen=True, kw_only=True, tag="load_adapter"):

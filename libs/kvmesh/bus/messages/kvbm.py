@@ -14,6 +14,8 @@ directory; when that lock is free, the kvbm reclaims the worker's tickets.
 `shared` blocks of that prompt followed by those in the message. If the kvbm has evicted the base,
 it replies `Incomplete` and does nothing else; the worker then sends the whole prompt. `first` and
 `held` always count from the root of the prompt.
+
+`traceparent` is that of a traced request (W3C), empty for others.
 """
 
 from typing import TypeAlias
@@ -79,6 +81,7 @@ class Offer(Struct, frozen=True, array_like=True, tag="offer"):
     retention: list[Retain] = []
     base: bytes = b""
     shared: int = 0
+    traceparent: str = ""
 
 
 class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
@@ -135,6 +138,7 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     retention: list[Retain] = []
     base: bytes = b""
     shared: int = 0
+    traceparent: str = ""
 
 
 class Fetched(Struct, frozen=True, array_like=True, tag="fetched"):
@@ -194,6 +198,7 @@ class Lend(Struct, frozen=True, array_like=True, tag="lend"):
 
     digests: bytes
     block_bytes: int
+    traceparent: str = ""
 
 
 class Lent(Struct, frozen=True, array_like=True, tag="lent"):
@@ -222,6 +227,7 @@ class Prepare(Struct, frozen=True, array_like=True, tag="prepare"):
     load_bps: float
     wait_s: float
     stored: bool = False
+    traceparent: str = ""
 
 
 class Prepared(Struct, frozen=True, array_like=True, tag="prepared"):

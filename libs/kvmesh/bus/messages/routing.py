@@ -12,10 +12,12 @@ class OverlapQuery(Struct, frozen=True, array_like=True):
     """Prompts, each as packed sequence hashes.
 
     `salt` is the prompts' common salt, if known: an index sharded by namespace then queries one.
+    `traces` are the `traceparent` of those prompts whose requests are traced.
     """
 
     prompts: list[bytes]
     salt: int | None = None
+    traces: list[str] = []
 
 
 class RankKey(Struct, frozen=True, array_like=True):
@@ -107,7 +109,7 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `deadline_s` bounds the wait in the router's queue, in seconds from now. `salt`, if known, saves
     queries to all shards of an index. `arrived` is the Unix time of the original arrival, for a
     request that waited in another router's queue or ran on a worker before. `prefetch` is set if
-    the prompt is to be prefetched, not served.
+    the prompt is to be prefetched, not served. `traceparent` is that of a traced request (W3C).
     """
 
     request: str
@@ -125,6 +127,7 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     salt: int | None = None
     arrived: float | None = None
     prefetch: PrefetchTerms | None = None
+    traceparent: str = ""
 
 
 class Candidate(Struct, frozen=True, kw_only=True):

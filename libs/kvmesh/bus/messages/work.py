@@ -70,6 +70,7 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     only finds blocks. `retention` is for the prompt, where later entries win; `decode` is for the
     generated tokens. With `base`, a request whose prompt the worker has stored, the prompt is the
     first `shared` tokens of that prompt followed by `tokens` (`kvmesh.prompt_delta`).
+    `traceparent` is that of a traced request (W3C).
     """
 
     request: str
@@ -91,6 +92,7 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill: bool = False
     base: str = ""
     shared: int = 0
+    traceparent: str = ""
 
 
 class WorkReply(Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from kvmesh.settings.schema.mesh import LogSettings, NatsSettings, ProcessSettin
 from kvmesh.settings.schema.oracle import OracleSettings
 from kvmesh.settings.schema.planner import PlannerSettings
 from kvmesh.settings.schema.router import RouterSettings
+from kvmesh.settings.schema.tracing import TracingSettings
 from kvmesh.settings.schema.transfer import TransferSettings
 from kvmesh.settings.schema.up import UpSettings
 from kvmesh.settings.schema.worker import WorkerSettings
@@ -41,6 +42,7 @@ __all__ = [
     "SglangSettings",
     "StreamSettings",
     "TorchSettings",
+    "TracingSettings",
     "TransferSettings",
     "TrtllmSettings",
     "UpSettings",
@@ -56,6 +58,7 @@ class Settings(Section, frozen=True, kw_only=True):
     streams: StreamSettings = StreamSettings()
     log: LogSettings = LogSettings()
     process: ProcessSettings = ProcessSettings()
+    tracing: TracingSettings = TracingSettings()
     frontend: FrontendSettings = FrontendSettings()
     router: RouterSettings = RouterSettings()
     indexer: IndexerSettings = IndexerSettings()

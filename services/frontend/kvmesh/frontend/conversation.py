@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 from msgspec import Struct
 
 from kvmesh.bus.messages import Guided, Hints, Placement, Retain, Sampling
+from kvmesh.tracing.span import NO_SPAN, Span
 
 
 class CacheControl(Struct, frozen=True):
@@ -112,6 +113,7 @@ class GenerateRequest(Struct, kw_only=True):
     - `owner`: fair queues for threads alternate between owners.
     - `previous_message`: id of the answer to the conversation's earlier request, for a diagnosis of
       its cache; empty for a diagnosis without one, None for none.
+    - `span`: the first span of the request's trace.
     """
 
     id: str
@@ -146,6 +148,7 @@ class GenerateRequest(Struct, kw_only=True):
     tenant_name: str = ""
     key_name: str = ""
     client_id: str = ""
+    span: Span = NO_SPAN
 
     @property
     def turn(self) -> int:

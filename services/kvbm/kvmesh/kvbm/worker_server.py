@@ -8,12 +8,22 @@ from pathlib import Path
 import msgspec
 
 from kvmesh.bus.client import Bus, Reply, Subscription
-from kvmesh.bus.messages import Attach, Attached, Declined, KvbmRequest, Lend, Prepare
+from kvmesh.bus.messages import (
+    Attach,
+    Attached,
+    Declined,
+    Fetch,
+    KvbmRequest,
+    Lend,
+    Offer,
+    Prepare,
+)
 from kvmesh.kvbm.core.attachment import AttachedWorker
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.kvbm.core.manager import Manager, ParkedFetch
 from kvmesh.kvbm.peers.lender import Lender
+from kvmesh.kvbm.request_trace import traced
 from kvmesh.kvbm.tiers.arena import Arena
 from kvmesh.kvbm.tiers.node_directory import NodeDirectory
 
@@ -87,6 +97,8 @@ class WorkerServer:
 
     def _receive(self, request: KvbmRequest, send: Reply) -> None:
         self.requests += 1
+        if isinstance(request, Fetch | Offer | Lend | Prepare) and request.traceparent:
+            send = traced(request, send)
         now = self._clock()
         if isinstance(request, Attach):
             reply: object = self._attach(request)

@@ -52,11 +52,15 @@ Done = Callable[[OverlapResult], None]
 
 
 class OverlapLookup(NamedTuple):
-    """A prompt's packed sequence hashes, its salt if known, and the callback of the result."""
+    """A prompt's packed sequence hashes, its salt if known, and the callback of the result.
+
+    `trace` is the `traceparent` of a traced request.
+    """
 
     sequence_hashes: bytes
     salt: int | None
     done: Done
+    trace: str = ""
 
 
 class QueryInFlight(NamedTuple):
@@ -136,6 +140,7 @@ class IndexClient:
         query = OverlapQuery(
             [lookup.sequence_hashes for lookup in lookups],
             salts.pop() if len(salts) == 1 else None,
+            [lookup.trace for lookup in lookups if lookup.trace],
         )
         subject = self._subject if indexer is None else self._bus.subjects.index_at(indexer)
         try:

@@ -28,6 +28,7 @@ from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
 from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.placement_trace import PlacementTrace, placement_trace
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policy_state import PolicyState
 from kvmesh.runtime.service import Service
@@ -51,6 +52,7 @@ class RouteCall(Ticket):
     reply: Reply | None = None
     acks: bool = False
     wanted: bool = True
+    trace: PlacementTrace | None = None
 
 
 class ModelRouter:
@@ -100,6 +102,8 @@ class ModelRouter:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.wanted = False
+            if call.trace is not None:
+                call.trace.end(None, "moved")
             if call.reply is not None:
                 call.reply(MOVED)
         try:
@@ -127,17 +131,17 @@ class ModelRouter:
         if request.arrived is not None:
             call.queued_since = min(request.arrived - self.core.epoch, call.arrived)
         self._calls[request.request] = call
+        if request.traceparent:
+            call.trace = placement_trace(request.traceparent, call.arrived)
         self.route(call)
 
     def route(self, call: RouteCall) -> None:
         """Query the index, then place, queue or refuse the request."""
         request = call.request
         if self._uses_index and request.sequence_hashes:
-            self.index.query(
-                OverlapLookup(
-                    request.sequence_hashes, request.salt, partial(self._on_overlaps, call)
-                )
-            )
+            done = partial(self._on_overlaps, call)
+            trace = call.trace.query() if call.trace is not None else ""
+            self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done, trace))
         else:
             self._on_overlaps(call, OverlapResult(None, 0.0))
 
@@ -153,13 +157,18 @@ class ModelRouter:
         self._count(result)
         if not call.wanted:
             return
+        if call.trace is not None:
+            call.trace.found(result.failure)
         call.overlaps, call.index_s, call.note = result
         now = monotonic()
         actions = self.queue.submit(call, now)
         self._metrics.core_seconds.observe(monotonic() - now)
         self._execute(actions)
-        if call.result is None and call.acks:
-            self._acknowledge(call)
+        if call.result is None:
+            if call.trace is not None:
+                call.trace.waits(now)
+            if call.acks:
+                self._acknowledge(call)
 
     def _acknowledge(self, call: RouteCall) -> None:
         """Reply `Parked` if the request waits here."""
@@ -179,6 +188,8 @@ class ModelRouter:
             freed = self._calls.pop(event.request, None)
             if freed is not None:
                 freed.wanted = False
+                if freed.trace is not None:
+                    freed.trace.end(None, "freed")
         self.queue.apply(event, monotonic())
 
     def schedule_placement(self) -> None:
@@ -207,9 +218,13 @@ class ModelRouter:
     def _reply(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
         result = ticket.result
-        if isinstance(ticket, RouteCall) and ticket.reply is not None and result is not None:
+        if not isinstance(ticket, RouteCall) or result is None:
+            return
+        if ticket.reply is not None:
             request = ticket.request
             ticket.reply(self._routed(result, request) if isinstance(result, Decision) else result)
+        if ticket.trace is not None:
+            ticket.trace.end(result)
 
     def _record_all(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 DEFAULT = (*STREAMED, "instances")
 COLOURS = {"kv": 32, "route": 35, "seq": 34, "instances": 33, "load": 90, "out": 36}
 REQUEST_COLOUR = 31
-ONE_SUBJECT = ("sessions", "limits", "oracle")  # these kinds have no further tokens
+ONE_SUBJECT = ("sessions", "limits", "oracle", "traces")  # these kinds have no further tokens
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from kvmesh.bus.messages import (
     prefill_part,
 )
 from kvmesh.frontend import metrics
+from kvmesh.frontend.dispatch.attempt_trace import describe_attempt, end_attempt, end_route
 from kvmesh.frontend.dispatch.isolation import Isolation
 from kvmesh.frontend.dispatch.liveness import LivenessMonitor
 from kvmesh.frontend.dispatch.remote_prefill import PrefillFailed, RemotePrefill
@@ -36,6 +37,8 @@ from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 from kvmesh.frontend.wake.waker import Waker
 from kvmesh.hashing import block_hashes
 from kvmesh.settings.schema import FrontendSettings, RouterSettings
+from kvmesh.tracing import names
+from kvmesh.tracing.span import Span
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.1
@@ -107,6 +110,7 @@ class Dispatcher:
         self._workers.inbox.remove(stream)
         self._suspects.forget(stream.id)
         stream.stop("cancelled")
+        end_attempt(stream)
         if stream.attempts:
             self._events.event(task.model, SeqFree(stream.attempt))
         if stream.instance and not stream.engine_done:
@@ -180,18 +184,24 @@ class Dispatcher:
 
     async def _query_router(self, task: SequenceTask, left: float) -> Routed | Refused:
         state = task.dispatch
+        routing = (state.migration or task.span).child(names.ROUTE, kind="client")
 
         def compose(new_attempt: bool, arrived: float | None) -> RouteRequest:
             if new_attempt:
                 task.stream.next_attempt()
             state.avoided = [*state.exclude, *self._workers.silent]
-            return _route_request(task, state.deadline - self._loop.time(), arrived)
+            left = state.deadline - self._loop.time()
+            return _route_request(task, left, arrived, routing.traceparent)
 
         arrived, state.arrived = state.arrived, state.arrived or time.time()
+        reply = None
         try:
-            return await self._routes.request(task.model, compose, left, arrived)
+            reply = await self._routes.request(task.model, compose, left, arrived)
+            return reply
         except msgspec.MsgspecError as error:
             raise ApiError("internal", f"unreadable reply from a router: {error}") from error
+        finally:
+            end_route(routing, task, reply)
 
     async def _prefill(self, task: SequenceTask, rank: RankKey, required: bool) -> None:
         """Have a prefill worker compute the prompt; if it fails, the decode worker computes it.
@@ -200,7 +210,9 @@ class Dispatcher:
         """
         stream = task.stream
         prefill = RemotePrefill(task.model, stream, self._loop.time())
-        code, work = "done", self._work(task, rank.rank)
+        span = prefill.stream.span = task.span.child(names.REMOTE_PREFILL, kind="client")
+        describe_attempt(span, task, rank)
+        code, work = "done", self._work(task, rank.rank, span)
         try:
             task.dispatch.handoff = await prefill.run(
                 self._workers, self._monitor, rank, work, self._prefill_timeout
@@ -218,6 +230,7 @@ class Dispatcher:
             self._blame(stream, prefill.stream, prefill.stream.loss)
         finally:
             stream.earlier_device_s += prefill.stream.device_s
+            end_attempt(prefill.stream)
         metrics.prefills.labels(task.model, code).inc()
 
     async def _offer(self, task: SequenceTask, routed: Routed) -> bool:
@@ -225,10 +238,13 @@ class Dispatcher:
         suspected = stream.id in self._suspects
         # before the offer: a crash of the engine may be noticed before the reply is read
         self._suspects.dispatched(stream.id, instance, lambda: stream.fresh_on(instance))
-        work = self._work(task, routed.rank)
+        span = stream.span = task.span.child(names.ATTEMPT, kind="client")
+        describe_attempt(span, task, RankKey(instance, routed.rank))
+        work = self._work(task, routed.rank, span)
         offered = await self._workers.offer(stream, task.consumer, instance, work, suspected)
         if offered.status == "accepted":
             return True
+        end_attempt(stream, offered.status)
         metrics.reroutes.labels(task.model, offered.status).inc()
         if offered.status == "invalid":
             raise InvalidRequest(f"The engine refused the request: {offered.reason}")
@@ -256,7 +272,7 @@ class Dispatcher:
             log.error("request %s is offered to no further worker: %s", stream.id, reason)
             raise PoisonRequest(reason)
 
-    def _work(self, task: SequenceTask, rank: int) -> Work:
+    def _work(self, task: SequenceTask, rank: int, span: Span) -> Work:
         request = task.prepared.request
         return Work(
             request=task.stream.attempt,
@@ -275,6 +291,7 @@ class Dispatcher:
             parent_session=request.hints.parent_session,
             retention=task.prompt.retention,
             decode=request.decode,
+            traceparent=span.traceparent,
         )
 
     def _is_batch(self, task: SequenceTask) -> bool:
@@ -289,6 +306,7 @@ class Dispatcher:
         migrations = 0
         while True:
             await stream.ended.wait()
+            end_attempt(stream)
             self._workers.inbox.remove(stream)
             if stream.finish is not None:
                 break
@@ -321,10 +339,16 @@ class Dispatcher:
         state.exclude, state.refused = [stream.instance], False
         state.handoff = state.wake_deadline = None
         state.deadline = self._loop.time() + self._placement_timeout(task)
-        await self._dispatch(task)
+        state.migration = task.span.child(names.MIGRATION)
+        try:
+            await self._dispatch(task)
+        finally:
+            state.migration.end()
 
 
-def _route_request(task: SequenceTask, left: float, arrived: float | None) -> RouteRequest:
+def _route_request(
+    task: SequenceTask, left: float, arrived: float | None, traceparent: str
+) -> RouteRequest:
     request = task.prepared.request
     return route_request(
         request,
@@ -337,6 +361,7 @@ def _route_request(task: SequenceTask, left: float, arrived: float | None) -> Ro
         exclude=task.dispatch.avoided,
         explain="routing" in request.extra_fields,
         arrived=arrived,
+        traceparent=traceparent,
     )
 
 

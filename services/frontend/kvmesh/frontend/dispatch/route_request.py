@@ -24,6 +24,7 @@ def route_request(
     explain: bool = False,
     arrived: float | None = None,
     prefetch: PrefetchTerms | None = None,
+    traceparent: str = "",
 ) -> RouteRequest:
     """Query for `prompt` under the id `attempt`, with the hints and constraints of `request`.
 
@@ -49,4 +50,5 @@ def route_request(
         salt=prompt.salt,
         arrived=arrived,
         prefetch=prefetch,
+        traceparent=traceparent,
     )

@@ -7,6 +7,7 @@ from kvmesh.bus.messages import Routed
 from kvmesh.frontend.dispatch.token_inbox import Consumer
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptTokens
+from kvmesh.tracing.span import NO_SPAN, Span
 
 
 @dataclass
@@ -21,6 +22,7 @@ class DispatchState:
     generated before a migration. `handoff` locates the KV that a prefill worker has computed.
     `began` is the start of the dispatch on the loop's clock; `route_s` is the time in queries of
     routers, of which `wait_s` in their queues and `index_s` for the index.
+    `migration` is the span of a migration in progress.
     """
 
     deadline: float
@@ -36,6 +38,7 @@ class DispatchState:
     route_s: float = 0.0
     wait_s: float = 0.0
     index_s: float = 0.0
+    migration: Span = NO_SPAN
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,11 @@ class SequenceTask:
     @property
     def model(self) -> str:
         return self.prepared.model.card.name
+
+    @property
+    def span(self) -> Span:
+        """The first span of the request."""
+        return self.prepared.request.span
 
     @property
     def current_prompt(self) -> PromptTokens:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from kvmesh.bus.messages import Chunk
 from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.tracing.span import NO_SPAN, Span
 
 Loss: TypeAlias = Literal["", "failed", "vanished"]
 
@@ -30,6 +31,7 @@ class TokenStream:
     the current attempt, `ended` when the attempt is over. `device_s` is the device time of the
     current attempt, as far as its worker has reported it, `earlier_device_s` that of others.
     `engine_wait_s` is the time in the queue of the engine that computed the prompt, if known.
+    the current attempt, `ended` when the attempt is over. `span` is that of the current attempt.
     """
 
     __slots__ = (
@@ -55,6 +57,7 @@ class TokenStream:
         "prefill_cached",
         "received_at",
         "retention_outcomes",
+        "span",
         "started",
         "tokens",
     )
@@ -82,6 +85,7 @@ class TokenStream:
         self.earlier_device_s = 0.0
         self.engine_wait_s: float | None = None
         self.engine_done = False
+        self.span: Span = NO_SPAN
         self.started: asyncio.Event = asyncio.Event()
         self.ended: asyncio.Event = asyncio.Event()
 

@@ -16,6 +16,7 @@ from kvmesh.bus.messages import Cancel, Work, WorkReply
 from kvmesh.frontend.dispatch.token_inbox import Consumer, TokenInbox
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.prompt_delta.tokens import SentPromptCache
+from kvmesh.tracing.names import OFFER
 
 log = logging.getLogger(__name__)
 REPLY_TIMEOUT_S = 1.0  # workers reply at once, whatever their engines do
@@ -75,6 +76,7 @@ class WorkClient:
         offered_at = self._loop.time()
         stream.dispatched(instance, offered_at)
         self.inbox.add(stream, consumer)
+        offering = stream.span.child(OFFER, kind="client")
         try:
             reply = await self._send(instance, self._sent_prompts.shorten(instance, work))
             if reply.status == "incomplete":
@@ -84,6 +86,8 @@ class WorkClient:
             if stream.received_at > offered_at:
                 return OfferResult("accepted")  # only the reply was lost: tokens arrive
             return await self._unanswered(stream, error, offered_at)
+        finally:
+            offering.end()
         if reply.stored:
             self._sent_prompts.store(instance, work)
         if reply.status != "accepted":

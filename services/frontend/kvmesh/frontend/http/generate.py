@@ -13,12 +13,14 @@ from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, Re
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler
+from kvmesh.frontend.http.request_trace import describe, received, summarize, traced
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.settings.schema import FrontendSettings
+from kvmesh.tracing.names import STORE_RESPONSE
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +48,15 @@ class GenerateEndpoint:
 
     def handler(self, api: Api) -> Handler:
         async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
+            received(call.http, call.parsed.request, call.caller.started)
             call.caller.bind(call.parsed.request, len(call.body))
             return await self._answer(call.http, api, call.parsed, call.caller)
 
         return self._endpoints.with_body(api.parse, act)
+        answer = self._endpoints.with_body(
+            lambda body, headers: api.parse(body, headers, new_stamp()), act
+        )
+        return traced(answer, api.name)
 
     async def _answer(
         self,
@@ -63,6 +70,7 @@ class GenerateEndpoint:
         caller.model = request.model
         await self._prepend_history(call)
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
+        describe(prepared)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
         hooked = self._dependencies.session_hooks.begin(prepared)
         stream = EventStream(http) if request.stream else None
@@ -75,6 +83,7 @@ class GenerateEndpoint:
                     return await self._stream(stream, api, active, call)
                 return await self._whole(active, call)
         finally:
+            summarize(active, caller.started)
             self._dependencies.session_hooks.end(hooked, active, api.in_order)
 
     async def _whole(self, active: ActiveRequest, call: ApiCall) -> web.Response:
@@ -113,10 +122,15 @@ class GenerateEndpoint:
             else thread.turn(body)
         )
         turn.tenant = request.cache_salt
-        if not await self._dependencies.responses.put(turn):
+        storing, stored = request.span.child(STORE_RESPONSE), False
+        try:
+            stored = await self._dependencies.responses.put(turn)
+        finally:
+            storing.fail("" if stored else "unstored")
+            storing.end()
+        if not stored:
             thread.mark_unstored()
-            return False
-        return True
+        return stored
 
     async def _stream(
         self, stream: EventStream, api: Api, active: ActiveRequest, call: ApiCall
@@ -141,8 +155,11 @@ class GenerateEndpoint:
             return last + renderer.done(summary)
         except ApiError as error:
             log.warning("request %s failed: %s", call.request.id, error)
+            call.request.span.fail(error.kind)
             return renderer.failed(error)
         except ConnectionError:
             raise
         except Exception as error:
             return renderer.failed(internal_error(error, call.request.id))
+            call.request.span.fail("internal")
+            return renderer.failed(internal_error(error))

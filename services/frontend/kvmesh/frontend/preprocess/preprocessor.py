@@ -3,6 +3,7 @@
 import datetime
 from array import array
 from collections.abc import Iterator
+from time import monotonic
 from typing import TypeVar
 
 from msgspec import Struct
@@ -29,6 +30,7 @@ from kvmesh.frontend.tokenizer.encoder import SegmentMemo
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, PrefixTokenCache
 from kvmesh.frontend.tokenizer.text_slices import check_runs
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
+from kvmesh.tracing.names import RENDER, TOKENIZE
 
 T = TypeVar("T")
 LONG_TEXT = 8192
@@ -120,8 +122,10 @@ class Preprocessor:
             _reject_images(request)
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         required = required_tool_call(request)
+        began = monotonic()
         text = "" if request.prompts else render(request, model)
         encoded: EncodedPrompt | None = None
+        rendered = monotonic()
         if request.prompts:
             packed = yield from self._raw_prompts(request, model)
             retention = explicit_retention(request)
@@ -133,6 +137,8 @@ class Preprocessor:
         prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
         longest = max(prompt.count for prompt in prompts)
         limit = output_limit(request, len(prompts), longest, model.card.context)
+        request.span.record(RENDER, began, rendered)
+        request.span.record(TOKENIZE, rendered, monotonic())
         tail, guided = text[-TAIL_CHARS:], _guided(request, model, required)
         return PreparedRequest(
             request,

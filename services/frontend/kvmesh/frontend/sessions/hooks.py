@@ -30,6 +30,9 @@ from kvmesh.frontend.sessions.speculative_prefill import (
 )
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.tracing.names import SPECULATIVE_PREFILL, STATUS
+from kvmesh.tracing.span import Span
+from kvmesh.tracing.tracer import linked
 
 log = logging.getLogger(__name__)
 MAX_TASKS = 1024
@@ -109,6 +112,13 @@ class SessionHooks:
         await self._tasks.close()
 
     async def _speculate(self, active: ActiveRequest, following: GenerateRequest) -> None:
+        span = linked(active.prepared.request.span, SPECULATIVE_PREFILL)
+        try:
+            await self._predict(active, following, span)
+        finally:
+            span.end()
+
+    async def _predict(self, active: ActiveRequest, following: GenerateRequest, span: Span) -> None:
         prepared, task = active.prepared, active.tasks[0]
         try:
             tokens = await self._preprocessor.tokens_before(following, prepared.model, CUT)
@@ -122,7 +132,7 @@ class SessionHooks:
         missing = len(predicted) // HASH_BYTES - base
         requested = min(missing, self._max_tokens // size) * size
         if base and requested > 0:
-            await self._prefill(active, tokens, predicted, base, requested)
+            await self._prefill(active, tokens, predicted, base, requested, span)
 
     async def _prefill(
         self,
@@ -131,6 +141,7 @@ class SessionHooks:
         sequence_hashes: bytes,
         base_blocks: int,
         requested_tokens: int,
+        span: Span,
     ) -> None:
         """Have the worker that computed the prompt compute the missing tokens of the next one."""
         prepared, task = active.prepared, active.tasks[0]
@@ -161,8 +172,10 @@ class SessionHooks:
             deadline_s=DEADLINE_S,
             compute=requested_tokens,
             rank=rank.rank,
+            traceparent=span.traceparent,
         )
         reply = await self._control.request(rank.instance, command)
+        span.set(STATUS, "accepted" if reply.ok else "refused")
         if not reply.ok:
             log.info("%s refuses a speculative prefill: %s", rank.instance, reply.reason)
             self._speculations.pop(tenant, sequence_hashes)

@@ -22,6 +22,8 @@ from kvmesh.indexer.metrics import QUERY_S
 from kvmesh.indexer.queries.reply import answer, merge
 from kvmesh.indexer.rank_state import RankStates
 from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.tracing.names import OVERLAPS
+from kvmesh.tracing.tracer import continued
 
 log = logging.getLogger(__name__)
 QUEUE = "index"
@@ -101,6 +103,8 @@ class QueryServer:
         started = time.perf_counter()
         reply(self._find(query))
         QUERY_S.observe(time.perf_counter() - started)
+        if query.traces:
+            _trace(query, started)
 
     def _find(self, query: OverlapQuery) -> OverlapReply:
         self.counts.queries += 1
@@ -135,12 +139,15 @@ class QueryServer:
     async def _gather(
         self, query: OverlapQuery, owners: dict[int, list[int]], reply: Reply
     ) -> None:
+        started = time.perf_counter()
         parts = await asyncio.gather(
             *(
                 self._query_shard(number, _part(query, prompts))
                 for number, prompts in owners.items()
             )
         )
+        if query.traces:
+            _trace(query, started)
         replies = [(p, part) for p, part in zip(owners.values(), parts, strict=True) if part.rows]
         reply(merge(len(query.prompts), replies))
 
@@ -215,6 +222,14 @@ class QueryServer:
             return
         if replicas.replied(instance, time.monotonic(), time.monotonic() - started):
             log.info("indexer %s replies again", instance)
+
+
+def _trace(query: OverlapQuery, started: float) -> None:
+    """Record a span for each traced prompt; `started` is on the performance counter's clock."""
+    now = time.monotonic()
+    began = now - (time.perf_counter() - started)
+    for traceparent in query.traces:
+        continued(traceparent, OVERLAPS, began).end(now)
 
 
 def _part(query: OverlapQuery, prompts: list[int]) -> OverlapQuery:

@@ -10,6 +10,7 @@ from kvmesh.worker.capabilities import default_outcomes
 from kvmesh.worker.constraints.compiler import ConstraintCompiler
 from kvmesh.worker.engine import Engine, EngineInfo, OutputDelta, Rejected
 from kvmesh.worker.requests import admission
+from kvmesh.worker.requests.engine_trace import EngineTrace, engine_trace
 from kvmesh.worker.requests.output_buffer import OutputBuffer
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class RequestHandler:
         self._send = send
         self._outputs = OutputBuffer()
         self._prompts = PromptCache()
+        self._traces: dict[str, EngineTrace] = {}
         self._compiler = ConstraintCompiler(engine, self._submit, on_output)
 
     @property
@@ -69,16 +71,22 @@ class RequestHandler:
         if self._is_full(work.rank) or (compiles and not self._compiler.has_capacity(work)):
             return admission.BUSY
         self._outputs.start(work, *default_outcomes(work, info), now)
+        self._outputs.start(work, *default_outcomes(work, info))
+        if work.traceparent and (trace := engine_trace(work)) is not None:
+            self._traces[work.request] = trace
         if compiles:
             self._compiler.start(work)
             return admission.CHECKING
         if reason := self._submit(work):
             self._outputs.drop(work.request)
+            self._drop_trace(work.request)
             return admission.invalid(reason)
         return admission.STORED if self._prompts.store(work, received.base) else admission.ACCEPTED
 
     def output(self, deltas: list[OutputDelta], now: float) -> None:
         """Number the tokens of `deltas` and send them to their frontends."""
+        if self._traces:
+            self._trace(deltas)
         for frontend, chunks in self._outputs.add(deltas, now).items():
             self._send(frontend, chunks)
 
@@ -99,7 +107,10 @@ class RequestHandler:
 
     def abandon(self, frontend: str) -> None:
         """Abort and forget the requests of a frontend that is gone."""
-        self._abort_each(self._outputs.live_of(frontend))
+        live = self._outputs.live_of(frontend)
+        self._abort_each(live)
+        for request in live:
+            self._drop_trace(request)
         self._outputs.drop_frontend(frontend)
 
     async def drain(self) -> None:
@@ -122,6 +133,18 @@ class RequestHandler:
             log.exception("the engine failed to accept request %s", work.request)
             return "the engine failed on this request; see the worker's log"
         return ""
+
+    def _trace(self, deltas: list[OutputDelta]) -> None:
+        for delta in deltas:
+            trace = self._traces.get(delta.request)
+            if trace is not None:
+                trace.add(delta)
+                if delta.finish is not None:
+                    del self._traces[delta.request]
+
+    def _drop_trace(self, request: str) -> None:
+        if (trace := self._traces.pop(request, None)) is not None:
+            trace.abandon()
 
     def _abort_each(self, requests: list[str]) -> None:
         for request in requests:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import Prefetch, Sampling, Work, owner
+from kvmesh.tracing.names import BLOCKS, PREFETCH
+from kvmesh.tracing.tracer import continued
 from kvmesh.worker.engine import OutputDelta, Rejected
 from kvmesh.worker.enginecore.sequence import hash_prompt
 
@@ -155,9 +157,14 @@ class PrefetchQueue:
         lead = MIN_LEAD_S + 2 * self._loader.estimate_seconds(command, hashes)
         async with asyncio.timeout(max(0.0, at + command.deadline_s - now)):
             await asyncio.sleep(at - lead - now)
-            held = await self._loader.load(command, hashes, local)
-            if command.compute:
-                await self._compute(command, held)
+            span = continued(command.traceparent, PREFETCH)
+            try:
+                held = await self._loader.load(command, hashes, local)
+                span.set(BLOCKS, held)
+                if command.compute:
+                    await self._compute(command, held)
+            finally:
+                span.end()
 
     async def _compute(self, command: Prefetch, held: int) -> None:
         size = self._block_size
@@ -184,4 +191,5 @@ def prefetch_work(command: Prefetch, tokens: bytes) -> Work:
         session=command.session,
         tenant=command.tenant,
         retention=command.retention,
+        traceparent=command.traceparent,
     )

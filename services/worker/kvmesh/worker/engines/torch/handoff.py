@@ -20,6 +20,8 @@ from msgspec import Struct
 
 from kvmesh.bus.messages import KvLayout, Work
 from kvmesh.settings.schema import TransferSettings
+from kvmesh.tracing.names import HANDOFF, STATUS
+from kvmesh.tracing.tracer import continued
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker import metrics
 from kvmesh.worker.engine import OutputDelta
@@ -187,10 +189,15 @@ class Handoffs:
 
     async def _fetch(self, work: Work, on_done: Callable[[], None]) -> None:
         result = "failed"
+        span = continued(work.traceparent, HANDOFF)
         try:
             result = await self._import(work)
         except Exception as error:  # the prompt is computed here instead
             log.warning("request %s: KV not fetched, computing the prompt: %s", work.request, error)
+        finally:
+            span.set(STATUS, result)
+            span.fail("" if result != "failed" else result)
+            span.end()
         metrics.handoffs.labels("fetched", result).inc()
         on_done()
 

@@ -17,6 +17,7 @@ from kvmesh.worker.engines.vllm.lora_arguments import lora_arguments
 from kvmesh.worker.engines.vllm.retaining_engine import RetainingVllmEngine
 from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
 from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
+from kvmesh.worker.engines.vllm.tracing import tracing_arguments
 from kvmesh.worker.engines.vllm.transfer_config import combined_config
 from kvmesh.worker.lora.folder import AdapterError, configured_adapters
 
@@ -29,6 +30,7 @@ def create(context: EngineContext) -> "VllmEngine":
         "block_size": worker.block_size,
         "scheduling_policy": "priority",
         "enable_prefix_caching": True,
+        **tracing_arguments(context.settings.tracing),
         **engine_arguments(vllm.args, vllm.args_file),
     }
     if worker.context:

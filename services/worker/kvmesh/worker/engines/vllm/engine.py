@@ -48,6 +48,7 @@ from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
+from kvmesh.worker.engines.vllm.tracing import ENDPOINT, trace_headers
 from kvmesh.worker.engines.vllm.transfer_config import has_handoff, serves_any_role
 from kvmesh.worker.scratch import ScratchFolder
 
@@ -81,6 +82,7 @@ class VllmEngine(PrefetchingAdapter):
         self._warnings = warnings
         self._compile_timeout_s = compile_timeout_s
         self._arguments = arguments
+        self._traces = arguments.get(ENDPOINT) is not None
         self._adapters = adapters
         self._served = served
         self._folder = ScratchFolder()
@@ -281,6 +283,7 @@ class VllmEngine(PrefetchingAdapter):
             params,
             work.request,
             lora_request=self._adapters.begin(work.adapter),
+            trace_headers=trace_headers(work) if self._traces else None,
             priority=-work.priority,
             data_parallel_rank=work.rank if len(self._ledgers) > 1 else None,
         )
@@ -359,6 +362,7 @@ def _output(output: Any, onboarded: list[int], retention: list[str] | None) -> S
         onboarded,
         retention,
         of_output.get("decode"),
+        started_at=getattr(output.metrics, "scheduled_ts", None) or None,
     )
 
 

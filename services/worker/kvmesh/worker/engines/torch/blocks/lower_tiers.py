@@ -30,6 +30,9 @@ from kvmesh.bus.messages import Retain, Work, owner
 from kvmesh.retention.claims import EvictionRank
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.lru import LruCache
+from kvmesh.tracing.names import ONBOARD
+from kvmesh.tracing.names import TIERS as LOADED_TIERS
+from kvmesh.tracing.tracer import continued
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 from kvmesh.worker.capabilities import TierCounts
@@ -177,13 +180,17 @@ class LowerTiers:
         salt, tenant = sequence.request.salt, sequence.request.tenant
         prefix = HeldPrefix(self._core, hashes, local, fingerprints, salt, tenant, self._on_change)
         request.looked_up = True
+        span = continued(request.work.traceparent, ONBOARD)
         try:
             prompt = await self._describe_prompt(request, prefix.hashes, prefix.local_hashes)
             if prompt is not None:
                 await self._load_parts(prompt, prefix, loaded_tokens)
         except (RuntimeError, ValueError, OSError) as error:
             log.error("request %s: cannot load blocks: %s", request.work.request, error)
+            span.fail("load")
         finally:
+            span.set(LOADED_TIERS, loaded_tokens)
+            span.end()
             if self._tasks.get(sequence) is asyncio.current_task():
                 del self._tasks[sequence]
                 self._core.finish_loading(sequence, loaded_tokens)
@@ -371,4 +378,5 @@ def _make_prompt(
         tenant=work.tenant,
         session=work.session,
         retention=retention,
+        traceparent=work.traceparent,
     )

@@ -1,0 +1,104 @@
+"""The first span of a generating request: from its arrival to the last byte of its response."""
+
+import asyncio
+from time import monotonic
+
+from aiohttp import web
+
+from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.errors import STATUS as HTTP_STATUSES
+from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.generation.active_request import ActiveRequest
+from kvmesh.frontend.http.middleware import CLIENT_CLOSED, Handler, caller_of
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
+from kvmesh.tracing import names, tracer
+from kvmesh.tracing.span import NO_SPAN, Span
+
+SPAN = "kvmesh.span"
+SERVER_ERROR = 500
+
+
+def traced(handler: Handler, api: str) -> Handler:
+    """The handler of an API in a span that continues the client's trace, if it sent one."""
+    operation = "text_completion" if api == "completions" else "chat"
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        headers, started = http.headers, caller_of(http).started
+        parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
+        span = tracer.begin(names.REQUEST, parent, state, started)
+        if not span:
+            return await handler(http)
+        http[SPAN] = span
+        span.attributes = {
+            names.OPERATION: operation,
+            names.METHOD: http.method,
+            names.HTTP_ROUTE: http.path,
+        }
+        with tracer.logged_as(span):
+            return await _answer(http, handler, span)
+
+    return handle
+
+
+async def _answer(http: web.Request, handler: Handler, span: Span) -> web.StreamResponse:
+    status = SERVER_ERROR
+    try:
+        response = await handler(http)
+        status = response.status
+        return response
+    except ApiError as error:
+        status = HTTP_STATUSES[error.kind]
+        span.set(names.ERROR, error.kind)
+        raise
+    except (ConnectionError, asyncio.CancelledError):
+        status = CLIENT_CLOSED
+        raise
+    finally:
+        span.set(names.HTTP_STATUS, status)
+        if status >= SERVER_ERROR:  # by convention an error of the client is none of the server
+            span.fail(str(span.attributes.get(names.ERROR, "internal")))
+        tracer.finish(span)
+
+
+def received(http: web.Request, request: GenerateRequest, started: float) -> None:
+    """Give the parsed request its span."""
+    span: Span = http.get(SPAN, NO_SPAN)
+    if span:
+        request.span = span
+        span.record(names.RECEIVE, started, monotonic())
+
+
+def describe(prepared: PreparedRequest) -> None:
+    """Set the attributes of a request that is ready for dispatch."""
+    request = prepared.request
+    span, hints = request.span, request.hints
+    if not span:
+        return
+    span.attributes |= {
+        names.REQUEST_ID: request.id,
+        names.MODEL: request.model,
+        names.STREAM: request.stream,
+        names.MAX_TOKENS: prepared.max_tokens,
+        names.CHOICES: len(prepared.prompts) * request.n,
+        names.PROMPT_TOKENS: prepared.prompt_tokens,
+    }
+    if hints.session is not None:
+        span.set(names.SESSION, hints.session)
+    if request.cache_salt:
+        span.set(names.TENANT, request.cache_salt)
+
+
+def summarize(active: ActiveRequest, started: float) -> None:
+    """Set the attributes of a request that has ended."""
+    span = active.prepared.request.span
+    if not span:
+        return
+    streams = [task.stream for task in active.tasks]
+    first = min((s.first_token_at for s in streams if s.first_token_at is not None), default=None)
+    if first is not None:
+        span.set(names.TTFT_S, round(first - started, 6))
+    span.attributes |= {
+        names.CACHED_TOKENS: sum(sum(stream.cached or []) for stream in streams),
+        names.OUTPUT_TOKENS: sum(len(stream.tokens) for stream in streams),
+        names.FINISH_REASONS: [stream.finish or "cancelled" for stream in streams],
+    }
