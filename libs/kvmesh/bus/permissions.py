@@ -94,8 +94,7 @@ def _router(s: Subjects, name: str) -> Grant:
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
         ],
-        [s.router(ANY), s.router_at(ANY, own), s.ask(own), s.ping(own), s.load_all],
-        [s.router(ANY), s.router_at(ANY, own), s.ping(own), s.load_all, s.traces],
+        [s.router(ANY), s.router_at(ANY, own), s.ask(own), s.ping(own), s.load_all, s.traces],
     )
 
 
@@ -111,11 +110,7 @@ def _indexer(s: Subjects, name: str) -> Grant:
             *_reads(s.kv_stream, snapshots, _kv(s.instances_bucket)),
             *(f"{API}.STREAM.PURGE.{stream}" for stream in (s.kv_stream, snapshots)),
         ],
-        [*queries, s.ask(own), s.load_all],
-        [
-            *(s.index_all, s.index_shard(ANY, ANY), s.index_at(own), s.index_part_at(own)),
-            *(s.load_all, s.traces),
-        ],
+        [*queries, s.ask(own), s.load_all, s.traces],
     )
 
 

@@ -53,12 +53,11 @@ class OutputDelta(Struct):
     `retention` comes with `cached`: the outcome of each explicit directive for the prompt. `decode`
     comes with `finish`: the outcome of the directive for the output. Both are None if the engine
     does not report outcomes. `invalid` marks an "error" as the fault of the request, refused before
-    it began. `admitted_at`, on the event loop's clock, comes with the first `cached`: the engine
-    took the request from its queue. None if it does not say.
     it began.
 
-    The first tokens come with the times, on the monotonic clock, at which the scheduler `started`
-    the sequence and at which its KV from elsewhere was `loaded`, if the engine reports them.
+    The first tokens come with the times, on the monotonic clock, at which the engine took the
+    request from its queue (`admitted_at`) and at which its KV from elsewhere was there
+    (`loaded_at`), if the engine reports them.
     """
 
     request: str
@@ -72,7 +71,6 @@ class OutputDelta(Struct):
     decode: str | None = None
     invalid: bool = False
     admitted_at: float | None = None
-    started_at: float | None = None
     loaded_at: float | None = None
 
 

@@ -52,11 +52,7 @@ class GenerateEndpoint:
             call.caller.bind(call.parsed.request, len(call.body))
             return await self._answer(call.http, api, call.parsed, call.caller)
 
-        return self._endpoints.with_body(api.parse, act)
-        answer = self._endpoints.with_body(
-            lambda body, headers: api.parse(body, headers, new_stamp()), act
-        )
-        return traced(answer, api.name)
+        return traced(self._endpoints.with_body(api.parse, act), api.name)
 
     async def _answer(
         self,
@@ -160,6 +156,5 @@ class GenerateEndpoint:
         except ConnectionError:
             raise
         except Exception as error:
-            return renderer.failed(internal_error(error, call.request.id))
             call.request.span.fail("internal")
-            return renderer.failed(internal_error(error))
+            return renderer.failed(internal_error(error, call.request.id))

@@ -28,7 +28,7 @@ class StreamOutput(Struct):
     `below` has how many of those came from each tier below the engine. `handoff` comes with the end
     of a prefill whose KV another engine is to fetch. `retention` and `decode` are outcomes of
     directives, as in `OutputDelta`. `continues`: the caller gets `finish` now, while the engine
-    works on until the stream ends. `started_at` is the time, on the monotonic clock, at which the
+    works on until the stream ends. `admitted_at` is the time, on the monotonic clock, at which the
     engine's scheduler started the request, if known.
     """
 
@@ -42,7 +42,7 @@ class StreamOutput(Struct):
     decode: str | None = None
     continues: bool = False
     estimate: bool = False
-    started_at: float | None = None
+    admitted_at: float | None = None
 
 
 class EngineUnavailable(Exception):
@@ -228,7 +228,7 @@ class RequestStreams:
             request.cached = output.cached or 0
             delta.cached = _by_tier(request.cached, output.below)
             delta.retention = output.retention
-            delta.started_at = output.started_at
+            delta.admitted_at = output.admitted_at
             if not output.estimate:
                 self._count_prompt(request)
         elif output.finish and output.cached is not None and not request.counted:

@@ -375,8 +375,6 @@ class Scheduler:
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> bool:
         """Lock the cached prefix; return whether the rest can be computed at once."""
         size, hits = self.limits.block_size, match.matched
-        if sequence.started_at < 0.0:
-            sequence.started_at = now
         self.blocks.lock(match)
         lower = self.tiers.match_prefix(
             sequence.reusable, hits, sequence.request.remote_tokens // size

@@ -62,7 +62,6 @@ class Sequence:
 
     The least `sort_key` is scheduled first, the greatest preempted first. `cached` is the cached
     prompt tokens by tier; the sequence was first admitted at `admitted_at`. The claims on the first
-    prompt tokens by tier; the scheduler first started it at `started_at`. The claims on the first
     `claimed_blocks` blocks are applied. While the sequence decodes, its state is that at step
     `synced_step` of the batch; at `end_step` the output is complete, and at `due_step` a block is
     full or the output complete.
@@ -88,7 +87,6 @@ class Sequence:
         "request",
         "sequence_hashes",
         "sort_key",
-        "started_at",
         "state",
         "synced_step",
     )
@@ -106,7 +104,6 @@ class Sequence:
         self.cached: list[int] | None = None
         self.admitted_at = 0.0
         self.ready_at = 0.0
-        self.started_at = -1.0
         self.cached_reported = False
         self.claimed_blocks = 0
         self.computed = 0

@@ -40,8 +40,8 @@ class EngineTrace:
 
     def _end_prefill(self, delta: OutputDelta, now: float) -> None:
         prefill, begun = self._phase, self._accepted
-        if delta.started_at is not None:
-            begun = min(max(delta.started_at, begun), now)
+        if delta.admitted_at is not None:
+            begun = min(max(delta.admitted_at, begun), now)
             prefill.beside(names.ENGINE_QUEUE, self._accepted).end(begun)
         if delta.loaded_at is not None and delta.loaded_at > begun:
             loaded = min(delta.loaded_at, now)

@@ -71,7 +71,6 @@ class RequestHandler:
         if self._is_full(work.rank) or (compiles and not self._compiler.has_capacity(work)):
             return admission.BUSY
         self._outputs.start(work, *default_outcomes(work, info), now)
-        self._outputs.start(work, *default_outcomes(work, info))
         if work.traceparent and (trace := engine_trace(work)) is not None:
             self._traces[work.request] = trace
         if compiles:

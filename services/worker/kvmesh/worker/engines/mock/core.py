@@ -22,12 +22,9 @@ from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 class MockOutput:
     """New tokens of one request, from the `offset`-th token of its output on.
 
-    The first output of a request has `cached`, the prompt tokens not computed, by tier,
-    `retention`, the outcome of each explicit directive for the prompt, and `admitted_at`. The last
-    one has `decode`, the outcome of the directive for the output.
     The first output of a request has `cached`, the prompt tokens not computed, by tier, and
-    `retention`, the outcome of each explicit directive for the prompt, and the times at which the
-    scheduler started it and its KV from elsewhere arrived. The last one has `decode`, the outcome
+    `retention`, the outcome of each explicit directive for the prompt, and the times at which it
+    was admitted and at which its KV from elsewhere arrived. The last one has `decode`, the outcome
     of the directive for the output.
     """
 
@@ -39,7 +36,6 @@ class MockOutput:
     retention: list[str] | None = None
     decode: str | None = None
     admitted_at: float | None = None
-    started_at: float | None = None
     loaded_at: float | None = None
 
 
@@ -282,7 +278,6 @@ class MockCore:
             sequence.cached_reported = True
             output.cached = sequence.cached
             output.admitted_at = sequence.admitted_at
-            output.started_at = sequence.started_at
             output.loaded_at = sequence.ready_at or None
             output.retention = self.scheduler.claim_prompt(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())

@@ -155,7 +155,6 @@ class MockRank:
                 retention=output.retention,
                 decode=output.decode,
                 admitted_at=output.admitted_at,
-                started_at=output.started_at,
                 loaded_at=output.loaded_at,
             )
             for output in result.outputs

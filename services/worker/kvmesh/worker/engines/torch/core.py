@@ -330,7 +330,6 @@ class TorchCore:
             sequence.cached_reported = True
             delta.cached = sequence.cached
             delta.admitted_at = sequence.admitted_at
-            delta.started_at = sequence.started_at
             delta.retention = self.scheduler.claim_prompt(sequence)
             self.counters.cached_tokens += sum(sequence.cached or ())
         if (

@@ -362,7 +362,7 @@ def _output(output: Any, onboarded: list[int], retention: list[str] | None) -> S
         onboarded,
         retention,
         of_output.get("decode"),
-        started_at=getattr(output.metrics, "scheduled_ts", None) or None,
+        admitted_at=getattr(output.metrics, "scheduled_ts", None) or None,
     )
 
 
