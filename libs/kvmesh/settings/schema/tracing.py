@@ -27,10 +27,8 @@ class TracingSettings(Section, frozen=True, kw_only=True):
         Meta(description="headers of each export: `name=value,name=value`"),
     ] = None
     sample_ratio: Annotated[
-        float | None,
+        Annotated[float, Meta(ge=0, le=1)] | None,
         Meta(
-            ge=0,
-            le=1,
             description="share of requests traced, unless their client has decided; absent:"
             " `OTEL_TRACES_SAMPLER`, else all",
         ),
