@@ -15,9 +15,12 @@ from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import MAX_SHOWN, AccessEntry, now
 from kvmesh.frontend.http.bodies import error_response, internal_error
 from kvmesh.frontend.http.error_shape import shape_for
+from kvmesh.tracing.span import NO_SPAN
+from kvmesh.tracing.tracer import logged_as
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CALLER = "kvmesh.caller"
+SPAN = "kvmesh.span"
 CLIENT_CLOSED = 499  # status counted for requests whose client leaves before the response
 
 
@@ -164,3 +167,10 @@ def _entry(http: web.Request, caller: Caller | None, status: int, began: float) 
         if caller.active is not None:
             entry.add_answer(caller.active)
     return entry
+        with logged_as(http.get(SPAN, NO_SPAN)):
+            return error_response(shape_for(http), error)
+    except (ConnectionError, web.HTTPException):
+        raise
+    except Exception as error:
+        with logged_as(http.get(SPAN, NO_SPAN)):
+            return error_response(shape_for(http), internal_error(error))

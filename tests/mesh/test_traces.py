@@ -1,0 +1,231 @@
+"""Traces of requests over real processes: complete in every topology; failed requests are kept."""
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from support.collector import Collector, ReceivedSpan
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import Clear, ControlReply
+from kvmesh.tracing import names
+
+LONG = "Each worker tells what it keeps, and a prompt goes where most of it is kept already. " * 8
+CLIENT_SPAN = "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED = "01", "00"
+OF_EVERY_REQUEST = {
+    *(names.RECEIVE, names.RENDER, names.TOKENIZE, names.ROUTE, names.PLACE, names.INDEX),
+    *(names.OVERLAPS, names.ATTEMPT, names.OFFER),
+    *(names.ENGINE_QUEUE, names.ENGINE_PREFILL, names.ENGINE_DECODE),
+}
+
+
+@pytest_asyncio.fixture
+async def collector() -> AsyncIterator[Collector]:
+    collector = Collector()
+    runner = await collector.serve()
+    yield collector
+    await runner.cleanup()
+
+
+@pytest_asyncio.fixture
+async def mesh(
+    nats_server: NatsServer, tmp_path: Path, collector: Collector
+) -> AsyncIterator[Mesh]:
+    mesh = Mesh(nats_server.url, tmp_path, env={"KVMESH_MOCK_SPEEDUP": "5", **collector.env})
+    yield mesh
+    await asyncio.to_thread(mesh.stop)  # processes send their last spans to the collector
+
+
+def trace_id(number: int) -> str:
+    return f"{number:032x}"
+
+
+async def complete(
+    mesh: Mesh, number: int, prompt: str = LONG, flags: str = SAMPLED, **fields: Any
+) -> Any:
+    """The answer to a prompt whose client sends a `traceparent`; None if it fails."""
+
+    def post() -> Any:
+        body = {"model": "kvmesh-demo", "prompt": prompt, "max_tokens": 12, **fields}
+        parent = f"00-{trace_id(number)}-{CLIENT_SPAN}-{flags}"
+        request = urllib.request.Request(
+            f"{mesh.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "traceparent": parent},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError:
+            return None
+
+    return await asyncio.to_thread(post)
+
+
+async def arrived(collector: Collector, number: int, *wanted: str) -> list[ReceivedSpan]:
+    """The spans of a trace once those with the `wanted` names are among them, and no orphan."""
+
+    def spans() -> list[ReceivedSpan]:
+        found = collector.traces().get(trace_id(number), [])
+        have = {span.name for span in found}
+        assert {*wanted, names.REQUEST} <= have, f"missing {set(wanted) - have}"
+        lost = [s.name for s in collector.orphans() if s.parent != CLIENT_SPAN]
+        assert lost == []
+        return found
+
+    found = await eventually(spans)
+    (root,) = (span for span in found if span.name == names.REQUEST)
+    outside = [s for s in found if s.start < root.start - 0.01 and s is not root]
+    assert outside == []
+    return found
+
+
+def ready_workers(mesh: Mesh, count: int) -> bool:
+    return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
+
+
+async def test_every_request_is_one_trace_and_failed_ones_are_kept(
+    mesh: Mesh, collector: Collector
+) -> None:
+    mesh.env |= {"KVMESH_TRACING_TAIL": "true", "KVMESH_TRACING_SLOW_S": "3600"}
+    mesh.env |= {"KVMESH_FRONTEND_RESTART_WAIT_S": "0.1", "KVMESH_MOCK_SPEEDUP": "1"}
+    mesh.start_all(workers=2)
+    await mesh.ready()
+    await eventually(lambda: ready_workers(mesh, 2))
+
+    await complete(mesh, 1, flags=UNSAMPLED)  # neither slow nor failed: never exported
+    await complete(mesh, 2, n=2)
+    spans = await arrived(collector, 2, *OF_EVERY_REQUEST - {names.INDEX, names.OVERLAPS})
+    (root,) = (span for span in spans if span.name == names.REQUEST)
+    assert root.parent == CLIENT_SPAN
+    assert root.attributes[names.CHOICES] == 2
+    assert root.attributes[names.OUTPUT_TOKENS] == 24
+    await eventually(lambda: len(collector.named(names.ENGINE_DECODE)) == 2)
+    attempts = [s for s in collector.named(names.ATTEMPT) if s.trace == trace_id(2)]
+    assert {a.attributes[names.CHOICE] for a in attempts} == {0, 1}
+    assert all(a.events == [names.FIRST_TOKEN] for a in attempts)
+
+    running = asyncio.create_task(complete(mesh, 3, prompt="Go on. ", max_tokens=400))
+
+    def first_attempt() -> str:
+        samples = mesh.metrics().items()
+        busy = [k for k, v in samples if "worker_running_requests{" in k and v]
+        return next(
+            name for name in ("worker-0", "worker-1") if any(f'"{name}-' in k for k in busy)
+        )
+
+    victim = await eventually(lambda: _attempt(first_attempt))
+    mesh.kill(victim)
+    answer = await running
+    assert answer["usage"]["completion_tokens"] == 400
+    spans = await arrived(collector, 3, names.MIGRATION, names.ENGINE_DECODE)
+    (migration,) = (span for span in spans if span.name == names.MIGRATION)
+    assert any(s.name == names.ROUTE and s.parent == migration.id for s in spans)
+    attempts = sorted((s for s in spans if s.name == names.ATTEMPT), key=lambda s: s.start)
+    assert [a.failed for a in attempts] == [True, False]
+    assert f"trace_id={trace_id(3)}" in mesh.logs()
+
+    (left,) = {"worker-0", "worker-1"} - {victim}
+    mesh.kill(left)
+    assert await complete(mesh, 4, flags=UNSAMPLED) is None
+    spans = await arrived(collector, 4, names.ROUTE, names.PLACE)
+    (root,) = (span for span in spans if span.name == names.REQUEST)
+    assert root.failed
+    assert root.parent == ""  # the client's span is exported by nobody
+    assert {span.service for span in spans} >= {"kvmesh-frontend", "kvmesh-router"}
+    assert trace_id(1) not in collector.traces()
+
+
+def instance(mesh: Mesh, worker: str) -> str:
+    label = re.compile(f'instance="({worker}-[0-9a-f]+)"')
+    return next(found[1] for key in mesh.metrics() if (found := label.search(key)))
+
+
+def _attempt(function: Any) -> str:
+    try:
+        return str(function())
+    except StopIteration:
+        return ""
+
+
+async def test_hand_offs_and_blocks_of_lower_tiers_are_parts_of_the_trace(
+    mesh: Mesh, collector: Collector, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+
+    make_tiny_model(tmp_path / "tiny")
+    mesh.env |= {
+        "KVMESH_ROUTER_DISAGG_TOKENS": "100",
+        "KVMESH_WORKER_ENGINE": "torch",
+        "KVMESH_WORKER_MODEL": str(tmp_path / "tiny"),
+        "KVMESH_TORCH_THREADS": "1",
+        "KVMESH_TORCH_BLOCKS": "256",
+        "KVMESH_KVBM_DIRECTORY": str(tmp_path / "node"),
+        "KVMESH_KVBM_HOST_BYTES": str(32 << 20),
+    }
+    mesh.start("kvbm", "kvbm-0")
+    mesh.start("indexer", "indexer-0")
+    mesh.start("router", "router-0")
+    mesh.start("worker", "prefill-0", KVMESH_WORKER_SERVES="prefill")
+    mesh.start("worker", "decode-0", KVMESH_WORKER_SERVES="decode")
+    mesh.start("frontend", "frontend-0")
+    await mesh.ready()
+    await eventually(lambda: ready_workers(mesh, 2))
+    await complete(mesh, 1, model="tiny")
+    spans = await arrived(
+        collector,
+        1,
+        *(names.REMOTE_PREFILL, names.HANDOFF, names.OFFLOAD, names.KVBM_OFFER),
+        *(names.ATTEMPT, names.ENGINE_DECODE),
+    )
+    (prefill,) = (span for span in spans if span.name == names.REMOTE_PREFILL)
+    below = {span.name for span in spans if span.parent == prefill.id}
+    assert {names.OFFER, names.ENGINE_QUEUE, names.ENGINE_PREFILL, names.OFFLOAD} <= below
+
+    bus = await Bus.connect(mesh.options, "test")
+    for worker in ("prefill-0", "decode-0"):
+        subject, reply = (
+            bus.subjects.ctl(instance(mesh, worker)),
+            msgspec.msgpack.Decoder(ControlReply),
+        )
+        assert (await bus.request(subject, Clear(tiers=[0]), reply, PATIENCE_S)).ok
+    await bus.close()
+    await complete(mesh, 2, model="tiny")
+    spans = await arrived(collector, 2, names.ONBOARD, names.KVBM_FETCH)
+    onboarded = [span for span in spans if span.name == names.ONBOARD]
+    assert any(sum(span.attributes[names.TIERS][1:]) > 100 for span in onboarded)
+
+
+async def test_a_collector_that_fails_is_logged_once_and_costs_no_request(
+    mesh: Mesh, collector: Collector
+) -> None:
+    collector.status = 400
+    mesh.start_all(workers=1)
+    await mesh.ready()
+    for number in range(3):
+        assert await complete(mesh, number + 1)
+    await eventually(lambda: "spans are lost" in (mesh.folder / "frontend-0.log").read_text())
+    collector.status = 200
+
+    async def recovers() -> bool:
+        assert await complete(mesh, 9)
+        return bool(collector.named(names.REQUEST))
+
+    await eventually(recovers)
+    log = (mesh.folder / "frontend-0.log").read_text()
+    assert log.count("spans are lost") == 1
+    assert "400" in log
+    await eventually(lambda: "works again" in (mesh.folder / "frontend-0.log").read_text())

@@ -1,0 +1,155 @@
+"""Spans as the SDK exports them, and the choice of the collector."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+
+from kvmesh.settings.schema import TracingSettings
+from kvmesh.tracing import names
+from kvmesh.tracing.endpoint import HTTP, endpoint, protocol, traces_url, turned_on
+from kvmesh.tracing.otlp import OtlpExport
+from kvmesh.tracing.span import Span, Trace, TraceContext
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "SERVICE_NAME",
+        "TRACES_SAMPLER",
+        "TRACES_SAMPLER_ARG",
+        "SEMCONV_STABILITY_OPT_IN",
+    ):
+        monkeypatch.delenv(f"OTEL_{name}", raising=False)
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[ReadableSpan]:
+    spans: list[ReadableSpan] = []
+    monkeypatch.setattr(
+        "kvmesh.tracing.otlp.BatchSpanProcessor.on_end", lambda _, span: spans.append(span)
+    )
+    return spans
+
+
+@pytest.fixture
+def exports() -> Iterator[Any]:
+    made: list[OtlpExport] = []
+
+    def make(**fields: Any) -> OtlpExport:
+        settings = TracingSettings(endpoint=NOWHERE, protocol="http", **fields)
+        made.append(OtlpExport(settings, "kvmesh-router", "router-0-1", "1.0"))
+        return made[-1]
+
+    yield make
+    for export in made:
+        export.close(1.0)
+
+
+def request_span() -> Span:
+    span = Span(Trace(TRACE, True, lambda _: None, "vendor=1"), names.REQUEST, SPAN, 5.0, "server")
+    span.attributes = {names.OPERATION: "chat", names.MODEL: "m", names.TIERS: [1, 2]}
+    span.event(names.FIRST_TOKEN, 5.5)
+    span.links.append(TraceContext(TRACE, SPAN, True))
+    span.fail("internal")
+    span.stop = 6.0
+    return span
+
+
+def test_a_span_is_exported_with_all_that_it_has(
+    exports: Any, received: list[ReadableSpan]
+) -> None:
+    span = request_span()
+    exports().export(span)
+    (sent,) = received
+    assert sent.name == names.REQUEST
+    assert f"{sent.context.trace_id:032x}" == TRACE
+    assert sent.context.trace_state.get("vendor") == "1"
+    assert sent.parent is not None
+    assert f"{sent.parent.span_id:016x}" == SPAN
+    assert sent.start_time is not None
+    assert sent.end_time is not None
+    assert sent.end_time - sent.start_time == 1_000_000_000
+    assert dict(sent.attributes or {}) == span.attributes
+    assert [(e.name, e.timestamp - sent.start_time) for e in sent.events] == [
+        (names.FIRST_TOKEN, 500_000_000)
+    ]
+    assert len(sent.links) == 1
+    assert sent.status.description == "internal"
+    assert sent.resource.attributes["service.name"] == "kvmesh-router"
+    assert sent.resource.attributes["service.instance.id"] == "router-0-1"
+
+
+def test_the_conventions_names_need_the_opt_in(
+    exports: Any, received: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", f"http, {names.OPT_IN}")
+    exports().export(request_span())
+    (sent,) = received
+    assert sent.name == "chat m"
+    assert dict(sent.attributes or {}) == {
+        names.PROVIDER: "kvmesh",
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "m",
+        names.TIERS: [1, 2],
+    }
+
+
+def test_the_variables_of_the_sdk_count(
+    exports: Any, received: list[ReadableSpan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    export = exports()
+    export.export(request_span())
+    assert received[0].resource.attributes["service.name"] == "ours"
+    assert not export.samples(TRACE, None)
+    assert export.samples(TRACE, TraceContext(TRACE, SPAN, True))
+    assert exports(sample_ratio=1.0).samples(TRACE, None)
+
+
+def test_the_ratio_is_that_of_new_traces(exports: Any) -> None:
+    export = exports(sample_ratio=0.25)
+    low, high = "0" * 31 + "1", "f" * 32
+    assert export.samples(low, None)
+    assert not export.samples(high, None)
+    assert export.samples(high, TraceContext(high, SPAN, True))
+    assert not export.samples(low, TraceContext(low, SPAN, False))
+
+
+def test_the_collector_is_that_of_the_settings_or_of_the_sdk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("ENDPOINT", "TRACES_ENDPOINT", "PROTOCOL", "TRACES_PROTOCOL"):
+        monkeypatch.delenv(f"OTEL_EXPORTER_OTLP_{name}", raising=False)
+    monkeypatch.delenv("OTEL_SDK_DISABLED", raising=False)
+    none, ours = TracingSettings(), TracingSettings(endpoint="http://here:4317")
+    assert not turned_on(none)
+    assert turned_on(ours)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://there:4318")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    assert turned_on(none)
+    assert (endpoint(none), protocol(none)) == ("http://there:4318", HTTP)
+    assert endpoint(ours) == "http://here:4317"
+    assert traces_url("http://there:4318/") == "http://there:4318/v1/traces"
+    assert traces_url("http://there/v1/traces") == "http://there/v1/traces"
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    assert not turned_on(none)
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert not turned_on(ours)
+
+
+def test_services_import_no_sdk_unless_tracing_is_on() -> None:
+    code = (
+        "import sys, kvmesh.frontend.service, kvmesh.router.service, kvmesh.worker.service;"
+        "import kvmesh.kvbm.service, kvmesh.indexer.service;"
+        "print([m for m in sys.modules if m.startswith('opentelemetry') or m == 'grpc'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
