@@ -20,7 +20,7 @@ from opentelemetry.util.re import parse_env_headers
 from kvmesh.settings.schema import TracingSettings
 from kvmesh.tracing.endpoint import HTTP, protocol, traces_url
 from kvmesh.tracing.names import CONVENTIONS, MODEL, OPERATION, PROVIDER, REQUEST, opted_in
-from kvmesh.tracing.span import Span, TraceContext
+from kvmesh.tracing.span import TraceContext, TraceSpan
 
 log = logging.getLogger(__name__)
 _KINDS = {
@@ -68,7 +68,7 @@ class OtlpExport:
         result = self._provider.sampler.should_sample(context, int(trace_id, 16), REQUEST)
         return result.decision is Decision.RECORD_AND_SAMPLE
 
-    def export(self, span: Span) -> None:
+    def export(self, span: TraceSpan) -> None:
         self._processor.on_end(self._readable(span))
 
     def close(self, timeout_s: float) -> None:
@@ -78,7 +78,7 @@ class OtlpExport:
         closing.start()
         closing.join(timeout_s)
 
-    def _readable(self, span: Span) -> ReadableSpan:
+    def _readable(self, span: TraceSpan) -> ReadableSpan:
         # one offset per span: the clocks' difference changes when the machine's time is set
         offset = time.time_ns() - time.monotonic_ns()
         attributes, name = span.attributes, span.name
@@ -163,7 +163,9 @@ def _otlp(settings: TracingSettings) -> SdkExporter:
     )
 
     # the SDK reads "no TLS" from the URL's scheme
-    return GrpcExporter(named, headers=headers, timeout=settings.timeout_s)
+    return GrpcExporter(
+        named, headers=dict(headers) if headers else None, timeout=settings.timeout_s
+    )
 
 
 def _context(trace_id: str, span_id: str, sampled: bool, state: str = "") -> api.SpanContext:

@@ -52,7 +52,7 @@ class Trace:
     __slots__ = ("ended", "id", "sampled", "state")
 
     def __init__(
-        self, trace_id: str, sampled: bool, ended: "Callable[[Span], None]", state: str = ""
+        self, trace_id: str, sampled: bool, ended: "Callable[[TraceSpan], None]", state: str = ""
     ) -> None:
         self.id = trace_id
         self.sampled = sampled
@@ -60,7 +60,7 @@ class Trace:
         self.state = state
 
 
-class Span:
+class TraceSpan:
     """One span of a trace; `start` and `stop` are seconds of the monotonic clock."""
 
     __slots__ = (
@@ -104,19 +104,19 @@ class Span:
     def trace_id(self) -> str:
         return self.trace.id
 
-    def child(self, name: str, start: float | None = None, kind: Kind = "internal") -> "Span":
+    def child(self, name: str, start: float | None = None, kind: Kind = "internal") -> "TraceSpan":
         """A span within this one, from now or from `start` on."""
-        return Span(self.trace, name, self.id, monotonic() if start is None else start, kind)
+        return TraceSpan(self.trace, name, self.id, monotonic() if start is None else start, kind)
 
-    def beside(self, name: str, start: float) -> "Span":
+    def beside(self, name: str, start: float) -> "TraceSpan":
         """A span with the same parent as this one."""
-        return Span(self.trace, name, self.parent_id, start)
+        return TraceSpan(self.trace, name, self.parent_id, start)
 
     def record(
         self, name: str, start: float, stop: float, attributes: dict[str, Any] | None = None
     ) -> None:
         """Record a span within this one that is over."""
-        child = Span(self.trace, name, self.id, start)
+        child = TraceSpan(self.trace, name, self.id, start)
         if attributes is not None:
             child.attributes = attributes
         child.end(stop)
@@ -128,7 +128,7 @@ class Span:
         if len(self.events) < MAX_EVENTS:
             self.events.append((name, at))
 
-    def link(self, other: "Span") -> None:
+    def link(self, other: "TraceSpan") -> None:
         """Refer to a span of another trace."""
         if other:
             self.links.append(TraceContext(other.trace.id, other.id, other.trace.sampled))
@@ -144,7 +144,7 @@ class Span:
             self.trace.ended(self)
 
 
-class _NoSpan(Span):
+class _NoSpan(TraceSpan):
     """The span of what is not traced."""
 
     __slots__ = ()
@@ -159,10 +159,10 @@ class _NoSpan(Span):
     def traceparent(self) -> str:
         return ""
 
-    def child(self, name: str, start: float | None = None, kind: Kind = "internal") -> Span:
+    def child(self, name: str, start: float | None = None, kind: Kind = "internal") -> TraceSpan:
         return self
 
-    def beside(self, name: str, start: float) -> Span:
+    def beside(self, name: str, start: float) -> TraceSpan:
         return self
 
     def record(
@@ -176,7 +176,7 @@ class _NoSpan(Span):
     def event(self, name: str, at: float) -> None:
         return
 
-    def link(self, other: Span) -> None:
+    def link(self, other: TraceSpan) -> None:
         return
 
     def fail(self, code: str) -> None:
@@ -186,4 +186,4 @@ class _NoSpan(Span):
         return
 
 
-NO_SPAN: Span = _NoSpan()
+NO_SPAN: TraceSpan = _NoSpan()

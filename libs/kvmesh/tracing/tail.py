@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from threading import Lock
 
-from kvmesh.tracing.span import Span
+from kvmesh.tracing.span import TraceSpan
 
 MAX_KEPT = 4096  # traces whose later spans are kept as well
 
@@ -17,14 +17,14 @@ class TailBuffer:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._size = 0
-        self._traces: OrderedDict[str, list[Span]] = OrderedDict()
+        self._traces: OrderedDict[str, list[TraceSpan]] = OrderedDict()
         self._kept: OrderedDict[str, None] = OrderedDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, span: Span) -> bool:
+    def add(self, span: TraceSpan) -> bool:
         """Hold a span that has ended; False if its trace is kept already: export it now."""
         trace_id = span.trace.id
         with self._lock:
@@ -37,7 +37,7 @@ class TailBuffer:
                 self._size -= len(dropped)
         return True
 
-    def keep(self, trace_id: str) -> list[Span]:
+    def keep(self, trace_id: str) -> list[TraceSpan]:
         """The spans of a trace that is kept; from now on `add` refuses those that follow."""
         with self._lock:
             self._kept[trace_id] = None

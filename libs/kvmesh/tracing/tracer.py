@@ -12,9 +12,9 @@ from typing import Protocol
 from kvmesh.tracing.span import (
     NO_SPAN,
     Kind,
-    Span,
     Trace,
     TraceContext,
+    TraceSpan,
     new_trace_id,
     parse_traceparent,
 )
@@ -30,7 +30,7 @@ class SpanExporter(Protocol):
         """Head sampling: True if a trace that begins here is to be exported."""
         ...
 
-    def export(self, span: Span) -> None:
+    def export(self, span: TraceSpan) -> None:
         """Queue a span that has ended."""
         ...
 
@@ -57,7 +57,7 @@ class Tracer:
         self._announce = announce
         self._trusts_clients = trusts_clients
 
-    def begin(self, name: str, traceparent: str, tracestate: str, start: float) -> Span:
+    def begin(self, name: str, traceparent: str, tracestate: str, start: float) -> TraceSpan:
         """The first span in the mesh of a request, with the context that its client sent."""
         parent = parse_traceparent(traceparent) if traceparent and self._trusts_clients else None
         trace_id = new_trace_id() if parent is None else parent.trace_id
@@ -67,23 +67,27 @@ class Tracer:
         # an unsampled parent is never exported: a kept trace begins here
         parent_id = parent.span_id if parent is not None and parent.sampled else ""
         trace = Trace(trace_id, sampled, self._ended, tracestate if parent is not None else "")
-        return Span(trace, name, parent_id, start, "server")
+        return TraceSpan(trace, name, parent_id, start, "server")
 
-    def continued(self, traceparent: str, name: str, start: float, kind: Kind = "server") -> Span:
+    def continued(
+        self, traceparent: str, name: str, start: float, kind: Kind = "server"
+    ) -> TraceSpan:
         """A span within one of another process, named by the `traceparent` in its message."""
         parent = parse_traceparent(traceparent)
         if parent is None or (not parent.sampled and self._tail is None):
             return NO_SPAN
         trace = Trace(parent.trace_id, parent.sampled, self._ended)
-        return Span(trace, name, parent.span_id, start, kind)
+        return TraceSpan(trace, name, parent.span_id, start, kind)
 
-    def linked(self, cause: Span, name: str, start: float) -> Span:
-        """The first span of a new trace, sampled as that of `cause`, to which it is linked."""
-        span = Span(Trace(new_trace_id(), cause.trace.sampled, self._ended), name, "", start)
+    def linked(self, cause: TraceSpan, name: str, start: float) -> TraceSpan:
+        """The first span of a new trace that is linked to `cause`, if that is sampled."""
+        if not cause.trace.sampled:
+            return NO_SPAN  # the decision to keep a trace at its end does not reach its sequels
+        span = TraceSpan(Trace(new_trace_id(), True, self._ended), name, "", start)
         span.link(cause)
         return span
 
-    def finish(self, span: Span, now: float) -> None:
+    def finish(self, span: TraceSpan, now: float) -> None:
         """End the first span of a request; keep its trace if it failed or was slow."""
         span.end(now)
         if span.trace.sampled or self._tail is None:
@@ -102,7 +106,7 @@ class Tracer:
             for span in self._tail.keep(trace_id):
                 self._exporter.export(span)
 
-    def _ended(self, span: Span) -> None:
+    def _ended(self, span: TraceSpan) -> None:
         if span.trace.sampled or self._tail is None or not self._tail.add(span):
             self._exporter.export(span)
 
@@ -116,31 +120,31 @@ def install(tracer: Tracer | None) -> None:
     _tracer = tracer
 
 
-def begin(name: str, traceparent: str, tracestate: str, start: float) -> Span:
+def begin(name: str, traceparent: str, tracestate: str, start: float) -> TraceSpan:
     """The first span of a request; see `Tracer.begin`."""
     return NO_SPAN if _tracer is None else _tracer.begin(name, traceparent, tracestate, start)
 
 
-def continued(traceparent: str, name: str, start: float | None = None) -> Span:
+def continued(traceparent: str, name: str, start: float | None = None) -> TraceSpan:
     """A span within one of another process; see `Tracer.continued`."""
     if not traceparent or _tracer is None:
         return NO_SPAN
     return _tracer.continued(traceparent, name, monotonic() if start is None else start)
 
 
-def linked(cause: Span, name: str) -> Span:
+def linked(cause: TraceSpan, name: str) -> TraceSpan:
     """The first span of a trace that follows from `cause`; see `Tracer.linked`."""
     return _tracer.linked(cause, name, monotonic()) if cause and _tracer is not None else NO_SPAN
 
 
-def finish(span: Span) -> None:
+def finish(span: TraceSpan) -> None:
     """End the first span of a request; see `Tracer.finish`."""
     if span and _tracer is not None:
         _tracer.finish(span, monotonic())
 
 
 @contextmanager
-def logged_as(span: Span) -> Iterator[None]:
+def logged_as(span: TraceSpan) -> Iterator[None]:
     """Within this context, and in tasks that start in it, log lines carry the id of the trace."""
     if not span:
         yield

@@ -12,7 +12,7 @@ from kvmesh.settings.schema import TracingSettings
 from kvmesh.tracing import names
 from kvmesh.tracing.endpoint import HTTP, endpoint, protocol, traces_url, turned_on
 from kvmesh.tracing.otlp import OtlpExport
-from kvmesh.tracing.span import Span, Trace, TraceContext
+from kvmesh.tracing.span import Trace, TraceContext, TraceSpan
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 NOWHERE = "http://127.0.0.1:9"
@@ -52,8 +52,10 @@ def exports() -> Iterator[Any]:
         export.close(1.0)
 
 
-def request_span() -> Span:
-    span = Span(Trace(TRACE, True, lambda _: None, "vendor=1"), names.REQUEST, SPAN, 5.0, "server")
+def request_span() -> TraceSpan:
+    span = TraceSpan(
+        Trace(TRACE, True, lambda _: None, "vendor=1"), names.REQUEST, SPAN, 5.0, "server"
+    )
     span.attributes = {names.OPERATION: "chat", names.MODEL: "m", names.TIERS: [1, 2]}
     span.event(names.FIRST_TOKEN, 5.5)
     span.links.append(TraceContext(TRACE, SPAN, True))

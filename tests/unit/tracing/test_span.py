@@ -5,17 +5,17 @@ import pytest
 from kvmesh.tracing.span import (
     MAX_EVENTS,
     NO_SPAN,
-    Span,
     Trace,
     TraceContext,
+    TraceSpan,
     parse_traceparent,
 )
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def root(ended: list[Span], sampled: bool = True) -> Span:
-    return Span(Trace(TRACE, sampled, ended.append), "root", "", 1.0)
+def root(ended: list[TraceSpan], sampled: bool = True) -> TraceSpan:
+    return TraceSpan(Trace(TRACE, sampled, ended.append), "root", "", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_malformed_context_is_none(text: str) -> None:
 
 
 def test_children_belong_to_their_parent_and_end_once() -> None:
-    ended: list[Span] = []
+    ended: list[TraceSpan] = []
     parent = root(ended)
     child = parent.child("child", 2.0)
     assert parse_traceparent(child.traceparent) == TraceContext(TRACE, child.id, True)

@@ -7,7 +7,7 @@ import pytest
 
 from kvmesh.runtime.logs import JsonFormatter, TextFormatter
 from kvmesh.tracing import tracer
-from kvmesh.tracing.span import NO_SPAN, Span, TraceContext
+from kvmesh.tracing.span import NO_SPAN, TraceContext, TraceSpan
 from kvmesh.tracing.tail import KeepRate, TailBuffer
 from kvmesh.tracing.tracer import Tracer
 
@@ -19,13 +19,13 @@ class Exported:
     """An exporter that samples as the client did, and otherwise as `ratio` says."""
 
     def __init__(self, ratio: bool = False) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self._ratio = ratio
 
     def samples(self, trace_id: str, parent: TraceContext | None) -> bool:
         return self._ratio if parent is None else parent.sampled
 
-    def export(self, span: Span) -> None:
+    def export(self, span: TraceSpan) -> None:
         self.spans.append(span)
 
 

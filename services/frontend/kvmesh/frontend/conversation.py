@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from msgspec import Struct
 
 from kvmesh.bus.messages import Guided, Hints, Placement, Retain, Sampling
-from kvmesh.tracing.span import NO_SPAN, Span
+from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 
 class CacheControl(Struct, frozen=True):
@@ -149,6 +149,7 @@ class GenerateRequest(Struct, kw_only=True):
     key_name: str = ""
     client_id: str = ""
     span: Span = NO_SPAN
+    span: TraceSpan = NO_SPAN
 
     @property
     def turn(self) -> int:

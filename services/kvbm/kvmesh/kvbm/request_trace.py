@@ -16,7 +16,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.tracing import names
-from kvmesh.tracing.span import Span
+from kvmesh.tracing.span import TraceSpan
 from kvmesh.tracing.tracer import continued
 
 _NAMES = {
@@ -42,7 +42,7 @@ def traced(request: Fetch | Offer | Lend | Prepare, send: Reply) -> Reply:
     return reply
 
 
-def _describe(span: Span, answer: object) -> None:
+def _describe(span: TraceSpan, answer: object) -> None:
     if isinstance(answer, Fetched):
         found = Counter(answer.tiers)
         span.set(names.BLOCKS, len(answer.tiers))

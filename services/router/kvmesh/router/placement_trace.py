@@ -4,7 +4,7 @@ from time import monotonic
 
 from kvmesh.bus.messages import Decision, Refused
 from kvmesh.tracing import names
-from kvmesh.tracing.span import NO_SPAN, Span
+from kvmesh.tracing.span import NO_SPAN, TraceSpan
 from kvmesh.tracing.tracer import continued
 
 
@@ -13,9 +13,9 @@ class PlacementTrace:
 
     __slots__ = ("_index", "_span", "_waits_from")
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: TraceSpan) -> None:
         self._span = span
-        self._index: Span = NO_SPAN
+        self._index: TraceSpan = NO_SPAN
         self._waits_from: float | None = None
 
     def query(self) -> str:

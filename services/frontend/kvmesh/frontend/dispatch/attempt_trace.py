@@ -6,10 +6,10 @@ from kvmesh.bus.messages import RankKey, Refused, Routed
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.tracing import names
-from kvmesh.tracing.span import NO_SPAN, Span
+from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 
-def describe_attempt(span: Span, task: SequenceTask, rank: RankKey) -> None:
+def describe_attempt(span: TraceSpan, task: SequenceTask, rank: RankKey) -> None:
     """Set the attributes that are known at the offer."""
     if span:
         span.attributes = {
@@ -39,7 +39,7 @@ def end_attempt(stream: TokenStream, refusal: str = "") -> None:
     span.end()
 
 
-def end_route(span: Span, task: SequenceTask, reply: Routed | Refused | None) -> None:
+def end_route(span: TraceSpan, task: SequenceTask, reply: Routed | Refused | None) -> None:
     """End the span of a query for `task`; `reply` is None if it failed or was cancelled."""
     if not span:
         return

@@ -38,7 +38,7 @@ from kvmesh.frontend.wake.waker import Waker
 from kvmesh.hashing import block_hashes
 from kvmesh.settings.schema import FrontendSettings, RouterSettings
 from kvmesh.tracing import names
-from kvmesh.tracing.span import Span
+from kvmesh.tracing.span import TraceSpan
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.1
@@ -272,7 +272,7 @@ class Dispatcher:
             log.error("request %s is offered to no further worker: %s", stream.id, reason)
             raise PoisonRequest(reason)
 
-    def _work(self, task: SequenceTask, rank: int, span: Span) -> Work:
+    def _work(self, task: SequenceTask, rank: int, span: TraceSpan) -> Work:
         request = task.prepared.request
         return Work(
             request=task.stream.attempt,

@@ -7,7 +7,7 @@ from kvmesh.bus.messages import Routed
 from kvmesh.frontend.dispatch.token_inbox import Consumer
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptTokens
-from kvmesh.tracing.span import NO_SPAN, Span
+from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 
 @dataclass
@@ -39,6 +39,7 @@ class DispatchState:
     wait_s: float = 0.0
     index_s: float = 0.0
     migration: Span = NO_SPAN
+    migration: TraceSpan = NO_SPAN
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ class SequenceTask:
         return self.prepared.model.card.name
 
     @property
-    def span(self) -> Span:
+    def span(self) -> TraceSpan:
         """The first span of the request."""
         return self.prepared.request.span
 

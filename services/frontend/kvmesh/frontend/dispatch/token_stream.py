@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from kvmesh.bus.messages import Chunk
 from kvmesh.frontend.errors import ApiError, InvalidRequest
-from kvmesh.tracing.span import NO_SPAN, Span
+from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 Loss: TypeAlias = Literal["", "failed", "vanished"]
 
@@ -85,7 +85,7 @@ class TokenStream:
         self.earlier_device_s = 0.0
         self.engine_wait_s: float | None = None
         self.engine_done = False
-        self.span: Span = NO_SPAN
+        self.span: TraceSpan = NO_SPAN
         self.started: asyncio.Event = asyncio.Event()
         self.ended: asyncio.Event = asyncio.Event()
 

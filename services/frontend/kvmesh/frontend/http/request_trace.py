@@ -12,7 +12,7 @@ from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.http.middleware import CLIENT_CLOSED, SPAN, Handler, caller_of
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 from kvmesh.tracing import names, tracer
-from kvmesh.tracing.span import NO_SPAN, Span
+from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 SERVER_ERROR = 500
 
@@ -39,7 +39,7 @@ def traced(handler: Handler, api: str) -> Handler:
     return handle
 
 
-async def _answer(http: web.Request, handler: Handler, span: Span) -> web.StreamResponse:
+async def _answer(http: web.Request, handler: Handler, span: TraceSpan) -> web.StreamResponse:
     status = SERVER_ERROR
     try:
         response = await handler(http)
@@ -61,7 +61,7 @@ async def _answer(http: web.Request, handler: Handler, span: Span) -> web.Stream
 
 def received(http: web.Request, request: GenerateRequest, started: float) -> None:
     """Give the parsed request its span."""
-    span: Span = http.get(SPAN, NO_SPAN)
+    span: TraceSpan = http.get(SPAN, NO_SPAN)
     if span:
         request.span = span
         span.record(names.RECEIVE, started, monotonic())

@@ -31,7 +31,7 @@ from kvmesh.frontend.sessions.speculative_prefill import (
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.tracing.names import SPECULATIVE_PREFILL, STATUS
-from kvmesh.tracing.span import Span
+from kvmesh.tracing.span import TraceSpan
 from kvmesh.tracing.tracer import linked
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,9 @@ class SessionHooks:
         finally:
             span.end()
 
-    async def _predict(self, active: ActiveRequest, following: GenerateRequest, span: Span) -> None:
+    async def _predict(
+        self, active: ActiveRequest, following: GenerateRequest, span: TraceSpan
+    ) -> None:
         prepared, task = active.prepared, active.tasks[0]
         try:
             tokens = await self._preprocessor.tokens_before(following, prepared.model, CUT)
@@ -141,7 +143,7 @@ class SessionHooks:
         sequence_hashes: bytes,
         base_blocks: int,
         requested_tokens: int,
-        span: Span,
+        span: TraceSpan,
     ) -> None:
         """Have the worker that computed the prompt compute the missing tokens of the next one."""
         prepared, task = active.prepared, active.tasks[0]

@@ -8,7 +8,7 @@ from time import monotonic
 
 from kvmesh.bus.messages import Work
 from kvmesh.tracing import names
-from kvmesh.tracing.span import Span
+from kvmesh.tracing.span import TraceSpan
 from kvmesh.tracing.tracer import continued
 from kvmesh.worker.engine import OutputDelta
 
@@ -18,7 +18,7 @@ class EngineTrace:
 
     __slots__ = ("_accepted", "_first", "_phase", "_takes_over", "_tokens")
 
-    def __init__(self, phase: Span, work: Work) -> None:
+    def __init__(self, phase: TraceSpan, work: Work) -> None:
         self._phase = phase
         self._accepted = phase.start
         self._takes_over = work.handoff is not None
