@@ -40,7 +40,7 @@ class Load:
     requests: int
 
 
-LOADS = (Load("short", 28, 16, 400), Load("agent turn", 8000, 128, 40))
+LOADS = (Load("short", 28, 16, 600), Load("agent turn", 8000, 128, 80))
 
 
 class Dropped(BaseHTTPRequestHandler):
@@ -102,7 +102,7 @@ def compare(report: Report, meshes: dict[str, Mesh], load: Load, rounds: int) ->
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--rounds", type=int, default=12, help="rounds of each load")
+    arguments.add_argument("--rounds", type=int, default=16, help="rounds of each load")
     options = arguments.parse_args()
     collector = ThreadingHTTPServer(("127.0.0.1", 0), Dropped)
     threading.Thread(target=collector.serve_forever, daemon=True).start()

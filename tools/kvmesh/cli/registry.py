@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from kvmesh.settings import OptionKey, Settings, options
 
 BUS = ("nats", "log")
-SERVICE = ("nats", "streams", "log", "process")
+SERVICE = ("nats", "streams", "log", "process", "tracing")
 ENGINES = ("mock", "torch", "vllm", "remote", "sglang", "trtllm")
 # Options without effect in the simulator, and the policy, which has its own flag there.
 NOT_SIMULATED: frozenset[OptionKey] = frozenset(
