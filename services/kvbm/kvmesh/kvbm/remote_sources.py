@@ -80,7 +80,7 @@ class RemoteSources:
         stored = self._reader.region is None
         ready, more = await self._exchange.prepare(lookup, peer, stored)
         if not stored:
-            self._reader.add_holder(ready, peer.instance)
+            self._reader.add_holder(ready, peer.instance, lookup.prompt.traceparent)
         return len(ready), more
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -180,6 +180,7 @@ class ClaimsExchange:
             engine.load_bps,
             PREPARE_S,
             stored,
+            lookup.prompt.traceparent,
         )
         reply = await self._request(peer.instance, message)
         if reply is None:

@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,6 +40,13 @@ _lends: "msgspec.msgpack.Decoder[Lent | Declined]" = msgspec.msgpack.Decoder(Len
 _overlaps = msgspec.msgpack.Decoder(OverlapReply)
 
 
+class Holder(NamedTuple):
+    """A peer with a block, and the `traceparent` of the traced request that looked it up."""
+
+    peer: str
+    traceparent: str = ""
+
+
 class PeerReader:
     """Reads blocks of other kvbms into the arena and reports moves to `on_moved`.
 
@@ -60,7 +68,7 @@ class PeerReader:
         self._options = options
         self._on_moved = on_moved
         self._hold = hold
-        self._holders: OrderedDict[bytes, str] = OrderedDict()
+        self._holders: OrderedDict[bytes, Holder] = OrderedDict()
         self._grants: dict[str, bytes] = {}
         self._tasks = BackgroundTasks()
         self._transport: Transport | None = None
@@ -86,13 +94,14 @@ class PeerReader:
         sequence_hashes = lookup.prompt.sequence_hashes[: first + len(wanted)].tobytes()
         in_arena, in_all = await self._longest_prefixes(lookup, sequence_hashes)
         readable = wanted[: max(0, in_arena.end - first)]
-        self.add_holder(readable, in_arena.instance)
+        self.add_holder(readable, in_arena.instance, lookup.prompt.traceparent)
         return len(readable), in_all if in_all.end > max(first, in_arena.end) else None
 
-    def add_holder(self, digests: Iterable[bytes], peer: str) -> None:
-        """Record that a peer has these blocks in its arena."""
+    def add_holder(self, digests: Iterable[bytes], peer: str, traceparent: str = "") -> None:
+        """Record that a peer has these blocks in its arena; a traced request looked them up."""
+        holder = Holder(peer, traceparent)
         for digest in digests:
-            self._holders[digest] = peer
+            self._holders[digest] = holder
             self._holders.move_to_end(digest)
         while len(self._holders) > MAX_HOLDERS:
             self._holders.popitem(last=False)
@@ -102,7 +111,9 @@ class PeerReader:
     ) -> tuple[PeerSource, PeerSource]:
         """The peers with the longest prefix in the arena, and in arena and disk together."""
         subject = self._bus.subjects.index(lookup.prompt.space.model)
-        query = OverlapQuery([sequence_hashes], lookup.prompt.salt)
+        prompt = lookup.prompt
+        traces = [prompt.traceparent] if prompt.traceparent else []
+        query = OverlapQuery([sequence_hashes], prompt.salt, traces)
         try:
             reply = await self._bus.request(subject, query, _overlaps, FIND_S)
             rows = unpack_rows(reply.rows[0] if reply.rows else b"")
@@ -123,34 +134,35 @@ class PeerReader:
 
     def has_holder(self, digest: bytes) -> bool:
         """True if a peer without a recent failure had the block at the last lookup."""
-        peer = self._holders.get(digest)
-        return peer is not None and not self._exchange.failed_recently(peer)
+        holder = self._holders.get(digest)
+        return holder is not None and not self._exchange.failed_recently(holder.peer)
 
     def start(self, moves: Iterable[Move]) -> None:
         """Start moves of blocks with a holder into the arena; each is reported to `on_moved`."""
-        by_peer: defaultdict[tuple[str, int], list[Move]] = defaultdict(list)
+        by_holder: defaultdict[tuple[Holder, int], list[Move]] = defaultdict(list)
         for move in moves:
-            peer = self._holders.pop(move.source.block.digest)
-            by_peer[peer, move.source.block.space.block_bytes].append(move)
-        for (peer, size), batch in by_peer.items():
+            holder = self._holders.pop(move.source.block.digest)
+            by_holder[holder, move.source.block.space.block_bytes].append(move)
+        for (holder, size), batch in by_holder.items():
             for start in range(0, len(batch), BATCH_BLOCKS):
-                self._tasks.start(self._get(peer, size, batch[start : start + BATCH_BLOCKS]))
+                self._tasks.start(self._get(holder, size, batch[start : start + BATCH_BLOCKS]))
 
-    async def _get(self, peer: str, size: int, batch: Sequence[Move]) -> None:
+    async def _get(self, holder: Holder, size: int, batch: Sequence[Move]) -> None:
         checksums = array("Q")
         try:
-            checksums = await self._read(peer, size, batch)
+            checksums = await self._read(holder, size, batch)
         except (BusError, OSError, TransferError, ValueError) as error:
-            self._on_failure(peer, error, batch)
+            self._on_failure(holder.peer, error, batch)
         ends = await asyncio.to_thread(self._verified, batch, checksums, size)
         self._on_moved(ends)
 
-    async def _read(self, peer: str, size: int, batch: Sequence[Move]) -> "array[int]":
+    async def _read(self, holder: Holder, size: int, batch: Sequence[Move]) -> "array[int]":
         """Copy the peer's blocks into the arena; return the checksums of those it lent."""
-        transport, region = self._transport, self._region
+        transport, region, peer = self._transport, self._region, holder.peer
         digests = b"".join(move.source.block.digest for move in batch)
         subject = self._bus.subjects.kvbm(peer)
-        lent = await self._bus.request(subject, Lend(digests, size), _lends, LEND_S)
+        message = Lend(digests, size, holder.traceparent)
+        lent = await self._bus.request(subject, message, _lends, LEND_S)
         if isinstance(lent, Declined) or transport is None or region is None:
             return array("Q")
         offsets = array("Q", lent.offsets)

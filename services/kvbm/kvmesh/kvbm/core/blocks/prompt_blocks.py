@@ -46,7 +46,10 @@ class Digests(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """Digests, sequence and local hashes of a prompt's full blocks, from the root on."""
+    """Digests, sequence and local hashes of a prompt's full blocks, from the root on.
+
+    `traceparent` is that of a traced request.
+    """
 
     space: Space
     digests: Digests
@@ -56,10 +59,11 @@ class PromptBlocks:
     tenant: str
     session: str | None
     retention: list[Retain]
+    traceparent: str = ""
 
     @classmethod
     def of(cls, message: Offer | Fetch, hashes: BlockHashes, space: Space) -> "PromptBlocks":
-        """The blocks of `hashes`; `message` has salt, tenant, session and retention.
+        """The blocks of `hashes`; `message` has all else.
 
         Raises ValueError if digests and hashes differ in number.
         """
@@ -79,6 +83,7 @@ class PromptBlocks:
             message.tenant,
             message.session,
             message.retention,
+            message.traceparent,
         )
 
     def __len__(self) -> int:
