@@ -3,10 +3,18 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.sdk.trace import ReadableSpan
+from support.wait import PATIENCE_S
 
 from kvmesh.settings.schema import TracingSettings
 from kvmesh.tracing import names
@@ -145,6 +153,36 @@ def test_the_collector_is_that_of_the_settings_or_of_the_sdk(
     assert not turned_on(none)
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert not turned_on(ours)
+
+
+class Received(TraceServiceServicer):  # type: ignore[misc]  # generated code has no types
+    """A collector over gRPC."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.headers: dict[str, str] = {}
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.headers = dict(context.invocation_metadata())
+        for resource in request.resource_spans:
+            self.names += [span.name for scope in resource.scope_spans for span in scope.spans]
+        return ExportTraceServiceResponse()
+
+
+def test_spans_are_sent_over_grpc() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    received = Received()
+    add_TraceServiceServicer_to_server(received, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    url = f"http://127.0.0.1:{port}"
+    settings = TracingSettings(endpoint=url, protocol="grpc", headers="x-key=secret")
+    export = OtlpExport(settings, "kvmesh-router", "router-0-1", "1.0")
+    export.export(request_span())
+    export.close(PATIENCE_S)
+    server.stop(None)
+    assert received.names == [names.REQUEST]
+    assert received.headers["x-key"] == "secret"
 
 
 def test_services_import_no_sdk_unless_tracing_is_on() -> None:
