@@ -53,6 +53,17 @@ def test_headers_override_the_body() -> None:
     assert made.cache_salt == "t"
 
 
+def test_a_trajectory_is_a_session() -> None:
+    context = {"session_type_id": "research", "session_id": "run", "trajectory_id": "run:a"}
+    child = {**context, "parent_trajectory_id": "run:p", "trajectory_final": True}
+    hints = request(nvext={"agent_context": child}, prompt_cache_key="k").hints
+    assert (hints.session, hints.parent_session, hints.session_final) == ("run:a", "run:p", True)
+    hints = request(nvext={"agent_context": {"session_id": "run"}}).hints
+    assert (hints.session, hints.parent_session, hints.session_final) == ("run", None, False)
+    hints = request(headers(x_session_id="s"), nvext={"agent_context": child}).hints
+    assert (hints.session, hints.parent_session, hints.session_final) == ("s", None, True)
+
+
 def test_an_invalid_header_is_named() -> None:
     with pytest.raises(InvalidRequest, match="x-kvmesh-priority"):
         request(headers(x_kvmesh_priority="high"))

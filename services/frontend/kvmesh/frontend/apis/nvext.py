@@ -42,6 +42,16 @@ class SessionControl(Struct):
     timeout: Annotated[float, Meta(gt=0)] | None = None
 
 
+class AgentContext(Struct):
+    """Identity of an agent's run and of one trajectory, the agent's or a subagent's, within it."""
+
+    session_type_id: Name | None = None
+    session_id: str | None = None
+    trajectory_id: str | None = None
+    parent_trajectory_id: str | None = None
+    trajectory_final: bool = False
+
+
 class RoutingConstraints(Struct):
     """`labels` that a worker must have; `allow` and `exclude` list instances."""
 
@@ -55,6 +65,7 @@ class Nvext(Struct):
     cache_control: CacheMark | None = None
     retention: Retention | None = None
     session_control: SessionControl | None = None
+    agent_context: AgentContext | None = None
     cache_salt: str | None = None
     extra_fields: list[Name] | None = None
     annotations: list[str] | None = None

@@ -7,7 +7,13 @@ import msgspec
 
 from kvmesh.bus.messages import Hints, Placement
 from kvmesh.frontend.apis.base import Headers
-from kvmesh.frontend.apis.nvext import AgentHints, Nvext, RoutingConstraints, apply_nvext
+from kvmesh.frontend.apis.nvext import (
+    AgentContext,
+    AgentHints,
+    Nvext,
+    RoutingConstraints,
+    apply_nvext,
+)
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.namespaces import check_name
@@ -42,8 +48,10 @@ def apply_hints(
 def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
     agent = nvext.agent_hints or AgentHints()
     control = nvext.session_control
+    context = nvext.agent_context or AgentContext()
     session = session_of(headers)
-    named = control.session_id if control else cache_key
+    named = _session_in_body(nvext, context) or cache_key
+    parent = session.parent or (None if session.id else context.parent_trajectory_id)
     fair_class = _header(headers, "fair-class")
     if fair_class:
         check_name(fair_class, "x-kvmesh-fair-class")
@@ -53,10 +61,19 @@ def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
         latency_sensitivity=agent.latency_sensitivity or 0.0,
         osl=_int(headers, "osl", agent.osl or 0) or None,
         session=_checked_id(session.id or named),
-        parent_session=_checked_id(session.parent),
-        session_final=_is_final(headers) or bool(control and control.action == "close"),
+        parent_session=_checked_id(parent),
+        session_final=_is_final(headers)
+        or context.trajectory_final
+        or bool(control and control.action == "close"),
         fair_class=fair_class,
     )
+
+
+def _session_in_body(nvext: Nvext, context: AgentContext) -> str | None:
+    """A trajectory is one chain of requests, as a session of the mesh is."""
+    if nvext.session_control is not None:
+        return nvext.session_control.session_id
+    return context.trajectory_id or context.session_id
 
 
 def session_of(headers: Headers) -> SessionHint:

@@ -1,0 +1,94 @@
+"""`kvmesh trace`: shows the requests of a session over time, or writes them as a trace."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from kvmesh.cli.arguments import moment, result_file
+from kvmesh.settings import Settings
+
+if TYPE_CHECKING:
+    from kvmesh.workload.capture import CapturedRound
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh trace SESSION [options]"
+    parser.epilog = (
+        "A session is named as its client names it (docs/requests.md); its subagents' sessions are "
+        "included. Without a file, prints a table."
+    )
+    parser.add_argument("session", metavar="SESSION", help="the session's id")
+    parser.add_argument(
+        "--since",
+        type=moment,
+        default="1d",
+        metavar="AGO",
+        help="start of the search: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
+    )
+    parser.add_argument(
+        "--perfetto",
+        type=result_file,
+        metavar="FILE",
+        help="write a timeline for ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--jsonl", type=result_file, metavar="FILE", help="write Dynamo's trace records"
+    )
+    parser.add_argument(
+        "--form",
+        choices=("request", "agent"),
+        default="request",
+        help="of the records: dynamo.request.trace.v1 or dynamo.agent.trace.v1 (%(default)s)",
+    )
+    parser.add_argument(
+        "--mooncake",
+        type=result_file,
+        metavar="FILE",
+        help="write a workload that `kvmesh replay` and `kvmesh simulate` read",
+    )
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    from kvmesh.bus.client import Bus
+    from kvmesh.cli.bus_session import run_on_bus
+    from kvmesh.cli.session_trace.turns import session_rounds
+    from kvmesh.workload.capture import CaptureError, capture
+
+    async def main(bus: Bus) -> int:
+        try:
+            recorder = await capture(bus, arguments.since, None)
+        except CaptureError as error:
+            print(f"kvmesh trace: {error}", file=sys.stderr)
+            return 1
+        rounds = session_rounds(recorder.rounds, arguments.session)
+        if not rounds:
+            print(f"kvmesh trace: no request of session {arguments.session}", file=sys.stderr)
+            return 1
+        _write(rounds, arguments)
+        return 0
+
+    return run_on_bus("trace", settings, main)
+
+
+def _write(rounds: "list[CapturedRound]", arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from kvmesh.cli.session_trace.dynamo import trace_records
+    from kvmesh.cli.session_trace.table import turn_table
+    from kvmesh.cli.session_trace.timeline import perfetto_timeline
+    from kvmesh.cli.session_trace.turns import session_turns
+    from kvmesh.workload.capture import assemble
+    from kvmesh.workload.formats.mooncake_write import write
+
+    turns = list(session_turns(rounds))
+    if arguments.perfetto is not None:
+        arguments.perfetto.write_bytes(perfetto_timeline(turns))
+    if arguments.jsonl is not None:
+        lines = trace_records(turns, arguments.form)
+        arguments.jsonl.write_bytes(b"".join(line + b"\n" for line in lines))
+    if arguments.mooncake is not None:
+        write(assemble(rounds), arguments.mooncake)
+    if arguments.perfetto is arguments.jsonl is arguments.mooncake is None:
+        console = Console(highlight=False)
+        wide = console if console.is_terminal else Console(highlight=False, width=200)
+        wide.print(turn_table(turns))
