@@ -125,6 +125,9 @@ COMMANDS = (
         "usage",
         "add up tokens and GPU time by tenant, key, model or session",
         "kvmesh.cli.commands.usage",
+        sections=BUS,
+    ),
+    Command(
         "trace",
         "show the requests of a session over time",
         "kvmesh.cli.commands.trace",

@@ -148,7 +148,6 @@ class GenerateRequest(Struct, kw_only=True):
     tenant_name: str = ""
     key_name: str = ""
     client_id: str = ""
-    span: Span = NO_SPAN
     span: TraceSpan = NO_SPAN
 
     @property

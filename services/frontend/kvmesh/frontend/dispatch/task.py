@@ -38,7 +38,6 @@ class DispatchState:
     route_s: float = 0.0
     wait_s: float = 0.0
     index_s: float = 0.0
-    migration: Span = NO_SPAN
     migration: TraceSpan = NO_SPAN
 
 

@@ -140,12 +140,14 @@ async def _respond(http: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(http)
     except ApiError as error:
-        return error_response(shape_for(http), error, request_id.id_of(http))
+        with logged_as(http.get(SPAN, NO_SPAN)):
+            return error_response(shape_for(http), error, request_id.id_of(http))
     except (ConnectionError, web.HTTPException):
         raise
     except Exception as error:
         own = request_id.id_of(http)
-        return error_response(shape_for(http), internal_error(error, own), own)
+        with logged_as(http.get(SPAN, NO_SPAN)):
+            return error_response(shape_for(http), internal_error(error, own), own)
 
 
 def _entry(http: web.Request, caller: Caller | None, status: int, began: float) -> AccessEntry:
@@ -167,10 +169,3 @@ def _entry(http: web.Request, caller: Caller | None, status: int, began: float) 
         if caller.active is not None:
             entry.add_answer(caller.active)
     return entry
-        with logged_as(http.get(SPAN, NO_SPAN)):
-            return error_response(shape_for(http), error)
-    except (ConnectionError, web.HTTPException):
-        raise
-    except Exception as error:
-        with logged_as(http.get(SPAN, NO_SPAN)):
-            return error_response(shape_for(http), internal_error(error))
