@@ -1,6 +1,6 @@
 """Retention as callers write it in the body of a request: marks, token ranges, durations."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -34,7 +34,7 @@ def seconds(duration: str) -> float:
 class CacheMark(Struct):
     """`cache_control` of the Messages API, of a block, a tool or the whole request."""
 
-    type: str = "ephemeral"
+    type: Literal["ephemeral"] = "ephemeral"
     ttl: Duration | None = None
 
     def ttl_s(self) -> float:

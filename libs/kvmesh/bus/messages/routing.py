@@ -284,7 +284,8 @@ class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
 
     `code` is "no_workers", "overloaded", "deadline", "invalid" or "unavailable"; receivers treat an
     unknown code as the last. `unmet`: the request's own constraints exclude all workers. `moved`:
-    this router is stopping and has dropped the request; another router must place it.
+    this router is stopping and has dropped the request; another router must place it. `param` names
+    the constraint if no wait helps: it names an instance or a rank that does not exist.
     """
 
     code: str
@@ -292,6 +293,7 @@ class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
     retry_after_s: float = 1.0
     unmet: bool = False
     moved: bool = False
+    param: str = ""
 
 
 class Parked(Struct, frozen=True, kw_only=True, tag="parked"):

@@ -39,7 +39,7 @@ class RouterOverloaded(RouteError):
 
 
 class NoWorkers(RouteError):
-    """No worker may run the request at present; `unmet` is that of `Refused`."""
+    """No worker may run the request at present; `unmet` and `param` are those of `Refused`."""
 
-    def __init__(self, reason: str, unmet: bool = False) -> None:
-        super().__init__(Refused(code="no_workers", reason=reason, unmet=unmet))
+    def __init__(self, reason: str, param: str = "", unmet: bool = False) -> None:
+        super().__init__(Refused(code="no_workers", reason=reason, unmet=unmet, param=param))

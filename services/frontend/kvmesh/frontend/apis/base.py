@@ -7,12 +7,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from kvmesh.frontend.apis.body_types import allowed_at
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
 json_encode = msgspec.json.Encoder().encode
+_PATTERN = re.compile(r"Expected `str` matching regex '.*'")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -170,15 +172,18 @@ def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
+        raise _invalid(str(error), decoder.type) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply.") from error
 
 
-def _invalid(text: str) -> InvalidRequest:
+def _invalid(text: str, kind: Any) -> InvalidRequest:
     reason, _, path = text.partition(" - at `$")
+    allowed = allowed_at(kind, path.rstrip("`"))
+    if allowed:
+        reason = f"{_PATTERN.sub('Invalid value', reason)}; allowed: {allowed}"
     path = path.rstrip("`").lstrip(".")
     missing = _MISSING.search(reason)
     if missing is not None:

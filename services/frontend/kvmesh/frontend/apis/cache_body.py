@@ -8,11 +8,14 @@ from msgspec import Meta, Raw, Struct
 from kvmesh.bus.messages import Sampling
 from kvmesh.frontend.apis.base import Api, Headers, RequestStamp
 from kvmesh.frontend.apis.chat.api import Chat
-from kvmesh.frontend.apis.completions import Completions
+from kvmesh.frontend.apis.chat.body import ChatBody
+from kvmesh.frontend.apis.completions import CompletionBody, Completions
 from kvmesh.frontend.apis.messages.api import Messages
+from kvmesh.frontend.apis.messages.body import MessagesBody
 from kvmesh.frontend.apis.nvext import Name, Nvext
 from kvmesh.frontend.apis.request_hints import apply_hints
 from kvmesh.frontend.apis.responses.api import Responses
+from kvmesh.frontend.apis.responses.body import ResponsesBody
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.retention.hints import Duration, Priority, seconds
@@ -31,6 +34,13 @@ APIS: dict[ApiName, Api] = {
     "messages": Messages(),
     "responses": Responses(),
 }
+BODIES: dict[ApiName, type[Struct]] = {
+    "chat": ChatBody,
+    "completions": CompletionBody,
+    "messages": MessagesBody,
+    "responses": ResponsesBody,
+}
+MAX_SHOWN = 64
 
 
 class PromptBody(Struct, kw_only=True):
@@ -119,7 +129,10 @@ def to_request(
         names = ", ".join(f"`{name}`" for name in PROMPT_FIELDS)
         raise InvalidRequest(f"Exactly one of {names} is required.", ["session", *given][-1])
     if given[0] in API_FIELDS:
-        return APIS[parsed.api or _api(parsed)].parse(body, headers, stamp).request
+        name = parsed.api or _api(parsed)
+        _refuse_unknown(body, type(parsed), BODIES[name])
+        return APIS[name].parse(body, headers, stamp).request
+    _refuse_unknown(body, type(parsed))
     request = GenerateRequest(
         id=f"cache-{stamp.token}",
         model=parsed.model,
@@ -128,6 +141,15 @@ def to_request(
     )
     apply_hints(request, headers, parsed.nvext, parsed.session)
     return request
+
+
+def _refuse_unknown(body: bytes, *kinds: type[Struct]) -> None:
+    """Raise InvalidRequest for a field that none of the types has: it may be mistyped."""
+    known = {field.encode_name for kind in kinds for field in msgspec.structs.fields(kind)}
+    given = msgspec.json.decode(body, type=dict[str, Raw])
+    for name in given:
+        if name not in known:
+            raise InvalidRequest(f"`{name[:MAX_SHOWN]}` is no field of this request.", name)
 
 
 def _api(parsed: PromptBody) -> ApiName:

@@ -20,7 +20,7 @@ from kvmesh.frontend.apis.base import (
 from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, cache_ttl_s
 from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, StreamOptions, guided
 from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
-from kvmesh.frontend.apis.request_hints import apply_hints
+from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
 from kvmesh.frontend.errors import ApiError, InvalidRequest
@@ -63,7 +63,7 @@ class Completions:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            request.ignored = ignored_fields(body, CompletionBody)
+            request.ignored = [*ignored_fields(body, CompletionBody), *unknown_headers(headers)]
         options = parsed.stream_options
         include_usage = bool(options and options.include_usage)
         return ApiCall(request, CompletionAnswer(request, stamp.created, include_usage))

@@ -1,12 +1,12 @@
 """`nvext`: the extension of request bodies with hints for the mesh (docs/requests.md)."""
 
-from collections.abc import Iterable, Set
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from kvmesh.frontend.apis.body_types import unknown_fields
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.namespaces import check_name
@@ -102,7 +102,7 @@ def apply_nvext(request: GenerateRequest, nvext: Nvext) -> None:
     request.speculative = bool(nvext.agent_hints and nvext.agent_hints.speculative_prefill)
     request.policy = nvext.policy
     request.overrides = nvext.router_config_override or {}
-    request.extra_fields = frozenset(nvext.extra_fields or [])
+    request.extra_fields = _extra_fields(nvext.extra_fields or [])
 
 
 def _raw(request: GenerateRequest) -> str:
@@ -112,15 +112,22 @@ def _raw(request: GenerateRequest) -> str:
 
 
 def ignored_fields(body: bytes, known: type[Struct]) -> list[str]:
-    """Names of fields of the body without effect, at most `MAX_IGNORED` of it and of `nvext`."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    found = _unknown(fields, {f.encode_name for f in msgspec.structs.fields(known)})
-    extension: dict[str, Any] = {}
-    if "nvext" in fields:
-        extension = msgspec.json.decode(fields["nvext"], type=dict[str, Any])
-    names = {f.encode_name for f in msgspec.structs.fields(Nvext)}
-    return found + [f"nvext.{key}" for key in _unknown(extension, names.difference(NO_EFFECT))]
+    """Paths of the fields of the body that have no effect, those of `nvext` last.
+
+    At most `MAX_IGNORED` of each.
+    """
+    decoded = msgspec.json.decode(body)
+    extension = decoded.pop("nvext", None)
+    found = sorted(islice(unknown_fields(decoded, known), MAX_IGNORED))
+    if isinstance(extension, dict):
+        unknown = [*unknown_fields(extension, Nvext), *(f for f in NO_EFFECT if f in extension)]
+        found += [f"nvext.{name}" for name in sorted(unknown)[:MAX_IGNORED]]
+    return found
 
 
-def _unknown(fields: Iterable[str], known: Set[str]) -> list[str]:
-    return sorted(islice((name for name in fields if name not in known), MAX_IGNORED))
+def _extra_fields(names: list[str]) -> frozenset[str]:
+    for name in names:
+        if name not in EXTRA_FIELDS:
+            param = "nvext.extra_fields"
+            raise InvalidRequest(f"`{param}`: {name!r} is none of {', '.join(EXTRA_FIELDS)}", param)
+    return frozenset(names)

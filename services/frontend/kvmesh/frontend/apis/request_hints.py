@@ -19,6 +19,12 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.namespaces import check_name
 
 HEADER_PREFIXES = ("x-kvmesh-", "x-dynamo-")
+HEADERS = frozenset(
+    (
+        *("priority", "strict-priority", "osl", "fair-class", "policy"),
+        *("session-id", "parent-session-id", "session-final", "worker-instance-id", "dp-rank"),
+    )
+)
 MAX_ID = 512
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 
@@ -120,6 +126,17 @@ def _header(headers: Headers, name: str) -> str | None:
         if value:
             return value
     return None
+
+
+def unknown_headers(headers: Headers) -> list[str]:
+    """The headers of hints that have no effect, since no hint has such a name."""
+    names = (name.lower() for name in headers)
+    prefixed = ((name, name.partition("-")[2].partition("-")[2]) for name in names)
+    return sorted(
+        f"header {name}"
+        for name, hint in prefixed
+        if name.startswith(HEADER_PREFIXES) and hint not in HEADERS
+    )
 
 
 def _int(headers: Headers, name: str, default: int) -> int:

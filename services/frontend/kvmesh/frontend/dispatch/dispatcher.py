@@ -378,6 +378,9 @@ def _raise_refusal(refused: Refused, task: SequenceTask, may_retry: bool) -> Non
         raise Overloaded(f"Every worker of `{task.model}` is busy.", after)
     if not may_retry and refused.code != "no_workers":
         raise Unavailable(f"`{task.model}` cannot be served now: {refused.reason}", after)
+    if refused.param and not task.dispatch.avoided:
+        param = f"nvext.{refused.param}"
+        raise InvalidRequest(f"`{param}`: {refused.reason}", param, code="constraint_unmet")
     if not may_retry or (refused.unmet and not task.dispatch.avoided):
         raise Unavailable(f"No worker serves `{task.model}` now: {refused.reason}", after)
 

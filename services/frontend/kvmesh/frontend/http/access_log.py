@@ -17,6 +17,7 @@ from kvmesh.frontend.namespaces import own_name
 
 Format = Literal["off", "text", "json"]
 log = logging.getLogger("kvmesh.access")
+CLIENT_CLOSED = 499  # status of requests whose client leaves before the response
 MAX_SHOWN = 256  # characters of a path, or of the name of a model
 _PLAIN = re.compile(r"[^\s\"\\=\x00-\x1f\x7f-\x9f]+")
 _encode = msgspec.json.Encoder().encode
@@ -64,7 +65,7 @@ class AccessEntry(Struct, kw_only=True, omit_defaults=True):
         self.prompt, self.cached, self.output = usage.prompt, usage.cached, usage.output
         if stream.first_token_at is not None:
             self.ttft = round(stream.first_token_at - active.started, 6)
-        self.finish = stream.finish or ""
+        self.finish = "error" if CLIENT_CLOSED != self.status >= 400 else stream.finish or ""
         self.worker, self.attempts = stream.instance, stream.attempts
 
 

@@ -12,7 +12,7 @@ from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, Overloaded
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.http import request_id
-from kvmesh.frontend.http.access_log import MAX_SHOWN, AccessEntry, now
+from kvmesh.frontend.http.access_log import CLIENT_CLOSED, MAX_SHOWN, AccessEntry, now
 from kvmesh.frontend.http.bodies import error_response, internal_error
 from kvmesh.frontend.http.error_shape import shape_for
 from kvmesh.tracing.span import NO_SPAN
@@ -21,7 +21,6 @@ from kvmesh.tracing.tracer import logged_as
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CALLER = "kvmesh.caller"
 SPAN = "kvmesh.span"
-CLIENT_CLOSED = 499  # status counted for requests whose client leaves before the response
 
 
 class Caller:

@@ -28,7 +28,8 @@ from kvmesh.router.state.arrays import Floats, Slots
 from kvmesh.router.state.engine_reports import EngineReports
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
 from kvmesh.router.state.rank_speeds import RankSpeeds
-from kvmesh.router.state.rank_table import UNMET_CONSTRAINTS, RankTable, Serves
+from kvmesh.router.state.rank_table import RankTable, Serves
+from kvmesh.router.state.unmet import Unmet
 from kvmesh.settings.schema import RouterSettings
 
 GONE_GRACE_S = 10.0  # for a worker to return, or for its card to arrive
@@ -244,7 +245,7 @@ class RouterCore:
         slots = self.table.eligible(placement, adapter, serves)
         if not len(slots):
             reason = self.table.why_not_eligible(placement, adapter)
-            raise NoWorkers(reason, unmet=reason == UNMET_CONSTRAINTS)
+            raise NoWorkers(*reason, unmet=True) if isinstance(reason, Unmet) else NoWorkers(reason)
         if self.limits != _UNLIMITED:
             slots = self.table.below_thresholds(self.limits, slots)
             if not len(slots):

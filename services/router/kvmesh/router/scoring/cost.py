@@ -84,7 +84,8 @@ class CostModel:
             elif key in _OVERRIDES:
                 model = replace(model, **{key: value})  # type: ignore[arg-type]
             else:
-                raise InvalidRouteRequest(f"unknown override {name}")
+                known = ", ".join(("overlap_credit", *_OVERRIDES))
+                raise InvalidRouteRequest(f"override {name!r} is none of {known}")
         return model
 
 

@@ -19,10 +19,10 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.router.state.arrays import ZERO, Floats, Slots
 from kvmesh.router.state.kvbm_nodes import KvbmNodes
+from kvmesh.router.state.unmet import Unmet, unmet_constraint
 
 TAINT = "taint."
 USABLE_SHARE = 0.95  # of a rank's blocks; the rest is for running requests, whose outputs grow
-UNMET_CONSTRAINTS = "no worker of this model meets the constraints of the request"
 Serves: TypeAlias = Literal["all", "prefill", "decode"]
 _ROLES: dict[Serves, tuple[str, ...]] = {
     "all": ("aggregated", "decode"),
@@ -285,8 +285,8 @@ class RankTable:
         cards = [c for c in self._serving(serves) if _matches(c, placement, adapter)]
         return self._slots_of(cards, placement.rank)
 
-    def why_not_eligible(self, placement: Placement, adapter: str | None) -> str:
-        """The reason why no slot is eligible, as text for the caller."""
+    def why_not_eligible(self, placement: Placement, adapter: str | None) -> str | Unmet:
+        """The reason why no slot is eligible, as text for the caller; or a constraint."""
         if not self.cards:
             return "no worker serves this model"
         serving = self._serving("all")
@@ -296,7 +296,7 @@ class RankTable:
             return f"no worker of this model has the adapter {adapter_name(adapter)!r}"
         if any(_matches(card, placement, adapter) for card in self.cards.values() if card.draining):
             return "every worker that meets the constraints of the request is draining"
-        return UNMET_CONSTRAINTS
+        return unmet_constraint(serving, placement)
 
     def below_thresholds(self, limits: Thresholds, slots: Slots) -> Slots:
         """The slots that are below every threshold."""

@@ -19,7 +19,7 @@ from kvmesh.frontend.apis.base import (
 from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
 from kvmesh.frontend.apis.chat.body import ChatBody, to_request
 from kvmesh.frontend.apis.nvext import ignored_fields
-from kvmesh.frontend.apis.request_hints import apply_hints
+from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
 from kvmesh.frontend.conversation import (
     AnswerEvent,
@@ -48,7 +48,7 @@ class Chat:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            request.ignored = ignored_fields(body, ChatBody)
+            request.ignored = [*ignored_fields(body, ChatBody), *unknown_headers(headers)]
         options = parsed.stream_options
         include_usage = bool(options and options.include_usage)
         return ApiCall(request, ChatAnswer(request, stamp.created, include_usage))

@@ -19,7 +19,7 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.messages.body import MessagesBody, to_request
 from kvmesh.frontend.apis.nvext import ignored_fields
-from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id
+from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, unknown_headers
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, Kind
@@ -57,7 +57,7 @@ def parse_body(body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRe
         request.previous_message = parsed.diagnostics.previous_message_id or ""
     request.retain_prompt(parsed.cache_control.ttl_s() if parsed.cache_control else None)
     if "ignored" in request.extra_fields:
-        request.ignored = ignored_fields(body, MessagesBody)
+        request.ignored = [*ignored_fields(body, MessagesBody), *unknown_headers(headers)]
     return request
 
 

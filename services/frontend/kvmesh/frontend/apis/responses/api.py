@@ -20,7 +20,7 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
 from kvmesh.frontend.apis.nvext import ignored_fields
-from kvmesh.frontend.apis.request_hints import apply_hints
+from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.responses.body import (
     ResponsesBody,
     input_items,
@@ -58,7 +58,7 @@ def parse_body(
     apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
     request.retain_prompt(cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options))
     if "ignored" in request.extra_fields:
-        request.ignored = ignored_fields(body, ResponsesBody)
+        request.ignored = [*ignored_fields(body, ResponsesBody), *unknown_headers(headers)]
     return parsed, request
 
 
