@@ -114,7 +114,9 @@ def main() -> None:
     with ExitStack() as stack:
         meshes = {
             mode: stack.enter_context(
-                running_mesh(WORKERS, 1000.0, **({} if extra is None else {**sent, **extra}))
+                running_mesh(
+                    WORKERS, 1000.0, 1, Mesh, **({} if extra is None else {**sent, **extra})
+                )
             )
             for mode, extra in MODES.items()
         }

@@ -56,12 +56,16 @@ async def complete(
     mesh: Mesh, number: int, prompt: str = LONG, flags: str = SAMPLED, **fields: Any
 ) -> Any:
     """The answer to a prompt whose client sends a `traceparent`; None if it fails."""
+    body = {"model": "kvmesh-demo", "prompt": prompt, "max_tokens": 12, **fields}
+    return await post(mesh, "/v1/completions", body, f"00-{trace_id(number)}-{CLIENT_SPAN}-{flags}")
 
-    def post() -> Any:
-        body = {"model": "kvmesh-demo", "prompt": prompt, "max_tokens": 12, **fields}
-        parent = f"00-{trace_id(number)}-{CLIENT_SPAN}-{flags}"
+
+async def post(mesh: Mesh, path: str, body: dict[str, Any], parent: str) -> Any:
+    """The response, or None for an error."""
+
+    def send() -> Any:
         request = urllib.request.Request(
-            f"{mesh.url}/v1/completions",
+            f"{mesh.url}{path}",
             json.dumps(body).encode(),
             {"Content-Type": "application/json", "traceparent": parent},
         )
@@ -71,7 +75,7 @@ async def complete(
         except urllib.error.HTTPError:
             return None
 
-    return await asyncio.to_thread(post)
+    return await asyncio.to_thread(send)
 
 
 async def arrived(collector: Collector, number: int, *wanted: str) -> list[ReceivedSpan]:
@@ -207,6 +211,29 @@ async def test_hand_offs_and_blocks_of_lower_tiers_are_parts_of_the_trace(
     spans = await arrived(collector, 2, names.ONBOARD, names.KVBM_FETCH)
     onboarded = [span for span in spans if span.name == names.ONBOARD]
     assert any(sum(span.attributes[names.TIERS][1:]) > 100 for span in onboarded)
+
+
+async def test_a_speculative_prefill_is_a_trace_of_its_own(
+    mesh: Mesh, collector: Collector, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.jsonl"
+    text = f"<think>\n{'One has to read it first. ' * 6}\n</think>\n\n{'Here it is. ' * 20}"
+    script.write_text(json.dumps({"match": "Think first", "text": text}))
+    mesh.env |= {"KVMESH_MOCK_SCRIPT": str(script), "KVMESH_MOCK_SPEEDUP": "50"}
+    mesh.start_all(workers=1)
+    await mesh.ready()
+    messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "Yes?"}]
+    messages.append({"role": "user", "content": "Think first."})
+    nvext = {"agent_hints": {"speculative_prefill": True}}
+    body = {"model": "kvmesh-demo", "messages": messages, "max_tokens": 900, "nvext": nvext}
+    parent = f"00-{trace_id(1)}-{CLIENT_SPAN}-{SAMPLED}"
+    assert await post(mesh, "/v1/chat/completions", body, parent)
+    await eventually(lambda: collector.named(names.PREFETCH), what="the prefetch is traced")
+    (speculation,) = await eventually(lambda: collector.named(names.SPECULATIVE_PREFILL))
+    (prefetch,) = collector.named(names.PREFETCH)
+    assert (speculation.parent, speculation.links) == ("", [trace_id(1)])
+    assert (prefetch.trace, prefetch.parent) == (speculation.trace, speculation.id)
+    await arrived(collector, 1, names.RENDER)
 
 
 async def test_a_collector_that_fails_is_logged_once_and_costs_no_request(

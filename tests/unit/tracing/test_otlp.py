@@ -155,7 +155,7 @@ def test_the_collector_is_that_of_the_settings_or_of_the_sdk(
     assert not turned_on(ours)
 
 
-class Received(TraceServiceServicer):  # type: ignore[misc]  # generated code has no types
+class Received(TraceServiceServicer):
     """A collector over gRPC."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Received(TraceServiceServicer):  # type: ignore[misc]  # generated code ha
 def test_spans_are_sent_over_grpc() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     received = Received()
-    add_TraceServiceServicer_to_server(received, server)
+    add_TraceServiceServicer_to_server(received, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     url = f"http://127.0.0.1:{port}"

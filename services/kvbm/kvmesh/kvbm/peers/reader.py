@@ -40,7 +40,7 @@ _lends: "msgspec.msgpack.Decoder[Lent | Declined]" = msgspec.msgpack.Decoder(Len
 _overlaps = msgspec.msgpack.Decoder(OverlapReply)
 
 
-class Holder(NamedTuple):
+class PeerHolder(NamedTuple):
     """A peer with a block, and the `traceparent` of the traced request that looked it up."""
 
     peer: str
@@ -68,7 +68,7 @@ class PeerReader:
         self._options = options
         self._on_moved = on_moved
         self._hold = hold
-        self._holders: OrderedDict[bytes, Holder] = OrderedDict()
+        self._holders: OrderedDict[bytes, PeerHolder] = OrderedDict()
         self._grants: dict[str, bytes] = {}
         self._tasks = BackgroundTasks()
         self._transport: Transport | None = None
@@ -99,7 +99,7 @@ class PeerReader:
 
     def add_holder(self, digests: Iterable[bytes], peer: str, traceparent: str = "") -> None:
         """Record that a peer has these blocks in its arena; a traced request looked them up."""
-        holder = Holder(peer, traceparent)
+        holder = PeerHolder(peer, traceparent)
         for digest in digests:
             self._holders[digest] = holder
             self._holders.move_to_end(digest)
@@ -139,7 +139,7 @@ class PeerReader:
 
     def start(self, moves: Iterable[Move]) -> None:
         """Start moves of blocks with a holder into the arena; each is reported to `on_moved`."""
-        by_holder: defaultdict[tuple[Holder, int], list[Move]] = defaultdict(list)
+        by_holder: defaultdict[tuple[PeerHolder, int], list[Move]] = defaultdict(list)
         for move in moves:
             holder = self._holders.pop(move.source.block.digest)
             by_holder[holder, move.source.block.space.block_bytes].append(move)
@@ -147,7 +147,7 @@ class PeerReader:
             for start in range(0, len(batch), BATCH_BLOCKS):
                 self._tasks.start(self._get(holder, size, batch[start : start + BATCH_BLOCKS]))
 
-    async def _get(self, holder: Holder, size: int, batch: Sequence[Move]) -> None:
+    async def _get(self, holder: PeerHolder, size: int, batch: Sequence[Move]) -> None:
         checksums = array("Q")
         try:
             checksums = await self._read(holder, size, batch)
@@ -156,7 +156,7 @@ class PeerReader:
         ends = await asyncio.to_thread(self._verified, batch, checksums, size)
         self._on_moved(ends)
 
-    async def _read(self, holder: Holder, size: int, batch: Sequence[Move]) -> "array[int]":
+    async def _read(self, holder: PeerHolder, size: int, batch: Sequence[Move]) -> "array[int]":
         """Copy the peer's blocks into the arena; return the checksums of those it lent."""
         transport, region, peer = self._transport, self._region, holder.peer
         digests = b"".join(move.source.block.digest for move in batch)
@@ -236,7 +236,7 @@ class NoPeerReader:
     async def find(self, lookup: Lookup, known: int) -> tuple[int, PeerSource | None]:
         return 0, None
 
-    def add_holder(self, digests: Iterable[bytes], peer: str) -> None:
+    def add_holder(self, digests: Iterable[bytes], peer: str, traceparent: str = "") -> None:
         pass
 
     def has_holder(self, digest: bytes) -> bool:
