@@ -29,6 +29,7 @@ _KINDS = {
     "client": api.SpanKind.CLIENT,
 }
 _SCOPE = InstrumentationScope("kvmesh")
+_UNSET = Status()
 
 
 class OtlpExport:
@@ -48,7 +49,8 @@ class OtlpExport:
                 "service.version": version,
             }
         )
-        resource = own.merge(OTELResourceDetector().detect())
+        merged = own.merge(OTELResourceDetector().detect())
+        resource = _HashedResource(merged.attributes, merged.schema_url)
         ratio = settings.sample_ratio
         sampler = None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
@@ -99,11 +101,25 @@ class OtlpExport:
             events=[Event(event, timestamp=offset + _ns(at)) for event, at in span.events],
             links=[api.Link(_context(*link)) for link in span.links],
             kind=_KINDS[span.kind],
-            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            status=Status(StatusCode.ERROR, span.error) if span.error else _UNSET,
             start_time=offset + _ns(span.start),
             end_time=offset + _ns(span.stop if span.stop is not None else span.start),
             instrumentation_scope=_SCOPE,
         )
+
+
+class _HashedResource(Resource):
+    """A resource that is hashed once: the SDK's encoder hashes it, as JSON, for every span."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other)
 
 
 class _LoggedExporter(SdkExporter):
