@@ -118,6 +118,8 @@ agents: $(ENGINES) .agents/.installed
 docs: setup
 	sed -i '/^## \[/,$$d' docs/configuration.md
 	$(BIN)/kvmesh config --markdown >> docs/configuration.md
+	sed -i '/^## /,$$d' docs/metrics.md
+	$(BIN)/kvmesh metrics --markdown >> docs/metrics.md
 	sed -i '/^<!-- abilities/,/^<!-- end/{//!d}' docs/engines.md
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 

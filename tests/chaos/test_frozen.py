@@ -103,4 +103,4 @@ async def test_a_thawed_frontend_completes_its_answers(stage: Stage) -> None:
 
 async def _check_no_requests(stage: Stage) -> None:
     """Assert that no process runs a request without a client."""
-    await eventually(lambda: stage.mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
+    await eventually(lambda: stage.mesh.metric("kvmesh_worker_running_requests") == 0)

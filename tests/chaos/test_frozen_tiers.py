@@ -148,7 +148,7 @@ async def traffic_of(stage: Stage) -> AsyncIterator[Traffic]:
         await clients.wait_for_outputs()
         await eventually_increases(stage.loaded)
     clients.check(PAUSE_S + SLACK_S)
-    running = "kvmesh_mesh_worker_running_requests"
+    running = "kvmesh_worker_running_requests"
     await eventually(
         lambda: stage.mesh.metric(running) == 0, what="no request runs without a client"
     )

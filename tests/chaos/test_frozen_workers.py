@@ -23,6 +23,7 @@ from support.wait import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WORKERS = 4
+RUNNING = "kvmesh_worker_running_requests"
 LEASE_S = 3.0
 PAUSE_S = LEASE_S + 2.0  # visible to a client
 SLACK_S = 4.0  # for slow machines
@@ -38,7 +39,7 @@ async def serving(nats_url: str, folder: Path, **env: str) -> AsyncIterator[Mesh
     try:
         mesh.start_all(WORKERS)
         await mesh.ready()
-        await eventually(lambda: len(running(mesh)) == WORKERS)
+        await eventually(lambda: mesh.live_workers() == WORKERS)
         yield mesh
     finally:
         mesh.stop()
@@ -52,29 +53,21 @@ async def mesh(
         yield mesh
 
 
-def running(mesh: Mesh) -> dict[str, float]:
-    """Running requests of each worker, as reported to the frontend."""
-    name = "kvmesh_mesh_worker_running_requests{"
-    return {key: count for key, count in mesh.metrics().items() if key.startswith(name)}
-
-
 async def test_a_frozen_worker_is_harmless_when_it_thaws(mesh: Mesh) -> None:
     async with Traffic(mesh.url) as traffic:
         await traffic.wait_for_outputs()
         process = mesh.processes["worker-0"]
         process.send_signal(signal.SIGSTOP)
         try:
-            await eventually(lambda: len(running(mesh)) == WORKERS - 1, what="its lease has ended")
+            await eventually(lambda: mesh.live_workers() == WORKERS - 1, what="its lease has ended")
             await traffic.wait_for_outputs()
         finally:
             process.send_signal(signal.SIGCONT)
-        await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
+        await eventually(lambda: mesh.live_workers() == WORKERS, what="it is back")
         await eventually(lambda: "other processes considered this one dead" in mesh.logs())
         await traffic.wait_for_outputs()
     traffic.check(PAUSE_S + SLACK_S)
-    await eventually(
-        lambda: not sum(running(mesh).values()), what="no request runs without a client"
-    )
+    await eventually(lambda: not mesh.metric(RUNNING), what="no request runs without a client")
 
 
 async def test_workers_frozen_together_cost_no_request(mesh: Mesh) -> None:
@@ -101,7 +94,7 @@ async def test_workers_killed_one_after_the_other_cost_no_request(mesh: Mesh) ->
         await traffic.wait_for_outputs()
     for number in range(WORKERS - 1):
         mesh.restart(f"worker-{number}")
-    await eventually(lambda: len(running(mesh)) == WORKERS)
+    await eventually(lambda: mesh.live_workers() == WORKERS)
     assert traffic.failed == []
 
 
@@ -111,14 +104,14 @@ async def test_the_requests_of_a_killed_frontend_are_aborted(mesh: Mesh) -> None
         asyncio.create_task(traffic.stream(f"Number {number}. " * 30, tokens=5000))
         for number in range(12)
     ]
-    await eventually(lambda: sum(running(mesh).values()) == len(pending))
+    await eventually(lambda: mesh.metric(RUNNING) == len(pending))
     mesh.kill("frontend-0")
     assert len(await asyncio.gather(*pending, return_exceptions=True)) == len(pending)
     mesh.restart("frontend-0")
     await mesh.ready()
     await eventually(lambda: "is gone: aborting its requests" in mesh.logs())
-    await eventually(lambda: len(running(mesh)) == WORKERS and not sum(running(mesh).values()))
-    assert mesh.metric("kvmesh_mesh_worker_output_tokens") < len(pending) * 5000
+    await eventually(lambda: mesh.live_workers() == WORKERS and not mesh.metric(RUNNING))
+    assert mesh.metric("kvmesh_worker_output_tokens_total") < len(pending) * 5000
     await traffic.stop()
 
 
@@ -130,23 +123,21 @@ async def test_a_worker_with_delayed_packets_costs_no_request(
     proxy.start()
     try:
         mesh.start("worker", "worker-0", KVMESH_NATS_URL=proxy.url)
-        await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
+        await eventually(lambda: mesh.live_workers() == WORKERS, what="it is back")
         async with Traffic(mesh.url) as traffic:
             await traffic.wait_for_outputs()
             proxy.delay_s = DELAY_S
             await traffic.run_for(2 * FROZEN_S)
             proxy.delay_s = 0.0
             await traffic.wait_for_outputs()
-            await eventually(lambda: len(running(mesh)) == WORKERS, what="it is back")
+            await eventually(lambda: mesh.live_workers() == WORKERS, what="it is back")
         traffic.check(PAUSE_S + SLACK_S)
-        await eventually(
-            lambda: not sum(running(mesh).values()), what="no request runs without a client"
-        )
+        await eventually(lambda: not mesh.metric(RUNNING), what="no request runs without a client")
         mesh.kill("worker-0")
     finally:
         proxy.stop()
     mesh.start("worker", "worker-0")
-    await eventually(lambda: len(running(mesh)) == WORKERS)
+    await eventually(lambda: mesh.live_workers() == WORKERS)
 
 
 async def test_a_frozen_frontend_does_not_affect_the_clients_of_another(mesh: Mesh) -> None:
@@ -166,9 +157,7 @@ async def test_a_frozen_frontend_does_not_affect_the_clients_of_another(mesh: Me
         await traffic.wait_for_outputs()
     traffic.check(SLACK_S)
     assert other.failed == []
-    await eventually(
-        lambda: not sum(running(mesh).values()), what="no request runs without a client"
-    )
+    await eventually(lambda: not mesh.metric(RUNNING), what="no request runs without a client")
     mesh.kill("frontend-1", signal.SIGTERM)
 
 
@@ -190,10 +179,8 @@ async def test_a_frozen_bus_costs_a_pause(nats_server: NatsServer, mesh: Mesh) -
         await traffic.wait_for_outputs()
         await traffic.wait_for_outputs()
     traffic.check(FROZEN_S + LEASE_S + SLACK_S)
-    await eventually(lambda: len(running(mesh)) == WORKERS)
-    await eventually(
-        lambda: not sum(running(mesh).values()), what="no request runs without a client"
-    )
+    await eventually(lambda: mesh.live_workers() == WORKERS)
+    await eventually(lambda: not mesh.metric(RUNNING), what="no request runs without a client")
 
 
 @pytest.mark.parametrize("effect", ["crash", "hang", "block"])

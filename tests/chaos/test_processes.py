@@ -43,7 +43,7 @@ async def test_a_killed_worker_costs_no_request(mesh: Mesh) -> None:
         mesh.kill("worker-1")
         await traffic.wait_for_outputs(16)
         mesh.restart("worker-1")
-        await eventually(lambda: len(_workers(mesh)) == WORKERS)
+        await eventually(lambda: mesh.live_workers() == WORKERS)
         await traffic.wait_for_outputs(16)
     assert traffic.failed == []
 
@@ -74,7 +74,7 @@ async def test_a_killed_frontend_is_replaced(mesh: Mesh) -> None:
         failed = len(traffic.failed)
         await traffic.wait_for_outputs(16)
     assert len(traffic.failed) == failed  # only requests in flight or during the outage
-    await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
+    await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 0)
 
 
 async def test_a_restarted_bus_is_rejoined(nats_server: NatsServer, mesh: Mesh) -> None:
@@ -84,7 +84,3 @@ async def test_a_restarted_bus_is_rejoined(nats_server: NatsServer, mesh: Mesh) 
         failed = len(traffic.failed)
         await traffic.wait_for_outputs(32)
     assert len(traffic.failed) == failed
-
-
-def _workers(mesh: Mesh) -> set[str]:
-    return {k for k in mesh.metrics() if k.startswith("kvmesh_mesh_worker_running_requests{")}

@@ -133,7 +133,7 @@ def disaggregated(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> 
 
 async def test_a_prompt_is_prefilled_by_another_vllm(disaggregated: Mesh) -> None:
     def both_serve() -> bool:
-        return sum("worker_running_requests{" in key for key in disaggregated.metrics()) == 2
+        return disaggregated.live_workers() == 2
 
     await disaggregated.ready(START_S)
     await eventually(both_serve, timeout=START_S, what="both vLLM serve")

@@ -95,13 +95,7 @@ async def traffic(mesh: Mesh) -> AsyncIterator[Traffic]:
 async def serving(mesh: Mesh, count: int = 2) -> None:
     """Wait until `count` workers serve."""
     await mesh.ready(START_S)
-    await eventually(lambda: len(running(mesh)) == count, timeout=START_S, what=f"{count} serve")
-
-
-def running(mesh: Mesh) -> dict[str, float]:
-    """Running requests of each worker, as reported to the frontend."""
-    name = "kvmesh_mesh_worker_running_requests{"
-    return {key: count for key, count in mesh.metrics().items() if key.startswith(name)}
+    await eventually(lambda: mesh.live_workers() == count, timeout=START_S, what=f"{count} serve")
 
 
 def core(mesh: Mesh, worker: str) -> Any:
@@ -140,7 +134,7 @@ async def test_a_tenant_neither_hits_nor_clears_blocks_of_another(mesh: Mesh) ->
     await serving(mesh)
     text = "What nobody else may know of the victim. " * 20
 
-    (instance,) = re.findall(r'instance="(worker-0-\w+)"', " ".join(running(mesh)))
+    instance = re.findall(r" as (worker-0-[0-9a-f]+)$", mesh.logs(), re.MULTILINE)[-1]
     placed = {"x-kvmesh-worker-instance-id": instance}
 
     def cached_tokens(key: str, **headers: str) -> int:
@@ -197,7 +191,7 @@ async def test_incompatible_workers_are_refused_in_one_line(
         [line] = [line for line in log.splitlines() if "not joining" in line]
         assert f"misfit-{number}: {fact} " in line
         assert "of worker-0, worker-1" in line or "of worker-1, worker-0" in line
-    assert len(running(mesh)) == 2
+    assert mesh.live_workers() == 2
 
 
 async def test_slow_constraints_are_rejected_and_delay_no_other_request(
@@ -256,14 +250,16 @@ async def test_streams_of_a_frozen_worker_migrate_and_it_stays_fenced_afterwards
         process = mesh.processes["worker-0"]
         process.send_signal(signal.SIGSTOP)
         try:
-            await eventually(lambda: len(running(mesh)) == 1, what="its lease has ended")
+            await eventually(lambda: mesh.live_workers() == 1, what="its lease has ended")
             await clients.wait_for_outputs(CLIENTS)
         finally:
             process.send_signal(signal.SIGCONT)
         await serving(mesh)
         await eventually(lambda: "other processes considered this one dead" in mesh.logs())
         await clients.wait_for_outputs(CLIENTS)
-    await eventually(lambda: not sum(running(mesh).values()), what="nothing runs for nobody")
+    await eventually(
+        lambda: not mesh.metric("kvmesh_worker_running_requests"), what="nothing runs for nobody"
+    )
 
 
 async def test_streams_of_a_stopped_or_killed_engine_migrate_and_its_worker_leaves(

@@ -72,22 +72,17 @@ def prefills(mesh: Mesh, result: str) -> float:
 
 def loaded(mesh: Mesh, worker: str) -> bool:
     """True if the worker reports prompts to compute."""
-    samples = mesh.metrics().items()
+    samples = mesh.worker_metrics().items()
     return any(v for k, v in samples if "worker_prefill_tokens{" in k and f'"{worker}"' in k)
 
 
 def instance(mesh: Mesh, worker: str) -> str:
-    label = re.compile(f'instance="({worker}-[0-9a-f]+)"')
-    return next(found[1] for key in mesh.metrics() if (found := label.search(key)))
+    return str(re.findall(f" as ({worker}-[0-9a-f]+)$", mesh.logs(), re.MULTILINE)[-1])
 
 
 async def workers(mesh: Mesh, count: int) -> None:
-    """Wait until the router can place requests on `count` workers."""
-
-    def all_known() -> bool:
-        return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
-
-    await eventually(all_known, what="every worker reports its load")
+    """Wait until the frontend sees `count` workers."""
+    await eventually(lambda: mesh.live_workers() == count, what=f"{count} workers serve")
 
 
 async def test_only_long_prompts_are_prefilled_on_the_prefill_worker(mesh: Mesh) -> None:

@@ -121,9 +121,9 @@ async def test_leaving_stops_the_engine(mesh: Mesh, client: AsyncOpenAI) -> None
     )
     async for _ in chunks:
         break
-    await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 1)
+    await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 1)
     await chunks.close()
-    await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
+    await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 0)
 
 
 async def test_the_bus_shows_a_request(mesh: Mesh, client: AsyncOpenAI) -> None:
@@ -247,7 +247,7 @@ async def test_an_oversize_body_is_refused(nats_server: NatsServer, mesh: Mesh) 
 
 async def test_nothing_is_left_over(mesh: Mesh, tmp_path: Path) -> None:
     await eventually(lambda: mesh.metric("kvmesh_frontend_active_requests") == 0)
-    await eventually(lambda: mesh.metric("kvmesh_mesh_worker_running_requests") == 0)
+    await eventually(lambda: mesh.metric("kvmesh_worker_running_requests") == 0)
 
 
 @pytest.mark.parametrize("role", ["frontend", "router", "indexer", "kvbm", "worker"])

@@ -19,6 +19,7 @@ from support.wait import PATIENCE_S, eventually
 
 pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 
+PROCESSES = 5  # with metrics ports: indexer, router, kvbm, two workers
 LONG = "What one worker has computed, another need not compute again. " * 12
 
 
@@ -31,7 +32,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     options = ["--engine", "torch", "--model", str(folder / "tiny"), "--workers", "2"]
     options += ["--kvbm", "--kvbm-host-bytes", str(64 << 20)]
     options += ["--kvbm-directory", str(folder / "node")]
-    up = Up(folder, *options, "--torch-threads", "1")
+    up = Up(folder, *options, "--torch-threads", "1", metrics=PROCESSES)
     up.start()
     yield up
     up.close()
@@ -130,9 +131,13 @@ async def test_constraints_are_tried_although_trial_processes_freeze(up: Up) -> 
 
 
 def metric(up: Up, name: str, label: str = "") -> float:
-    """The frontend's metric, summed over all labels or those with `label`."""
-    with urllib.request.urlopen(f"{up.url}/metrics", timeout=PATIENCE_S) as answer:
-        lines = answer.read().decode().splitlines()
+    """A metric of all processes, summed over all labels or those with `label`."""
+    lines: list[str] = []
+    for port in (up.port, *range(up.metrics_port, up.metrics_port + PROCESSES)):
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S
+        ) as answer:
+            lines += answer.read().decode().splitlines()
     found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
@@ -142,7 +147,7 @@ async def started_requests(up: Up) -> float:
     seen: list[float] = []
 
     def steady() -> bool:
-        seen.append(metric(up, "kvmesh_mesh_worker_requests"))
+        seen.append(metric(up, "kvmesh_worker_requests_total"))
         return len(seen) > 40 and len(set(seen[-40:])) == 1
 
     await eventually(steady)
@@ -153,9 +158,9 @@ async def wait_until_idle(up: Up, requests: float) -> None:
     """Wait until the workers have started this many requests and none is left."""
     await eventually(
         lambda: (
-            metric(up, "kvmesh_mesh_worker_requests") >= requests
-            and metric(up, "kvmesh_mesh_worker_running_requests") == 0
-            and metric(up, "kvmesh_mesh_worker_waiting_requests") == 0
+            metric(up, "kvmesh_worker_requests_total") >= requests
+            and metric(up, "kvmesh_worker_running_requests") == 0
+            and metric(up, "kvmesh_worker_waiting_requests") == 0
         ),
         timeout=60,
     )

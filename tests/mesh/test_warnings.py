@@ -98,7 +98,10 @@ async def test_a_worker_without_events_and_an_index_without_its_blocks_are_repor
     await eventually_reported(mesh, ports["worker"], "no_kv_events", f"{silent} what it holds")
     await eventually_reported(mesh, ports["indexer"], "index_short", f"{short} reports as cached")
     assert json.loads(get(ports["worker"], "/health"))["status"] == "ok"
-    assert 'aborted_total{rank="0"} 0.0' not in get(ports["worker"], "/metrics")
+    aborted = 'kvmesh_worker_aborted_requests_total{model="kvmesh-demo",rank="0",worker="worker-0"}'
+    shown = get(ports["worker"], "/metrics")
+    assert aborted in shown
+    assert f"{aborted} 0.0" not in shown
 
 
 async def test_a_router_reports_an_index_without_the_workers_blocks(mesh: Mesh) -> None:

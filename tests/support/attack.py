@@ -93,8 +93,8 @@ async def wait_until_idle(mesh: Mesh, timeout: float = PATIENCE_S) -> None:
     """Wait until no process of the mesh holds state of any request."""
     for name in (
         "kvmesh_frontend_active_requests",
-        "kvmesh_mesh_worker_running_requests",
-        "kvmesh_mesh_worker_waiting_requests",
+        "kvmesh_worker_running_requests",
+        "kvmesh_worker_waiting_requests",
     ):
         await eventually(lambda n=name: mesh.metric(n) == 0, timeout, name)
 

@@ -19,6 +19,14 @@ from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
 
 
+def _scrape(port: int) -> dict[str, float]:
+    """The metrics at a port: sample with its labels → value."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
+        lines = answer.read().decode().splitlines()
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
+
+
 def stream_env(limits: StreamLimits) -> dict[str, str]:
     """Environment variables that give processes the stream limits of a test."""
     return {
@@ -43,6 +51,7 @@ class Mesh:
     port: int = field(default_factory=free_port)
     metrics_port: int = field(default_factory=free_port)
     processes: dict[str, Process] = field(default_factory=dict)
+    worker_ports: dict[str, int] = field(default_factory=dict)
     commands: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,6 +81,9 @@ class Mesh:
             "KVMESH_FRONTEND_PORT": str(self.port),
             f"KVMESH_{role}_NAME".upper(): name,
         }
+        if role == "worker":
+            env = {"KVMESH_WORKER_METRICS_PORT": str(free_port()), **env}
+            self.worker_ports[name] = int(env["KVMESH_WORKER_METRICS_PORT"])
         if name == "frontend-0":
             settings["KVMESH_FRONTEND_METRICS_PORT"] = str(self.metrics_port)
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -99,15 +111,30 @@ class Mesh:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of `frontend-0`: sample with its labels → value."""
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-            lines = answer.read().decode().splitlines()
-        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, _, value in samples}
+        return _scrape(self.metrics_port)
+
+    def worker_metrics(self) -> dict[str, float]:
+        """The metrics of all workers that listen: sample with its labels → value."""
+        samples: dict[str, float] = {}
+        for name in [name for name in self.worker_ports if name in self.processes]:
+            try:
+                found = _scrape(self.worker_ports[name])
+            except OSError as error:
+                if not isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+                    raise
+                continue
+            samples |= {k: v for k, v in found.items() if k.startswith("kvmesh_worker_")}
+        return samples
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over all its labels."""
-        return sum(v for k, v in self.metrics().items() if k.partition("{")[0] == name)
+        """The sum of a metric of the frontend or of the workers over all its labels."""
+        worker = name.startswith("kvmesh_worker_")
+        samples = self.worker_metrics() if worker else self.metrics()
+        return sum(v for k, v in samples.items() if k.partition("{")[0] == name)
+
+    def live_workers(self) -> int:
+        """Number of workers that the frontend sees."""
+        return int(self.metric("kvmesh_frontend_live_workers"))
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         process = self.processes.pop(name)

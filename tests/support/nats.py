@@ -36,6 +36,14 @@ def free_port() -> int:
             return port
 
 
+def free_ports(count: int) -> int:
+    """The first of `count` consecutive free ports."""
+    while True:
+        first = free_port()
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         try:

@@ -11,17 +11,21 @@ from pathlib import Path
 
 from kvmesh.bus.client import BusOptions
 from support.evidence import Evidence
-from support.nats import free_port
+from support.nats import free_port, free_ports
 from support.wait import PATIENCE_S, eventually
 
 NAMES = [f"KVMESH_{role}_NAME=" for role in ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "PLANNER")]
 
 
 class Up:
-    """A running `kvmesh up` on its own ports, with its state below `folder`."""
+    """A running `kvmesh up` on its own ports, with its state below `folder`.
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    Its processes but the frontend serve metrics on `metrics` consecutive ports.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, metrics: int = 0) -> None:
         self.port = free_port()
+        self.metrics_port = free_ports(metrics) if metrics else 0
         self.nats_port = free_port()
         self.folder = folder
         self.lines: list[str] = []
@@ -60,6 +64,7 @@ class Up:
                 *(sys.executable, "-m", "kvmesh.cli.main", "up"),
                 *("--port", str(self.port), "--nats-port", str(self.nats_port)),
                 *("--state-dir", str(self.folder / "state")),
+                *("--metrics-port", str(self.metrics_port)),
                 *("--ready-timeout-s", "120", *self._arguments),
             ],
             cwd=self.folder,

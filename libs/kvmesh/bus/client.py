@@ -36,6 +36,7 @@ from kvmesh.bus.errors import (
     cause,
 )
 from kvmesh.bus.messages import encode
+from kvmesh.bus.metrics import BusCounts
 from kvmesh.bus.subjects import Subjects
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,22 @@ class RawMessage(Protocol):
     def reply(self) -> str: ...
     @property
     def headers(self) -> dict[str, str] | None: ...
+
+
+class PendingReader(Protocol):
+    """A reader of a stream, for metrics."""
+
+    @property
+    def stream(self) -> str: ...
+    @property
+    def pending(self) -> int: ...
+
+
+class KvBacklog(Protocol):
+    """A publisher of KV events, for metrics."""
+
+    @property
+    def backlog_bytes(self) -> int: ...
 
 
 class Subscription:
@@ -132,7 +149,10 @@ class Bus:
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.closing = False
-        self._posts = Outbox(client)
+        self.counts = BusCounts()
+        self.readers: set[PendingReader] = set()
+        self.kv_backlogs: set[KvBacklog] = set()
+        self._posts = Outbox(client, self.counts)
 
     @classmethod
     async def connect(
@@ -169,6 +189,16 @@ class Bus:
     @property
     def connected(self) -> bool:
         return self.client.is_connected
+
+    @property
+    def unsent(self) -> int:
+        """Posted messages that wait in front of the connection."""
+        return self._posts.unsent
+
+    @property
+    def kv_backlog_bytes(self) -> int:
+        """Estimated bytes of the KV events that wait to be sent."""
+        return sum(publisher.backlog_bytes for publisher in self.kv_backlogs)
 
     @property
     def max_payload(self) -> int:
@@ -437,6 +467,7 @@ async def _connect(
         last_error = broken_by = ""
         client.on_connected()
         bus.connected_at = asyncio.get_running_loop().time()
+        bus.counts.reconnects += 1
         log.info("reconnected to %s", client.server)
         for callback in bus.on_reconnect:
             callback()

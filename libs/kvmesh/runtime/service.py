@@ -13,10 +13,12 @@ from importlib.metadata import version
 from typing import Any
 
 import uvloop
+from prometheus_client import REGISTRY
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.runtime import logs
@@ -122,6 +124,8 @@ def run_service(
 async def _run(role: str, name: str, settings: Settings, main: Main) -> int:
     bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
     service = Service(bus, settings, name)
+    figures = BusCollector(bus)
+    REGISTRY.register(figures)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, service)
@@ -135,6 +139,7 @@ async def _run(role: str, name: str, settings: Settings, main: Main) -> int:
         if tracing is not None:
             await tracing.close()
         await service.close()
+        REGISTRY.unregister(figures)
     return 1 if service.failed else 0
 
 

@@ -5,16 +5,22 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aiohttp import web
-from prometheus_client import generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import REGISTRY, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
 
 from kvmesh.runtime.service import StartError
 from kvmesh.runtime.warnings import Warnings
 
+disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the series of counters
 
-def render_metrics(_: web.Request) -> web.Response:
-    """This process's metrics in the Prometheus text format."""
-    return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+def render_metrics(http: web.Request) -> web.Response:
+    """This process's metrics in the Prometheus text format, or in OpenMetrics if preferred.
+
+    Only OpenMetrics carries exemplars.
+    """
+    encode, content_type = choose_encoder(http.headers.get("Accept", ""))
+    return web.Response(body=encode(REGISTRY), headers={"Content-Type": content_type})
 
 
 class MetricsSettings(Protocol):

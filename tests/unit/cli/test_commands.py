@@ -12,7 +12,7 @@ import pytest
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import run
-from kvmesh.cli.reference import markdown, toml
+from kvmesh.cli.references.options import markdown, toml
 from kvmesh.cli.registry import COMMANDS
 from kvmesh.cli.units import duration, size
 from kvmesh.settings import Settings, load, options

@@ -21,7 +21,8 @@ LAYERS = [
     {"cache_account"},
     {"dialects", "apis", "auth", "tokenizer"},
     {"namespaces", "json_bounds"},
-    {"conversation", "errors", "metrics", "fair_threads"},
+    {"metrics"},
+    {"conversation", "errors", "fair_threads", "tenant_figures"},
 ]
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec import Meta
 
 from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
-from kvmesh.cli.reference import toml
+from kvmesh.cli.references.options import toml
 from kvmesh.cli.registry import COMMANDS
 from kvmesh.settings import Flag, Option, SettingsError, load, options, to_env
 

@@ -3,17 +3,17 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from support.loads import LOAD
 
-from kvmesh.worker.metrics import LoadCollector
+from kvmesh.worker.metrics import LoadCollector, WorkerLabels
 
 
 def test_metrics_show_the_load_of_each_rank() -> None:
     registry = CollectorRegistry()
-    registry.register(LoadCollector(lambda: [LOAD]))
+    registry.register(LoadCollector(WorkerLabels("m", "w"), lambda: [LOAD]))
     text = generate_latest(registry).decode()
     for line in (
-        'kvmesh_worker_running{rank="1"} 3.0',
-        'kvmesh_worker_step_seconds{rank="1"} 0.5',
-        'kvmesh_worker_output_tokens_total{rank="1"} 14.0',
-        'kvmesh_worker_requests_total{rank="1"} 15.0',
+        "kvmesh_worker_running_requests{%s} 3.0",
+        "kvmesh_worker_step_seconds{%s} 0.5",
+        "kvmesh_worker_output_tokens_total{%s} 14.0",
+        "kvmesh_worker_requests_total{%s} 15.0",
     ):
-        assert line in text
+        assert line % 'model="m",rank="1",worker="w"' in text

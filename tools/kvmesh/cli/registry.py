@@ -193,6 +193,7 @@ COMMANDS = (
         "kvmesh.cli.commands.config",
         sections=(*ROLES, *SERVICE, "up"),
     ),
+    Command("metrics", "list the metrics of every process", "kvmesh.cli.commands.metrics"),
     Command(
         "secure",
         "write credentials for every role, and the matching NATS configuration",

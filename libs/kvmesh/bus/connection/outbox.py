@@ -8,6 +8,7 @@ from nats.errors import Error as NatsError
 
 from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.errors import cause
+from kvmesh.bus.metrics import BusCounts
 
 log = logging.getLogger(__name__)
 MAX_UNSENT = 65_536
@@ -20,11 +21,16 @@ class Outbox:
     series of failures is logged once.
     """
 
-    def __init__(self, client: DirectClient) -> None:
+    def __init__(self, client: DirectClient, counts: BusCounts) -> None:
         self._client = client
+        self._counts = counts
         self._unsent: deque[tuple[str, bytes, str]] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._failing = False
+
+    @property
+    def unsent(self) -> int:
+        return len(self._unsent)
 
     def send(self, subject: str, data: bytes, reply: str) -> None:
         if not self._unsent and self._client.try_publish(subject, data, reply):
@@ -56,6 +62,7 @@ class Outbox:
             self._sending = None
 
     def _failed(self, subject: str, reason: str) -> None:
+        self._counts.failed_posts += 1
         if not self._failing:
             log.warning("cannot send on %s: %s", subject, reason)
         self._failing = True

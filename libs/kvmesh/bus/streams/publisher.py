@@ -64,6 +64,7 @@ class KvPublisher:
 
     def start(self) -> None:
         self._bus.on_reconnect.append(self._on_reconnect)
+        self._bus.kv_backlogs.add(self)
         self._task = asyncio.create_task(self._run(), name="kv events")
 
     def add(self, rank: int, events: Iterable[KvEvent]) -> None:
@@ -76,6 +77,7 @@ class KvPublisher:
             log.warning("too many unsent KV events of rank %d: dropped in favour of a dump", rank)
             backlog.overflow()
             self.overflows += 1
+            self._bus.counts.kv_overflows += 1
         self._drained.clear()
         self._wake.set()
 
@@ -94,6 +96,7 @@ class KvPublisher:
         if task is None:
             return
         self._bus.on_reconnect.remove(self._on_reconnect)
+        self._bus.kv_backlogs.discard(self)
         try:
             async with asyncio.timeout(timeout):
                 await self._drained.wait()
@@ -107,6 +110,11 @@ class KvPublisher:
         if backlog is None:
             backlog = self._backlogs[rank] = Backlog(self._max_backlog)
         return backlog
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Estimated size of the unsent events of all ranks."""
+        return sum(backlog.bytes for backlog in self._backlogs.values())
 
     @property
     def _max_batch_bytes(self) -> int:
@@ -148,6 +156,7 @@ class KvPublisher:
         try:
             while not await self._store(payload, quiet=failing):
                 failing = True
+                self._bus.counts.kv_retries += 1
                 await asyncio.sleep(RETRY_S)
         except MessageTooLarge:
             limit = self._bus.max_payload
@@ -156,6 +165,7 @@ class KvPublisher:
             self._wake.set()
             return
         self.published += len(events)
+        self._bus.counts.kv_events += len(events)
         self.published_by_rank[rank] += len(events)
 
     async def _store(self, payload: bytes, quiet: bool) -> bool:

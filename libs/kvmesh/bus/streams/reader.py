@@ -103,7 +103,7 @@ class StreamReader:
         on_recreated: Callable[[], None] | None = None,
     ) -> None:
         self._bus = bus
-        self._stream = stream
+        self.stream = stream
         self._subject = subject
         self._handler = handler
         self._start = start
@@ -131,7 +131,8 @@ class StreamReader:
     async def open(self) -> None:
         """Create the consumer; raises BusError if the stream cannot be read."""
         await self._attach()
-        self._task = asyncio.create_task(self._watch(), name=f"reader {self._stream}")
+        self._bus.readers.add(self)
+        self._task = asyncio.create_task(self._watch(), name=f"reader {self.stream}")
 
     def pause(self) -> None:
         """Handle nothing until `resume`; the server's flow control then stops deliveries."""
@@ -149,6 +150,7 @@ class StreamReader:
         return silence if silence > SILENCE_S else 0.0
 
     async def close(self) -> None:
+        self._bus.readers.discard(self)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -161,7 +163,7 @@ class StreamReader:
         while self._consumers and self._bus.connected:
             try:
                 async with asyncio.timeout(DELETE_S):
-                    await self._bus.js.delete_consumer(self._stream, self._consumers[0])
+                    await self._bus.js.delete_consumer(self.stream, self._consumers[0])
             except NotFound:
                 pass
             except (BusError, TimeoutError) as error:
@@ -171,11 +173,11 @@ class StreamReader:
 
     async def _attach(self) -> None:
         self._attaching = True
-        info = await self._bus.js.stream_info(self._stream)
+        info = await self._bus.js.stream_info(self.stream)
         await self._check(info)
         for _ in range(ATTEMPTS):
             await self._create_consumer()
-            info = await self._bus.js.stream_info(self._stream)
+            info = await self._bus.js.stream_info(self.stream)
             if not await self._check(info):  # the stream was the same when the consumer was created
                 self._attaching = False
                 self._schedule_batch()
@@ -200,7 +202,7 @@ class StreamReader:
         self._subscription = await self._bus.subscribe_raw(inbox, self._receive)
         name = secrets.token_hex(8)
         self._consumers.append(name)  # before it is created: the reply may be lost
-        consumer = await self._bus.js.add_consumer(self._stream, self._config(name, inbox))
+        consumer = await self._bus.js.add_consumer(self.stream, self._config(name, inbox))
         self._last_message_at = self._loop.time()
         self.pending = consumer.num_pending or 0
         if not self.pending:
@@ -214,11 +216,12 @@ class StreamReader:
             return "lost messages that had been read"
         if self._start.last_per_subject or self._stored is None:
             return ""
-        rewound = await is_rewound(self._bus, self._stream, self.last_seq, self._stored)
+        rewound = await is_rewound(self._bus, self.stream, self.last_seq, self._stored)
         return "was rewound and reuses sequences that had been read" if rewound else ""
 
     def _start_over(self, fault: str) -> None:
-        log.warning("stream %s %s; reading it from its start", self._stream, fault)
+        self._bus.counts.stream_resets[self.stream] += 1
+        log.warning("stream %s %s; reading it from its start", self.stream, fault)
         self._start = replace(self._start, after=None if self._start.after is None else 0)
         self.last_seq = 0
         self._stored = None
@@ -250,7 +253,7 @@ class StreamReader:
         try:
             await self._subscription.unsubscribe()
         except BusError as error:
-            log.debug("unsubscribing from %s: %s", self._stream, error)
+            log.debug("unsubscribing from %s: %s", self.stream, error)
         self._subscription = None
         self._arrived.clear()
 
@@ -319,12 +322,13 @@ class StreamReader:
                 self._backoff.reset()
             else:
                 await self._wait()
+            self._bus.counts.reader_restarts[self.stream] += 1
             try:
                 await self._attach()
                 failing = False
             except BusError as error:
                 if not failing:
-                    log.warning("cannot read %s, retrying: %s", self._stream, cause(error))
+                    log.warning("cannot read %s, retrying: %s", self.stream, cause(error))
                 failing = True
                 self._stale.set()
 

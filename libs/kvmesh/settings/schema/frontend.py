@@ -34,6 +34,15 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         Literal["off", "text", "json"],
         Meta(description="log of one line per request, on standard output"),
     ] = "text"
+    metrics_tenants: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="tenants with metrics by name, those with the most tokens; others count as"
+            " one; 0: no metrics by tenant",
+        ),
+    ] = 20
     keys_file: Annotated[
         Path | None, Meta(description="TOML file of API keys; none: no key is needed")
     ] = None

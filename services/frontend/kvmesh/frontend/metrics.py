@@ -1,16 +1,20 @@
-"""Prometheus metrics of the frontend, and the latest load of every worker rank."""
+"""Prometheus metrics of the frontend."""
 
 from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvmesh.bus.messages import Instance, Load
+from kvmesh.frontend.tenant_figures import TenantFigures, TenantUse
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
-requests = Counter("kvmesh_frontend_requests", "Requests answered", ["api", "model", "status"])
+requests = Counter(
+    "kvmesh_frontend_requests",
+    "Requests answered; status 499: the client left before the answer",
+    ["api", "model", "status"],
+)
 active = Gauge("kvmesh_frontend_active_requests", "Requests being served now")
 ttft = Histogram(
     "kvmesh_frontend_ttft_seconds", "Arrival to first token", ["model"], buckets=SECONDS
@@ -26,7 +30,9 @@ duration = Histogram(
 )
 prompt_tokens = Counter("kvmesh_frontend_prompt_tokens", "Tokens of prompts", ["model"])
 cached_tokens = Counter(
-    "kvmesh_frontend_cached_tokens", "Prompt tokens read from a cache", ["model"]
+    "kvmesh_frontend_cached_tokens",
+    "Prompt tokens that no engine had to compute, as they were cached",
+    ["model"],
 )
 output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["model"])
 migrations = Counter(
@@ -34,7 +40,7 @@ migrations = Counter(
 )
 reroutes = Counter(
     "kvmesh_frontend_reroutes",
-    "Dispatches that a worker refused or did not accept",
+    "Dispatches that a worker did not accept; away: this frontend had just lost its connection",
     ["model", "reason"],
 )
 route_retries = Counter(
@@ -47,6 +53,11 @@ router_timeouts = Counter(
 )
 poison_requests = Counter(
     "kvmesh_frontend_poison_requests", "Requests failed because two engines were lost serving them"
+)
+live_workers = Gauge(
+    "kvmesh_frontend_live_workers",
+    "Compatible workers with a lease, as this frontend sees them",
+    ["model"],
 )
 waking = Gauge(
     "kvmesh_frontend_waking_sequences",
@@ -105,54 +116,39 @@ class FrontendModelMetrics:
         self.output_tokens = output_tokens.labels(model)
 
 
-LOAD_GAUGES = {
-    "running": "kvmesh_mesh_worker_running_requests",
-    "waiting": "kvmesh_mesh_worker_waiting_requests",
-    "active_blocks": "kvmesh_mesh_worker_active_blocks",
-    "cached_blocks": "kvmesh_mesh_worker_cached_blocks",
-    "total_blocks": "kvmesh_mesh_worker_total_blocks",
-    "prefill_tokens": "kvmesh_mesh_worker_prefill_tokens",
-    "step_s": "kvmesh_mesh_worker_step_seconds",
-    "requests": "kvmesh_mesh_worker_requests",
-    "steps": "kvmesh_mesh_worker_steps",
-    "prompt_tokens": "kvmesh_mesh_worker_prompt_tokens",
-    "cached_tokens": "kvmesh_mesh_worker_cached_tokens",
-    "output_tokens": "kvmesh_mesh_worker_output_tokens",
-    "preemptions": "kvmesh_mesh_worker_preemptions",
-    "aborted": "kvmesh_mesh_worker_aborted_requests",
+_TENANT_FAMILIES = {
+    "requests": "Requests answered, by tenant of the key; the busiest tenants have a name",
+    "errors": "Those of them that were answered with an error, before or during the stream",
+    "prompt_tokens": "Tokens of prompts, by tenant",
+    "cached_tokens": "Prompt tokens read from a cache, by tenant",
+    "output_tokens": "Tokens generated, by tenant",
+    "queue_seconds": "Seconds in the queues of routers, by tenant",
 }
 
 
-class WorkerLoads(Collector):
-    """The newest `Load` of every live rank, as gauges `kvmesh_mesh_worker_*`.
-
-    Workers export the same figures as `kvmesh_worker_*`; the names differ so that a sum over all
-    scraped processes counts each figure once.
-    """
+class TenantCollector(Collector):
+    """The use of the busiest tenants, as `kvmesh_frontend_tenant_*`; counts nothing until begun."""
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[str, int], Load] = {}
-        self._names: dict[str, str] = {}
+        self._figures: TenantFigures | None = None
 
-    def receive(self, load: Load) -> None:
-        if load.instance in self._names:
-            self._latest[load.instance, load.rank] = load
+    def begin(self, limit: int) -> None:
+        """Count from now on, with at most `limit` tenants by name; 0 counts nothing."""
+        self._figures = TenantFigures(limit) if limit else None
 
-    def joined(self, card: Instance) -> None:
-        self._names[card.instance] = card.name
-
-    def left(self, card: Instance) -> None:
-        self._names.pop(card.instance, None)
-        for key in [key for key in self._latest if key[0] == card.instance]:
-            del self._latest[key]
+    def add(self, tenant: str | None, model: str, use: TenantUse, now: float) -> None:
+        """Count a use of the tenant; `now` is monotonic."""
+        if self._figures is not None:
+            self._figures.add(tenant, model, use, now)
 
     def collect(self) -> Iterable[Metric]:
-        labels = ["worker", "instance", "rank"]
-        for field, name in LOAD_GAUGES.items():
-            family = GaugeMetricFamily(
-                name, f"`{field}` of the rank's last load report", labels=labels
-            )
-            for (instance, rank), load in self._latest.items():
-                worker = self._names[instance]
-                family.add_metric([worker, instance, str(rank)], float(getattr(load, field)))
+        series = [] if self._figures is None else list(self._figures.series())
+        for field, text in _TENANT_FAMILIES.items():
+            name = f"kvmesh_frontend_tenant_{field}"
+            family = CounterMetricFamily(name, text, labels=["tenant", "model"])
+            for tenant, model, use in series:
+                family.add_metric([tenant, model], getattr(use, field))
             yield family
+
+
+tenants = TenantCollector()

@@ -22,7 +22,7 @@ from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from kvmesh.frontend.errors import ModelNotFound, Unavailable
-from kvmesh.frontend.metrics import FrontendModelMetrics
+from kvmesh.frontend.metrics import FrontendModelMetrics, live_workers
 from kvmesh.frontend.tokenizer.detokenizer import DetokenizerFactory, TokenTexts
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
 
@@ -218,7 +218,9 @@ class ModelRegistry:
         workers: set[str] = set()
         adapters: dict[str, str] = {}
         newest: ModelCard | None = None
-        for card in self._compatible[name].fitting:
+        fitting = list(self._compatible[name].fitting)
+        live_workers.labels(name).set(len(fitting))
+        for card in fitting:
             if card.model is None or not self._has_dialect(card.model):
                 continue
             newest = card.model

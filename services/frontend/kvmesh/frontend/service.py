@@ -10,7 +10,6 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.client import Subscription
 from kvmesh.bus.discovery.directory import Directory, routable
-from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.storage.shared_secret import SecretUnusable
@@ -33,7 +32,7 @@ from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
 from kvmesh.frontend.http.server import Runner
 from kvmesh.frontend.http.sse import StreamSupervisor
-from kvmesh.frontend.metrics import WorkerLoads
+from kvmesh.frontend.metrics import tenants
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
@@ -64,7 +63,6 @@ class FrontendService:
         self.registry = ModelRegistry(service.bus, service.spawn)
         self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
-        self.loads = WorkerLoads()
         self.directory = Directory(service.bus, service.limits, self._joined, self._left)
         self.inbox = TokenInbox(settings.frame_interval_s)
         self.events = SequenceEventPublisher(service.bus, service.instance)
@@ -115,13 +113,11 @@ class FrontendService:
 
     def _joined(self, card: Instance) -> None:
         self.registry.joined(card)
-        self.loads.joined(card)
         self.cache_api.joined(card)
         self.routes.joined(card)
 
     def _left(self, card: Instance) -> None:
         self.registry.left(card)
-        self.loads.left(card)
         self.cache_api.left(card)
         self.routes.left(card)
         if card.role is Role.WORKER:
@@ -154,7 +150,6 @@ class FrontendService:
         self._tokens = await service.bus.subscribe(
             subjects.out(service.instance), step_decoder, self._receive
         )
-        await follow_loads(service.bus, self.loads.receive)
         try:
             await self.authenticator.open()
         except KeysError as error:
@@ -229,7 +224,9 @@ async def main(service: Service) -> None:
     _check_exposure(settings, frontend.authenticator.requires_keys)
     await frontend.open()
     await frontend.registry.wait_loaded(LOADING_S)
-    REGISTRY.register(frontend.loads)
+    tenants.begin(settings.metrics_tenants)
+    if settings.metrics_tenants:
+        REGISTRY.register(tenants)
     runner = Runner(
         frontend.application(),
         access_log=None,
@@ -267,7 +264,8 @@ async def main(service: Service) -> None:
             await metrics.cleanup()
         await asyncio.wait([others])
         await frontend.close()
-        REGISTRY.unregister(frontend.loads)
+        if settings.metrics_tenants:
+            REGISTRY.unregister(tenants)
 
 
 async def _listen(runner: Runner, service: Service) -> str:

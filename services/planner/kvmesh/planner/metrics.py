@@ -21,7 +21,6 @@ forecast = Gauge(
     "Requests per second expected when workers started now are ready",
     ["model"],
 )
-waiting = Gauge(f"{_PREFIX}_waiting_requests", "Requests in the queues of all routers", ["model"])
 kept = Gauge(
     f"{_PREFIX}_promise_kept_ratio",
     "Share of the latest requests that kept a promise",
@@ -36,7 +35,7 @@ role_switches = Counter(
     ["model", "pool", "result"],
 )
 connector_errors = Counter(
-    f"{_PREFIX}_connector_errors", "Changes that the connector could not make"
+    f"{_PREFIX}_connector_errors", "Changes of the fleet that the connector could not make"
 )
 
 
@@ -52,6 +51,5 @@ def observe(decision: ScalingDecision) -> None:
         failed.labels(model, name).set(pool.failed)
     arrivals.labels(model).set(decision.signals.get("arrivals_per_s", 0.0))
     forecast.labels(model).set(decision.signals.get("forecast_per_s", 0.0))
-    waiting.labels(model).set(decision.signals.get("waiting_requests", 0.0))
     for promise, share in decision.kept.items():
         kept.labels(model, promise).set(share)

@@ -13,8 +13,10 @@ _PREFIX = "kvmesh_router"
 
 decisions = Counter(f"{_PREFIX}_decisions", "Requests placed", ["model", "policy"])
 refusals = Counter(f"{_PREFIX}_refusals", "Requests refused", ["model", "code"])
-failures = Gauge(
-    f"{_PREFIX}_policy_failures", "Failed calls; kv makes failed choices", ["model", "policy"]
+failures = Counter(
+    f"{_PREFIX}_policy_failures",
+    "Failed calls of a policy; kv makes its choices instead",
+    ["model", "policy"],
 )
 core_seconds = Histogram(
     f"{_PREFIX}_core_seconds", "Time of one decision in the core", ["model"], buckets=_FAST
@@ -52,10 +54,20 @@ rank_speed = Gauge(
     "Work of a rank in a given time relative to the median rank; missing if idle lately",
     ["model", "worker", "rank"],
 )
-active_requests = Gauge(f"{_PREFIX}_active_requests", "Tracked active requests", ["model"])
-queued = Gauge(f"{_PREFIX}_queue_requests", "Waiting requests of all replicas", ["model"])
+active_requests = Gauge(
+    f"{_PREFIX}_active_requests",
+    "Tracked active requests of all routers: the same in each",
+    ["model"],
+)
+queued = Gauge(
+    f"{_PREFIX}_queue_requests",
+    "Waiting requests in the queues of all routers: the same in each",
+    ["model"],
+)
 queued_tokens = Gauge(
-    f"{_PREFIX}_queue_tokens", "Uncached tokens of the waiting requests", ["model"]
+    f"{_PREFIX}_queue_tokens",
+    "Uncached tokens of the waiting requests of all routers: the same in each",
+    ["model"],
 )
 
 
@@ -75,6 +87,7 @@ class RouterModelMetrics:
         self._by_policy: dict[str, Counter] = {}
         self._slow: set[tuple[str, str, str]] = set()
         self._measured: set[tuple[str, str, str]] = set()
+        self._failures: dict[str, int] = {}
 
     def observe_placement(self, decision: Decision) -> None:
         """Count one placement."""
@@ -102,7 +115,8 @@ class RouterModelMetrics:
         self._slowness(core)
         self._speeds(core)
         for policy, count in core.policies.failures.items():
-            failures.labels(self._model, policy).set(count)
+            failures.labels(self._model, policy).inc(count - self._failures.get(policy, 0))
+            self._failures[policy] = count
 
     def _slowness(self, core: RouterCore) -> None:
         outliers = {}

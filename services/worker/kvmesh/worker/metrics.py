@@ -1,6 +1,7 @@
 """Prometheus series of a worker; the collectors read the engine when they are scraped."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,60 +17,74 @@ handoffs = Counter(
     ["side", "result"],
 )
 handoff_bytes = Counter("kvmesh_worker_handoff_bytes", "KV fetched from other workers")
+# Field of `Load`: the series' name and its meaning.
 GAUGES = {
-    "running": ("requests", "requests in the running batch"),
-    "waiting": ("requests", "requests queued in the engine"),
-    "active_blocks": ("blocks", "KV blocks in use by running requests"),
-    "cached_blocks": ("blocks", "KV blocks cached for reuse"),
-    "total_blocks": ("blocks", "KV blocks of the rank"),
-    "prefill_tokens": ("tokens", "prompt tokens still to compute"),
-    "step_s": ("seconds", "mean duration of recent engine steps"),
-    "decoding": ("requests", "sequences that get a token per step"),
-    "decode_tokens": ("tokens", "KV tokens of the decoding sequences"),
-    "decode_var": ("tokens²", "variance of the decoding sequences' KV lengths"),
-    "waiting_tokens": ("tokens", "prompt tokens of the queued requests"),
-    "waiting_var": ("tokens²", "variance of the queued requests' lengths"),
+    "running": ("running_requests", "requests in the running batch"),
+    "waiting": ("waiting_requests", "requests queued in the engine"),
+    "active_blocks": ("active_blocks", "KV blocks in use by running requests"),
+    "cached_blocks": ("cached_blocks", "KV blocks cached for reuse"),
+    "total_blocks": ("total_blocks", "KV blocks of the rank"),
+    "prefill_tokens": ("prefill_tokens", "prompt tokens still to compute"),
+    "step_s": ("step_seconds", "mean duration of recent engine steps"),
+    "decoding": ("decoding_requests", "sequences that get a token per step"),
+    "decode_tokens": ("decode_tokens", "KV tokens of the decoding sequences"),
+    "decode_var": ("decode_var", "variance of the decoding sequences' KV lengths, in tokens²"),
+    "waiting_tokens": ("waiting_tokens", "prompt tokens of the queued requests"),
+    "waiting_var": ("waiting_var", "variance of the queued requests' lengths, in tokens²"),
 }
 COUNTERS = {
-    "steps": "engine steps",
-    "requests": "requests accepted",
-    "prompt_tokens": "prompt tokens of accepted requests",
-    "cached_tokens": "prompt tokens found in the cache",
-    "output_tokens": "tokens generated",
-    "preemptions": "requests preempted for lack of KV blocks",
-    "aborted": "requests cancelled",
-    "busy_s": "seconds in engine steps",
-    "computed_tokens": "prompt tokens computed",
-    "prefill_steps": "engine steps that computed prompt tokens",
+    "steps": ("steps", "engine steps"),
+    "requests": ("requests", "requests accepted"),
+    "prompt_tokens": ("prompt_tokens", "prompt tokens of accepted requests"),
+    "cached_tokens": ("cached_tokens", "prompt tokens found in the cache"),
+    "output_tokens": ("output_tokens", "tokens generated"),
+    "preemptions": ("preemptions", "requests preempted for lack of KV blocks"),
+    "aborted": ("aborted_requests", "requests cancelled"),
+    "busy_s": ("busy_seconds", "seconds in engine steps"),
+    "computed_tokens": ("computed_tokens", "prompt tokens computed"),
+    "prefill_steps": (
+        "prefill_steps",
+        "engine steps that computed prompt tokens (mock, torch, and vLLM with vllm.retention)",
+    ),
 }
+_RANK = ["model", "worker", "rank"]
+
+
+class WorkerLabels(NamedTuple):
+    """The labels of all series of a worker: its model and its name."""
+
+    model: str
+    worker: str
 
 
 class LoadCollector(Collector):
     """One sample per rank and field of `Load`, as `kvmesh_worker_*`."""
 
-    def __init__(self, loads: Callable[[], Iterable[Load]]) -> None:
+    def __init__(self, labels: WorkerLabels, loads: Callable[[], Iterable[Load]]) -> None:
+        self._labels = labels
         self._loads = loads
 
     def collect(self) -> Iterator[Metric]:
         loads = list(self._loads())
-        for field, (_, text) in GAUGES.items():
-            name = "step_seconds" if field == "step_s" else field
-            gauge = GaugeMetricFamily(f"kvmesh_worker_{name}", text, labels=["rank"])
+        for field, (name, text) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvmesh_worker_{name}", text, labels=_RANK)
             for load in loads:
-                gauge.add_metric([str(load.rank)], getattr(load, field))
+                gauge.add_metric([*self._labels, str(load.rank)], getattr(load, field))
             yield gauge
-        for field, text in COUNTERS.items():
-            name = "busy_seconds" if field == "busy_s" else field
-            counter = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=["rank"])
+        for field, (name, text) in COUNTERS.items():
+            counter = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=_RANK)
             for load in loads:
-                counter.add_metric([str(load.rank)], getattr(load, field))
+                counter.add_metric([*self._labels, str(load.rank)], getattr(load, field))
             yield counter
 
 
 class RetentionCollector(Collector):
     """Sessions, pins, charged blocks and outcomes, as `kvmesh_worker_retention_*`."""
 
-    def __init__(self, states: Callable[[], Iterable[RetentionState]]) -> None:
+    def __init__(
+        self, labels: WorkerLabels, states: Callable[[], Iterable[RetentionState]]
+    ) -> None:
+        self._labels = labels
         self._states = states
 
     def collect(self) -> Iterator[Metric]:
@@ -79,25 +94,26 @@ class RetentionCollector(Collector):
             ("pins", "pins in force, including those whose blocks are absent"),
             ("charged_blocks", "blocks charged to the retention budgets of tenants"),
         ):
-            gauge = GaugeMetricFamily(f"kvmesh_worker_retention_{field}", text, labels=["rank"])
+            gauge = GaugeMetricFamily(f"kvmesh_worker_retention_{field}", text, labels=_RANK)
             for state in states:
-                gauge.add_metric([str(state.rank)], getattr(state, field))
+                gauge.add_metric([*self._labels, str(state.rank)], getattr(state, field))
             yield gauge
         counter = CounterMetricFamily(
             "kvmesh_worker_retention_directives",
             "explicit retention directives by outcome",
-            labels=["rank", "outcome"],
+            labels=[*_RANK, "outcome"],
         )
         for state in states:
             for outcome, count in state.outcomes.items():
-                counter.add_metric([str(state.rank), outcome], count)
+                counter.add_metric([*self._labels, str(state.rank), outcome], count)
         yield counter
 
 
 class TierCollector(Collector):
     """Blocks moved between the engine and lower tiers, as `kvmesh_worker_*_blocks`."""
 
-    def __init__(self, counts: Callable[[], TierCounts | None]) -> None:
+    def __init__(self, labels: WorkerLabels, counts: Callable[[], TierCounts | None]) -> None:
+        self._labels = labels
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
@@ -105,10 +121,12 @@ class TierCollector(Collector):
         if counts is None:
             return
         onboarded = CounterMetricFamily(
-            "kvmesh_worker_onboarded_blocks", "KV blocks loaded from lower tiers", labels=["tier"]
+            "kvmesh_worker_onboarded_blocks",
+            "KV blocks loaded from lower tiers",
+            labels=["model", "worker", "tier"],
         )
         for tier, blocks in enumerate(counts.loaded[1:], 1):
-            onboarded.add_metric([str(tier)], blocks)
+            onboarded.add_metric([*self._labels, str(tier)], blocks)
         yield onboarded
         for name, text, value in (
             ("write_through_blocks", "KV blocks written through to lower tiers", counts.written),
@@ -119,4 +137,6 @@ class TierCollector(Collector):
             ),
             ("corrupt_blocks", "KV blocks from lower tiers with a wrong checksum", counts.corrupt),
         ):
-            yield CounterMetricFamily(f"kvmesh_worker_{name}", text, value=value)
+            counter = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=["model", "worker"])
+            counter.add_metric(self._labels, value)
+            yield counter

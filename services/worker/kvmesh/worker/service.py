@@ -22,7 +22,7 @@ from kvmesh.worker.engine import (
     StoreFactory,
     create_engine,
 )
-from kvmesh.worker.metrics import LoadCollector, RetentionCollector, TierCollector
+from kvmesh.worker.metrics import LoadCollector, RetentionCollector, TierCollector, WorkerLabels
 from kvmesh.worker.model_card import node_name
 from kvmesh.worker.node import WorkerNode
 
@@ -73,7 +73,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
             on_end,
             service.warnings,
         )
-        await _serve(service, node)
+        await _serve(service, node, settings.worker.served_name or folder.name)
     except (EngineError, ModelFilesError) as error:
         raise StartError(str(error), permanent=isinstance(error, EngineConfigError)) from error
 
@@ -94,12 +94,13 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
     return connect
 
 
-async def _serve(service: Service, node: WorkerNode) -> None:
+async def _serve(service: Service, node: WorkerNode, model: str) -> None:
     worker = service.settings.worker
+    labels = WorkerLabels(model, service.name)
     collectors = [
-        LoadCollector(node.load),
-        RetentionCollector(node.retention),
-        TierCollector(node.tier_counts),
+        LoadCollector(labels, node.load),
+        RetentionCollector(labels, node.retention),
+        TierCollector(labels, node.tier_counts),
     ]
     for collector in collectors:
         REGISTRY.register(collector)

@@ -12,7 +12,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    from kvmesh.cli.reference import markdown, toml
+    from kvmesh.cli.references.options import markdown, toml
 
     print(markdown() if arguments.markdown else toml(settings), end="")
     return 0

@@ -168,11 +168,13 @@ class ActiveRequest:
         self.charge(self._counter.output_tokens)
         if kind is not None and issubclass(kind, asyncio.CancelledError | ConnectionError):
             metrics.cancellations.labels(self.prepared.model.card.name).inc()
+        tenant = self._account.key.tenant if self._account is not None else None
         reporter = OutcomeReporter(self._runner.events, self._runner.expectations)
         for task in self.tasks:
             self._runner.dispatcher.release(task)
             if task.stream.instance:
-                reporter.report(task, self.started, self._choices[task.index].calls_tools)
+                calls_tools = self._choices[task.index].calls_tools
+                reporter.report(task, self.started, calls_tools, tenant)
 
 
 def _prefill_publisher(events: SequenceEventPublisher, model: str) -> Callable[[TokenStream], None]:

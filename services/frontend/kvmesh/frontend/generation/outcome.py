@@ -10,6 +10,8 @@ from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.generation.accounts import account_of, count_tokens
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.nvext import all_outcomes
+from kvmesh.frontend.tenant_figures import TenantUse
+from kvmesh.runtime.exemplars import current_exemplar
 
 
 class OutcomeReporter:
@@ -19,10 +21,13 @@ class OutcomeReporter:
         self._events = events
         self._expectations = expectations
 
-    def report(self, task: SequenceTask, started: float, calls_tools: bool) -> None:
+    def report(
+        self, task: SequenceTask, started: float, calls_tools: bool, key_tenant: str | None
+    ) -> None:
         """Publish and count; `started` is the request's arrival on the loop's clock.
 
-        An answer that `calls_tools` before it stops finishes with "tool_calls".
+        `key_tenant` is the tenant of the caller's key. An answer that `calls_tools` before it
+        stops finishes with "tool_calls".
         """
         now, stream = asyncio.get_running_loop().time(), task.stream
         account = account_of(task)
@@ -64,6 +69,7 @@ class OutcomeReporter:
             ),
         )
         _measure(task, started, now)
+        _count_use(task, key_tenant, now)
         self._compare(task)
         for outcome in all_outcomes(task):
             metrics.retention_directives.labels(task.model, outcome).inc()
@@ -83,9 +89,22 @@ def _measure(task: SequenceTask, started: float, now: float) -> None:
     if stream.first_token_at is None:
         return
     count = len(stream.tokens)
-    model_metrics.ttft.observe(stream.first_token_at - started)
-    model_metrics.duration.observe(now - started)
+    exemplar = current_exemplar()
+    model_metrics.ttft.observe(stream.first_token_at - started, exemplar)
+    model_metrics.duration.observe(now - started, exemplar)
     if count > 1:
-        model_metrics.itl.observe((now - stream.first_token_at) / (count - 1))
+        model_metrics.itl.observe((now - stream.first_token_at) / (count - 1), exemplar)
     model_metrics.cached_tokens.inc(sum(stream.cached or []))
     model_metrics.output_tokens.inc(count)
+
+
+def _count_use(task: SequenceTask, key_tenant: str | None, now: float) -> None:
+    """Count a sequence's tokens and time in queues; its prompt counts once per request."""
+    stream = task.stream
+    use = TenantUse(
+        prompt_tokens=task.prepared.prompt_tokens if task.index == 0 else 0,
+        cached_tokens=sum(stream.cached or []),
+        output_tokens=len(stream.tokens),
+        queue_seconds=task.dispatch.wait_s,
+    )
+    metrics.tenants.add(key_tenant, task.model, use, now)

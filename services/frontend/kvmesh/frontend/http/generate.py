@@ -80,6 +80,7 @@ class GenerateEndpoint:
                 return await self._whole(active, call)
         finally:
             summarize(active, caller.started)
+            caller.failed = stream is not None and stream.failed
             self._dependencies.session_hooks.end(hooked, active, api.in_order)
 
     async def _whole(self, active: ActiveRequest, call: ApiCall) -> web.Response:
@@ -136,11 +137,13 @@ class GenerateEndpoint:
         try:
             await stream.open(call.renderer.begin())
             self._dependencies.stream_supervisor.add(stream, api.keepalive, active.flush)
-            return await stream.close(await self._last_frames(active, call))
+            return await stream.close(await self._last_frames(stream, active, call))
         finally:
             self._dependencies.stream_supervisor.remove(stream)
 
-    async def _last_frames(self, active: ActiveRequest, call: ApiCall) -> bytes:
+    async def _last_frames(
+        self, stream: EventStream, active: ActiveRequest, call: ApiCall
+    ) -> bytes:
         """Wait for the end of the request; return the frames left, or those of an error."""
         renderer, thread = call.renderer, call.thread
         try:
@@ -150,11 +153,13 @@ class GenerateEndpoint:
                 await self._store_turn(thread, call.request, renderer.whole(summary))
             return last + renderer.done(summary)
         except ApiError as error:
+            stream.failed = True
             log.warning("request %s failed: %s", call.request.id, error)
             call.request.span.fail(error.kind)
             return renderer.failed(error)
         except ConnectionError:
             raise
         except Exception as error:
+            stream.failed = True
             call.request.span.fail("internal")
             return renderer.failed(internal_error(error, call.request.id))

@@ -15,6 +15,7 @@ from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import CLIENT_CLOSED, MAX_SHOWN, AccessEntry, now
 from kvmesh.frontend.http.bodies import error_response, internal_error
 from kvmesh.frontend.http.error_shape import shape_for
+from kvmesh.frontend.tenant_figures import TenantUse
 from kvmesh.tracing.span import NO_SPAN
 from kvmesh.tracing.tracer import logged_as
 
@@ -28,7 +29,8 @@ class Caller:
 
     `tenant` is the tag of its namespace, `started` the arrival on the loop's clock. `model` is a
     metric label: handlers set it once the model is known to be served. `request` is what it asks
-    for once it is parsed, and `active` the same once it runs.
+    for once it is parsed, and `active` the same once it runs. `failed` is set if an error ended the
+    response after its head.
     """
 
     def __init__(self, authenticator: Authenticator, http: web.Request, now: float) -> None:
@@ -40,7 +42,13 @@ class Caller:
         self.tenant = authenticator.tenant(http.headers)
         self.started = now
         self.model = ""
+        self.failed = False
         self._entry: AccountEntry | None = None
+
+    @property
+    def key_tenant(self) -> str | None:
+        """Name of the tenant of the caller's key."""
+        return self.account.key.tenant if self.account is not None else None
 
     @property
     def owner(self) -> str:
@@ -118,6 +126,10 @@ class RequestMiddleware:
             caller: Caller | None = request.get(CALLER)
             model = caller.model if caller is not None else ""
             metrics.requests.labels(route.name or "other", model, status).inc()
+            if caller is not None:
+                failed = caller.failed or (status >= 400 and status != CLIENT_CLOSED)
+                ended = asyncio.get_running_loop().time()
+                metrics.tenants.add(caller.key_tenant, model, TenantUse(1, int(failed)), ended)
             if self._access_log is not None and route.name != "metrics":
                 self._access_log(_entry(request, caller, status, began))
 

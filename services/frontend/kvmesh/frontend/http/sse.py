@@ -31,6 +31,7 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self.wrote_at = 0.0
         self.blocked_since: float | None = None
+        self.failed = False  # the stream ends with an error
 
     @property
     def is_open(self) -> bool:
