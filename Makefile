@@ -56,6 +56,16 @@ types: $(ENGINES)
 unit clients chaos: PARALLEL := --numprocesses 2 --dist loadfile
 mesh: PARALLEL := --numprocesses 3 --dist loadfile
 
+# Debian's package, unpacked here unless it is installed; without it, the tests of rules and boards are skipped.
+.prometheus/.installed:
+	mkdir -p .prometheus
+	command -v prometheus promtool > /dev/null || { cd .prometheus && \
+	  { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; } } && \
+	  dpkg -x prometheus_*.deb . && rm prometheus_*.deb; } || echo "no Prometheus: its tests are skipped"
+	touch $@
+
+unit mesh: .prometheus/.installed
+
 unit simulation mesh clients chaos fidelity: $(ENGINES)
 	$(BIN)/pytest -q $(RERUNS) $(PARALLEL) tests/$@
 
@@ -124,4 +134,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) build .agents .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) build .agents .prometheus .kvmesh .mypy_cache .pytest_cache .ruff_cache

@@ -142,7 +142,7 @@ def test_the_only_scaled_service_publishes_no_port() -> None:
 
 
 def test_prometheus_scrapes_the_ports_of_the_services(tmp_path: Path) -> None:
-    for job in parsed("prometheus.yml")["scrape_configs"]:
+    for job in parsed("prometheus/prometheus.yml")["scrape_configs"]:
         (discovery,) = job["dns_sd_configs"]
         for name in discovery["names"]:
             role = IN_PLACE_OF.get(name, name)

@@ -114,6 +114,11 @@ class FrontendModelMetrics:
         self.prompt_tokens = prompt_tokens.labels(model)
         self.cached_tokens = cached_tokens.labels(model)
         self.output_tokens = output_tokens.labels(model)
+        # from now on at 0: a rate would miss the first event of a series that begins with it
+        for counter in (migrations, route_retries, cancellations):
+            counter.labels(model)
+        for result in ("useful", "wasted"):
+            speculative_tokens.labels(model, result)
 
 
 _TENANT_FAMILIES = {
