@@ -65,7 +65,8 @@ class Agents:
 
     async def explained(self, *arguments: str, has: Sequence[str]) -> str:
         """The output of `kvmesh explain` once it contains these texts."""
-        return await eventually(partial(self._explain, arguments, has), what=f"{has} in explain")
+        output = await eventually(partial(self._explain, arguments, has), what=f"{has} in explain")
+        return output or ""
 
     async def _explain(self, arguments: Sequence[str], has: Sequence[str]) -> str | None:
         output = (await self.mesh.command("explain", *arguments)).stdout
@@ -169,7 +170,7 @@ async def test_a_changed_message_and_a_changed_tool_are_named(agents: Agents) ->
     messages[0]["content"] = "A long answer about this and that."
     changed = (await agents.turn("message", messages))["change"]
     assert (changed["part"], changed["index"], changed["name"]) == ("message", 0, "user")
-    tools = [
+    tools: list[dict[str, Any]] = [
         {"type": "function", "function": {"name": name, "description": TEXT, "parameters": {}}}
         for name in ("read", "write")
     ]

@@ -24,30 +24,28 @@ from kvmesh.bus.messages.codec import encode
 from kvmesh.bus.messages.control import (
     AdapterCommand,
     Cancel,
+    CheckIndex,
     Clear,
     Control,
     ControlReply,
     Drain,
     Dump,
+    IndexCheck,
     LoadAdapter,
     Pin,
     Ping,
     Prefetch,
+    RankSpeed,
     Release,
     Resend,
     Serve,
+    ShowSpeeds,
+    SpeedReport,
     UnloadAdapter,
     Unpin,
 )
 from kvmesh.bus.messages.discovery import Capacity, Instance, ModelCard, NodeStore, Role
 from kvmesh.bus.messages.frontends import KeyUse, LimitUse, SessionPrompt, SessionQuery
-from kvmesh.bus.messages.inspection import (
-    CheckIndex,
-    IndexCheck,
-    RankSpeed,
-    ShowSpeeds,
-    SpeedReport,
-)
 from kvmesh.bus.messages.kv_events import (
     CLEARED,
     CLIPPED,

@@ -9,7 +9,8 @@ from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import STATUS as HTTP_STATUSES
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest
-from kvmesh.frontend.http.middleware import CLIENT_CLOSED, SPAN, Handler, caller_of
+from kvmesh.frontend.http.access_log import CLIENT_CLOSED
+from kvmesh.frontend.http.middleware import SPAN, Handler, caller_of
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 from kvmesh.tracing import names, tracer
 from kvmesh.tracing.span import NO_SPAN, TraceSpan
