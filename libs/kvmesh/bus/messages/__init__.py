@@ -45,7 +45,7 @@ from kvmesh.bus.messages.control import (
     Unpin,
 )
 from kvmesh.bus.messages.discovery import Capacity, Instance, ModelCard, NodeStore, Role
-from kvmesh.bus.messages.frontends import KeyUse, LimitUse, SessionPrompt, SessionQuery
+from kvmesh.bus.messages.frontends import KeepTraces, KeyUse, LimitUse, SessionPrompt, SessionQuery
 from kvmesh.bus.messages.kv_events import (
     CLEARED,
     CLIPPED,
@@ -136,7 +136,6 @@ from kvmesh.bus.messages.sequences import (
     SeqWait,
     prefill_part,
 )
-from kvmesh.bus.messages.tracing import KeepTraces
 from kvmesh.bus.messages.work import (
     Chunk,
     Guided,

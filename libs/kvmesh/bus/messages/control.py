@@ -1,4 +1,4 @@
-"""Commands to workers and kvbms."""
+"""Commands to workers and kvbms, and questions of operators to routers and indexers."""
 
 from typing import Literal, TypeAlias
 

@@ -1,4 +1,4 @@
-"""Messages between frontends: last prompts of sessions, and use of the limits of API keys."""
+"""Messages of frontends: last prompts of sessions, use of limits of API keys, and kept traces."""
 
 from msgspec import Struct
 
@@ -62,3 +62,9 @@ class LimitUse(Struct, frozen=True):
     uses: list[KeyUse] = []
     age: float = 0.0
     request_all: bool = False
+
+
+class KeepTraces(Struct, frozen=True, array_like=True):
+    """A frontend's report that unsampled traces are kept: processes export their spans of them."""
+
+    traces: list[str]
