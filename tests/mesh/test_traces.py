@@ -224,7 +224,10 @@ async def test_a_speculative_prefill_is_a_trace_of_its_own(
     await mesh.ready()
     messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "Yes?"}]
     messages.append({"role": "user", "content": "Think first."})
-    nvext = {"agent_hints": {"speculative_prefill": True}}
+    nvext = {
+        "agent_hints": {"speculative_prefill": True},
+        "agent_context": {"session_id": "run", "trajectory_id": "run:main"},
+    }
     body = {"model": "kvmesh-demo", "messages": messages, "max_tokens": 900, "nvext": nvext}
     parent = f"00-{trace_id(1)}-{CLIENT_SPAN}-{SAMPLED}"
     assert await post(mesh, "/v1/chat/completions", body, parent)
@@ -233,7 +236,19 @@ async def test_a_speculative_prefill_is_a_trace_of_its_own(
     (prefetch,) = collector.named(names.PREFETCH)
     assert (speculation.parent, speculation.links) == ("", [trace_id(1)])
     assert (prefetch.trace, prefetch.parent) == (speculation.trace, speculation.id)
-    await arrived(collector, 1, names.RENDER)
+    spans = await arrived(collector, 1, names.RENDER)
+    (root,) = (span for span in spans if span.name == names.REQUEST)
+    assert root.attributes[names.SESSION] == "run:main"
+
+    async def shown() -> str:
+        return (await mesh.command("trace", "run:main")).stdout
+
+    table = await eventually(shown, what="the session's turn is listed")
+    assert root.attributes[names.REQUEST_ID] in table
+    file = tmp_path / "timeline.json"
+    assert (await mesh.command("trace", "run:main", "--perfetto", str(file))).returncode == 0
+    assert "turn 1" in [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
+    assert (await mesh.command("trace", "nobody")).returncode == 1
 
 
 async def test_a_collector_that_fails_is_logged_once_and_costs_no_request(

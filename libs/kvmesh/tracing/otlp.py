@@ -149,20 +149,27 @@ class _LoggedExporter(SdkExporter):
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
+        logging.getLogger("opentelemetry").removeHandler(self._causes)
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return self._exporter.force_flush(timeout_millis)
 
 
 class _Causes(logging.Handler):
-    """Holds the SDK's last message, in place of a line for each retry."""
+    """Holds the last message of the SDK's exporter, in place of a line for each retry.
+
+    Messages about the queue are logged: the SDK repeats none within a minute.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.last = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.last = record.getMessage()
+        if record.name.startswith("opentelemetry.sdk"):
+            log.warning("spans are lost: %s", record.getMessage())
+        else:
+            self.last = record.getMessage()
 
 
 def _otlp(settings: TracingSettings) -> SdkExporter:

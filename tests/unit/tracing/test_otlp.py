@@ -185,6 +185,13 @@ def test_spans_are_sent_over_grpc() -> None:
     assert received.headers["x-key"] == "secret"
 
 
+def test_a_full_queue_is_logged(exports: Any, caplog: pytest.LogCaptureFixture) -> None:
+    export = exports(queue=1)
+    for _ in range(50):
+        export.export(request_span())
+    assert "spans are lost: Queue full" in caplog.text
+
+
 def test_services_import_no_sdk_unless_tracing_is_on() -> None:
     code = (
         "import sys, kvmesh.frontend.service, kvmesh.router.service, kvmesh.worker.service;"
