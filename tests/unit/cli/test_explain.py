@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvmesh.bus.messages import Candidate, ComputedAhead, Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import Candidate, ComputedAhead, Decision, Hints, Outcome, RouteEvent
 from kvmesh.cli.explain import best_rejected, show
 
 
@@ -79,3 +79,11 @@ def test_a_choice_against_the_cost_is_stated() -> None:
 def test_an_outcome_without_a_decision_or_token_is_shown() -> None:
     lost = msgspec.structs.replace(OUTCOME, ttft_s=None, finish="error")
     assert "no token, all" in text(lost)
+
+
+def test_the_caller_is_shown_as_people_name_it() -> None:
+    hints = Hints(session="tag\x1fs-1", tenant="gold", fair_class="x", priority=2)
+    assert "  session s-1, class gold/x, priority 2\n" in text(replace(DECISION, hints=hints))
+    sent = replace(OUTCOME, tenant="team-a", key="ci", client="mine", device_s=0.25)
+    assert "  tenant team-a, key ci, client's id mine, 250.0 ms of device time" in text(sent)
+    assert "tenant" not in text(DECISION, OUTCOME)

@@ -15,6 +15,7 @@ from kvmesh.bus.messages import (
     Candidate,
     ComputedAhead,
     Decision,
+    Hints,
     Outcome,
     PrefetchTerms,
     RouteEvent,
@@ -23,6 +24,7 @@ from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.cli.outcomes.cache_text import account_lines
 from kvmesh.cli.outcomes.origins import Origins, last_shared
 from kvmesh.cli.prefetch_uses import PrefetchUse, PrefetchUses, base_id, prompt_rank
+from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
 
 TIMEOUT_S = 10.0
@@ -111,6 +113,8 @@ def render_decision(decision: Decision) -> RenderableType:
         f" at {_clock(decision.time)}, decided by {decision.router}",
         f"  waited {_ms(decision.wait_s)} in the queue, {_ms(decision.index_s)} for the index",
     ]
+    if caller := _caller(decision.hints):
+        lines.append(f"  {caller}")
     if decision.attempt:
         lines.append(f"  attempt {decision.attempt + 1}: earlier workers did not accept it")
     if decision.prefill is not None:
@@ -133,6 +137,8 @@ def render_outcome(outcome: Outcome, decision: Decision | None, origins: Origins
         f"  {_ttft(outcome.ttft_s)}, all {outcome.output_tokens:,} after {_ms(outcome.total_s)}",
         f"  cached {outcome.cached_tokens:,} prompt tokens{_expected(decision)}",
     ]
+    if sender := _sender(outcome):
+        lines.append(f"  {sender}")
     if outcome.cache is not None:
         account = outcome.cache
         block = last_shared(account, decision)
@@ -149,6 +155,28 @@ def best_rejected(decision: Decision) -> Candidate | None:
     chosen = (decision.chosen.instance, decision.chosen.rank)
     others = [c for c in decision.candidates if (c.instance, c.rank) != chosen]
     return min(others, key=lambda c: c.cost, default=None)
+
+
+def _caller(hints: Hints) -> str:
+    """The session, class and priority that the request names; empty if it names none."""
+    parts = {
+        "session": own_name(hints.session or ""),
+        "child of": own_name(hints.parent_session or ""),
+        "class": "/".join(name for name in (hints.tenant, hints.fair_class) if name),
+        "priority": hints.priority or "",
+        "strict priority": hints.strict_priority or "",
+        "latency sensitivity": hints.latency_sensitivity or "",
+    }
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if value)
+
+
+def _sender(outcome: Outcome) -> str:
+    """The tenant, the key and the client's own id of a request, if it has any; its device time."""
+    parts = {"tenant": outcome.tenant, "key": outcome.key, "client's id": outcome.client}
+    named = [f"{name} {value}" for name, value in parts.items() if value]
+    if outcome.device_s:
+        named.append(f"{_ms(outcome.device_s)} of device time")
+    return ", ".join(named)
 
 
 def _margin(chosen: Candidate, best: Candidate) -> str:

@@ -30,9 +30,9 @@ def test_the_default_mesh() -> None:
         *(f"worker-{n}" for n in range(4)),
         "frontend-0",
     ]
-    assert {spec.argv[1:] for spec in specs if spec.role == "worker"} == {
-        ("-m", "kvmesh.cli.main", "worker")
-    }
+    assert [spec.argv[1:] for spec in specs if spec.role == "worker"] == [
+        ("-m", "kvmesh.cli.main", "worker", f"--name=worker-{n}") for n in range(4)
+    ]
 
 
 def test_a_process_gets_its_name_and_settings_but_no_stale_variables() -> None:

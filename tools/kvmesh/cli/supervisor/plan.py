@@ -107,7 +107,8 @@ def frontend_ports(settings: Settings) -> list[int]:
 
 
 def _spec(role: str, name: str, own: Settings, environ: Mapping[str, str]) -> ProcessSpec:
-    command = (sys.executable, "-m", "kvmesh.cli.main", role)
+    # the name is in the environment, too: here, `ps` shows it
+    command = (sys.executable, "-m", "kvmesh.cli.main", role, f"--name={name}")
     return ProcessSpec(name, role, command, {**_without_settings(environ), **to_env(own)})
 
 

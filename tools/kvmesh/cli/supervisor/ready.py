@@ -74,6 +74,7 @@ def announcement(
             f"  Anthropic API    export ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
             f"  NATS             {nats_url}",
             f"  Look inside      kvmesh status {mesh}",
+            "  Stop             Ctrl-C: running requests finish first",
             "",
             *([_about_keys(keyless, mesh), ""] if key == KEY else []),
             f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{shown} \\",

@@ -23,7 +23,15 @@ from kvmesh.frontend.http.tokenize import CountingApi, TokenizeEndpoints
 from kvmesh.runtime.warnings import Warnings
 
 ANY = "/{path:.*}"
-UNRESTRICTED = frozenset(("/health", "/live"))  # probes have no keys
+UNRESTRICTED = frozenset(("/", "/health", "/live"))  # people and probes without keys
+ROOT = {
+    "service": "kvmesh",
+    "docs": "/docs",
+    "models": "/v1/models",
+    "health": "/health",
+    "openai_base_url": "/v1",
+    "anthropic_base_url": "/",
+}
 GENERATING: dict[str, Api] = {
     "/v1/chat/completions": Chat(),
     "/v1/completions": Completions(),
@@ -72,6 +80,7 @@ def application(
             web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
             *stored.routes,
             *more,
+            web.get("/", root),
             web.get("/v1/models", information.models, name="models"),
             web.get("/v1/models/{id:.+}", information.model, name="model"),
             web.get("/health", information.health),
@@ -83,6 +92,11 @@ def application(
         ]
     )
     return app
+
+
+async def root(_: web.Request) -> web.Response:
+    """Answers whoever opens the address itself: with the paths to look at."""
+    return web.json_response(ROOT)
 
 
 async def unknown_route(http: web.Request) -> web.StreamResponse:
