@@ -141,6 +141,23 @@ async def test_commands_work_within_the_permissions_of_their_user(
     assert "such as operator" in refused.stderr
 
 
+async def test_a_doctor_compares_the_index_for_an_operator_only(
+    mesh: Mesh, server: SecuredServer
+) -> None:
+    async def compared() -> bool:
+        done = await asyncio.to_thread(run, server, "operator", "doctor")
+        return "equal to the workers in 2 comparisons of ranks" in done.stdout
+
+    await eventually(compared, what="both ranks are compared")
+    seen = await asyncio.to_thread(run, server, "observer", "doctor")
+    assert "not compared: only an operator may ask indexers" in seen.stdout
+    status = await asyncio.to_thread(run, server, "observer", "status")
+    assert (status.returncode, status.stderr) == (0, "")
+    used = await asyncio.to_thread(run, server, "observer", "usage")
+    assert used.returncode == 0
+    assert "total" in used.stdout
+
+
 async def test_a_planner_works_within_its_permissions(mesh: Mesh, server: SecuredServer) -> None:
     asked = ("plan", "set", "pools=east:min=2,max=6")
     async with server.connected("operator") as bus:
