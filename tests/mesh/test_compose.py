@@ -138,7 +138,7 @@ def test_a_frontend_serves_without_keys_only_if_set_so(tmp_path: Path) -> None:
 def test_the_only_scaled_service_publishes_no_port() -> None:
     services = parsed("compose.yaml")["services"]
     published = [name for name, service in services.items() if "ports" in service]
-    assert published == ["frontend", "prometheus"]
+    assert published == ["frontend", "prometheus", "grafana"]
 
 
 def test_prometheus_scrapes_the_ports_of_the_services(tmp_path: Path) -> None:
