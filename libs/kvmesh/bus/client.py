@@ -36,7 +36,7 @@ from kvmesh.bus.errors import (
     cause,
 )
 from kvmesh.bus.messages import encode
-from kvmesh.bus.metrics import BusCounts
+from kvmesh.bus.metrics import BusCounts, KvBacklog, PendingReader
 from kvmesh.bus.subjects import Subjects
 
 log = logging.getLogger(__name__)
@@ -66,22 +66,6 @@ class RawMessage(Protocol):
     def reply(self) -> str: ...
     @property
     def headers(self) -> dict[str, str] | None: ...
-
-
-class PendingReader(Protocol):
-    """A reader of a stream, for metrics."""
-
-    @property
-    def stream(self) -> str: ...
-    @property
-    def pending(self) -> int: ...
-
-
-class KvBacklog(Protocol):
-    """A publisher of KV events, for metrics."""
-
-    @property
-    def backlog_bytes(self) -> int: ...
 
 
 class Subscription:

@@ -1,15 +1,12 @@
 """Figures of a process's connection to NATS, read when they are scraped, as `kvmesh_bus_*`."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-if TYPE_CHECKING:
-    from kvmesh.bus.client import Bus
 
 _PREFIX = "kvmesh_bus_"
 _TRAFFIC = {
@@ -40,10 +37,42 @@ class BusCounts:
     stream_resets: Counter[str] = field(default_factory=Counter)
 
 
+class PendingReader(Protocol):
+    """A reader of a stream."""
+
+    @property
+    def stream(self) -> str: ...
+    @property
+    def pending(self) -> int: ...
+
+
+class KvBacklog(Protocol):
+    """A publisher of KV events."""
+
+    @property
+    def backlog_bytes(self) -> int: ...
+
+
+class ObservedBus(Protocol):
+    """A connection, as its collector sees it; `client.stats` is that of nats-py."""
+
+    counts: BusCounts
+    client: Any
+
+    @property
+    def readers(self) -> Iterable[PendingReader]: ...
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def unsent(self) -> int: ...
+    @property
+    def kv_backlog_bytes(self) -> int: ...
+
+
 class BusCollector(Collector):
     """Exports the counts and levels of one bus; None yields the families without samples."""
 
-    def __init__(self, bus: "Bus | None") -> None:
+    def __init__(self, bus: ObservedBus | None) -> None:
         self._bus = bus
 
     def collect(self) -> Iterator[Metric]:

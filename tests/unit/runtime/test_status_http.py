@@ -5,8 +5,10 @@ import socket
 import aiohttp
 import msgspec
 import pytest
+from prometheus_client import REGISTRY, Histogram
 from support.nats import free_port
 
+from kvmesh.runtime.exemplars import current_exemplar, use_traces
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.settings import load
@@ -26,4 +28,35 @@ async def test_metrics_listen_on_the_loopback_by_default() -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=1)
     finally:
+        await runner.cleanup()
+
+
+async def test_exemplars_and_no_created_series_are_in_openmetrics() -> None:
+    times = Histogram("kvmesh_test_seconds", "Times in a test")
+    port = free_port()
+    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
+    runner = await serve_metrics(settings, lambda: True, Warnings())
+    assert runner is not None
+    try:
+        use_traces(lambda: "4bf92f3577b34da6a3ce929d0e0e4736")
+        times.observe(0.1, current_exemplar())
+        use_traces(lambda: None)
+        times.observe(0.1, current_exemplar())
+        async with aiohttp.ClientSession() as http:
+
+            async def scrape(accept: str) -> str:
+                url, headers = f"http://127.0.0.1:{port}/metrics", {"Accept": accept}
+                async with http.get(url, headers=headers) as answer:
+                    return await answer.text()
+
+            open_metrics = await scrape("application/openmetrics-text; version=1.0.0")
+            plain = await scrape("text/plain")
+        exemplar = '# {trace_id="4bf92f3577b34da6a3ce929d0e0e4736"} 0.1'
+        assert open_metrics.count(exemplar) == 1
+        assert open_metrics.endswith("# EOF\n")
+        assert exemplar not in plain
+        assert "kvmesh_test_seconds_count 2.0" in plain
+        assert "_created" not in plain + open_metrics
+    finally:
+        REGISTRY.unregister(times)
         await runner.cleanup()
