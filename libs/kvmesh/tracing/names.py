@@ -99,6 +99,11 @@ SESSION = "kvmesh.session"
 PROMPT_TOKENS = "kvmesh.prompt_tokens"
 CACHED_TOKENS = "kvmesh.cached_tokens"
 OUTPUT_TOKENS = "kvmesh.output_tokens"
+NEW_TOKENS = "kvmesh.new_tokens"
+POSSIBLE_TOKENS = "kvmesh.possible_tokens"
+LOST_TOKENS = "kvmesh.lost_tokens"
+LOSSES = "kvmesh.losses"
+PROMPT_CHANGE = "kvmesh.prompt_change"
 FINISH_REASONS = "kvmesh.finish_reasons"
 TTFT_S = "kvmesh.ttft_s"
 REQUEST_ID = "kvmesh.request"
@@ -134,6 +139,11 @@ ATTRIBUTES = (
         "gen_ai.usage.cache_read.input_tokens",
     ),
     Attribute(OUTPUT_TOKENS, "tokens generated", "gen_ai.usage.output_tokens"),
+    Attribute(NEW_TOKENS, "prompt tokens that were never computed before"),
+    Attribute(POSSIBLE_TOKENS, "prompt tokens that an endless cache would have held"),
+    Attribute(LOST_TOKENS, "prompt tokens that were computed again"),
+    Attribute(LOSSES, "their reasons, each with its tokens: `evicted=512`"),
+    Attribute(PROMPT_CHANGE, "the part of the prompt that differs from the session's last one"),
     Attribute(FINISH_REASONS, "the end of each sequence", "gen_ai.response.finish_reasons"),
     Attribute(
         TTFT_S, "seconds from arrival to the first token", "gen_ai.response.time_to_first_chunk"

@@ -8,7 +8,6 @@ import pytest
 from prometheus_client import REGISTRY, Histogram
 from support.nats import free_port
 
-from kvmesh.runtime.exemplars import current_exemplar, use_traces
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.settings import load
@@ -38,10 +37,8 @@ async def test_exemplars_and_no_created_series_are_in_openmetrics() -> None:
     runner = await serve_metrics(settings, lambda: True, Warnings())
     assert runner is not None
     try:
-        use_traces(lambda: "4bf92f3577b34da6a3ce929d0e0e4736")
-        times.observe(0.1, current_exemplar())
-        use_traces(lambda: None)
-        times.observe(0.1, current_exemplar())
+        times.observe(0.1, {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"})
+        times.observe(0.1)
         async with aiohttp.ClientSession() as http:
 
             async def scrape(accept: str) -> str:

@@ -11,7 +11,6 @@ from kvmesh.frontend.generation.accounts import account_of, count_tokens
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.nvext import all_outcomes
 from kvmesh.frontend.tenant_figures import TenantUse
-from kvmesh.runtime.exemplars import current_exemplar
 
 
 class OutcomeReporter:
@@ -89,13 +88,19 @@ def _measure(task: SequenceTask, started: float, now: float) -> None:
     if stream.first_token_at is None:
         return
     count = len(stream.tokens)
-    exemplar = current_exemplar()
+    exemplar = _exemplar(task)
     model_metrics.ttft.observe(stream.first_token_at - started, exemplar)
     model_metrics.duration.observe(now - started, exemplar)
     if count > 1:
         model_metrics.itl.observe((now - stream.first_token_at) / (count - 1), exemplar)
     model_metrics.cached_tokens.inc(sum(stream.cached or []))
     model_metrics.output_tokens.inc(count)
+
+
+def _exemplar(task: SequenceTask) -> dict[str, str] | None:
+    """The exemplar of a request with a sampled trace."""
+    span = task.prepared.request.span
+    return {"trace_id": span.trace.id} if span and span.trace.sampled else None
 
 
 def _count_use(task: SequenceTask, key_tenant: str | None, now: float) -> None:

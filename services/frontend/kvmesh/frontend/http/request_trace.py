@@ -2,12 +2,17 @@
 
 import asyncio
 from time import monotonic
+from typing import Any
 
 from aiohttp import web
 
+from kvmesh.bus.messages import CacheAccount
+from kvmesh.frontend.cache_account.account import lost_by_reason
+from kvmesh.frontend.cache_account.comparison import described
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import STATUS as HTTP_STATUSES
 from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.generation.accounts import account_of
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.http.access_log import CLIENT_CLOSED
 from kvmesh.frontend.http.middleware import SPAN, Handler, caller_of
@@ -102,3 +107,21 @@ def summarize(active: ActiveRequest, started: float) -> None:
         names.OUTPUT_TOKENS: sum(len(stream.tokens) for stream in streams),
         names.FINISH_REASONS: [stream.finish or "cancelled" for stream in streams],
     }
+    account = account_of(active.tasks[0])
+    if account is not None:
+        span.attributes |= _cache_attributes(account)
+
+
+def _cache_attributes(account: CacheAccount) -> dict[str, Any]:
+    """The account of the first prompt."""
+    found: dict[str, Any] = {
+        names.NEW_TOKENS: account.new,
+        names.POSSIBLE_TOKENS: account.possible,
+        names.LOST_TOKENS: account.lost,
+    }
+    if account.losses:
+        lost = lost_by_reason(account.losses)
+        found[names.LOSSES] = [f"{reason}={tokens}" for reason, tokens in lost.items()]
+    if account.change is not None:
+        found[names.PROMPT_CHANGE] = described(account.change)
+    return found
