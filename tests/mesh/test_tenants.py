@@ -312,3 +312,13 @@ async def test_a_tenant_that_floods_the_queue_does_not_hold_up_another(slow: Sta
     assert len(done) - before - 3 <= 8
     await asyncio.gather(*flood)
     threads.shutdown()
+    figures = slow.mesh.metrics()
+
+    def of(tenant: str, name: str) -> float:
+        labels = f'{{model="kvmesh-demo",tenant="{tenant}"}}'
+        return figures[f"kvmesh_frontend_tenant_{name}_total{labels}"]
+
+    assert (of(EVIL, "requests"), of(VICTIM, "requests")) == (FLOOD, 3)
+    assert of(EVIL, "errors") == of(VICTIM, "errors") == 0
+    assert of(EVIL, "prompt_tokens") > of(VICTIM, "prompt_tokens") > 0
+    assert of(EVIL, "queue_seconds") > of(VICTIM, "queue_seconds") > 0
