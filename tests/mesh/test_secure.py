@@ -261,7 +261,7 @@ HEARS: dict[str, set[str]] = {
     SUBJECTS.route_all: LOOKS,
     SUBJECTS.seq_all: LOOKS,
     SUBJECTS.scaling_all: LOOKS,
-    SUBJECTS.load_all: {"frontend", "router", "indexer", "planner", *LOOKS},
+    SUBJECTS.load_all: {"router", "indexer", "planner", *LOOKS},
     SUBJECTS.wake_all: {"planner", *LOOKS},
     SUBJECTS.oracle: {"oracle"},
     SUBJECTS.index_all: {"indexer"},
