@@ -97,7 +97,7 @@ async def arrived(collector: Collector, number: int, *wanted: str) -> list[Recei
 
 
 def ready_workers(mesh: Mesh, count: int) -> bool:
-    return sum("worker_running_requests{" in key for key in mesh.metrics()) == count
+    return mesh.live_workers() == count
 
 
 async def test_every_request_is_one_trace_and_failed_ones_are_kept(
@@ -124,10 +124,10 @@ async def test_every_request_is_one_trace_and_failed_ones_are_kept(
     running = asyncio.create_task(complete(mesh, 3, prompt="Go on. ", max_tokens=400))
 
     def first_attempt() -> str:
-        samples = mesh.metrics().items()
+        samples = mesh.worker_metrics().items()
         busy = [k for k, v in samples if "worker_running_requests{" in k and v]
         return next(
-            name for name in ("worker-0", "worker-1") if any(f'"{name}-' in k for k in busy)
+            name for name in ("worker-0", "worker-1") if any(f'"{name}"' in k for k in busy)
         )
 
     victim = await eventually(lambda: _attempt(first_attempt))
@@ -153,8 +153,7 @@ async def test_every_request_is_one_trace_and_failed_ones_are_kept(
 
 
 def instance(mesh: Mesh, worker: str) -> str:
-    label = re.compile(f'instance="({worker}-[0-9a-f]+)"')
-    return next(found[1] for key in mesh.metrics() if (found := label.search(key)))
+    return str(re.findall(f" as ({worker}-[0-9a-f]+)$", mesh.logs(), re.MULTILINE)[-1])
 
 
 def _attempt(function: Any) -> str:
