@@ -132,6 +132,8 @@ async def test_an_evicted_prompt_names_the_worker_and_for_whom(agents: Agents) -
     await agents.turn("victim", victim, system="Victim. " + TEXT)
     for number in range(5):
         await agents.turn(f"filler {number}", question(), system=f"Filler {number}. " + TEXT)
+    # once the index equals the worker's blocks, it has the removals
+    assert (await agents.mesh.command("doctor")).returncode == 0
     account = await agents.turn("victim", victim, system="Victim. " + TEXT)
     (loss, *_) = account["lost"]
     assert loss["reason"] == "evicted"

@@ -13,7 +13,11 @@ from support.traffic import Traffic
 from support.wait import eventually
 
 # Series that exist only once something has happened.
-QUIET = {"kvmesh_warnings", "kvmesh_kvbm_failed_moves_total"}
+QUIET = {
+    "kvmesh_warnings",
+    "kvmesh_kvbm_failed_moves_total",
+    "kvmesh_frontend_moving_prompts_total",
+}
 PLANNER = {
     "KVMESH_PLANNER_CONNECTOR": "advisory",
     "KVMESH_PLANNER_POOLS": "workers:max=4",

@@ -2,6 +2,16 @@
 
 from msgspec import Struct
 
+from kvmesh.bus.messages.kv_events import (
+    CLEARED,
+    CLIPPED,
+    EVICTED,
+    EXPIRED,
+    RELEASED,
+    SUPERSEDED,
+    WORKER_GONE,
+)
+
 # Reasons of a loss beside those of removed blocks (`kv_events`). Of a placement elsewhere, the
 # reason of `Elsewhere` follows a colon.
 ELSEWHERE = "elsewhere"  # another rank held the blocks
@@ -12,6 +22,14 @@ FORGOTTEN = "forgotten"  # the session has computed them; the index does not rem
 OTHER_NAMESPACE = "other_namespace"  # the session has computed them with another salt
 DIVERGED = "diverged"  # the session's prompt has changed before them
 UNKNOWN = "unknown"  # the session has computed them; the index did not reply
+
+REMOVAL_REASONS = (EVICTED, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, WORKER_GONE)
+PASSED_OVER = ("load", "room", "busy", "constraints", "excluded", "draining", "gone")
+LOSS_REASONS = (
+    *REMOVAL_REASONS,
+    *(f"{ELSEWHERE}:{reason}" for reason in PASSED_OVER),
+    *(UNFINISHED, NOT_FOUND, NEVER_ANNOUNCED, FORGOTTEN, OTHER_NAMESPACE, DIVERGED, UNKNOWN),
+)
 
 
 class PromptChange(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,6 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvmesh.bus.messages import LOSS_REASONS
 from kvmesh.frontend.tenant_figures import TenantFigures, TenantUse
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -104,6 +105,9 @@ speculative_tokens = Counter(
 )
 
 
+REUSED = ("own", "ahead", "shared")
+
+
 class FrontendModelMetrics:
     """The metrics of one model, with resolved labels."""
 
@@ -114,6 +118,12 @@ class FrontendModelMetrics:
         self.prompt_tokens = prompt_tokens.labels(model)
         self.cached_tokens = cached_tokens.labels(model)
         self.output_tokens = output_tokens.labels(model)
+        self.possible_tokens = possible_tokens.labels(model)
+        tokens = prompt_cache_tokens.labels
+        self.reused_tokens = {kind: tokens(model, "reused", kind) for kind in REUSED}
+        self.lost_tokens = {reason: tokens(model, "lost", reason) for reason in LOSS_REASONS}
+        self.lost_otherwise = tokens(model, "lost", "other")
+        self.new_tokens = tokens(model, "new", "")
         # from now on at 0: a rate would miss the first event of a series that begins with it
         for counter in (migrations, route_retries, cancellations):
             counter.labels(model)

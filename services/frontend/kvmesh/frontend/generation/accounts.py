@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 
 from kvmesh.bus.messages import CacheAccount, CacheLoss
-from kvmesh.frontend import metrics
 from kvmesh.frontend.cache_account.account import cache_account, lost_by_reason
 from kvmesh.frontend.dispatch.task import SequenceTask
+from kvmesh.frontend.metrics import REUSED, FrontendModelMetrics
 
 
 def account_of(task: SequenceTask) -> CacheAccount | None:
@@ -37,13 +37,11 @@ def loss_object(loss: CacheLoss) -> dict[str, Any]:
     return {name: v for name, v in msgspec.to_builtins(loss).items() if name != "request"}
 
 
-def count_tokens(model: str, account: CacheAccount) -> None:
-    """Add an account to the metrics."""
-    tokens = metrics.prompt_cache_tokens
-    reused = {"own": account.own, "ahead": account.ahead, "shared": account.shared}
-    for reason, count in reused.items():
-        tokens.labels(model, "reused", reason).inc(count)
+def count_tokens(metrics: FrontendModelMetrics, account: CacheAccount) -> None:
+    """Add an account to the metrics of its model; a worker may report a reason not known here."""
+    for kind, count in zip(REUSED, (account.own, account.ahead, account.shared), strict=True):
+        metrics.reused_tokens[kind].inc(count)
     for reason, count in lost_by_reason(account.losses).items():
-        tokens.labels(model, "lost", reason).inc(count)
-    tokens.labels(model, "new", "").inc(account.new)
-    metrics.possible_tokens.labels(model).inc(account.possible)
+        metrics.lost_tokens.get(reason, metrics.lost_otherwise).inc(count)
+    metrics.new_tokens.inc(account.new)
+    metrics.possible_tokens.inc(account.possible)

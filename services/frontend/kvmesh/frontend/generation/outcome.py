@@ -31,7 +31,7 @@ class OutcomeReporter:
         now, stream = asyncio.get_running_loop().time(), task.stream
         account = account_of(task)
         if account is not None:
-            count_tokens(task.model, account)
+            count_tokens(task.prepared.model.metrics, account)
         request, dispatch = task.prepared.request, task.dispatch
         first, cached = stream.first_token_at, sum(stream.cached or [])
         finish = stream.finish or "cancelled"
