@@ -41,18 +41,19 @@ class Histories:
         self._last_prompts = last_prompts
         self._tasks = BackgroundTasks()
 
-    def begin(self, prepared: PreparedRequest) -> None:
-        """Compare the prompt with the earlier one, and store it.
+    def begin(self, prepared: PreparedRequest) -> str | None:
+        """Compare the prompt with the earlier one, and store it; return the session's name.
 
-        An earlier one that another frontend has is compared later, if it is found.
+        An earlier one that another frontend has is compared later, if it is found. None if the
+        request has several prompts, or one of tokens without a session.
         """
         if len(prepared.prompts) != 1:
-            return
+            return None
         request, model = prepared.request, prepared.model.card.name
         conversation = _conversation(request)
         session = _session(request, conversation)
         if session is None:
-            return
+            return None
         earlier = self._earlier(prepared, model, session, conversation)
         current = SessionPrompt(
             prepared.prompts[0].tokens,
@@ -69,13 +70,11 @@ class Histories:
             prepared.comparing = True
             self._tasks.start(self._find(prepared, encoded, session, conversation))
         self._last_prompts.store(model, session, current)
+        return session
 
-    def end(self, prepared: PreparedRequest, stream: TokenStream) -> None:
+    def end(self, prepared: PreparedRequest, session: str, stream: TokenStream) -> None:
         """Add the output to the stored prompt, and report a prompt that moves every turn."""
         request = prepared.request
-        session = _session(request, _conversation(request))
-        if session is None or len(prepared.prompts) != 1:
-            return
         output = array("I", stream.tokens).tobytes() if request.n == 1 else b""
         self._last_prompts.complete(prepared.model.card.name, session, request.id, output)
         compared = prepared.comparison

@@ -40,9 +40,10 @@ DEADLINE_S = 30.0
 
 
 class HookedRequest(Struct):
-    """A request, and the speculation that was made for its prompt, if any."""
+    """A request, the session under which its prompt is stored, and the speculation made for it."""
 
     prepared: PreparedRequest
+    session: str | None
     speculation: Speculation | None = None
 
 
@@ -66,18 +67,18 @@ class SessionHooks:
     def begin(self, prepared: PreparedRequest) -> HookedRequest:
         """Store the session's prompt and cancel the speculative prefill made for it."""
         prompt = prepared.prompts[0]
-        self._histories.begin(prepared)
+        session = self._histories.begin(prepared)
         tenant = prepared.request.cache_salt
         speculation = self._speculations.pop(tenant, prompt.sequence_hashes)
         if speculation is None:
-            return HookedRequest(prepared)
+            return HookedRequest(prepared, session)
         self._start(self._control.request(speculation.instance, Cancel(speculation.id)))
         fits = speculation.fits(prompt.sequence_hashes)
         prepared.ahead = speculation.ahead(fits, prepared.model.card.block_size)
         if fits:
-            return HookedRequest(prepared, speculation)
+            return HookedRequest(prepared, session, speculation)
         _count(speculation, 0)
-        return HookedRequest(prepared)
+        return HookedRequest(prepared, session)
 
     def end(self, hooked: HookedRequest, active: ActiveRequest, in_order: bool) -> None:
         """Release the session if it is final, or prefill its next prompt; after any outcome.
@@ -85,7 +86,8 @@ class SessionHooks:
         `in_order`: the API's clients return text, thinking and calls in the order of the answer.
         """
         prepared, stream = hooked.prepared, active.tasks[0].stream
-        self._histories.end(prepared, stream)
+        if hooked.session is not None:
+            self._histories.end(prepared, hooked.session, stream)
         request, transcript = prepared.request, active.transcript
         ahead = prepared.computed_ahead(sum(stream.cached or []))
         if hooked.speculation is not None and ahead is not None:
