@@ -226,6 +226,7 @@ class RetentionSuite:
         await run(started, "old", joined(head, started.prompt(6, 100)), session="A")
         await run(started, "new", joined(head, started.prompt(2, 200)), session="A")
         await eventually(lambda: removed("superseded") == 6, what="superseded blocks")
+        assert started.sink.reasons["superseded", "new"] == 6
         await started.execute(Release(sessions=["A"]))
         await eventually(lambda: removed("released") == 5, what="released blocks")
         await run(started, "brief", started.prompt(5, 300), retention=brief)

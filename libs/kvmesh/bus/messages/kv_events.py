@@ -33,7 +33,7 @@ class Removed(Struct, frozen=True, array_like=True, tag="removed"):
     """Blocks removed, by engine hash (packed uint64).
 
     `reason` is one of the above if the engine tells it; `request` is the request for whose blocks
-    the memory was needed.
+    the memory was needed, or whose prompt superseded that of the blocks.
     """
 
     tier: int

@@ -87,7 +87,8 @@ def _loss(loss: CacheLoss, name: Named) -> str:
         tier = f", {TIERS[loss.tier]}" if loss.tier is not None and loss.tier < len(TIERS) else ""
         text += f" ({loss.worker}{tier}{_at(loss.time)})"
     if loss.request is not None:
-        text += f", for blocks of {name(loss.request)}"
+        cause = "by the prompt of" if loss.reason == "superseded" else "for blocks of"
+        text += f", {cause} {name(loss.request)}"
     return text
 
 

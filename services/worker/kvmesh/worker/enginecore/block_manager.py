@@ -26,7 +26,8 @@ class BlockManager:
     """At most `capacity` blocks: `active` ones (private included) and `cached` ones.
 
     Prefixes are arrays of sequence hashes (typecode Q), one for each block from the first on. The
-    caller sets `now`, in seconds. `retention` orders eviction; `tier` is the tier of the events.
+    caller sets `now`, in seconds, and `request`, the request that removals are for. `retention`
+    orders eviction; `tier` is the tier of the events.
     Blocks that `upper_tier` holds count as used when a session drops a prompt.
     """
 
@@ -49,7 +50,7 @@ class BlockManager:
         )
         self._evicted_hashes = array("Q")
         self._evicted_for: tuple[str, str | None] = EVICTED, None
-        self._allocating: str | None = None
+        self.request: str | None = None
         self._events: list[KvEvent] = []
 
     @property
@@ -111,9 +112,9 @@ class BlockManager:
         if active > self.capacity:
             return False
         if active + self.cached > self.capacity:
-            self._allocating = request
+            self.request = request
             self.retention.evict(active + self.cached - self.capacity, self.now)
-            self._allocating = None
+            self.request = None
         self.active = active
         return True
 
@@ -196,7 +197,7 @@ class BlockManager:
         self._events.append(Stored(self.tier, parent, hashes.tobytes(), local.tobytes(), root_salt))
 
     def _evict(self, run: BlockRun, count: int, reason: str) -> None:
-        cause = reason, self._allocating
+        cause = reason, self.request
         if self._evicted_hashes and cause != self._evicted_for:
             self._flush_evicted()
         self._evicted_for = cause

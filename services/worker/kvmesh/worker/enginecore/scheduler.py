@@ -182,7 +182,9 @@ class Scheduler:
         sequence.claimed_blocks = sequence.full_blocks
         claims, now = sequence.request.retention, self.blocks.now
         held = sequence.sequence_hashes[: sequence.full_blocks]
+        self.blocks.request = sequence.request.id
         outcomes = self.blocks.retention.start_request(held, sequence.sequence_hashes, claims, now)
+        self.blocks.request = None
         if claims is not None and self.tiers.lower:
             self.tiers.record_prompt(claims.session, sequence.sequence_hashes, now)
         return outcomes

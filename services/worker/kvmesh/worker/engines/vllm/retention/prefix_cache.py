@@ -44,8 +44,11 @@ class PrefixCache(Protocol):
         """True if no request uses the block."""
         ...
 
-    def drop(self, blocks: list[int], reason: str) -> None:
-        """Remove free blocks from the cache, for a reason of `Removed`; they are reused first."""
+    def drop(self, blocks: list[int], reason: str, request: str | None) -> None:
+        """Remove free blocks from the cache; they are reused first.
+
+        Reason and request are those of a `Removed` event.
+        """
         ...
 
 
@@ -111,7 +114,7 @@ class PrefixCacheRetention:
         request.shared = self._sessions.shared_blocks(request.hashes, request.session)
         if request.session is not None:
             tails = self._sessions.record(request.session, request.hashes, now)
-            self._drop_tails(tails, SUPERSEDED)
+            self._drop_tails(tails, SUPERSEDED, request.id)
 
     def allocated(
         self, request: RetainedRequest | None, blocks: Sequence[int], salt: int, tenant: str
@@ -273,8 +276,10 @@ class PrefixCacheRetention:
         )
         return self._drop(blocks, CLEARED)
 
-    def _drop_tails(self, tails: Iterable[PromptTail[bytes]], reason: str) -> int:
-        return sum([self._drop(self._unpinned(tail), reason) for tail in tails])
+    def _drop_tails(
+        self, tails: Iterable[PromptTail[bytes]], reason: str, request: str | None = None
+    ) -> int:
+        return sum([self._drop(self._unpinned(tail), reason, request) for tail in tails])
 
     def _unpinned(self, tail: PromptTail[bytes]) -> Iterable[int]:
         """The blocks of a tail that no pin holds, last first."""
@@ -286,9 +291,9 @@ class PrefixCacheRetention:
                     if run is None or not run.retention.pins:
                         yield block
 
-    def _drop(self, blocks: Iterable[int], reason: str) -> int:
+    def _drop(self, blocks: Iterable[int], reason: str, request: str | None = None) -> int:
         unused = [block for block in blocks if self._cache.is_free(block)]
-        self._cache.drop(unused, reason)
+        self._cache.drop(unused, reason, request)
         return len(unused)
 
     def _forget_evicted_hashes(self) -> None:

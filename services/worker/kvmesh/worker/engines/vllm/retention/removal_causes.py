@@ -22,11 +22,13 @@ class RemovalCauses:
     """The cause of the removals that happen now.
 
     `reason_of` returns the reason of one block by its hash, if it is another than `reason`.
-    `allocating` is the request of vLLM that gets blocks, None if it is not known.
+    `request` is the mesh's id of the request that they are for; without it, `allocating` is the
+    request of vLLM that gets blocks, None if it is not known.
     """
 
     def __init__(self, pool: Any, reason_of: Callable[[Any], str | None]) -> None:
         self.reason = EVICTED
+        self.request: str | None = None
         self.allocating: Any = None
         self._pool = pool
         self._reason_of = reason_of
@@ -54,10 +56,10 @@ class RemovalCauses:
                 events[index] = CausedRemoval(**fields, reason=reason, request=request)
 
     def _request(self) -> str | None:
-        """The mesh's id of the request that gets blocks."""
+        """The mesh's id of the request that the removals are for."""
         request = self.allocating
-        if request is None:
-            return None
+        if self.request is not None or request is None:
+            return self.request
         try:
             origin = request_origin(request)
         except OriginError:

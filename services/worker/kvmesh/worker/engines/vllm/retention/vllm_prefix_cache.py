@@ -58,7 +58,7 @@ class VllmPrefixCache:
     def is_free(self, block: int) -> bool:
         return bool(self._pool.blocks[block].ref_cnt == 0)
 
-    def drop(self, blocks: list[int], reason: str) -> None:
-        self.causes.reason = reason
+    def drop(self, blocks: list[int], reason: str, request: str | None) -> None:
+        self.causes.reason, self.causes.request = reason, request
         self._pool.evict_blocks(set(blocks))
-        self.causes.reason = EVICTED
+        self.causes.reason, self.causes.request = EVICTED, None
