@@ -255,9 +255,8 @@ async def test_labels_select_workers(stage: Stage, api: Api) -> None:
         {"routing_constraints": {"labels": {"zone": "west"}}},
         {"routing_constraints": {"allow": ["nowhere-1"]}},
         {"routing_constraints": {"exclude": list(WORKERS)}},
-        {"backend_instance_id": "nowhere-1"},
     ],
-    ids=["labels", "allow", "exclude", "instance"],
+    ids=["labels", "allow", "exclude"],
 )
 async def test_unmet_constraints_are_refused_before_the_deadline(
     stage: Stage, api: Api, constraint: Json
@@ -269,6 +268,16 @@ async def test_unmet_constraints_are_refused_before_the_deadline(
     assert response.status == 503
     assert "retry-after" in response.headers
     assert (await response.json())["error"]["message"]
+
+
+@every_api
+async def test_an_instance_that_does_not_exist_is_an_error_of_the_request(
+    stage: Stage, api: Api
+) -> None:
+    body = api.body("Hi", 4, nvext={"backend_instance_id": "nowhere-1"})
+    response = await stage.client.stream(api.path, body)
+    assert response.status == 400
+    assert "nowhere-1" in (await response.json())["error"]["message"]
 
 
 # --- cache endpoints ---

@@ -387,6 +387,9 @@ async def test_every_extra_field_is_in_the_response(stage: Stage, api: Api, stre
     assert sorted(found) == sorted(fields)
     assert found["worker_id"] == {"instance": "a-1", "dp_rank": 1}
     assert 0 <= found["timing"]["ttft_ms"] <= found["timing"]["total_ms"]
+    account = found["cache"].pop("account")
+    reused, lost = account["reused"].values(), [loss["tokens"] for loss in account["lost"]]
+    assert sum([*reused, *lost, account["new"]]) == len(work.tokens) // 4
     assert found["cache"] == {
         "cached_tokens": 24,
         "tiers": [16, 8],

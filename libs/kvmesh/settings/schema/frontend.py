@@ -31,9 +31,9 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     ] = 0
     metrics_host: MetricsHost = LOOPBACK
     access_log: Annotated[
-        Literal["off", "text", "json"],
-        Meta(description="log of one line per request, on standard output"),
-    ] = "text"
+        Literal["off", "auto", "text", "json"],
+        Meta(description="log of one line per request, on standard output; auto: as log.format"),
+    ] = "auto"
     metrics_tenants: Annotated[
         int,
         Meta(

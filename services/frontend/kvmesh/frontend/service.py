@@ -208,7 +208,9 @@ class FrontendService:
             self.cache_api.session_hooks,
         )
         name = self._service.name
-        access_log = configure_access_log(settings.access_log, name, TextFormatter(name))
+        form = settings.access_log
+        form = self._service.settings.log.format if form == "auto" else form
+        access_log = configure_access_log(form, name, TextFormatter(name))
         more, warnings = self.cache_api.routes, self._service.warnings
         app = application(parts, self, more, warnings, access_log)
         app.on_shutdown.append(self.drain)

@@ -6,8 +6,10 @@ import msgspec
 
 from kvmesh.bus.messages import CacheAccount, CacheLoss
 from kvmesh.frontend.cache_account.account import cache_account, lost_by_reason
-from kvmesh.frontend.dispatch.task import SequenceTask
+from kvmesh.frontend.dispatch.task import DispatchState, SequenceTask
+from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.metrics import REUSED, FrontendModelMetrics
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
 
 def account_of(task: SequenceTask) -> CacheAccount | None:
@@ -15,12 +17,21 @@ def account_of(task: SequenceTask) -> CacheAccount | None:
 
     Further choices of a prompt have none: each prompt is accounted for once.
     """
-    prepared, routed, cached = task.prepared, task.dispatch.routed, task.stream.cached
-    if cached is None or task.index % prepared.request.n:
+    if task.index % task.prepared.request.n:
         return None
-    first = task.index == 0
+    return prompt_account(task.prepared, task.stream, task.dispatch, task.index)
+
+
+def prompt_account(
+    prepared: PreparedRequest, stream: TokenStream, dispatch: DispatchState, index: int = 0
+) -> CacheAccount | None:
+    """The account of the prompt of the sequence `index`, as `account_of` returns it."""
+    routed, cached = dispatch.routed, stream.cached
+    if cached is None:
+        return None
+    first = index == 0
     return cache_account(
-        task.prompt.count,
+        prepared.prompts[index // prepared.request.n].count,
         prepared.model.card.block_size,
         sum(cached),
         None if routed is None else routed.possible,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvmesh.bus.messages import SeqPrefilled
 from kvmesh.frontend import metrics
@@ -73,9 +74,9 @@ class ActiveRequest:
         names = [f"{request.id}-{i}" if i else request.id for i in range(count)]
         streams = [TokenStream(name, started) for name in names]
         self._pipelines = [_pipeline(prepared) for _ in streams]
-        self._counter = UsageCounter(
-            prepared, streams, self._pipelines, lambda: diagnostics(self.tasks[0])
-        )
+        states = [DispatchState(started + runner.route_timeout) for _ in streams]
+        diagnose = partial(diagnostics, prepared, streams[0], states[0])
+        self._counter = UsageCounter(prepared, streams, self._pipelines, diagnose)
         self.transcript = Transcript() if request.speculative and count == 1 else None
         texts = (
             prepared.model.dialect.token_texts if request.sampling.logprobs is not None else None
@@ -99,7 +100,7 @@ class ActiveRequest:
                 index,
                 stream,
                 self._choices[index].flush,
-                DispatchState(started + runner.route_timeout),
+                states[index],
             )
             for index, stream in enumerate(streams)
         ]

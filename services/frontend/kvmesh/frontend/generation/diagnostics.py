@@ -9,18 +9,22 @@ from typing import Any
 import msgspec
 
 from kvmesh.bus.messages import CacheAccount, PromptChange
-from kvmesh.frontend.dispatch.task import SequenceTask
-from kvmesh.frontend.generation.accounts import account_of, loss_object
+from kvmesh.frontend.dispatch.task import DispatchState
+from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.generation.accounts import loss_object, prompt_account
+from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
 TYPES = {"system": "system_changed", "tool": "tools_changed", "message": "messages_changed"}
 
 
-def diagnostics(task: SequenceTask) -> dict[str, Any] | None:
+def diagnostics(
+    prepared: PreparedRequest, stream: TokenStream, dispatch: DispatchState
+) -> dict[str, Any] | None:
     """The `diagnostics` of a response; None if they are not asked for, or nothing was lost.
 
     A reason of None means that the earlier request is still being looked up.
     """
-    previous, prepared = task.prepared.request.previous_message, task.prepared
+    previous, tokens = prepared.request.previous_message, prepared.prompts[0].count
     if not previous:
         return None
     compared = prepared.comparison
@@ -28,13 +32,13 @@ def diagnostics(task: SequenceTask) -> dict[str, Any] | None:
         return {"cache_miss_reason": None}
     if compared is None or compared.request != previous:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    missed = min(compared.length, task.prompt.count) - compared.common
-    if prepared.earlier_model not in (None, task.model):
+    missed = min(compared.length, tokens) - compared.common
+    if prepared.earlier_model not in (None, prepared.model.card.name):
         return _reason("model_changed", missed + compared.common)
     if compared.change is not None:
         size = prepared.model.card.block_size
         return _reason(_type(compared.change), missed, **_position(compared.change, size))
-    account = account_of(task)
+    account = prompt_account(prepared, stream, dispatch)
     return None if account is None else _losses(account)
 
 
