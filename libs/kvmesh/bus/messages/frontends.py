@@ -8,12 +8,14 @@ from kvmesh.bus.messages.cache import PromptChange
 class SessionQuery(Struct, frozen=True, omit_defaults=True):
     """Query to all frontends for the last prompt of a session; only one that has it replies.
 
-    With `conversation`, for the last prompt of one of the session's conversations.
+    With `conversation`, for the last prompt of one of the session's conversations. `request` is the
+    request that asks, whose own prompt is no reply.
     """
 
     model: str
     session: str
     conversation: int | None = None
+    request: str = ""
 
 
 class SessionPrompt(Struct, frozen=True, omit_defaults=True):

@@ -1,9 +1,11 @@
 """Last prompts of sessions: one for each conversation, bounded by bytes, found by request."""
 
+import asyncio
 from array import array
 from typing import Any, cast
 
-from kvmesh.bus.messages import PromptChange, SessionPrompt
+from kvmesh.bus.messages import PromptChange, SessionPrompt, SessionQuery
+from kvmesh.bus.subjects import Subjects
 from kvmesh.frontend.namespaces import scoped
 from kvmesh.frontend.sessions.last_prompts import CONVERSATIONS, ENTRY_BYTES, LastPrompts
 
@@ -74,3 +76,33 @@ def test_the_owner_with_the_most_bytes_loses_its_oldest_session() -> None:
     assert prompts.of_request("big0", "big") is None
     assert prompts.of_request("small", "small") is not None
     assert prompts.of_request("big5", "big") is not None
+
+
+async def answers(query: SessionQuery, prompts: LastPrompts) -> list[SessionPrompt]:
+    """What this frontend replies to a query."""
+    bus = QueriedBus()
+    prompts._bus = cast(Any, bus)
+    await prompts.open()
+    found: list[SessionPrompt] = []
+    bus.handler(query, found.append)
+    return found
+
+
+class QueriedBus:
+    """A bus that has the handler of queries called."""
+
+    subjects = Subjects("mesh")
+    handler: Any = None
+
+    async def serve(self, _subject: str, _decoder: object, handler: object) -> None:
+        self.handler = handler
+
+
+def test_a_request_does_not_find_itself_as_the_earlier_one() -> None:
+    prompts = store()
+    prompts.store("m", "s", prompt("own", 1))
+    assert not asyncio.run(answers(SessionQuery("m", "s", 1, request="own"), prompts))
+    (found,) = asyncio.run(answers(SessionQuery("m", "s", 1, request="another"), prompts))
+    assert found.request == "own"
+    older = SessionQuery("m", "s", 1)  # of a frontend without the field
+    assert asyncio.run(answers(older, prompts)) == [found]

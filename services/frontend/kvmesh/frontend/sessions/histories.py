@@ -114,7 +114,9 @@ class Histories:
         """Query the other frontends for the earlier prompt, and compare."""
         model = prepared.model.card.name
         try:
-            found = await self._last_prompts.find_elsewhere(model, session, conversation)
+            found = await self._last_prompts.find_elsewhere(
+                model, session, conversation, prepared.request.id
+            )
         finally:
             prepared.comparing = False
         if found is not None:

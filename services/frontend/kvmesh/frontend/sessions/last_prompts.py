@@ -99,10 +99,14 @@ class LastPrompts:
         return self.newest(model, session) or await self.find_elsewhere(model, session)
 
     async def find_elsewhere(
-        self, model: str, session: str, conversation: int | None = None
+        self, model: str, session: str, conversation: int | None = None, request: str = ""
     ) -> SessionPrompt | None:
-        """The last prompt, or that of a conversation, on another frontend."""
-        query, subject = SessionQuery(model, session, conversation), self._bus.subjects.sessions
+        """The last prompt, or that of a conversation, on another frontend.
+
+        This frontend gets the query, too: the prompt of the asking `request` is no reply.
+        """
+        query = SessionQuery(model, session, conversation, request)
+        subject = self._bus.subjects.sessions
         try:
             return await self._bus.request(subject, query, _prompts, QUERY_TIMEOUT_S)
         except RequestTimeout:
@@ -111,7 +115,7 @@ class LastPrompts:
     def _reply(self, query: SessionQuery, reply: Reply) -> None:
         stored = self._stored(SessionKey(query.model, query.session))
         found = _of_conversation(stored, query.conversation)
-        if found is not None:
+        if found is not None and not (query.request and found.request == query.request):
             reply(found)
 
     def _stored(self, key: SessionKey) -> tuple[SessionPrompt, ...]:
