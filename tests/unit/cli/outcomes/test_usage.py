@@ -2,14 +2,18 @@
 
 import io
 from random import Random
+from typing import cast
 
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvmesh.bus.messages import Outcome
-from kvmesh.cli.outcomes import usage
+from kvmesh.bus.messages import CacheAccount, Outcome, PromptChange
+from kvmesh.cli.outcomes import slow, usage
+from kvmesh.cli.outcomes.session import SessionTurns
+from kvmesh.cli.outcomes.slow import SlowestRequests
 from kvmesh.cli.outcomes.usage import OTHER, UsageTable, Use, render
+from kvmesh.runtime.logs import printable
 
 OUTCOME = Outcome(
     request="r", instance="w", time=1.0, cached_tokens=100, output_tokens=7, ttft_s=0.1,
@@ -75,3 +79,21 @@ def test_the_rows_that_are_not_shown_are_added_up() -> None:
     assert [line[0] for line in lines[1:]] == ["a", "b", "and", "total"]
     assert lines[3][:5] == ["and", "2", "more", "2", "0"]
     assert lines[4][:4] == ["total", "4", "0", "600"]
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[red]r", "\x1b[31mred", "a\nb", "\x9b31m"])
+def test_a_name_that_a_caller_chooses_is_shown_as_it_is(name: str) -> None:
+    table = UsageTable(["session"])
+    table.add(replace(OUTCOME, session=f"t\x1f{name}"))
+    turns = SessionTurns(name, 1)
+    change = PromptChange(token=0, part="tool", way="changed", index=0, name=name)
+    account = CacheAccount(prompt_tokens=1, change=change)
+    turns.add(replace(OUTCOME, session=name, cache=account))
+    slowest = SlowestRequests(1)
+    slowest.add(replace(OUTCOME, session=name))
+    console = Console(file=io.StringIO(), width=240, highlight=False)
+    for shown in (render(table, 1), turns.table(), slow.render(slowest.slowest())):
+        console.print(shown)
+    text = cast(io.StringIO, console.file).getvalue()
+    assert text.count(printable(name)) == 3
+    assert printable(text.replace("\n", "")) == text.replace("\n", "")

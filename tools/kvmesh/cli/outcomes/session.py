@@ -8,6 +8,7 @@ from rich.table import Table
 
 from kvmesh.bus.messages import CacheAccount, Outcome, PromptChange
 from kvmesh.cli.outcomes.cache_text import change_line, part, reason_text
+from kvmesh.cli.units import literal
 from kvmesh.frontend.namespaces import own_name
 
 
@@ -79,7 +80,7 @@ class SessionTurns:
                 *_counts(account),
                 "–" if ttft is None else f"{ttft * 1000:,.0f} ms",
                 outcome.instance,
-                _reasons(account),
+                literal(_reasons(account)),
             )
         return table
 

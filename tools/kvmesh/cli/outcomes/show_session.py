@@ -11,6 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.outcomes.reading import each_outcome
 from kvmesh.cli.outcomes.session import SessionTurns
+from kvmesh.cli.units import literal_lines
 from kvmesh.settings import Settings
 
 WIDTH = 240
@@ -31,7 +32,7 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
             return 0
         console = Console(highlight=False)
         wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        wide.print(turns.table(), Text(), Text("\n".join(turns.summary())), sep="\n")
+        wide.print(turns.table(), Text(), literal_lines(turns.summary()), sep="\n")
         return 0
 
     return run_on_bus("explain", settings, main)

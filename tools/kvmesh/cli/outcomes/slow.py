@@ -9,6 +9,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from kvmesh.bus.messages import Outcome
+from kvmesh.cli.units import literal
 from kvmesh.frontend.namespaces import own_name
 
 
@@ -138,7 +139,7 @@ def render(requests: list[SlowRequest]) -> Table:
             f"{request.output_tokens:,}",
             request.finish,
             request.instance + again,
-            request.session,
+            literal(request.session),
         )
     return table
 

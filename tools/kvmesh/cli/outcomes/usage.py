@@ -7,6 +7,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from kvmesh.bus.messages import Outcome
+from kvmesh.cli.units import literal
 from kvmesh.frontend.namespaces import own_name
 
 MAX_GROUPS = 100_000
@@ -98,7 +99,7 @@ def render(table: UsageTable, limit: int) -> Table:
         shown.add_column(heading, justify="right", no_wrap=True)
     rows = table.rows()
     for row in rows[:limit]:
-        shown.add_row(*row.group.values(), *_figures(row.use))
+        shown.add_row(*map(literal, row.group.values()), *_figures(row.use))
     blank = [""] * (len(table.dimensions) - 1)
     if len(rows) > limit:
         shown.add_row(f"and {len(rows) - limit:,} more", *blank, *_figures(_sum(rows[limit:])))

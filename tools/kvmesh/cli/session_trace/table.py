@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from kvmesh.cli.session_trace.turns import SessionTurn
+from kvmesh.cli.units import literal
 
 TURN_COLUMNS = ("queue", "first token", "total", "prompt", "cached", "output")
 
@@ -28,7 +29,7 @@ def turn_table(turns: Iterable[SessionTurn]) -> Table:
         if turn.prefill_worker != worker:
             worker = f"{turn.prefill_worker} → {worker}"
         table.add_row(
-            *(turn.session, str(turn.number), f"{turn.start - origin:.2f} s", pause),
+            *(literal(turn.session), str(turn.number), f"{turn.start - origin:.2f} s", pause),
             *(_ms(turn.placed - turn.routed), first, _ms(turn.end - turn.start)),
             *(f"{tokens:,}", f"{outcome.cached_tokens / max(tokens, 1):.0%}"),
             *(f"{outcome.output_tokens:,}", worker, outcome.finish, turn.request),
