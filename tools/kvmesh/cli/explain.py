@@ -24,6 +24,7 @@ from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.cli.outcomes.cache_text import account_lines
 from kvmesh.cli.outcomes.origins import Origins, last_shared
 from kvmesh.cli.prefetch_uses import PrefetchUse, PrefetchUses, base_id, prompt_rank
+from kvmesh.cli.units import literal_lines
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
 
@@ -41,12 +42,17 @@ def own_id(request: str) -> str:
 
 
 async def find_events(
-    bus: Bus, request: str, since: datetime | None, uses: PrefetchUses | None = None
+    bus: Bus,
+    request: str,
+    since: datetime | None,
+    uses: PrefetchUses | None = None,
+    follow: bool = True,
 ) -> list[RouteEvent]:
     """All decisions and outcomes of a request or a prefetch in the route stream, in order.
 
     Further attempts of a request have the ids REQUEST.1, REQUEST.2, …; they are included. `request`
-    may be the client's own id of one or more requests. `uses` follows the prefetches in the stream.
+    may be the client's own id of one or more requests, unless `follow` is false. `uses` follows the
+    prefetches in the stream.
     Raises TimeoutError if reading to the end of the stream takes more than TIMEOUT_S.
     """
     found: list[RouteEvent] = []
@@ -78,8 +84,10 @@ async def find_events(
             await reader.caught_up.wait()
     finally:
         await reader.close()
+    if found or not follow:
+        return found  # a client may name its requests like those of others
     for own in list(named)[:MAX_NAMED]:
-        found += await find_events(bus, own, since)
+        found += await find_events(bus, own, since, follow=False)
     return found
 
 
@@ -100,7 +108,7 @@ def show(
             console.print(render_outcome(event, decision, origins or Origins((), ())))
     for request in dict.fromkeys(base_id(name) for name in decisions):
         for lines in prefetch_lines(request, uses or PrefetchUses()):
-            console.print(Text("\n".join(lines)), Text(), sep="\n")
+            console.print(literal_lines(lines), Text(), sep="\n")
 
 
 def render_decision(decision: Decision) -> RenderableType:
@@ -127,7 +135,7 @@ def render_decision(decision: Decision) -> RenderableType:
     best = best_rejected(decision)
     if best is not None:
         lines.append(f"  {_margin(chosen, best)}")
-    return Group(Text("\n".join(lines)), Text(), _table(decision), Text())
+    return Group(literal_lines(lines), Text(), _table(decision), Text())
 
 
 def render_outcome(outcome: Outcome, decision: Decision | None, origins: Origins) -> RenderableType:
@@ -147,7 +155,7 @@ def render_outcome(outcome: Outcome, decision: Decision | None, origins: Origins
         lines += [f"  {line}" for line in about]
     if outcome.ahead is not None:
         lines.append(f"  {_ahead(outcome.ahead)}")
-    return Group(Text("\n".join(lines)), Text())
+    return Group(literal_lines(lines), Text())
 
 
 def best_rejected(decision: Decision) -> Candidate | None:
