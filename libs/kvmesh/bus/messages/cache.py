@@ -2,15 +2,7 @@
 
 from msgspec import Struct
 
-from kvmesh.bus.messages.kv_events import (
-    CLEARED,
-    CLIPPED,
-    EVICTED,
-    EXPIRED,
-    RELEASED,
-    SUPERSEDED,
-    WORKER_GONE,
-)
+from kvmesh.bus.messages import kv_events
 
 # Reasons of a loss beside those of removed blocks (`kv_events`). Of a placement elsewhere, the
 # reason of `Elsewhere` follows a colon.
@@ -22,13 +14,13 @@ FORGOTTEN = "forgotten"  # the session has computed them; the index does not rem
 OTHER_NAMESPACE = "other_namespace"  # the session has computed them with another salt
 DIVERGED = "diverged"  # the session's prompt has changed before them
 UNKNOWN = "unknown"  # the session has computed them; the index did not reply
-
-REMOVAL_REASONS = (EVICTED, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, WORKER_GONE)
-PASSED_OVER = ("load", "room", "busy", "constraints", "excluded", "draining", "gone")
-LOSS_REASONS = (
-    *REMOVAL_REASONS,
-    *(f"{ELSEWHERE}:{reason}" for reason in PASSED_OVER),
-    *(UNFINISHED, NOT_FOUND, NEVER_ANNOUNCED, FORGOTTEN, OTHER_NAMESPACE, DIVERGED, UNKNOWN),
+ELSEWHERE_REASONS = ("load", "room", "busy", "constraints", "excluded", "draining", "gone")
+LOSS_REASONS = frozenset(
+    (
+        *kv_events.REASONS,
+        *(f"{ELSEWHERE}:{reason}" for reason in ELSEWHERE_REASONS),
+        *(UNFINISHED, NOT_FOUND, NEVER_ANNOUNCED, FORGOTTEN, OTHER_NAMESPACE, DIVERGED, UNKNOWN),
+    )
 )
 
 

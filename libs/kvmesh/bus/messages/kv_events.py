@@ -11,6 +11,7 @@ RELEASED = "released"  # only an ended session used it
 SUPERSEDED = "superseded"  # only an earlier prompt of a session used it
 CLEARED = "cleared"  # on command
 WORKER_GONE = "worker_gone"
+REASONS = (EVICTED, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, WORKER_GONE)
 
 
 class Stored(Struct, frozen=True, array_like=True, tag="stored"):

@@ -47,7 +47,7 @@ class OverlapReply(Struct, frozen=True, array_like=True):
 
     `lag`: the reply may be out of date by so many seconds. `removals` are those of each prompt's
     blocks after the longest overlap, in order; empty if there are none of any prompt. The removals
-    since the Unix time `since` are all known.
+    since the Unix time `since` are all known; 0 if the index remembers none.
     """
 
     ranks: list[RankKey]

@@ -11,8 +11,10 @@ from kvmesh.bus.messages import (
     PossibleHits,
     Removal,
 )
+from kvmesh.frontend import metrics
 from kvmesh.frontend.cache_account.account import cache_account, lost_by_reason
 from kvmesh.frontend.cache_account.comparison import PromptComparison
+from kvmesh.frontend.generation.accounts import count_tokens
 
 SIZE = 16
 
@@ -189,3 +191,25 @@ def test_every_token_is_in_exactly_one_class(
         at = loss.first + loss.tokens
     assert at <= prompt
     assert sum(lost_by_reason(account.losses).values()) == account.lost
+
+
+def test_an_index_without_a_record_of_removals_does_not_blame_the_events() -> None:
+    session = earlier(70, 70)
+    older = PossibleHits()  # of an older indexer, or one with `removed_blocks` 0
+    assert reasons(cache_account(100, SIZE, 16, older, session)) == [(16, 48, "forgotten")]
+
+
+def test_metrics_have_no_reasons_but_the_known_ones() -> None:
+    account = CacheAccount(
+        prompt_tokens=8,
+        losses=[
+            CacheLoss(first=0, tokens=2, reason="evicted"),
+            CacheLoss(first=2, tokens=2, reason="\x1b[31m1"),
+            CacheLoss(first=4, tokens=4, reason="elsewhere:2"),
+        ],
+    )
+    count_tokens("of-unknown-reasons", account)
+    (family,) = metrics.prompt_cache_tokens.collect()
+    labels = [s.labels for s in family.samples if s.labels["model"] == "of-unknown-reasons"]
+    lost = {label["reason"] for label in labels if label["class"] == "lost"}
+    assert lost == {"evicted", "other"}

@@ -65,6 +65,12 @@ def test_prompts_of_one_query_share_the_list_of_ranks(index: PrefixIndex) -> Non
     ]
 
 
+def test_without_a_record_of_removals_none_are_known(index: PrefixIndex) -> None:
+    query, known = OverlapQuery([prompt(1)]), RemovedBlocks(8, lambda: 7.0)
+    assert answer(index, KEYS, query, 0.0, known).since == 7.0
+    assert answer(index, KEYS, query, 0.0, RemovedBlocks(0, lambda: 7.0)).since == 0.0
+
+
 def test_no_prompts_get_no_rows(index: PrefixIndex) -> None:
     assert answer(index, KEYS, OverlapQuery([]), 0.0, RemovedBlocks(0)) == OverlapReply([], [])
 

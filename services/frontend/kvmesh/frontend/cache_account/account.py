@@ -141,7 +141,7 @@ def _unrecorded(possible: PossibleHits | None, earlier: PromptComparison | None)
         return FORGOTTEN
     if not earlier.done:
         return UNFINISHED
-    return NEVER_ANNOUNCED if possible.since <= earlier.time else FORGOTTEN
+    return NEVER_ANNOUNCED if 0.0 < possible.since <= earlier.time else FORGOTTEN
 
 
 def lost_by_reason(losses: Sequence[CacheLoss]) -> dict[str, int]:

@@ -34,17 +34,18 @@ def answer(
             for prompt, table in zip(query.prompts, tables, strict=True)
         ]
     removals = removals if any(removals) else []
+    since = removed.since if removed.enabled else 0.0
     if len(tables) == 1:
         numbers = tables[0][:, 0]
         ranks = [keys[number] for number in numbers.tolist()]
         rows = [_numbered(tables[0], np.arange(len(numbers)))]
-        return OverlapReply(ranks, rows, lag, removals, removed.since)
+        return OverlapReply(ranks, rows, lag, removals, since)
     numbers = np.unique(np.concatenate([NO_ROWS, *tables])[:, 0])
     positions = np.zeros(len(keys), dtype="<u4")
     positions[numbers] = np.arange(len(numbers))
     rows = [_numbered(table, positions[table[:, 0]]) for table in tables]
     ranks = [keys[number] for number in numbers.tolist()]
-    return OverlapReply(ranks, rows, lag, removals, removed.since)
+    return OverlapReply(ranks, rows, lag, removals, since)
 
 
 def _longest(table: Rows) -> int:
