@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import routable
-from kvmesh.bus.errors import BusError, NotPermitted, cause
+from kvmesh.bus.errors import BusError, MalformedReply, NotPermitted, cause
 from kvmesh.bus.messages import CheckIndex, IndexCheck, Instance, Role
 
 TIMEOUT_S = 25.0  # more than an indexer takes for its tries
@@ -26,15 +26,24 @@ class RankCheck(Struct, frozen=True, kw_only=True):
 
 
 async def check_ranks(bus: Bus, cards: Iterable[Instance]) -> list[RankCheck]:
-    """Every ready indexer's view of every worker's ranks; raises NotPermitted to an observer."""
+    """Every ready indexer's view of every worker's ranks; raises NotPermitted to an observer.
+
+    An indexer that does not reply is not asked again: a large mesh would wait for hours.
+    """
     cards = list(cards)
     indexers = [card for card in cards if card.role is Role.INDEXER and routable(card)]
     workers = [card for card in cards if card.role is Role.WORKER and card.capacity is not None]
     slots = asyncio.Semaphore(PARALLEL)
+    silent: dict[str, IndexCheck] = {}  # the first failure of each indexer that does not reply
 
     async def one(indexer: str, instance: str, rank: int) -> RankCheck:
         async with slots:
-            check = await _ask(bus, indexer, CheckIndex(instance=instance, rank=rank))
+            check = silent.get(indexer)
+            if check is None:
+                question = CheckIndex(instance=instance, rank=rank)
+                check, replied = await _ask(bus, indexer, question)
+                if not replied:
+                    silent.setdefault(indexer, check)
         return RankCheck(indexer=indexer, instance=instance, rank=rank, check=check)
 
     return await asyncio.gather(
@@ -47,10 +56,12 @@ async def check_ranks(bus: Bus, cards: Iterable[Instance]) -> list[RankCheck]:
     )
 
 
-async def _ask(bus: Bus, indexer: str, question: CheckIndex) -> IndexCheck:
+async def _ask(bus: Bus, indexer: str, question: CheckIndex) -> tuple[IndexCheck, bool]:
+    """The indexer's reply, or the failure, and whether it replied at all."""
     try:
-        return await bus.request(bus.subjects.ask(indexer), question, _checks, TIMEOUT_S)
+        return await bus.request(bus.subjects.ask(indexer), question, _checks, TIMEOUT_S), True
     except NotPermitted:
         raise
-    except (BusError, msgspec.MsgspecError) as error:
-        return IndexCheck(result="failed", reason=cause(error))
+    except BusError as error:
+        replied = isinstance(error, MalformedReply)
+        return IndexCheck(result="failed", reason=cause(error)), replied
