@@ -168,8 +168,8 @@ class _Causes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.startswith("opentelemetry.sdk"):
             log.warning("spans are lost: %s", record.getMessage())
-        else:
-            self.last = record.getMessage()
+        elif record.name.startswith("opentelemetry.exporter"):
+            self.last = record.getMessage()  # others repeat what clients send, such as `tracestate`
 
 
 def _otlp(settings: TracingSettings) -> SdkExporter:
