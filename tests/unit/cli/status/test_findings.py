@@ -74,3 +74,12 @@ def test_comparisons_are_summed_up_and_differences_listed() -> None:
         "note i, rank 6 of w: not compared: no reply",
         "ok index: equal to the workers in 2 comparisons of ranks, 12 blocks",
     ]
+
+
+def test_an_indexer_that_does_not_reply_is_one_fault() -> None:
+    silent = IndexCheck(result="failed", reason="no reply within 25 s")
+    found = of_checks(
+        RankCheck(indexer="i", instance="w", rank=n, check=silent, replied=False) for n in range(3)
+    )
+    lines = [f"{f.severity} {f.subject}: {f.text}" for f in found]
+    assert lines == ["fault i: not compared: no reply within 25 s"]

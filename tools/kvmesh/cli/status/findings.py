@@ -44,11 +44,19 @@ def of_report(report: MeshReport) -> Iterator[Finding]:
 
 
 def of_checks(checks: Iterable[RankCheck]) -> Iterator[Finding]:
-    """One finding for each comparison without agreement, one for all the others."""
+    """One finding for each comparison without agreement, one for all the others.
+
+    An indexer that does not reply is one fault.
+    """
     equal = blocks = 0
+    silent: set[str] = set()
     for found in checks:
         subject = f"{found.indexer}, rank {found.rank} of {found.instance}"
-        if found.check.result == "equal":
+        if not found.replied:
+            if found.indexer not in silent:
+                yield Finding("fault", found.indexer, _inconclusive(found.check))
+            silent.add(found.indexer)
+        elif found.check.result == "equal":
             equal, blocks = equal + 1, blocks + found.check.held
         elif found.check.result == "differs":
             yield Finding("fault", subject, f"{_difference(found.check)}; it is dumped anew")

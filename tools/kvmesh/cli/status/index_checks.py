@@ -17,12 +17,13 @@ _checks = msgspec.msgpack.Decoder(IndexCheck)
 
 
 class RankCheck(Struct, frozen=True, kw_only=True):
-    """One comparison: an indexer's view of one rank."""
+    """One comparison: an indexer's view of one rank. `replied`: the indexer replied at all."""
 
     indexer: str
     instance: str
     rank: int
     check: IndexCheck
+    replied: bool = True
 
 
 async def check_ranks(bus: Bus, cards: Iterable[Instance]) -> list[RankCheck]:
@@ -38,13 +39,15 @@ async def check_ranks(bus: Bus, cards: Iterable[Instance]) -> list[RankCheck]:
 
     async def one(indexer: str, instance: str, rank: int) -> RankCheck:
         async with slots:
-            check = silent.get(indexer)
+            check, replied = silent.get(indexer), False
             if check is None:
                 question = CheckIndex(instance=instance, rank=rank)
                 check, replied = await _ask(bus, indexer, question)
-                if not replied:
-                    silent.setdefault(indexer, check)
-        return RankCheck(indexer=indexer, instance=instance, rank=rank, check=check)
+            if not replied:
+                silent.setdefault(indexer, check)
+        return RankCheck(
+            indexer=indexer, instance=instance, rank=rank, check=check, replied=replied
+        )
 
     return await asyncio.gather(
         *(
