@@ -43,6 +43,9 @@ class IndexChecker:
         self._bus = bus
         self._states = states
         self._last = RankKey("", 0)
+        self._undigested: set[str] = (
+            set()
+        )  # older workers, which publish a dump when they are asked
         self.counts = CheckCounts()
 
     async def run(self, interval_s: float) -> None:
@@ -52,7 +55,8 @@ class IndexChecker:
             key = self._states.next_worker_rank(self._last)
             if key is not None:
                 self._last = key
-                await self.check(key)
+                if key.instance not in self._undigested:
+                    await self.check(key)
             await asyncio.sleep(interval_s)
 
     async def answer(self, question: CheckIndex, reply: Reply) -> None:
@@ -88,6 +92,14 @@ class IndexChecker:
             )
             self._states.doubt(key)
 
+    def _refusal(self, key: RankKey, reply: ControlReply) -> str:
+        """The reason of a reply that has no digest at an event id."""
+        if not reply.ok or reply.blocks:
+            return reply.reason or "a dump of the rank is due"
+        live = filter(self._states.is_worker, self._undigested)
+        self._undigested = {*live, key.instance}
+        return "the worker's version has no digests"
+
     async def _compare(self, key: RankKey) -> IndexCheck:
         if not self._states.is_known(key):
             return IndexCheck(result="unknown")
@@ -98,8 +110,7 @@ class IndexChecker:
         except BusError as error:
             return IndexCheck(result="failed", reason=cause(error))
         if not reply.ok or reply.next_event is None:
-            reason = reply.reason or "the worker's version has no digests"
-            return IndexCheck(result="failed", reason=reason)
+            return IndexCheck(result="failed", reason=self._refusal(key, reply))
         taken: asyncio.Future[Segments | None] = asyncio.get_running_loop().create_future()
         if not self._states.take_at(key, reply.next_event, taken.set_result):
             return IndexCheck(result="moved")
@@ -112,4 +123,7 @@ class IndexChecker:
             return IndexCheck(result="failed", reason=reason)
         if segments is None:
             return IndexCheck(result="unknown")
-        return compare(indexed_blocks(segments), reply)
+        try:
+            return compare(indexed_blocks(segments), reply)
+        except ValueError as error:
+            return IndexCheck(result="failed", reason=f"malformed fingerprints: {error}")
