@@ -94,3 +94,11 @@ def test_runs_are_the_causes_of_each_block(events: list[tuple[int, str]], first:
         runs = removed.find(packed(*prompt), first)
         found = [run.worker for run in runs for _ in range(run.blocks)]
         assert found == [latest[block] for block in prompt[first:end]]
+
+
+def test_blocks_evicted_one_by_one_are_one_run_with_the_latest_time() -> None:
+    removed = RemovedBlocks(1000)
+    for block in range(9):
+        removed.add(packed(block), cause(float(block), request="r"))
+    (run,) = removed.find(packed(*range(9)), 2)
+    assert (run.first, run.blocks, run.time) == (2, 7, 8.0)

@@ -75,15 +75,13 @@ class RemovedBlocks:
         at, cause = first, self._cause(hashes[first])
         for index in range(first + 1, end + 1):
             following = self._cause(hashes[index]) if index < end else None
-            if following is cause and index < end:
+            if cause is not None and following is not None and _alike(cause, following):
+                cause = cause if following.time <= cause.time else following
                 continue
             if cause is not None:
                 runs.append(_run(at, index - at, cause))
-                if len(runs) > 1 and _alike(runs[-2], runs[-1]):
-                    later = runs.pop()
-                    runs[-1] = _joined(runs[-1], later)
-                if len(runs) > MAX_RUNS:
-                    return runs[:MAX_RUNS]
+                if len(runs) == MAX_RUNS:
+                    break
             at, cause = index, following
         return runs
 
@@ -98,12 +96,9 @@ def _run(first: int, blocks: int, cause: Cause) -> Removal:
     return Removal(first, blocks, cause.worker, cause.tier, cause.time, cause.reason, cause.request)
 
 
-def _alike(one: Removal, other: Removal) -> bool:
-    adjacent = one.first + one.blocks == other.first
+def _alike(one: Cause, other: Cause) -> bool:
+    """True if two causes differ in time only."""
+    if one is other:
+        return True
     same = (one.worker, one.tier, one.reason) == (other.worker, other.tier, other.reason)
-    return adjacent and same and one.request == other.request
-
-
-def _joined(one: Removal, other: Removal) -> Removal:
-    blocks, latest = one.blocks + other.blocks, max(one.time, other.time)
-    return Removal(one.first, blocks, one.worker, one.tier, latest, one.reason, one.request)
+    return same and one.request == other.request
