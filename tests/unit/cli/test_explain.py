@@ -1,13 +1,23 @@
 """Rendering of decisions and outcomes by `kvmesh explain`."""
 
 import io
+import math
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvmesh.bus.messages import Candidate, ComputedAhead, Decision, Hints, Outcome, RouteEvent
+from kvmesh.bus.messages import (
+    CacheAccount,
+    CacheLoss,
+    Candidate,
+    ComputedAhead,
+    Decision,
+    Hints,
+    Outcome,
+    RouteEvent,
+)
 from kvmesh.cli.explain import best_rejected, show
 
 
@@ -87,3 +97,15 @@ def test_the_caller_is_shown_as_people_name_it() -> None:
     sent = replace(OUTCOME, tenant="team-a", key="ci", client="mine", device_s=0.25)
     assert "  tenant team-a, key ci, client's id mine, 250.0 ms of device time" in text(sent)
     assert "tenant" not in text(DECISION, OUTCOME)
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, -1e300, 1e18])
+def test_a_removal_at_an_impossible_time_is_shown_without_it(time: float) -> None:
+    loss = CacheLoss(first=0, tokens=9, reason="evicted", worker="w", tier=0, time=time)
+    cache = CacheAccount(prompt_tokens=170, losses=[loss], new=161)
+    assert "(w, engine memory)" in text(DECISION, replace(OUTCOME, cache=cache))
+
+
+def test_names_with_control_characters_are_escaped() -> None:
+    outcome = replace(OUTCOME, tenant="\x1b[31mred\nx")
+    assert "tenant \\x1b[31mred\\nx" in text(DECISION, outcome)

@@ -95,7 +95,10 @@ def _loss(loss: CacheLoss, name: Named) -> str:
 def _at(seconds: float | None) -> str:
     if seconds is None:
         return ""
-    return f", {datetime.fromtimestamp(seconds, UTC).astimezone():%H:%M:%S}"
+    try:
+        return f", {datetime.fromtimestamp(seconds, UTC).astimezone():%H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # of a worker whose clock is far off
+        return ""
 
 
 def _tiers(tokens: list[int]) -> str:
