@@ -1,7 +1,10 @@
 """Rendering of decisions and outcomes by `kvmesh explain`."""
 
+import asyncio
 import io
 import math
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
@@ -18,7 +21,8 @@ from kvmesh.bus.messages import (
     Outcome,
     RouteEvent,
 )
-from kvmesh.cli.explain import best_rejected, show
+from kvmesh.bus.subjects import Subjects
+from kvmesh.cli.explain import best_rejected, find_events, show
 
 
 def candidate(worker: str, cost: float, overlap: int = 0) -> Candidate:
@@ -109,3 +113,42 @@ def test_a_removal_at_an_impossible_time_is_shown_without_it(time: float) -> Non
 def test_names_with_control_characters_are_escaped() -> None:
     outcome = replace(OUTCOME, tenant="\x1b[31mred\nx")
     assert "tenant \\x1b[31mred\\nx" in text(DECISION, outcome)
+
+
+class StoredRoutes:
+    """A reader of one stream of stored messages, which counts how often it is read."""
+
+    stored: ClassVar[list[RouteEvent]] = []
+    reads = 0
+
+    def __init__(self, *arguments: Any) -> None:
+        self._handler = arguments[3]
+        self.caught_up = asyncio.Event()
+
+    async def open(self) -> None:
+        type(self).reads += 1
+        for event in self.stored:
+            self._handler(cast(Any, SimpleNamespace(data=msgspec.msgpack.encode(event))))
+        self.caught_up.set()
+
+    async def close(self) -> None:
+        return
+
+
+def test_requests_that_name_each_other_are_not_followed_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"{depth}-{n}" for depth in range(4) for n in range(9)]
+    outcomes = [replace(OUTCOME, request="root", client="chosen")]
+    for depth in range(1, 4):
+        parents = ["root"] if depth == 1 else [n for n in names if n[0] == str(depth - 1)]
+        children = [n for n in names if n[0] == str(depth)]
+        outcomes += [replace(OUTCOME, request=c, client=p) for c in children for p in parents]
+    monkeypatch.setattr(StoredRoutes, "stored", outcomes)
+    monkeypatch.setattr(StoredRoutes, "reads", 0)
+    monkeypatch.setattr("kvmesh.cli.explain.StreamReader", StoredRoutes)
+    bus = cast(Any, SimpleNamespace(subjects=Subjects("mesh")))
+    (found,) = asyncio.run(find_events(bus, "chosen", None))
+    assert (found.request, StoredRoutes.reads) == ("root", 2)
+    (found,) = asyncio.run(find_events(bus, "root", None))  # and not those that take its name
+    assert (found.request, StoredRoutes.reads) == ("root", 3)
