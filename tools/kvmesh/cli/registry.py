@@ -104,6 +104,12 @@ COMMANDS = (
         sections=BUS,
     ),
     Command(
+        "top",
+        "show workers, sessions and tenants, live",
+        "kvmesh.cli.commands.top",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
         "doctor",
         "check the mesh, and its index against the workers",
         "kvmesh.cli.commands.doctor",

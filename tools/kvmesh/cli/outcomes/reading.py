@@ -16,17 +16,23 @@ TAG_WITHIN = 32  # bytes: the tag is the first field of a message
 _outcomes = msgspec.msgpack.Decoder(Outcome)
 
 
+def decoded_outcome(data: bytes) -> Outcome | None:
+    """The outcome in a message of the route stream; None for any other content."""
+    if TAG not in data[:TAG_WITHIN]:
+        return None
+    try:
+        return _outcomes.decode(data)
+    except msgspec.MsgspecError:
+        return None  # of another version
+
+
 async def each_outcome(bus: Bus, since: datetime | None, handle: Callable[[Outcome], None]) -> None:
     """Pass each outcome since then to `handle`, as `each_message` does."""
 
     def on_message(data: bytes) -> None:
-        if TAG not in data[:TAG_WITHIN]:
-            return
-        try:
-            outcome = _outcomes.decode(data)
-        except msgspec.MsgspecError:
-            return  # of another version
-        handle(outcome)
+        outcome = decoded_outcome(data)
+        if outcome is not None:
+            handle(outcome)
 
     await each_message(bus, since, on_message)
 

@@ -1,0 +1,1 @@
+"""`kvmesh top`: the workers, sessions and tenants of a mesh, live in a terminal."""

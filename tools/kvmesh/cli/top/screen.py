@@ -1,0 +1,82 @@
+"""One frame of `kvmesh top`: header, visible rows, footer. Pure."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kvmesh.cli.top.columns import TopView
+from kvmesh.cli.top.controls import HELP, TopControls
+from kvmesh.cli.units import duration
+from kvmesh.runtime.logs import printable
+
+FRAME_LINES = 4  # header, blank line, headings, footer
+KEYS = "1 fleet  2 sessions  3 tenants  s sort  r reverse  p pause  ? help  q quit"
+_COLOURS = {"ready": "green", "draining": "yellow", "incompatible": "red", "silent": "red"}
+
+
+@dataclass(frozen=True)
+class TopStatus:
+    """The state of the source of the figures; `trouble` says why they do not change, if so."""
+
+    mesh: str
+    window_s: float
+    time: float
+    trouble: str = ""
+    notice: str = ""
+
+
+def frame(controls: TopControls, rows: list[Any], status: TopStatus, height: int) -> Group:
+    """The frame for a terminal of `height` lines; `rows` are all rows of the view, unordered."""
+    shown = max(1, height - FRAME_LINES)
+    controls.first = max(0, min(controls.first, len(rows) - shown))
+    ordered = controls.view.ordered(rows, controls.sort, controls.reverse)
+    first, last = controls.first, min(len(rows), controls.first + shown)
+    body = (
+        Text("\n".join(HELP[:shown]))
+        if controls.help
+        else table(controls.view, ordered[first:last], controls.sort, controls.reverse)
+    )
+    return Group(_header(controls, status, len(rows), first, last), Text(""), body, _footer(status))
+
+
+def table(view: TopView, rows: Iterable[Any], sort: str, reverse: bool) -> Table:
+    """The rows as a table; an arrow marks the column that they are sorted by."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in view.columns:
+        arrow = ("▼" if reverse else "▲") if column.name == sort else ""
+        shown.add_column(
+            f"{column.heading}{arrow}",
+            justify="right" if column.number else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for row in rows:
+        shown.add_row(*(_cell(row, column) for column in view.columns))
+    return shown
+
+
+def _cell(row: Any, column: Any) -> Text:
+    text = column.text(getattr(row, column.name))
+    return Text(text, _COLOURS.get(text, "") if column.name == "state" else "")
+
+
+def _header(controls: TopControls, status: TopStatus, count: int, first: int, last: int) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(status.time))
+    where = f"{first + 1}–{last} of {count:,}" if count else "none yet"
+    what = f"{controls.view.name} {where}"
+    if controls.view.name != "fleet":
+        what += f", requests that ended in the last {duration(status.window_s)}"
+    line = Text(f"{status.mesh}  {clock}  {what}", "bold", no_wrap=True, overflow="ellipsis")
+    return line.append("  PAUSED", "yellow") if controls.paused else line
+
+
+def _footer(status: TopStatus) -> Text:
+    if status.trouble:
+        return Text(status.trouble, "bold red", no_wrap=True, overflow="ellipsis")
+    notice = printable(status.notice)
+    return Text(notice or KEYS, "yellow" if notice else "dim", no_wrap=True, overflow="ellipsis")
