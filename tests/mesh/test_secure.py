@@ -156,6 +156,9 @@ async def test_a_doctor_compares_the_index_for_an_operator_only(
     used = await asyncio.to_thread(run, server, "observer", "usage")
     assert used.returncode == 0
     assert "total" in used.stdout
+    top = await asyncio.to_thread(run, server, "observer", "top", "--once", "--view", "fleet")
+    assert (top.returncode, top.stderr) == (0, "")
+    assert all(name in top.stdout for name in (*WORKERS, "router-0", "kv-0"))
 
 
 async def test_a_planner_works_within_its_permissions(mesh: Mesh, server: SecuredServer) -> None:

@@ -1,0 +1,89 @@
+"""States, rates and shares of the fleet view."""
+
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import Capacity, Instance, Load, ModelCard, Role
+from kvmesh.cli.top.fleet import SILENT_S, FleetRow, FleetView
+
+CARD = Instance(
+    instance="worker-0-1",
+    role=Role.WORKER,
+    name="worker-0",
+    version="1",
+    started=0.0,
+    model=ModelCard(name="demo", context=4096, block_size=16, files=""),
+    capacity=Capacity(blocks=100, max_sequences=8, max_batched_tokens=512, dp_ranks=2),
+)
+
+
+def load(steps: int, rank: int = 0, **fields: int) -> Load:
+    facts = {
+        "running": 2,
+        "waiting": 1,
+        "active_blocks": 25,
+        "cached_blocks": 50,
+        "total_blocks": 100,
+        "prefill_tokens": 0,
+        "prompt_tokens": 100 * steps,
+        "cached_tokens": 75 * steps,
+        "output_tokens": 10 * steps,
+        "requests": steps,
+        **fields,
+    }
+    return Load(instance=CARD.instance, rank=rank, steps=steps, **facts)
+
+
+def only(view: FleetView, now: float) -> FleetRow:
+    (row,) = view.rows(now)
+    return row
+
+
+def test_figures_are_sums_over_ranks() -> None:
+    view = FleetView()
+    view.joined(CARD, 0.0)
+    for step in range(4):
+        view.load(load(step), step)
+        view.load(load(step, rank=1), step)
+    row = only(view, 3.0)
+    assert (row.instance, row.role, row.model, row.state) == (
+        "worker-0-1",
+        "worker",
+        "demo",
+        "ready",
+    )
+    assert (row.running, row.waiting, row.kv_used, row.kv_cached) == (4, 2, 0.25, 0.5)
+    assert (row.prompt_tokens_per_s, row.output_tokens_per_s, row.reused) == (200.0, 20.0, 0.75)
+    assert row.speed is None
+
+
+def test_a_restarted_engine_has_no_negative_rates() -> None:
+    view = FleetView()
+    view.joined(CARD, 0.0)
+    for step, now in ((8, 0.0), (9, 1.0), (0, 2.0), (1, 3.0)):
+        view.load(load(step), now)
+    assert only(view, 3.0).prompt_tokens_per_s == 100.0
+
+
+def test_a_worker_without_loads_is_silent() -> None:
+    view = FleetView()
+    view.joined(CARD, 0.0)
+    assert only(view, SILENT_S).state == "ready"
+    assert only(view, SILENT_S + 1).state == "silent"
+    view.load(load(1), SILENT_S + 1)
+    assert only(view, SILENT_S + 2).state == "ready"
+    view.joined(replace(CARD, draining=True), SILENT_S + 2)
+    assert only(view, SILENT_S + 2).state == "draining"
+
+
+def test_loads_that_no_card_covers_are_ignored() -> None:
+    view = FleetView()
+    view.load(load(1), 0.0)
+    view.joined(CARD, 0.0)
+    view.load(load(1, rank=2), 0.0)
+    assert only(view, 0.0).running is None
+    view.load(load(1), 0.0)
+    view.left(CARD)
+    assert view.rows(0.0) == []
+    view.joined(CARD, 0.0)
+    view.load(load(1), 0.0)
+    assert only(view, 0.0).running == 2
