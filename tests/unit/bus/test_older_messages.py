@@ -56,7 +56,8 @@ class OlderRouted(Struct, kw_only=True, tag="routed"):
     needs_handoff: bool = False
 
 
-RANK, OUTCOME = m.RankKey("w", 0), {
+RANK = m.RankKey("w", 0)
+OUTCOME: dict[str, Any] = {
     "request": "r", "instance": "w", "time": 1.0, "cached_tokens": 1, "output_tokens": 2,
     "ttft_s": None, "total_s": 1.0, "finish": "stop",
 }  # fmt: skip

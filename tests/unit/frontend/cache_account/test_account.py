@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.bus.messages import (
+    LOSS_REASONS,
     CacheAccount,
     CacheLoss,
     ComputedAhead,
@@ -208,8 +209,13 @@ def test_metrics_have_no_reasons_but_the_known_ones() -> None:
             CacheLoss(first=4, tokens=4, reason="elsewhere:2"),
         ],
     )
-    count_tokens("of-unknown-reasons", account)
+    count_tokens(metrics.FrontendModelMetrics("of-unknown-reasons"), account)
     (family,) = metrics.prompt_cache_tokens.collect()
-    labels = [s.labels for s in family.samples if s.labels["model"] == "of-unknown-reasons"]
-    lost = {label["reason"] for label in labels if label["class"] == "lost"}
-    assert lost == {"evicted", "other"}
+    counted = {
+        sample.labels["reason"]: sample.value
+        for sample in family.samples
+        if sample.name.endswith("_total")
+        and sample.labels["model"] == "of-unknown-reasons"
+        and sample.labels["class"] == "lost"
+    }
+    assert counted == dict.fromkeys(LOSS_REASONS, 0.0) | {"evicted": 2.0, "other": 6.0}
