@@ -49,7 +49,8 @@ def test_requests_leave_the_sums_with_the_window() -> None:
     tenants.add(outcome(cache=lossy(30, "evicted")), NOW)
     tenants.add(outcome(cache=lossy(5, "diverged")), NOW + 200)
     (row,) = tenants.rows(NOW + 200)
-    assert (row.requests, row.requests_per_min) == (2, pytest.approx(0.4))
+    assert row.requests == 2
+    assert row.requests_per_min == pytest.approx(0.4)
     (row,) = tenants.rows(NOW + WINDOW_S + 15)
     assert (row.requests, row.lost_tokens, row.lost_for) == (1, 5, "diverged")
     assert tenants.rows(NOW + 2 * WINDOW_S) == []

@@ -33,7 +33,7 @@ def _named(value: str) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
+class TopColumn:
     """A column: attribute of the row, which is its name in `--sort` and JSON, and its text."""
 
     name: str
@@ -47,11 +47,11 @@ class TopView:
     """A view: its columns, the one that it is sorted by at first, and that in reverse."""
 
     name: str
-    columns: tuple[Column, ...]
+    columns: tuple[TopColumn, ...]
     sort: str
     reverse: bool
 
-    def column(self, name: str) -> Column | None:
+    def column(self, name: str) -> TopColumn | None:
         return next((column for column in self.columns if column.name == name), None)
 
     def ordered(self, rows: Iterable[Any], sort: str, reverse: bool) -> list[Any]:
@@ -70,18 +70,18 @@ class TopView:
 FLEET = TopView(
     "fleet",
     (
-        Column("instance", "instance", number=False),
-        Column("role", "role", number=False),
-        Column("state", "state", number=False),
-        Column("model", "model", number=False),
-        Column("running", "running", _count),
-        Column("waiting", "waiting", _count),
-        Column("kv_used", "KV used", _share),
-        Column("kv_cached", "cached", _share),
-        Column("reused", "reused", _share),
-        Column("prompt_tokens_per_s", "in tok/s", _rate),
-        Column("output_tokens_per_s", "out tok/s", _rate),
-        Column("speed", "speed", lambda v: "" if v is None else f"{v:.1f}×"),
+        TopColumn("instance", "instance", number=False),
+        TopColumn("role", "role", number=False),
+        TopColumn("state", "state", number=False),
+        TopColumn("model", "model", number=False),
+        TopColumn("running", "running", _count),
+        TopColumn("waiting", "waiting", _count),
+        TopColumn("kv_used", "KV used", _share),
+        TopColumn("kv_cached", "cached", _share),
+        TopColumn("reused", "reused", _share),
+        TopColumn("prompt_tokens_per_s", "in tok/s", _rate),
+        TopColumn("output_tokens_per_s", "out tok/s", _rate),
+        TopColumn("speed", "speed", lambda v: "" if v is None else f"{v:.1f}×"),
     ),
     "instance",
     False,
@@ -89,17 +89,17 @@ FLEET = TopView(
 SESSIONS = TopView(
     "sessions",
     (
-        Column("session", "session", _named, number=False),
-        Column("tenant", "tenant", _named, number=False),
-        Column("requests", "requests", _count),
-        Column("prompt_tokens", "prompt", _count),
-        Column("reused", "reused", _share),
-        Column("possible", "possible", _share),
-        Column("lost_tokens", "lost", _count),
-        Column("lost_for", "lost for", number=False),
-        Column("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
-        Column("last_seen", "seen", _ago),
-        Column("moving", "prompt changed in", number=False),
+        TopColumn("session", "session", _named, number=False),
+        TopColumn("tenant", "tenant", _named, number=False),
+        TopColumn("requests", "requests", _count),
+        TopColumn("prompt_tokens", "prompt", _count),
+        TopColumn("reused", "reused", _share),
+        TopColumn("possible", "possible", _share),
+        TopColumn("lost_tokens", "lost", _count),
+        TopColumn("lost_for", "lost for", number=False),
+        TopColumn("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
+        TopColumn("last_seen", "seen", _ago),
+        TopColumn("moving", "prompt changed in", number=False),
     ),
     "last_seen",
     True,
@@ -107,16 +107,16 @@ SESSIONS = TopView(
 TENANTS = TopView(
     "tenants",
     (
-        Column("tenant", "tenant", _named, number=False),
-        Column("requests_per_min", "req/min", _rate),
-        Column("requests", "requests", _count),
-        Column("prompt_tokens", "prompt", _count),
-        Column("output_tokens", "output", _count),
-        Column("reused", "reused", _share),
-        Column("possible", "possible", _share),
-        Column("queue_s", "queue", lambda v: f"{v:,.1f} s"),
-        Column("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
-        Column("errors", "errors", _count),
+        TopColumn("tenant", "tenant", _named, number=False),
+        TopColumn("requests_per_min", "req/min", _rate),
+        TopColumn("requests", "requests", _count),
+        TopColumn("prompt_tokens", "prompt", _count),
+        TopColumn("output_tokens", "output", _count),
+        TopColumn("reused", "reused", _share),
+        TopColumn("possible", "possible", _share),
+        TopColumn("queue_s", "queue", lambda v: f"{v:,.1f} s"),
+        TopColumn("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
+        TopColumn("errors", "errors", _count),
     ),
     "requests_per_min",
     True,
