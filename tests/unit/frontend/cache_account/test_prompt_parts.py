@@ -11,7 +11,7 @@ from support.stamp import STAMP
 from kvmesh.bus.messages import ModelCard, PromptChange
 from kvmesh.demo import model_dir
 from kvmesh.frontend.apis.chat.api import Chat
-from kvmesh.frontend.cache_account.prompt_parts import char_offset, locate
+from kvmesh.frontend.cache_account.prompt_parts import MAX_NAME, char_offset, locate
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
@@ -75,3 +75,14 @@ def test_tokens_of_each_part_are_found_with_their_offset() -> None:
 def test_raw_prompts_have_one_part() -> None:
     request = prepared(MESSAGES, []).request
     assert locate(request, None, decoder(), 7) == PromptChange(token=7, part="prompt", way="")
+
+
+def test_the_name_of_a_tool_is_bounded() -> None:
+    name = "t" * 5000
+    tool = {"type": "function", "function": {"name": name, "description": "x", "parameters": {}}}
+    request = prepared(MESSAGES, [tool])
+    encoded = request.encoded
+    assert encoded is not None
+    token = len(encoded.tokens) // TOKEN_BYTES // 2  # within the tool's name
+    found = locate(request.request, encoded, decoder(), token)
+    assert (found.part, found.name) == ("tool", name[:MAX_NAME])

@@ -79,7 +79,7 @@ def test_the_owner_with_the_most_bytes_loses_its_oldest_session() -> None:
 
 
 async def answers(query: SessionQuery, prompts: LastPrompts) -> list[SessionPrompt]:
-    """The reply of this frontend to a query."""
+    """The replies of a frontend to a query."""
     bus = QueriedBus()
     prompts._bus = cast(Any, bus)
     await prompts.open()

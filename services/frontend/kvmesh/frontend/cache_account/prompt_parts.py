@@ -21,6 +21,7 @@ from kvmesh.hashing import TOKEN_BYTES
 
 PROBE = 64  # characters to search for
 BUDGET = 8  # times the prompt's length
+MAX_NAME = 128  # characters of a tool's name, as long as those that providers accept
 
 
 def locate(
@@ -68,7 +69,7 @@ class _Parts:
             start = self._find(f'"{tool.name}"', at)
             if start >= 0:
                 at = start
-                yield start, "tool", index, tool.name
+                yield start, "tool", index, tool.name[:MAX_NAME]
         at = systems = 0
         for number, message in enumerate(request.messages):
             start = self._find(_opening(message), at)

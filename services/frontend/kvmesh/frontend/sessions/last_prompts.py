@@ -17,7 +17,7 @@ from kvmesh.bus.messages import PromptChange, SessionPrompt, SessionQuery, owner
 from kvmesh.frontend.namespaces import SEPARATOR
 from kvmesh.runtime.lru import LruCache
 
-ENTRY_BYTES = 500
+ENTRY_BYTES = 2000  # more than the longest name of a session
 CONVERSATIONS = 4  # of one session
 QUERY_TIMEOUT_S = 0.5
 _queries = msgspec.msgpack.Decoder(SessionQuery)
