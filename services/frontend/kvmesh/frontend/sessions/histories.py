@@ -8,6 +8,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from kvmesh._native import xxh3
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import SessionPrompt, owner
 from kvmesh.frontend import metrics
 from kvmesh.frontend.cache_account.comparison import (
@@ -40,6 +41,7 @@ class Histories:
     def __init__(self, last_prompts: LastPrompts) -> None:
         self._last_prompts = last_prompts
         self._tasks = BackgroundTasks()
+        self._reported = LogOnce()
 
     def begin(self, prepared: PreparedRequest) -> str | None:
         """Compare the prompt with the earlier one, and store it; return the session's name.
@@ -79,7 +81,7 @@ class Histories:
         self._last_prompts.complete(prepared.model.card.name, session, request.id, output)
         compared = prepared.comparison
         if compared is not None and compared.change is not None:
-            _report_moving(prepared, compared, session)
+            _report_moving(prepared, compared, session, self._reported)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -168,17 +170,20 @@ def _session(request: GenerateRequest, conversation: int) -> str | None:
     return inferred(tenant, f"conversation {conversation:x}") if request.messages else None
 
 
-def _report_moving(prepared: PreparedRequest, compared: PromptComparison, session: str) -> None:
+def _report_moving(
+    prepared: PreparedRequest, compared: PromptComparison, session: str, reported: LogOnce
+) -> None:
     change, model = compared.change, prepared.model.card.name
     if change is None or change.turns < MOVING_TURNS:
         return
     prompt: PromptTokens = prepared.prompts[0]
     again = min(compared.length, len(prompt.tokens) // TOKEN_BYTES) - compared.common
     metrics.moving_prompts.labels(model, change.part).inc()
-    if change.turns == MOVING_TURNS:
+    name = session.rpartition(SEPARATOR)[2].encode("unicode_escape").decode()
+    if change.turns == MOVING_TURNS and reported.first(session):
         log.warning(
             "session %s changes its prompt every turn, in %s from character %d on (token %d):"
             " %d tokens of request %s are computed again",
-            *(session.rpartition(SEPARATOR)[2], described(change), change.offset, change.token),
+            *(name, described(change), change.offset, change.token),
             *(again, prepared.request.id),
         )
