@@ -26,6 +26,7 @@ from kvmesh.settings.schema import Section, Settings
 log = logging.getLogger(__name__)
 PREFIX = "KVMESH_"
 CONFIG = "KVMESH_CONFIG"
+MAX_FAULTS = 20  # of a file, in one message
 BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 OptionKey: TypeAlias = tuple[str, str]
 
@@ -203,25 +204,49 @@ def _read(
         raise SettingsError(str(file), error.strerror or str(error)) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(str(file), str(error)) from error
+    faults: list[SettingsError] = []
     sections = {section for section, _ in known}
     for section, content in tree.items():
         if section not in sections:
-            raise SettingsError(str(file), f"unknown section [{section}]{_hint(section, sections)}")
+            reason = f"unknown section [{section}]{_hint(section, sections)}"
+            faults.append(SettingsError(str(file), reason))
+            continue
         if not isinstance(content, dict):
-            raise SettingsError(str(file), f"{section}: expected a table, [{section}]")
-        files = {o.file_key: o for o in known.values() if o.section == section and o.secret}
-        for key, value in content.items():
-            where = f"{file}: {section}.{key}"
-            option = known.get((section, key))
-            if key in files:
-                option = files[key]
-                if option.key in content:
-                    raise SettingsError(where, f"{option.key} is given as well; choose one")
-                value = _secret(value, where)
-            if option is None:
-                near = _hint(key, [k for s, k in known if s == section])
-                raise SettingsError(str(file), f"unknown key {section}.{key}{near}")
-            yield (section, option.key), _convert(option, value, value, where, strict=True)
+            faults.append(SettingsError(str(file), f"{section}: expected a table, [{section}]"))
+            continue
+        for key in content:
+            try:
+                yield _entry(file, section, key, content, known)
+            except SettingsError as fault:
+                faults.append(fault)
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        reasons = [str(fault).removeprefix(f"{file}: ") for fault in faults[:MAX_FAULTS]]
+        more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
+        raise SettingsError(str(file), "; ".join([*reasons, *more]))
+
+
+def _entry(
+    file: Path,
+    section: str,
+    key: str,
+    content: Mapping[str, object],
+    known: Mapping[OptionKey, Option],
+) -> tuple[OptionKey, object]:
+    """The option that an entry of a file sets, and its value."""
+    value, where = content[key], f"{file}: {section}.{key}"
+    option = known.get((section, key))
+    files = {o.file_key: o for o in known.values() if o.section == section and o.secret}
+    if key in files:
+        option = files[key]
+        if option.key in content:
+            raise SettingsError(where, f"{option.key} is given as well; choose one")
+        value = _secret(value, where)
+    if option is None:
+        near = _hint(key, [k for s, k in known if s == section])
+        raise SettingsError(str(file), f"unknown key {section}.{key}{near}")
+    return (section, option.key), _convert(option, value, value, where, strict=True)
 
 
 def _parse(option: Option, text: str, where: str) -> object:

@@ -22,7 +22,7 @@ LAYERS = [
     {"dialects", "apis", "auth", "tokenizer"},
     {"namespaces", "json_bounds"},
     {"metrics"},
-    {"conversation", "errors", "fair_threads", "tenant_figures"},
+    {"conversation", "errors", "fair_threads", "tenant_figures", "failure_log"},
 ]
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 

@@ -107,6 +107,19 @@ def test_a_bad_file_is_named_with_the_key(tmp_path: Path, content: str, said: st
     assert caught.value.where.startswith(str(file))
 
 
+def test_all_bad_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "[router]\npolcy = 'kv'\nname = 'a'\n[rooter]\n[up]\nworkers = 'x'\n")
+    with pytest.raises(SettingsError) as caught:
+        load(file, {}, {})
+    assert str(caught.value) == (
+        f"{file}: unknown key router.polcy; did you mean policy?; unknown section [rooter]; did "
+        "you mean router?; up.workers: expected `int`, got `str` (got 'x')"
+    )
+    file = write(tmp_path, "[router]\n" + "".join(f"zzz{n} = 1\n" for n in range(25)))
+    with pytest.raises(SettingsError, match=r"zzz19; and 5 more$"):
+        load(file, {}, {})
+
+
 def test_a_bad_flag_is_named_as_it_was_written() -> None:
     place: OptionKey = ("frontend", "port")
     with pytest.raises(SettingsError, match=r"^--port: .*65535.*'70000'"):

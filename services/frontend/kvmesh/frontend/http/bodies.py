@@ -12,6 +12,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import ErrorShape
 from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.json_bounds import check_values
 from kvmesh.settings.schema import FrontendSettings
@@ -92,7 +93,7 @@ def error_response(shape: ErrorShape, error: ApiError, request_id: str) -> web.R
     status, body = shape.error(error, request_id)
     metrics.rejections.labels(error.kind).inc()
     if status >= 500:
-        log.warning("request %s failed with status %d: %s", request_id, status, error.message)
+        log_failure(error.kind, request_id, f"status {status}, {error.message}")
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))

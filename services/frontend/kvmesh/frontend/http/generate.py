@@ -1,6 +1,5 @@
 """The generating endpoints: from the body to the answer, the same way for every API."""
 
-import logging
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -9,6 +8,7 @@ from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
@@ -21,8 +21,6 @@ from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.settings.schema import FrontendSettings
 from kvmesh.tracing.names import STORE_RESPONSE
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ class GenerateEndpoint:
             return last + renderer.done(summary)
         except ApiError as error:
             stream.failed = True
-            log.warning("request %s failed: %s", call.request.id, error)
+            log_failure(error.kind, call.request.id, f"after its head, {error}")
             call.request.span.fail(error.kind)
             return renderer.failed(error)
         except ConnectionError:
