@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvmesh.frontend.failure_log import INTERVAL_S, FailureLog
+from kvmesh.frontend.failure_log import INTERVAL_S, RequestFailures
 
 
 def test_failures_of_one_cause_are_counted() -> None:
@@ -13,7 +13,7 @@ def test_failures_of_one_cause_are_counted() -> None:
         assert seconds == INTERVAL_S
         timers.append(function)
 
-    failures = FailureLog(lines.append)
+    failures = RequestFailures(lines.append)
     for number in range(4):
         failures.failed("overloaded", f"r{number}", "busy", later)
     failures.failed("internal", "r9", "bug", later)

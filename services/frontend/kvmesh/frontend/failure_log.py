@@ -18,7 +18,7 @@ class _Others:
         self.request = self.text = ""
 
 
-class FailureLog:
+class RequestFailures:
     """Writes the first failure of a cause at once, and those of the next INTERVAL_S as one line.
 
     `later(seconds, function)` calls the function then. Causes are the kinds of errors, so few.
@@ -55,7 +55,7 @@ class FailureLog:
         later(INTERVAL_S, lambda: self._end(cause, later))
 
 
-_failures = FailureLog(lambda line: log.warning("%s", line))
+_failures = RequestFailures(lambda line: log.warning("%s", line))
 
 
 def log_failure(cause: str, request: str, text: str) -> None:
