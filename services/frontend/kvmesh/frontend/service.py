@@ -38,6 +38,7 @@ from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.wake.idle_models import IdleModelReader
 from kvmesh.frontend.wake.waker import Waker
+from kvmesh.runtime.line_writer import LineWriter
 from kvmesh.runtime.logs import TextFormatter
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
@@ -46,6 +47,7 @@ from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 CHECK_S = 1.0
+CLOSE_LOG_S = 1.0
 GRACE_S = 3.0  # for final error frames, after `drain_timeout_s`
 LOADING_S = 10.0  # a model that takes longer loads while requests for others are served
 SWITCH_S = 0.001  # after which a tokenizing thread yields the GIL to the event loop
@@ -60,6 +62,7 @@ class FrontendService:
         settings = service.settings.frontend
         self._service = service
         self._settings = settings
+        self._lines = LineWriter(sys.stdout.fileno())
         self.registry = ModelRegistry(service.bus, service.spawn)
         self.idle_models = IdleModelReader(service.bus, self.registry.listed, self.registry.removed)
         self.waker = Waker(service.bus, service.instance, self.registry, settings.max_waking)
@@ -185,6 +188,7 @@ class FrontendService:
         self.events.flush()
         await self.idle_models.close()
         await self.directory.close()
+        await asyncio.to_thread(self._lines.close, CLOSE_LOG_S)
 
     def application(self) -> web.Application:
         settings = self._settings
@@ -210,7 +214,7 @@ class FrontendService:
         name = self._service.name
         form = settings.access_log
         form = self._service.settings.log.format if form == "auto" else form
-        access_log = configure_access_log(form, name, TextFormatter(name))
+        access_log = configure_access_log(form, name, TextFormatter(name), self._lines)
         more, warnings = self.cache_api.routes, self._service.warnings
         app = application(parts, self, more, warnings, access_log)
         app.on_shutdown.append(self.drain)

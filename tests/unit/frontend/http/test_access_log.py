@@ -2,11 +2,13 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from kvmesh.frontend.http.access_log import AccessEntry, as_text, configure
+from kvmesh.runtime.line_writer import LineWriter
 
 ENTRY = AccessEntry(
     time=1.0, id="msg_1", method="POST", path="/v1/messages", api="messages", status=200,
@@ -35,18 +37,24 @@ def test_no_value_forges_a_field_or_a_line() -> None:
 
 
 @pytest.mark.parametrize("mode", ["text", "json"])
-def test_lines_go_to_standard_output(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    log = configure(mode, "frontend-0", logging.Formatter("%(message)s"))  # type: ignore[arg-type]
-    assert log is not None
-    log(ENTRY)
-    line = capsys.readouterr().out.rstrip("\n")
+def test_each_entry_is_one_line(mode: str, tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    with file.open("w") as stream:
+        writer = LineWriter(stream.fileno())
+        log = configure(mode, "f-0", logging.Formatter("%(message)s"), writer)  # type: ignore[arg-type]
+        assert log is not None
+        log(ENTRY)
+        writer.close(60)
+    line = file.read_text().rstrip("\n")
     if mode == "text":
         assert line == as_text(ENTRY)
         return
     found = json.loads(line)
-    assert (found["log"], found["service"]) == ("access", "frontend-0")
+    assert (found["log"], found["service"]) == ("access", "f-0")
     assert (found["id"], found["cached"], found["session"]) == ("msg_1", 128, "s\n1")
 
 
 def test_off_is_no_log() -> None:
-    assert configure("off", "frontend-0", logging.Formatter()) is None
+    writer = LineWriter(1)
+    assert configure("off", "f-0", logging.Formatter(), writer) is None
+    writer.close(60)

@@ -3,9 +3,9 @@
 import json
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -14,9 +14,9 @@ from msgspec import Struct
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.generation.active_request import ActiveRequest
 from kvmesh.frontend.namespaces import own_name
+from kvmesh.runtime.line_writer import LineWriter
 
 Format = Literal["off", "text", "json"]
-log = logging.getLogger("kvmesh.access")
 CLIENT_CLOSED = 499  # status of requests whose client leaves before the response
 MAX_SHOWN = 256  # characters of a path, or of the name of a model
 _PLAIN = re.compile(r"[^\s\"\\=\x00-\x1f\x7f-\x9f]+")
@@ -70,25 +70,20 @@ class AccessEntry(Struct, kw_only=True, omit_defaults=True):
 
 
 def configure(
-    mode: Format, service: str, text: logging.Formatter
+    mode: Format, service: str, text: logging.Formatter, writer: LineWriter
 ) -> Callable[[AccessEntry], None] | None:
     """The function that logs an entry, None for no log; `text` formats lines of text.
 
-    The log has a handler of its own on standard output: `log.level` does not silence it, and its
-    JSON lines are pure.
+    Lines go to `writer` and not to the process's log: `log.level` does not silence them, JSON lines
+    are pure, and a reader that is slow or frozen delays no request.
     """
     if mode == "off":
         return None
-    handler = logging.StreamHandler(sys.stdout)
     if mode == "text":
-        handler.setFormatter(text)
-    log.handlers[:] = [handler]
-    log.propagate = False
-    log.setLevel(logging.INFO)
-    if mode == "text":
-        return lambda entry: log.info("%s", as_text(entry))
+        record = partial(logging.LogRecord, "kvmesh.access", logging.INFO, "", 0)
+        return lambda entry: writer.put(text.format(record(as_text(entry), (), None)))
     prefix = f'{{"log":"access","service":{json.dumps(service)},'
-    return lambda entry: log.info("%s%s", prefix, _encode(entry)[1:].decode())
+    return lambda entry: writer.put(prefix + _encode(entry)[1:].decode())
 
 
 def as_text(entry: AccessEntry) -> str:
