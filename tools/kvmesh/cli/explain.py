@@ -1,6 +1,5 @@
 """Finds a request's routing decisions and outcomes, and renders them as text."""
 
-import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -20,15 +19,14 @@ from kvmesh.bus.messages import (
     PrefetchTerms,
     RouteEvent,
 )
-from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.cli.outcomes.cache_text import account_lines
 from kvmesh.cli.outcomes.origins import Origins, last_shared
+from kvmesh.cli.outcomes.reading import each_message
 from kvmesh.cli.prefetch_uses import PrefetchUse, PrefetchUses, base_id, prompt_rank
 from kvmesh.cli.units import literal_lines
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
 
-TIMEOUT_S = 10.0
 PREFETCH_ID = b"pf_"
 MAX_NAMED = 20  # requests of one id of the client
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
@@ -52,8 +50,7 @@ async def find_events(
 
     Further attempts of a request have the ids REQUEST.1, REQUEST.2, …; they are included. `request`
     may be the client's own id of one or more requests, unless `follow` is false. `uses` follows the
-    prefetches in the stream.
-    Raises TimeoutError if reading to the end of the stream takes more than TIMEOUT_S.
+    prefetches in the stream. Raises TimeoutError as `each_message` does.
     """
     found: list[RouteEvent] = []
     named: dict[str, None] = {}  # by the client's own id
@@ -61,8 +58,7 @@ async def find_events(
         uses = PrefetchUses()
     wanted = request.encode()
 
-    def on_message(message: StreamMessage) -> None:
-        data = message.data
+    def on_message(data: bytes) -> None:
         if wanted not in data and not uses and PREFETCH_ID not in data:
             return
         try:
@@ -75,15 +71,7 @@ async def find_events(
         elif isinstance(event, Outcome) and event.client == request:
             named[base_id(event.request)] = None
 
-    start = Start() if since is None else Start(time=since)
-    subjects = bus.subjects
-    reader = StreamReader(bus, subjects.route_stream, subjects.route_all, on_message, start)
-    await reader.open()
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            await reader.caught_up.wait()
-    finally:
-        await reader.close()
+    await each_message(bus, since, on_message)
     if found or not follow:
         return found  # a client may name its requests like those of others
     for own in list(named)[:MAX_NAMED]:
