@@ -26,7 +26,7 @@ setup: $(BUILT)
 
 $(BUILT): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	$(PIP) --editable '.[dashboard]'
 	touch $@
 
 # The torch engine runs in the tests; `make up` does not need it.

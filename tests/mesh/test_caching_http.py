@@ -30,7 +30,7 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import SeqBatch, SeqFree
 from kvmesh.cli.explain import find_events, own_id
-from kvmesh.cli.prefetch_uses import PrefetchUses
+from kvmesh.observer.prefetch_uses import PrefetchUses
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 JSON_TYPE = {"Content-Type": "application/json"}

@@ -20,13 +20,17 @@ NAMES = [f"KVMESH_{role}_NAME=" for role in ("FRONTEND", "ROUTER", "INDEXER", "W
 class Up:
     """A running `kvmesh up` on its own ports, with its state below `folder`.
 
-    Its processes but the frontend serve metrics on `metrics` consecutive ports.
+    Its processes but the frontend serve metrics on `metrics` consecutive ports. It has a dashboard
+    only if asked to.
     """
 
-    def __init__(self, folder: Path, *arguments: str, metrics: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, metrics: int = 0, dashboard: bool = False
+    ) -> None:
         self.port = free_port()
         self.metrics_port = free_ports(metrics) if metrics else 0
         self.nats_port = free_port()
+        self.dashboard_port = free_port() if dashboard else 0
         self.folder = folder
         self.lines: list[str] = []
         self.evidence = Evidence(lambda: {"kvmesh up": self.output})
@@ -36,6 +40,10 @@ class Up:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://127.0.0.1:{self.dashboard_port}"
 
     @property
     def nats_url(self) -> str:
@@ -65,6 +73,7 @@ class Up:
                 *("--port", str(self.port), "--nats-port", str(self.nats_port)),
                 *("--state-dir", str(self.folder / "state")),
                 *("--metrics-port", str(self.metrics_port)),
+                *self._dashboard(),
                 *("--ready-timeout-s", "120", *self._arguments),
             ],
             cwd=self.folder,
@@ -74,6 +83,11 @@ class Up:
             env={k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")},
         )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+
+    def _dashboard(self) -> tuple[str, ...]:
+        if not self.dashboard_port:
+            return ("--no-dashboard",)
+        return ("--dashboard-port", str(self.dashboard_port))
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

@@ -14,7 +14,7 @@ from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import run
 from kvmesh.cli.references.options import markdown, toml
 from kvmesh.cli.registry import COMMANDS
-from kvmesh.cli.units import duration, size
+from kvmesh.runtime.quantities import duration, size
 from kvmesh.settings import Settings, load, options
 
 DOCS = Path(__file__).parents[3] / "docs"

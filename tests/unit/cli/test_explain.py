@@ -146,7 +146,7 @@ def test_requests_that_name_each_other_are_not_followed_without_end(
         outcomes += [replace(OUTCOME, request=c, client=p) for c in children for p in parents]
     monkeypatch.setattr(StoredRoutes, "stored", outcomes)
     monkeypatch.setattr(StoredRoutes, "reads", 0)
-    monkeypatch.setattr("kvmesh.cli.outcomes.reading.StreamReader", StoredRoutes)
+    monkeypatch.setattr("kvmesh.observer.route_stream.StreamReader", StoredRoutes)
     bus = cast(Any, SimpleNamespace(subjects=Subjects("mesh")))
     (found,) = asyncio.run(find_events(bus, "chosen", None))
     assert (found.request, StoredRoutes.reads) == ("root", 2)

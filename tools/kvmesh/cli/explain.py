@@ -19,13 +19,13 @@ from kvmesh.bus.messages import (
     PrefetchTerms,
     RouteEvent,
 )
-from kvmesh.cli.outcomes.cache_text import account_lines
-from kvmesh.cli.outcomes.origins import Origins, last_shared
-from kvmesh.cli.outcomes.reading import each_message
-from kvmesh.cli.prefetch_uses import PrefetchUse, PrefetchUses, base_id, prompt_rank
 from kvmesh.cli.units import literal_lines
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
+from kvmesh.observer.cache_text import account_lines
+from kvmesh.observer.origins import Origins, last_shared
+from kvmesh.observer.prefetch_uses import PrefetchUse, PrefetchUses, base_id, prompt_rank
+from kvmesh.observer.route_stream import each_message
 
 PREFETCH_ID = b"pf_"
 MAX_NAMED = 20  # requests of one id of the client

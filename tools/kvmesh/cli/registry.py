@@ -39,6 +39,7 @@ ROLES = (
     "transfer",
     "planner",
     "oracle",
+    "dashboard",
 )
 
 
@@ -95,6 +96,13 @@ COMMANDS = (
         own="oracle",
         sections=("router", *SERVICE),
         excluded=NOT_SIMULATED - {("router", "policy")},
+    ),
+    Command(
+        "dashboard",
+        "run the dashboard: a web page with the state of the mesh, live",
+        "kvmesh.cli.commands.service",
+        own="dashboard",
+        sections=SERVICE,
     ),
     Command("tail", "show the messages on the bus", "kvmesh.cli.commands.tail", sections=BUS),
     Command(

@@ -5,6 +5,7 @@ Each one is a key of the TOML file (`[router] policy = "kv"`), an environment va
 """
 
 from kvmesh.settings.schema.common import Section
+from kvmesh.settings.schema.dashboard import DashboardSettings
 from kvmesh.settings.schema.engines import (
     MockSettings,
     RemoteSettings,
@@ -26,6 +27,7 @@ from kvmesh.settings.schema.up import UpSettings
 from kvmesh.settings.schema.worker import WorkerSettings
 
 __all__ = [
+    "DashboardSettings",
     "FrontendSettings",
     "IndexerSettings",
     "KvbmSettings",
@@ -66,6 +68,7 @@ class Settings(Section, frozen=True, kw_only=True):
     kvbm: KvbmSettings = KvbmSettings()
     planner: PlannerSettings = PlannerSettings()
     oracle: OracleSettings = OracleSettings()
+    dashboard: DashboardSettings = DashboardSettings()
     mock: MockSettings = MockSettings()
     transfer: TransferSettings = TransferSettings()
     torch: TorchSettings = TorchSettings()

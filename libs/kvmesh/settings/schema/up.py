@@ -24,6 +24,9 @@ class UpSettings(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="run an oracle, which simulates candidate fleets for the planner"),
     ] = False
+    dashboard: Annotated[
+        bool, Meta(description="run the dashboard, a web page with the state of the mesh")
+    ] = True
     max_workers: Annotated[
         Count,
         Meta(

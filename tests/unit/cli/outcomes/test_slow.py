@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from kvmesh.bus.messages import Outcome
-from kvmesh.cli.outcomes.slow import SlowestRequests, render, split
+from kvmesh.cli.outcomes.slow import SlowestRequests, render
+from kvmesh.observer.request_time import split_time
 
 OUTCOME = Outcome(
     request="chatcmpl-1", instance="w-1", time=1.0, cached_tokens=100, output_tokens=7, ttft_s=2.0,
@@ -28,17 +29,17 @@ PARTS = ("prepare_s", "queue_s", "index_s", "route_s", "engine_wait_s", "prefill
     ],
 )
 def test_the_parts_add_up_to_the_whole(outcome: Outcome) -> None:
-    parts = [getattr(split(outcome), name) or 0.0 for name in PARTS]
+    parts = [getattr(split_time(outcome), name) or 0.0 for name in PARTS]
     assert min(parts) >= 0
     assert sum(parts) == pytest.approx(outcome.total_s)
 
 
 def test_time_in_the_engine_s_queue_is_no_prefill() -> None:
-    found = split(OUTCOME)
+    found = split_time(OUTCOME)
     assert (found.route_s, found.prefill_s) == pytest.approx((0.1, 0.7))
     assert found.decode_s == pytest.approx(1.0)
     assert found.session == "s"
-    assert split(replace(OUTCOME, engine_wait_s=None)).prefill_s == pytest.approx(1.0)
+    assert split_time(replace(OUTCOME, engine_wait_s=None)).prefill_s == pytest.approx(1.0)
 
 
 def test_the_slowest_come_first() -> None:
@@ -56,7 +57,7 @@ def test_the_slowest_come_first() -> None:
 def test_a_row_shows_where_the_time_went() -> None:
     out = io.StringIO()
     again = replace(OUTCOME, engine_wait_s=None, attempts=3)
-    rows = [split(OUTCOME), split(again)]
+    rows = [split_time(OUTCOME), split_time(again)]
     Console(file=out, width=240, highlight=False).print(render(rows))
     lines = out.getvalue().splitlines()
     assert "600.0 ms" in lines[1]

@@ -1,5 +1,7 @@
 """The processes of a mesh on one machine, and their settings."""
 
+from pathlib import Path
+
 import pytest
 
 from kvmesh.cli.supervisor.plan import (
@@ -29,6 +31,7 @@ def test_the_default_mesh() -> None:
         "router-0",
         *(f"worker-{n}" for n in range(4)),
         "frontend-0",
+        "dashboard-0",
     ]
     assert [spec.argv[1:] for spec in specs if spec.role == "worker"] == [
         ("-m", "kvmesh.cli.main", "worker", f"--name=worker-{n}") for n in range(4)
@@ -63,7 +66,7 @@ def test_metrics_ports_are_consecutive_over_all_roles() -> None:
     chosen = settings(up__workers="2", up__metrics_port="9100")
     found = []
     for spec in service_specs(chosen, {}):
-        if spec.role != "frontend":
+        if spec.role not in ("frontend", "dashboard"):
             own = getattr(load(None, spec.env, {}), spec.role)
             found.append((spec.name, own.metrics_port))
     assert found == [
@@ -84,9 +87,9 @@ def test_with_prefill_workers_the_others_decode() -> None:
     }
 
 
-def test_a_planner_starts_last_and_scales_the_workers_of_this_mesh() -> None:
+def test_a_planner_starts_after_what_it_scales_and_scales_the_workers_of_this_mesh() -> None:
     chosen = settings(up__planner="true", up__workers="2", up__max_workers="5")
-    planner = service_specs(chosen, {})[-1]
+    planner = service_specs(chosen, {})[-2]
     assert (planner.name, planner.role) == ("planner-0", "planner")
     own = load(None, planner.env, {}).planner
     assert (own.name, own.connector) == ("planner-0", "processes")
@@ -95,7 +98,7 @@ def test_a_planner_starts_last_and_scales_the_workers_of_this_mesh() -> None:
 
 def test_a_planner_scales_prefill_and_decode_workers_apart() -> None:
     chosen = settings(up__planner="true", up__workers="9", up__prefill_workers="1")
-    own = load(None, service_specs(chosen, {})[-1].env, {}).planner
+    own = load(None, service_specs(chosen, {})[-2].env, {}).planner
     assert ",".join(own.pools) == (
         "prefill:serves=prefill,min=1,max=8,kind=worker,"
         "decode:serves=decode,min=1,max=9,kind=worker"
@@ -106,18 +109,18 @@ def test_a_planner_scales_prefill_and_decode_workers_apart() -> None:
 def test_a_planner_keeps_the_connector_and_the_pools_that_are_set() -> None:
     pools = "workers:min=2"
     chosen = settings(up__planner="true", planner__connector="command", planner__pools=pools)
-    own = load(None, service_specs(chosen, {})[-1].env, {}).planner
+    own = load(None, service_specs(chosen, {})[-2].env, {}).planner
     assert (own.connector, own.pools) == ("command", [pools])
 
 
 def test_a_planner_asks_the_oracle_of_its_mesh() -> None:
     chosen = settings(up__planner="true", up__oracle="true", up__metrics_port="9100")
-    oracle, planner = service_specs(chosen, {})[-2:]
+    oracle, planner = service_specs(chosen, {})[-3:-1]
     assert (oracle.name, oracle.role, planner.role) == ("oracle-0", "oracle", "planner")
     assert load(None, oracle.env, {}).oracle.metrics_port == 9103
     assert load(None, planner.env, {}).planner.oracle_budget_s == ORACLE_BUDGET_S
     own = settings(up__planner="true", up__oracle="true", planner__oracle_budget_s="3")
-    assert load(None, service_specs(own, {})[-1].env, {}).planner.oracle_budget_s == 3
+    assert load(None, service_specs(own, {})[-2].env, {}).planner.oracle_budget_s == 3
     alone = settings(up__planner="true")
     assert load(None, service_specs(alone, {})[-1].env, {}).planner.oracle_budget_s == 0
 
@@ -144,5 +147,21 @@ def test_a_block_manager_comes_before_the_workers_of_its_node() -> None:
         "kvbm-0",
         "worker-0",
         "frontend-0",
+        "dashboard-0",
     ]
     assert load(None, specs[3].env, {}).worker.node == "east"
+
+
+def test_the_dashboard_asks_for_the_keys_of_the_frontends(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    chosen = settings(frontend__keys_file=str(keys), frontend__keys_bucket="true")
+    own = load(None, service_specs(chosen, {})[-1].env, {}).dashboard
+    assert (own.keys_file, own.keys_bucket) == (keys, True)
+    other = settings(frontend__keys_file=str(keys), dashboard__keys_bucket="true")
+    own = load(None, service_specs(other, {})[-1].env, {}).dashboard
+    assert (own.keys_file, own.keys_bucket) == (None, True)
+
+
+def test_the_dashboard_can_be_left_out() -> None:
+    roles = {spec.role for spec in service_specs(settings(up__dashboard="false"), {})}
+    assert "dashboard" not in roles

@@ -5,10 +5,10 @@ import io
 from rich.console import Console
 
 from kvmesh.bus.messages import Outcome
-from kvmesh.cli.top.activity import Activity, by_session
-from kvmesh.cli.top.columns import FLEET, SESSIONS, TENANTS
 from kvmesh.cli.top.controls import TopControls, split_keys
 from kvmesh.cli.top.screen import TopStatus, frame
+from kvmesh.observer.activity import Activity, by_session
+from kvmesh.observer.columns import FLEET, SESSIONS, TENANTS
 
 STATUS = TopStatus("mesh kvmesh on h:4222", 300.0, 0.0)
 

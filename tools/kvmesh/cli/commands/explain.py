@@ -59,11 +59,11 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.explain import find_events, own_id, show
     from kvmesh.cli.messages.decoding import plain
-    from kvmesh.cli.outcomes.origins import origins_of
-    from kvmesh.cli.outcomes.reading import each_message
     from kvmesh.cli.outcomes.show_session import show_session
     from kvmesh.cli.outcomes.show_slow import show_slow
-    from kvmesh.cli.prefetch_uses import PrefetchUses
+    from kvmesh.observer.origins import origins_of
+    from kvmesh.observer.prefetch_uses import PrefetchUses
+    from kvmesh.observer.route_stream import each_message
 
     if arguments.session is not None:
         return show_session(arguments, settings)

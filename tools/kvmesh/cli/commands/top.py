@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.bus.client import Bus
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.flags import did_you_mean
-    from kvmesh.cli.top import columns
     from kvmesh.cli.top.controls import TopControls
     from kvmesh.cli.top.monitor import TopMonitor, show_live, show_once
+    from kvmesh.observer import columns
 
     view = columns.VIEWS[arguments.view]
     sort = arguments.sort or view.sort

@@ -2,12 +2,15 @@
 
 import argparse
 import asyncio
+import importlib.util
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+
+from msgspec.structs import replace
 
 from kvmesh.cli.supervisor.console import LogForwarder, LogStream
 from kvmesh.cli.supervisor.errors import UpError
@@ -26,12 +29,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     try:
         with ExitStack() as claims:
-            claimed = claim(settings, claims)
+            claimed = claim(_with_installed(settings), claims)
             asyncio.run(_supervise(claimed, embedded=not settings.nats.url))
     except UpError as error:
         print(f"kvmesh up: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _with_installed(settings: Settings) -> Settings:
+    """The settings without the dashboard if its library is not installed."""
+    if not settings.up.dashboard or importlib.util.find_spec("nicegui") is not None:
+        return settings
+    print("kvmesh up: no dashboard: pip install 'kvmesh[dashboard]'", file=sys.stderr)
+    return replace(settings, up=replace(settings.up, dashboard=False))
 
 
 async def _supervise(settings: Settings, embedded: bool) -> None:

@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     from kvmesh.bus.client import Bus
     from kvmesh.cli.bus_session import run_on_bus
-    from kvmesh.cli.outcomes.reading import each_outcome
     from kvmesh.cli.outcomes.usage import UsageTable, render
+    from kvmesh.observer.route_stream import each_outcome
 
     since = arguments.since or datetime.now(UTC) - timedelta(hours=1)
 

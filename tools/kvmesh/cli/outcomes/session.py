@@ -7,9 +7,9 @@ from datetime import datetime
 from rich.table import Table
 
 from kvmesh.bus.messages import CacheAccount, Outcome, PromptChange
-from kvmesh.cli.outcomes.cache_text import change_line, part, reason_text
 from kvmesh.cli.units import literal
 from kvmesh.frontend.namespaces import own_name
+from kvmesh.observer.cache_text import change_line, part, reason_text
 
 
 class SessionTurns:

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from kvmesh.bus.client import Bus
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.outcomes.reading import each_outcome
 from kvmesh.cli.outcomes.session import SessionTurns
 from kvmesh.cli.units import literal_lines
+from kvmesh.observer.route_stream import each_outcome
 from kvmesh.settings import Settings
 
 WIDTH = 240

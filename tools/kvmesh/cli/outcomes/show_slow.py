@@ -8,8 +8,8 @@ from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.outcomes.reading import each_outcome
 from kvmesh.cli.outcomes.slow import SlowestRequests, render
+from kvmesh.observer.route_stream import each_outcome
 from kvmesh.settings import Settings
 
 WIDTH = 240

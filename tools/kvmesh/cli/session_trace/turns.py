@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from kvmesh.bus.messages import Decision
-from kvmesh.cli.prefetch_uses import base_id
+from kvmesh.observer.prefetch_uses import base_id
 from kvmesh.workload.capture import CapturedRound
 
 SCOPE = "\x1f"  # between a tenant's tag and the name of its session

@@ -18,7 +18,7 @@ from kvmesh.cli.status.report import (
     MeshReport,
     StreamReport,
 )
-from kvmesh.cli.units import duration, size
+from kvmesh.runtime.quantities import duration, size
 
 PIPE_WIDTH = 160
 

@@ -16,6 +16,7 @@ COLOURS = {
     "worker": 32,
     "planner": 95,
     "oracle": 94,
+    "dashboard": 96,
     "nats": 33,
     "up": 1,
 }

@@ -9,10 +9,30 @@ from typing import Any
 import msgspec
 
 from kvmesh.settings import CONFIG, Settings, to_env, variables
-from kvmesh.settings.schema import PlannerSettings
+from kvmesh.settings.schema import DashboardSettings, PlannerSettings
 
-START_ORDER = ("nats", "indexer", "router", "kvbm", "worker", "frontend", "oracle", "planner")
-STOP_ORDER = ("planner", "oracle", "frontend", "worker", "kvbm", "router", "indexer", "nats")
+START_ORDER = (
+    "nats",
+    "indexer",
+    "router",
+    "kvbm",
+    "worker",
+    "frontend",
+    "oracle",
+    "planner",
+    "dashboard",
+)
+STOP_ORDER = (
+    "dashboard",
+    "planner",
+    "oracle",
+    "frontend",
+    "worker",
+    "kvbm",
+    "router",
+    "indexer",
+    "nats",
+)
 # the workers' ports come last: a planner may start more of them
 METRICS_ORDER = ("indexer", "router", "kvbm", "planner", "oracle", "worker")
 COUNTS = {
@@ -23,6 +43,7 @@ COUNTS = {
     "frontend": "frontends",
     "planner": "planner",
     "oracle": "oracle",
+    "dashboard": "dashboard",
 }
 
 ORACLE_BUDGET_S = 10.0  # of a planner beside an oracle, unless a setting names another
@@ -52,7 +73,7 @@ def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[Proces
     """The service processes of `settings.up`, in start order."""
     metrics = count(settings.up.metrics_port)
     specs: list[ProcessSpec] = []
-    for role in (*METRICS_ORDER, "frontend"):
+    for role in (*METRICS_ORDER, "frontend", "dashboard"):
         if role == "worker":
             specs += _workers(settings, metrics, environ)
         else:
@@ -129,7 +150,7 @@ def _instances(
             # drain before the supervisor kills the process
             drain_s = min(own.drain_timeout_s, settings.up.stop_timeout_s / 2)
             own = msgspec.structs.replace(own, port=own.port + number, drain_timeout_s=drain_s)
-        elif settings.up.metrics_port:
+        elif role in METRICS_ORDER and settings.up.metrics_port:
             own = msgspec.structs.replace(own, metrics_port=next(metrics))
         yield own.name, msgspec.structs.replace(settings, **{role: own})
 
@@ -139,8 +160,20 @@ def _sections(role: str, settings: Settings) -> Iterator[Any]:
     section, replace = getattr(settings, role), msgspec.structs.replace
     if role == "planner":
         section = _planner(settings)
+    elif role == "dashboard":
+        section = _dashboard(settings)
     for number in range(getattr(settings.up, COUNTS[role])):
         yield replace(section, name=f"{section.name or role}-{number}")
+
+
+def _dashboard(settings: Settings) -> DashboardSettings:
+    """The dashboard's settings; it needs the keys of the frontends unless it has others."""
+    section, frontend = settings.dashboard, settings.frontend
+    if section.keys_file or section.keys_bucket:
+        return section
+    return msgspec.structs.replace(
+        section, keys_file=frontend.keys_file, keys_bucket=frontend.keys_bucket
+    )
 
 
 def _planner(settings: Settings) -> PlannerSettings:

@@ -1,4 +1,4 @@
-"""Health checks of the frontends, and the announcement of their addresses."""
+"""Health checks of the frontends and the dashboard, and the announcement of their addresses."""
 
 import asyncio
 import http.client
@@ -39,6 +39,12 @@ def reachable(host: str) -> str:
     return "::1" if host == "::" else host
 
 
+def url(host: str, port: int) -> str:
+    """The URL at which this machine reaches a server that listens on `host`."""
+    name = reachable(host)
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}"
+
+
 def announcement(
     host: str,
     ports: Sequence[int],
@@ -47,13 +53,13 @@ def announcement(
     key: str,
     token_file: Path | None = None,
     keyless: bool = False,
+    dashboard: str = "",
 ) -> str:
     """The addresses for clients and a curl command; `key` is an API key or a shell variable.
 
-    `keyless`: the frontends require API keys, and none exists.
+    `keyless`: the frontends require API keys, and none exists. `dashboard` is its URL, if any.
     """
-    authority = f"[{host}]" if ":" in host else host
-    base = f"http://{authority}:{ports[0]}"
+    base = url(host, ports[0])
     more = f"  (and ports {', '.join(map(str, ports[1:]))})" if len(ports) > 1 else ""
     model = models[0] if models else "MODEL"
     token = f" --nats-token-file {shlex.quote(str(token_file))}" if token_file else ""
@@ -72,6 +78,7 @@ def announcement(
             "",
             f"  OpenAI API       export OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
             f"  Anthropic API    export ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
+            *([f"  Dashboard        {dashboard}"] if dashboard else []),
             f"  NATS             {nats_url}",
             f"  Look inside      kvmesh status {mesh}",
             "  Stop             Ctrl-C: running requests finish first",

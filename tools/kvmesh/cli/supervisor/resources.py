@@ -32,6 +32,10 @@ def claim(settings: Settings, claims: ExitStack) -> Settings:
         settings = replace(settings, frontend=replace(frontend, port=port))
         for further in range(port + 1, port + up.frontends):
             _claim_port(frontend.host, further, "--port", used)
+    if up.dashboard:
+        own = settings.dashboard
+        port = _claim_port(own.host, own.port, "--dashboard-port or use --no-dashboard", used)
+        settings = replace(settings, dashboard=replace(own, port=port))
     if up.metrics_port:
         groups = worker_groups(settings)
         most = sum(most_workers(settings, g) if up.planner else g.count for g in groups)

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from kvmesh.cli.supervisor.mesh_view import MeshView
     from kvmesh.cli.supervisor.operator import FleetOperator
 
+CARDLESS = ("nats", "dashboard")  # they do not announce themselves on the bus
+
 
 class StartupGuide:
     """The hooks of one start; `view` is set once connected to the bus."""
 
     def __init__(self, settings: Settings, specs: list[ProcessSpec], log: LogStream) -> None:
         self._settings = settings
-        self._names = [spec.name for spec in specs if spec.role != "nats"]
-        self._external = len(self._names) == len(specs)
+        self._names = [spec.name for spec in specs if spec.role not in CARDLESS]
+        self._external = not any(spec.role == "nats" for spec in specs)
         self._log = log
         self._started = time.monotonic()
         self._operator: FleetOperator | None = None
@@ -93,6 +95,9 @@ class StartupGuide:
         if self._settings.up.workers and self._settings.up.routers:
             host = ready.reachable(self._settings.frontend.host)
             await ready.until_healthy(host, frontend_ports(self._settings))
+        if self._settings.up.dashboard:
+            own = self._settings.dashboard
+            await ready.until_healthy(ready.reachable(own.host), [own.port])
 
     async def _is_keyless(self, view: "MeshView") -> bool:
         frontend = self._settings.frontend
@@ -106,5 +111,9 @@ class StartupGuide:
             models = self.view.models if self.view is not None else []
             frontend = self._settings.frontend
             key = ready.KEY if frontend.keys_file or frontend.keys_bucket else "none"
-            text = ready.announcement(host, ports, models, nats, key, self._token_file, keyless)
+            own = self._settings.dashboard
+            page = ready.url(own.host, own.port) if self._settings.up.dashboard else ""
+            text = ready.announcement(
+                host, ports, models, nats, key, self._token_file, keyless, page
+            )
             self._log.announce(text)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvmesh.cli.supervisor.process import SupervisedProcess
 from kvmesh.cli.supervisor.restart_policy import ProcessState
-from kvmesh.cli.units import duration
+from kvmesh.runtime.quantities import duration
 
 if TYPE_CHECKING:
     from kvmesh.bus.messages import Load

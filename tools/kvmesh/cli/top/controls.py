@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvmesh.cli.top.columns import VIEWS, TopView
+from kvmesh.observer.columns import VIEWS, RowView
 
 HELP = (
     "1 fleet, 2 sessions, 3 tenants",
@@ -21,7 +21,7 @@ _PAGES = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
 class TopControls:
     """The present choices of the person at the keys."""
 
-    view: TopView
+    view: RowView
     sort: str
     reverse: bool
     first: int = 0
@@ -51,7 +51,7 @@ class TopControls:
             move = _SCROLL.get(key, 0) + rows * _PAGES.get(key, 0)
             self.first = max(0, self.first + move)
 
-    def show(self, view: TopView) -> None:
+    def show(self, view: RowView) -> None:
         """Show a view in its usual order."""
         self.view, self.sort, self.reverse, self.first = view, view.sort, view.reverse, 0
 

@@ -16,12 +16,12 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
-from kvmesh.cli.outcomes.reading import decoded_outcome
-from kvmesh.cli.top.activity import by_session, by_tenant
 from kvmesh.cli.top.controls import TopControls
-from kvmesh.cli.top.fleet import FleetView
 from kvmesh.cli.top.screen import FRAME_LINES, TopStatus, frame, table
 from kvmesh.cli.top.terminal import LastWarning, keys
+from kvmesh.observer.activity import by_session, by_tenant
+from kvmesh.observer.fleet import FleetView
+from kvmesh.observer.route_stream import decoded_outcome
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 

@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.top.columns import TopView
 from kvmesh.cli.top.controls import HELP, TopControls
-from kvmesh.cli.units import duration
+from kvmesh.observer.columns import RowView
 from kvmesh.runtime.logs import printable
+from kvmesh.runtime.quantities import duration
 
 FRAME_LINES = 4  # header, blank line, headings, footer
 KEYS = "1 fleet  2 sessions  3 tenants  s sort  r reverse  p pause  ? help  q quit"
@@ -44,7 +44,7 @@ def frame(controls: TopControls, rows: list[Any], status: TopStatus, height: int
     return Group(_header(controls, status, len(rows), first, last), Text(""), body, _footer(status))
 
 
-def table(view: TopView, rows: Iterable[Any], sort: str, reverse: bool) -> Table:
+def table(view: RowView, rows: Iterable[Any], sort: str, reverse: bool) -> Table:
     """The rows as a table; an arrow marks the column that they are sorted by."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in view.columns:

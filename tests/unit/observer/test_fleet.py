@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Capacity, Instance, Load, ModelCard, Role
-from kvmesh.cli.top.fleet import SILENT_S, FleetRow, FleetView
+from kvmesh.observer.fleet import SILENT_S, FleetRow, FleetView
 
 CARD = Instance(
     instance="worker-0-1",

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from kvmesh.bus.messages import CacheAccount, Decision, Outcome, RouteEvent
-from kvmesh.cli.prefetch_uses import base_id
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
+from kvmesh.observer.prefetch_uses import base_id
 
 _routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
 

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 
 from kvmesh.bus.messages import Outcome, PromptChange
-from kvmesh.cli.outcomes.cache_text import part
 from kvmesh.frontend.namespaces import own_name
+from kvmesh.observer.cache_text import part
 from kvmesh.runtime.lru import LruCache
 
 SLICES = 30  # of a window: a request leaves the sums at most so much of the window late

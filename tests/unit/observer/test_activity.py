@@ -3,7 +3,7 @@
 import pytest
 
 from kvmesh.bus.messages import CacheAccount, CacheLoss, Outcome, PromptChange
-from kvmesh.cli.top.activity import Activities, by_session, by_tenant
+from kvmesh.observer.activity import Activities, by_session, by_tenant
 
 WINDOW_S = 300.0
 NOW = 1_000_000.0

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome, PrefetchTerms
 from kvmesh.cli.explain import own_id, show
-from kvmesh.cli.prefetch_uses import MAX_OPEN, PrefetchUses
+from kvmesh.observer.prefetch_uses import MAX_OPEN, PrefetchUses
 
 SIZE = 16
 

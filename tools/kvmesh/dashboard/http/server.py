@@ -1,0 +1,87 @@
+"""Serves the page with NiceGUI on uvicorn, in the process's own event loop."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+from nicegui import app as nicegui_app
+from nicegui import ui
+
+from kvmesh.dashboard.http.access import Access
+from kvmesh.dashboard.http.gate import Gate
+from kvmesh.dashboard.mesh import Mesh
+from kvmesh.dashboard.pages.views import add_pages
+from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.runtime.service import Service, StartError
+
+log = logging.getLogger(__name__)
+logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it tells of every connection
+BACKLOG = 128
+STOP_S = 2
+
+
+async def serve(service: Service, mesh: Mesh, keys: Authenticator) -> None:
+    """Serve until the service is stopped; raises StartError if the port is unavailable."""
+    own = service.settings.dashboard
+    listening = _listen(own.host, own.port)
+    access = Access(keys, local=not own.allow_anonymous, clock=asyncio.get_running_loop().time)
+    app = FastAPI(openapi_url=None)
+    nicegui_app.config.socket_io_js_transports = ["websocket"]
+    add_pages(mesh, access)
+    ui.run_with(
+        app,
+        title="kvmesh",
+        dark=None,
+        language="en-US",
+        binding_refresh_interval=None,
+        tailwind=False,
+        message_history_length=100,
+        show_welcome_message=False,
+    )
+    config = uvicorn.Config(
+        Gate(app, access, own.max_viewers),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=STOP_S,
+        ws_max_size=1 << 20,
+        ws_max_queue=8,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([listening]))
+    host, port = listening.getsockname()[:2]
+    log.info("page at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    stopped = asyncio.create_task(service.stopping.wait())
+    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    server.should_exit = True
+    await serving
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process, which stops the server."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises StartError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port} (dashboard.port): {error.strerror}"
+        ) from error
+    return listening

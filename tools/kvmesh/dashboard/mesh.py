@@ -1,0 +1,153 @@
+"""Follows the mesh over the bus for all pages: cards, loads, requests, scaling decisions."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+import msgspec
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.messages import Instance, Load, Outcome, RouteEvent, ScalingDecision, SeqBatch
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.dashboard.state.history import FleetHistory
+from kvmesh.dashboard.state.requests import RequestLog
+from kvmesh.observer.activity import by_session, by_tenant
+from kvmesh.observer.fleet import FleetRow, FleetView
+from kvmesh.runtime.service import stream_limits
+from kvmesh.settings import Settings
+
+log = logging.getLogger(__name__)
+SAMPLE_S = 1.0
+PLAN_S = 6 * 3600.0
+MOST_DECISIONS = 10_000
+T = TypeVar("T")
+
+
+class Mesh:
+    """The state that all pages show."""
+
+    def __init__(self, bus: Bus, settings: Settings) -> None:
+        own = settings.dashboard
+        self.bus = bus
+        self.settings = settings
+        self.window_s = own.window_s
+        self.fleet = FleetView()
+        self.requests = RequestLog(own.window_s, own.window_bytes)
+        self.sessions = by_session(own.window_s)
+        self.tenants = by_tenant(own.window_s)
+        self.history = FleetHistory()
+        self.decisions: deque[ScalingDecision] = deque(maxlen=MOST_DECISIONS)
+        self._routes: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
+        self._sequences = msgspec.msgpack.Decoder(SeqBatch)
+        self._scaling = msgspec.msgpack.Decoder(ScalingDecision)
+        self._clock = asyncio.get_running_loop().time
+        self._readers: list[StreamReader] = []
+        self._rows: list[FleetRow] = []
+        self._rows_at = float("-inf")
+        self._cards: dict[str, Instance] = {}
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Follow the mesh; raises NotPermitted or another BusError if it cannot begin to."""
+        directory = Directory(
+            self.bus, stream_limits(self.settings.streams), self._joined, self._left
+        )
+        await directory.open()
+        loads = await follow_loads(self.bus, self._on_load)
+        subjects, now = self.bus.subjects, datetime.now(UTC)
+        since = Start(time=now - timedelta(seconds=self.window_s))
+        planned = Start(time=now - timedelta(seconds=PLAN_S))
+        self._readers = [
+            self._reader(subjects.seq_stream, subjects.seq_all, self._on_sequences, since),
+            self._reader(subjects.route_stream, subjects.route_all, self._on_route, since),
+            self._reader(subjects.scaling_stream, subjects.scaling_all, self._on_scaling, planned),
+        ]
+        sampling = asyncio.create_task(self._sample())
+        try:
+            for reader in self._readers:
+                await reader.open()
+            yield
+        finally:
+            sampling.cancel()
+            for reader in self._readers:
+                await reader.close()
+            await loads.unsubscribe()
+            await directory.close()
+
+    @property
+    def trouble(self) -> str:
+        """The reason why the figures do not change; empty if they do."""
+        if not self.bus.connected:
+            return f"No connection to NATS at {self.bus.server}; retrying. Figures stand still."
+        if silent := max((reader.silent_for for reader in self._readers), default=0.0):
+            return f"NATS at {self.bus.server} has sent nothing for {silent:.0f} s."
+        if not all(reader.caught_up.is_set() for reader in self._readers):
+            return "Reading the past requests of the mesh."
+        return ""
+
+    @property
+    def cards(self) -> dict[str, Instance]:
+        """The cards of all processes by instance."""
+        return self._cards
+
+    def fleet_rows(self) -> list[FleetRow]:
+        """The processes now; computed at most once per SAMPLE_S for all pages."""
+        now = self._clock()
+        if now - self._rows_at >= SAMPLE_S:
+            self._rows, self._rows_at = self.fleet.rows(now), now
+        return self._rows
+
+    def _joined(self, card: Instance) -> None:
+        self._cards[card.instance] = card
+        self.fleet.joined(card, self._clock())
+
+    def _left(self, card: Instance) -> None:
+        self._cards.pop(card.instance, None)
+        self.fleet.left(card)
+
+    def _on_load(self, load: Load) -> None:
+        self.fleet.load(load, self._clock())
+
+    def _on_route(self, message: StreamMessage) -> None:
+        event = _decoded(self._routes, message)
+        if event is None:
+            return
+        self.requests.add_route(event, time.time())
+        if isinstance(event, Outcome):
+            at = min(message.time, time.time())  # clocks differ, and no request ended in the future
+            self.sessions.add(event, at)
+            self.tenants.add(event, at)
+
+    def _on_sequences(self, message: StreamMessage) -> None:
+        batch = _decoded(self._sequences, message)
+        for event in batch.events if batch is not None else ():
+            self.requests.add_sequence(event, time.time())
+
+    def _on_scaling(self, message: StreamMessage) -> None:
+        decision = _decoded(self._scaling, message)
+        if decision is not None:
+            self.decisions.append(decision)
+
+    def _reader(
+        self, stream: str, subject: str, handle: Callable[[StreamMessage], None], start: Start
+    ) -> StreamReader:
+        return StreamReader(self.bus, stream, subject, handle, start)
+
+    async def _sample(self) -> None:
+        while True:
+            self.history.add(time.time(), self.fleet_rows())
+            await asyncio.sleep(SAMPLE_S)
+
+
+def _decoded(decoder: "msgspec.msgpack.Decoder[T]", message: StreamMessage) -> T | None:
+    try:
+        return decoder.decode(message.data)
+    except msgspec.MsgspecError:
+        return None  # of another version

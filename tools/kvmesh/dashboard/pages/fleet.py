@@ -1,0 +1,61 @@
+"""The fleet: figures of the whole mesh, their last minutes, and every process."""
+
+from collections.abc import Mapping
+
+from nicegui import ui
+
+from kvmesh.dashboard.mesh import Mesh
+from kvmesh.dashboard.pages import charts
+from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
+from kvmesh.dashboard.pages.table import LiveTable
+from kvmesh.observer.columns import FLEET
+
+
+def show(mesh: Mesh, query: Mapping[str, str]) -> None:
+    """Build the page."""
+    figures = Figures("workers", "running", "waiting", "prompt tokens/s", "output tokens/s")
+    with ui.element("div").classes("charts"):
+        load = charts.lines("Requests in workers", ("running", "waiting"))
+        tokens = charts.lines("Tokens per second", ("prompt", "output"))
+        memory = charts.lines("KV blocks of workers", ("in use", "cached"), share=True)
+    heading("Processes")
+    table = LiveTable(FLEET, mesh.fleet_rows, "processes").show()
+
+    def refresh() -> None:
+        samples = mesh.history.samples
+        charts.draw(load, samples, lambda s: s.running, lambda s: s.waiting)
+        charts.draw(
+            tokens, samples, lambda s: s.prompt_tokens_per_s, lambda s: s.output_tokens_per_s
+        )
+        charts.draw(memory, samples, lambda s: 100 * s.kv_used, lambda s: 100 * s.kv_cached)
+        if samples:
+            last = samples[-1]
+            figures.set(
+                f"{last.workers:,}",
+                f"{last.running:,}",
+                f"{last.waiting:,}",
+                f"{last.prompt_tokens_per_s:,.0f}",
+                f"{last.output_tokens_per_s:,.0f}",
+            )
+        table.refresh()
+
+    every(REFRESH_S, refresh)
+
+
+class Figures:
+    """A row of figures with their names."""
+
+    def __init__(self, *names: str) -> None:
+        self._values = []
+        with ui.element("dl").classes("figures"):
+            for name in names:
+                with ui.element("div").classes("figure"):
+                    with ui.element("dt"):
+                        ui.label(name)
+                    with ui.element("dd"):
+                        self._values.append(ui.label("–"))
+
+    def set(self, *texts: str) -> None:
+        """Show the values, in the order of the names."""
+        for label, text in zip(self._values, texts, strict=True):
+            label.text = text

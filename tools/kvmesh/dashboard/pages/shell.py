@@ -1,0 +1,97 @@
+"""What all pages have in common: navigation, colours, the state of the connection, refreshing."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nicegui import ui
+from starlette.requests import Request
+
+from kvmesh.dashboard.http.access import SIGN_IN, SIGN_OUT, Access
+from kvmesh.dashboard.mesh import Mesh
+
+log = logging.getLogger(__name__)
+REFRESH_S = 1.0
+THEME = "kvmesh_theme"
+STYLE = Path(__file__).with_name("style.css")
+
+
+@contextmanager
+def frame(
+    path: str, name: str, names: dict[str, str], mesh: Mesh, access: Access, request: Request
+) -> Iterator[None]:
+    """The frame of a page; its content goes inside. `names` are the names of the pages by path."""
+    theme = request.cookies.get(THEME)
+    dark = ui.dark_mode({"dark": True, "light": False}.get(theme or ""))
+    ui.add_css(STYLE)
+    ui.html('<a class="skip" href="#content">Skip to the content</a>', sanitize=False)
+    with ui.element("header").classes("bar"):
+        ui.html("<strong>kvmesh</strong>", sanitize=False)
+        with ui.element("nav").props('aria-label="Pages"').classes("bar-links row"):
+            for each, label in names.items():
+                link = ui.link(label, each)
+                if each == path:
+                    link.props('aria-current="page"')
+        with ui.element("div").classes("end"):
+            ui.label(f"mesh {mesh.bus.options.namespace}")
+            _theme_button(dark)
+            if access.requires_keys:
+                ui.html(
+                    f'<form method="post" action="{SIGN_OUT}"><button>Sign out</button></form>',
+                    sanitize=False,
+                )
+    trouble = ui.label().classes("trouble").props('role="status"')
+    headers = {key.lower(): value for key, value in request.headers.items()}
+
+    def watch() -> None:
+        trouble.text = mesh.trouble
+        if access.judge("GET", headers).status:
+            ui.navigate.to(SIGN_IN)
+
+    every(REFRESH_S, watch)
+    with ui.element("main").props('id="content" tabindex="-1"'):
+        heading(name, 1)
+        yield
+
+
+def every(seconds: float, refresh: Callable[[], None]) -> None:
+    """Call `refresh` now and every so many seconds while the page is open.
+
+    A failure is logged once for each page that is opened, and shown there.
+    """
+    failed = False
+
+    def refreshing() -> None:
+        nonlocal failed
+        try:
+            refresh()
+        except Exception:
+            if not failed:
+                failed = True
+                log.exception("a page could not be refreshed")
+                ui.notify(
+                    "This page could not be refreshed; the log has the cause.", type="negative"
+                )
+
+    refreshing()
+    ui.timer(seconds, refreshing)
+
+
+def heading(text: str, level: int = 2) -> ui.element:
+    """A heading of the page."""
+    element = ui.element(f"h{level}")
+    with element:
+        ui.label(text).style("display: inline")
+    return element
+
+
+def _theme_button(dark: ui.dark_mode) -> None:
+    def change() -> None:
+        dark.value = not dark.value if dark.value is not None else True
+        chosen = "dark" if dark.value else "light"
+        ui.run_javascript(
+            f"document.cookie='{THEME}={chosen};path=/;samesite=strict;max-age=31536000'"
+        )
+
+    ui.button("Dark or light", on_click=change).props("flat dense no-caps size=sm")

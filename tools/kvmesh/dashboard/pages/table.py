@@ -1,0 +1,109 @@
+"""A table that sends the browser only the rows that it shows: sorted, filtered and cut here."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nicegui import events, ui
+
+from kvmesh.observer.columns import RowView
+
+PAGE_ROWS = 25
+# a link in the first column, if the row has one
+FIRST_CELL = """
+<q-td :props="props"><a v-if="props.row.href" :href="props.row.href">{{ props.value }}</a>
+<template v-else>{{ props.value }}</template></q-td>
+"""
+# Quasar sorts on a click of the cell; a button in it makes that reachable by keyboard
+HEADING = """
+<q-th :props="props" :aria-sort="!props.col.__thClass.includes('sorted') ? 'none'
+  : props.col.__thClass.includes('sort-desc') ? 'descending' : 'ascending'">
+<button type="button" class="sort">{{ props.col.label }}</button></q-th>
+"""
+
+
+@dataclass
+class LiveTable:
+    """The rows of `view`; `href(row)` is where the first cell leads, `rows()` are those of now."""
+
+    view: RowView
+    rows: Callable[[], Iterable[Any]]
+    label: str
+    href: Callable[[Any], str] | None = None
+    page_rows: int = PAGE_ROWS
+    _find: str = ""
+    _page: dict[str, Any] = field(default_factory=dict)
+
+    def show(self) -> "LiveTable":
+        """Build the elements: a field that filters, and the table."""
+        self._page = {
+            "sortBy": self.view.sort,
+            "descending": self.view.reverse,
+            "page": 1,
+            "rowsPerPage": self.page_rows,
+            "rowsNumber": 0,
+        }
+        ui.input(label="Filter", on_change=self._on_filter).props(
+            f'dense clearable debounce=300 aria-label="Filter {self.label}"'
+        )
+        columns = [
+            {
+                "name": column.name,
+                "label": column.heading,
+                "field": column.name,
+                "sortable": True,
+                "align": "right" if column.number else "left",
+            }
+            for column in self.view.columns
+        ]
+        self._table = ui.table(rows=[], columns=columns, row_key="key", pagination=self._page)
+        self._table.props(f'flat dense binary-state-sort role="region" aria-label="{self.label}"')
+        self._table.props(f"rows-per-page-options={[self.page_rows, 100]}")
+        self._table.add_slot("header-cell", HEADING)
+        self._table.add_slot(f"body-cell-{self.view.columns[0].name}", FIRST_CELL)
+        self._table.on("request", self._on_request, ["pagination"])
+        return self
+
+    def refresh(self) -> None:
+        """Show the rows of now."""
+        page, find = self._page, self._find.lower()
+        rows = list(self.rows())
+        if find:
+            texts = [column for column in self.view.columns if not column.number]
+            rows = [
+                r for r in rows if any(find in c.text(getattr(r, c.name)).lower() for c in texts)
+            ]
+        ordered = self.view.ordered(rows, page["sortBy"] or self.view.sort, page["descending"])
+        size = page["rowsPerPage"] or self.page_rows
+        last = max(1, -(-len(ordered) // size))
+        page["page"] = min(page["page"], last)
+        page["rowsNumber"] = len(ordered)
+        first = (page["page"] - 1) * size
+        self._table.props["pagination"] = dict(page)
+        self._table.rows = [self._row(row) for row in ordered[first : first + size]]
+
+    def _names(self, row: Any) -> str:
+        texts = (c.text(getattr(row, c.name)) for c in self.view.columns if not c.number)
+        return "\n".join(texts).lower()
+
+    def _row(self, row: Any) -> dict[str, Any]:
+        cells = {c.name: c.text(getattr(row, c.name)) for c in self.view.columns}
+        key = "\x1f".join(cells[c.name] for c in self.view.columns[:2])
+        return {**cells, "key": key, "href": self.href(row) if self.href is not None else ""}
+
+    def _on_request(self, event: events.GenericEventArguments) -> None:
+        asked = event.args["pagination"]
+        if isinstance(asked, dict):
+            names = {column.name for column in self.view.columns}
+            self._page.update(
+                sortBy=asked.get("sortBy") if asked.get("sortBy") in names else self.view.sort,
+                descending=bool(asked.get("descending")),
+                page=max(1, int(asked.get("page") or 1)),
+                rowsPerPage=min(100, max(1, int(asked.get("rowsPerPage") or self.page_rows))),
+            )
+        self.refresh()
+
+    def _on_filter(self, event: events.ValueChangeEventArguments[Any]) -> None:
+        self._find = str(event.value or "")[:200]
+        self._page["page"] = 1
+        self.refresh()

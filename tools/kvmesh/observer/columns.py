@@ -1,0 +1,124 @@
+"""Columns of fleet, sessions and tenants, for terminals and pages: order and text. Pure."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from kvmesh.runtime.logs import printable
+from kvmesh.runtime.quantities import duration
+
+NONE = "(none)"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _ago(value: float) -> str:
+    return duration(max(0.0, time.time() - value))
+
+
+def _named(value: str) -> str:
+    return printable(value) or NONE
+
+
+@dataclass(frozen=True)
+class RowColumn:
+    """A column: attribute of the row, which is its name in `--sort` and JSON, and its text."""
+
+    name: str
+    heading: str
+    text: Callable[[Any], str] = printable
+    number: bool = True
+
+
+@dataclass(frozen=True)
+class RowView:
+    """A view: its columns, the one that it is sorted by at first, and that in reverse."""
+
+    name: str
+    columns: tuple[RowColumn, ...]
+    sort: str
+    reverse: bool
+
+    def column(self, name: str) -> RowColumn | None:
+        return next((column for column in self.columns if column.name == name), None)
+
+    def ordered(self, rows: Iterable[Any], sort: str, reverse: bool) -> list[Any]:
+        """The rows by a column; those without a value there come last."""
+        valued: list[Any] = []
+        without: list[Any] = []
+        for row in rows:
+            (without if getattr(row, sort) is None else valued).append(row)
+        return sorted(valued, key=attrgetter(sort), reverse=reverse) + without
+
+    def record(self, row: Any) -> dict[str, Any]:
+        """The row as JSON shows it."""
+        return {column.name: getattr(row, column.name) for column in self.columns}
+
+
+FLEET = RowView(
+    "fleet",
+    (
+        RowColumn("instance", "instance", number=False),
+        RowColumn("role", "role", number=False),
+        RowColumn("state", "state", number=False),
+        RowColumn("model", "model", number=False),
+        RowColumn("running", "running", _count),
+        RowColumn("waiting", "waiting", _count),
+        RowColumn("kv_used", "KV used", _share),
+        RowColumn("kv_cached", "cached", _share),
+        RowColumn("reused", "reused", _share),
+        RowColumn("prompt_tokens_per_s", "in tok/s", _rate),
+        RowColumn("output_tokens_per_s", "out tok/s", _rate),
+        RowColumn("speed", "speed", lambda v: "" if v is None else f"{v:.1f}×"),
+    ),
+    "instance",
+    False,
+)
+SESSIONS = RowView(
+    "sessions",
+    (
+        RowColumn("session", "session", _named, number=False),
+        RowColumn("tenant", "tenant", _named, number=False),
+        RowColumn("requests", "requests", _count),
+        RowColumn("prompt_tokens", "prompt", _count),
+        RowColumn("reused", "reused", _share),
+        RowColumn("possible", "possible", _share),
+        RowColumn("lost_tokens", "lost", _count),
+        RowColumn("lost_for", "lost for", number=False),
+        RowColumn("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
+        RowColumn("last_seen", "seen", _ago),
+        RowColumn("moving", "prompt changed in", number=False),
+    ),
+    "last_seen",
+    True,
+)
+TENANTS = RowView(
+    "tenants",
+    (
+        RowColumn("tenant", "tenant", _named, number=False),
+        RowColumn("requests_per_min", "req/min", _rate),
+        RowColumn("requests", "requests", _count),
+        RowColumn("prompt_tokens", "prompt", _count),
+        RowColumn("output_tokens", "output", _count),
+        RowColumn("reused", "reused", _share),
+        RowColumn("possible", "possible", _share),
+        RowColumn("queue_s", "queue", lambda v: f"{v:,.1f} s"),
+        RowColumn("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
+        RowColumn("errors", "errors", _count),
+    ),
+    "requests_per_min",
+    True,
+)
+VIEWS = {view.name: view for view in (FLEET, SESSIONS, TENANTS)}
