@@ -1,12 +1,13 @@
-"""Who may see the page: signed-in browsers and holders of a key with the scope `admin`. Pure."""
+"""Decides who may see the page: holders of a key with the scope `admin`, and their browsers."""
 
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from kvmesh.frontend.auth.authenticator import Authenticator
+from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.auth.origin_check import cross_origin_fault
 from kvmesh.frontend.errors import STATUS, ApiError
 from kvmesh.runtime.lru import LruCache
@@ -19,14 +20,24 @@ SIGN_IN, SIGN_OUT = "/sign-in", "/sign-out"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What to answer: `status` 0 lets the request pass, else its HTTP status and the reason."""
+class AccessVerdict:
+    """The answer to a request: `status` 0 lets it pass, else its HTTP status and the reason."""
 
     status: int = 0
     reason: str = ""
 
 
-PASS = Verdict()
+PASS = AccessVerdict()
+
+
+class KeyCheck(Protocol):
+    """The API keys of the mesh, as an `Authenticator` holds them."""
+
+    @property
+    def requires_keys(self) -> bool: ...
+
+    def require_scope(self, headers: Mapping[str, str], scope: Scope) -> object:
+        """Raises ApiError (401, 403) unless the headers have a key with the scope."""
 
 
 class Access:
@@ -36,7 +47,7 @@ class Access:
     expired key ends it.
     """
 
-    def __init__(self, keys: Authenticator, local: bool, clock: Callable[[], float]) -> None:
+    def __init__(self, keys: KeyCheck, local: bool, clock: Callable[[], float]) -> None:
         self._keys = keys
         self._local = local
         self._clock = clock
@@ -48,13 +59,15 @@ class Access:
         """True if callers need a key."""
         return self._keys.requires_keys
 
-    def judge(self, method: str, headers: Mapping[str, str], websocket: bool = False) -> Verdict:
+    def judge(
+        self, method: str, headers: Mapping[str, str], websocket: bool = False
+    ) -> AccessVerdict:
         """Judge a request by its headers, whose names are in lower case."""
         if websocket and not _same_origin(headers):
-            return Verdict(403, "This page may be opened from its own address only.")
+            return AccessVerdict(403, "This page may be opened from its own address only.")
         if not self.requires_keys:
             fault = cross_origin_fault(method, headers) if self._local else None
-            return PASS if fault is None else Verdict(403, fault)
+            return PASS if fault is None else AccessVerdict(403, fault)
         secret = self._secret(headers)
         return self._judge_key(headers if secret is None else {"x-api-key": secret})
 
@@ -90,11 +103,11 @@ class Access:
             return None
         return secret
 
-    def _judge_key(self, headers: Mapping[str, str]) -> Verdict:
+    def _judge_key(self, headers: Mapping[str, str]) -> AccessVerdict:
         try:
             self._keys.require_scope(headers, "admin")
         except ApiError as error:
-            return Verdict(STATUS[error.kind], error.message)
+            return AccessVerdict(STATUS[error.kind], error.message)
         return PASS
 
 

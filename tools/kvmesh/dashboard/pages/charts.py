@@ -10,14 +10,14 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8
 TEXT = "#7f8a97"  # legible on both backgrounds
 
 
-class Sample(Protocol):
+class TimedSample(Protocol):
     """Anything that was measured at a time, in Unix seconds."""
 
     @property
     def time(self) -> float: ...
 
 
-S = TypeVar("S", bound=Sample)
+S = TypeVar("S", bound=TimedSample)
 
 
 def lines(title: str, names: Sequence[str], unit: str = "", *, share: bool = False) -> ui.echart:
@@ -26,7 +26,7 @@ def lines(title: str, names: Sequence[str], unit: str = "", *, share: bool = Fal
         "type": "value",
         "name": unit,
         "min": 0,
-        "splitLine": {"lineStyle": {"opacity": 0.3}},
+        "splitLine": {"lineStyle": {"color": "#8884"}},
         "axisLabel": {"color": TEXT},
     }
     if share:
@@ -35,9 +35,17 @@ def lines(title: str, names: Sequence[str], unit: str = "", *, share: bool = Fal
         "aria": {"enabled": True, "label": {"description": title}},
         "animation": False,
         "color": list(COLOURS),
-        "title": {"text": title, "textStyle": {"fontSize": 13, "color": TEXT}},
-        "legend": {"top": 22, "left": 0, "textStyle": {"color": TEXT}, "data": list(names)},
-        "grid": {"left": 8, "right": 8, "top": 52, "bottom": 8, "containLabel": True},
+        "title": {"text": title, "left": 0, "textStyle": {"fontSize": 13, "color": TEXT}},
+        "legend": {
+            "top": 0,
+            "right": 0,
+            "icon": "roundRect",
+            "itemWidth": 12,
+            "itemHeight": 4,
+            "textStyle": {"color": TEXT},
+            "data": list(names),
+        },
+        "grid": {"left": 8, "right": 8, "top": 34, "bottom": 8, "containLabel": True},
         "tooltip": {"trigger": "axis", "confine": True},
         "xAxis": {"type": "time", "axisLabel": {"color": TEXT, "hideOverlap": True}},
         "yAxis": value_axis,

@@ -7,19 +7,24 @@ from nicegui import ui
 from kvmesh.dashboard.mesh import Mesh
 from kvmesh.dashboard.pages import charts
 from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
-from kvmesh.dashboard.pages.table import LiveTable
+from kvmesh.dashboard.pages.table import PagedTable
+from kvmesh.dashboard.pages.tiles import Tiles
+from kvmesh.dashboard.state.pools import POOLS, pools
 from kvmesh.observer.columns import FLEET
 
 
 def show(mesh: Mesh, query: Mapping[str, str]) -> None:
     """Build the page."""
-    figures = Figures("workers", "running", "waiting", "prompt tokens/s", "output tokens/s")
+    figures = FigureRow("workers", "running", "waiting", "prompt tokens/s", "output tokens/s")
     with ui.element("div").classes("charts"):
         load = charts.lines("Requests in workers", ("running", "waiting"))
         tokens = charts.lines("Tokens per second", ("prompt", "output"))
         memory = charts.lines("KV blocks of workers", ("in use", "cached"), share=True)
+        tiles = Tiles("Workers by KV blocks in use")
+    heading("Pools")
+    grouped = PagedTable(POOLS, lambda: pools(mesh.fleet_rows()), "pools", filtered=False).show()
     heading("Processes")
-    table = LiveTable(FLEET, mesh.fleet_rows, "processes").show()
+    table = PagedTable(FLEET, mesh.fleet_rows, "processes").show()
 
     def refresh() -> None:
         samples = mesh.history.samples
@@ -37,12 +42,14 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
                 f"{last.prompt_tokens_per_s:,.0f}",
                 f"{last.output_tokens_per_s:,.0f}",
             )
+        tiles.draw(mesh.fleet_rows())
+        grouped.refresh()
         table.refresh()
 
     every(REFRESH_S, refresh)
 
 
-class Figures:
+class FigureRow:
     """A row of figures with their names."""
 
     def __init__(self, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""What all pages have in common: navigation, colours, the state of the connection, refreshing."""
+"""The parts that all pages have: navigation, colours, the state of the connection, refreshing."""
 
 import logging
 from collections.abc import Callable, Iterator

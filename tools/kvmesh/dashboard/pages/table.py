@@ -23,7 +23,7 @@ HEADING = """
 
 
 @dataclass
-class LiveTable:
+class PagedTable:
     """The rows of `view`; `href(row)` is where the first cell leads, `rows()` are those of now."""
 
     view: RowView
@@ -31,11 +31,12 @@ class LiveTable:
     label: str
     href: Callable[[Any], str] | None = None
     page_rows: int = PAGE_ROWS
+    filtered: bool = True
     _find: str = ""
     _page: dict[str, Any] = field(default_factory=dict)
 
-    def show(self) -> "LiveTable":
-        """Build the elements: a field that filters, and the table."""
+    def show(self) -> "PagedTable":
+        """Build the elements: a field that filters, unless it is not wanted, and the table."""
         self._page = {
             "sortBy": self.view.sort,
             "descending": self.view.reverse,
@@ -43,9 +44,10 @@ class LiveTable:
             "rowsPerPage": self.page_rows,
             "rowsNumber": 0,
         }
-        ui.input(label="Filter", on_change=self._on_filter).props(
-            f'dense clearable debounce=300 aria-label="Filter {self.label}"'
-        )
+        if self.filtered:
+            ui.input(label="Filter", on_change=self._on_filter).props(
+                f'dense clearable debounce=300 aria-label="Filter {self.label}"'
+            )
         columns = [
             {
                 "name": column.name,
@@ -80,6 +82,7 @@ class LiveTable:
         page["rowsNumber"] = len(ordered)
         first = (page["page"] - 1) * size
         self._table.props["pagination"] = dict(page)
+        self._table.props["hide-bottom"] = 0 < len(ordered) <= size
         self._table.rows = [self._row(row) for row in ordered[first : first + size]]
 
     def _names(self, row: Any) -> str:

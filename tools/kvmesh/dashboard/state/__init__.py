@@ -1,1 +1,1 @@
-"""What the page shows, kept up to date by messages. Pure: no I/O, time is passed in."""
+"""The state that pages show, kept up to date by messages. Pure: time is passed in."""
