@@ -1,5 +1,10 @@
 """The page of the fleet in a real browser."""
 
+import asyncio
+import os
+import signal
+import sys
+
 import pytest
 from playwright.async_api import Page, expect
 from support.up import Up
@@ -24,3 +29,26 @@ async def test_rows_are_sorted_and_filtered_by_keyboard(page: Page) -> None:
     await instance.get_by_role("button").press("Enter")
     await expect(instance).to_have_attribute("aria-sort", "descending")
     await expect(table.get_by_role("row").nth(1)).to_contain_text("worker-1")
+
+
+async def test_a_worker_that_starts_shows_its_phase(page: Page, up: Up) -> None:
+    await page.goto("/")
+    table = page.get_by_role("region", name="processes")
+    row = table.get_by_role("row").filter(has_text="late")
+    token = up.token_file.read_text().strip()
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvmesh.cli.main", "worker", "--name", "late"),
+        *("--nats", up.nats_url, "--mock-startup-s", "4", "--mock-blocks", "1500"),
+        env={**os.environ, "KVMESH_NATS_TOKEN": token},
+    )
+    try:
+        await expect(row).to_contain_text("starting: engine", timeout=20_000)
+        await expect(row).to_contain_text("ready", timeout=20_000)
+        pools = page.get_by_role("region", name="pools")
+        await expect(pools.get_by_role("row").filter(has_text="worker")).to_contain_text("3")
+        worker.send_signal(signal.SIGTERM)
+        await expect(row).to_have_count(0, timeout=20_000)
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+        await worker.wait()

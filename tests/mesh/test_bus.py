@@ -19,8 +19,8 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.discovery.leases import Lease, delete_lease
+from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import (
     BusUnavailable,
     JetStreamError,

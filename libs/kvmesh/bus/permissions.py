@@ -118,7 +118,8 @@ def _worker(s: Subjects, name: str) -> Grant:
     own = f"{name}-{ANY}"
     return (
         [
-            *(s.kv(ANY, name), s.load(own), s.out(_EACH), s.kvbm(_EACH), s.ping(_EACH)),
+            *(s.kv(ANY, name), s.load(own), s.starting(own)),
+            *(s.out(_EACH), s.kvbm(_EACH), s.ping(_EACH)),
             *_lease(s, User.WORKER, name),
             *_write_objects(s.model_bucket),
             *_reads(_kv(s.instances_bucket), _objects(s.model_bucket)),
@@ -201,8 +202,9 @@ _TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
 
 
 def _events(s: Subjects) -> list[str]:
-    """The subjects of events, loads and wakes: they contain neither tokens nor prompts."""
-    return [s.kv_all, s.route_all, s.seq_all, s.scaling_all, s.load_all, s.wake_all]
+    """The subjects of events, loads, starts and wakes: they contain neither tokens nor prompts."""
+    streams = [s.kv_all, s.route_all, s.seq_all, s.scaling_all]
+    return [*streams, s.load_all, s.starting_all, s.wake_all]
 
 
 def _startup_streams(s: Subjects) -> list[str]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 ROOT = "kvm"  # the first token of every subject
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 # kinds of subjects that end with an instance
-INSTANCE_KINDS = frozenset(("work", "out", "ctl", "dump", "ping", "kvbm", "load"))
+INSTANCE_KINDS = frozenset(("work", "out", "ctl", "dump", "ping", "kvbm", "load", "starting"))
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 
 
@@ -289,6 +289,14 @@ class Subjects:
     @property
     def load_all(self) -> str:
         return self._of("load", ">")
+
+    def starting(self, instance: str) -> str:
+        """Phases of a worker that starts."""
+        return self._of("starting", *instance_tokens(instance))
+
+    @property
+    def starting_all(self) -> str:
+        return self._of("starting", ">")
 
     @property
     def everything(self) -> str:

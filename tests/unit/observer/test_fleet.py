@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Capacity, Instance, Load, ModelCard, Role
+from kvmesh.bus.messages import Capacity, Instance, Load, ModelCard, Role, Starting
 from kvmesh.observer.fleet import SILENT_S, FleetRow, FleetView
 
 CARD = Instance(
@@ -87,3 +87,28 @@ def test_loads_that_no_card_covers_are_ignored() -> None:
     view.joined(CARD, 0.0)
     view.load(load(1), 0.0)
     assert only(view, 0.0).running == 2
+
+
+def starting(phase: str) -> Starting:
+    return Starting(
+        instance=CARD.instance, model="demo", engine="mock", phase=phase, since=0.0, started=0.0
+    )
+
+
+def test_a_worker_that_starts_shows_its_phase_until_it_joins() -> None:
+    view = FleetView()
+    view.starting(starting("engine"), 0.0)
+    row = only(view, 1.0)
+    assert (row.instance, row.role, row.model) == ("worker-0-1", "worker", "demo")
+    assert (row.state, row.running) == ("starting: engine", None)
+    view.starting(starting("joining"), 2.0)
+    assert only(view, 2.0).state == "starting: joining"
+    view.joined(CARD, 3.0)
+    view.starting(starting("joining"), 3.0)
+    assert only(view, 3.0).state == "ready", "a late message changes nothing"
+
+
+def test_a_worker_that_stops_starting_is_forgotten() -> None:
+    view = FleetView()
+    view.starting(starting("engine"), 0.0)
+    assert view.rows(SILENT_S) == []

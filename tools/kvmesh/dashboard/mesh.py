@@ -13,8 +13,16 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.discovery.engine_loads import follow_loads
-from kvmesh.bus.messages import Instance, Load, Outcome, RouteEvent, ScalingDecision, SeqBatch
+from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
+from kvmesh.bus.messages import (
+    Instance,
+    Load,
+    Outcome,
+    RouteEvent,
+    ScalingDecision,
+    SeqBatch,
+    Starting,
+)
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.dashboard.state.history import FleetHistory
 from kvmesh.dashboard.state.requests import RequestLog
@@ -61,6 +69,7 @@ class Mesh:
         )
         await directory.open()
         loads = await follow_loads(self.bus, self._on_load)
+        starts = await follow_starts(self.bus, self._on_start)
         subjects, now = self.bus.subjects, datetime.now(UTC)
         since = Start(time=now - timedelta(seconds=self.window_s))
         planned = Start(time=now - timedelta(seconds=PLAN_S))
@@ -78,6 +87,7 @@ class Mesh:
             sampling.cancel()
             for reader in self._readers:
                 await reader.close()
+            await starts.unsubscribe()
             await loads.unsubscribe()
             await directory.close()
 
@@ -114,6 +124,9 @@ class Mesh:
 
     def _on_load(self, load: Load) -> None:
         self.fleet.load(load, self._clock())
+
+    def _on_start(self, worker: Starting) -> None:
+        self.fleet.starting(worker, self._clock())
 
     def _on_route(self, message: StreamMessage) -> None:
         event = _decoded(self._routes, message)

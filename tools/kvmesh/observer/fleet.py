@@ -4,11 +4,13 @@ from collections import deque
 
 from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import READY, STATE
-from kvmesh.bus.messages import Instance, Load, Role
+from kvmesh.bus.messages import Instance, Load, ModelCard, Role, Starting
+from kvmesh.bus.subjects import name_of
 from kvmesh.router.state.rank_speeds import RankSpeeds
 
 SAMPLE_S = 1.0
 SAMPLES = 6  # the rates are those of the last five seconds
+MOST_STARTING = 10_000
 SILENT_S = 5.0  # a worker sends its load every second
 
 
@@ -124,10 +126,12 @@ class FleetView:
         self._slots: dict[tuple[str, int], int] = {}
         self._free: list[int] = []
         self._misfits: dict[str, str] | None = None
+        self._starting: dict[str, tuple[Starting, float]] = {}
 
     def joined(self, card: Instance, now: float) -> None:
         """Take a new or changed card."""
         self._cards[card.instance] = card
+        self._starting.pop(card.instance, None)
         self._joined.setdefault(card.instance, now)
         self._misfits = None
 
@@ -144,6 +148,13 @@ class FleetView:
         self._free += slots
         models = {card.model.name for card in self._cards.values() if card.model}
         self._speeds = {model: s for model, s in self._speeds.items() if model in models}
+
+    def starting(self, worker: Starting, now: float) -> None:
+        """Take the phase of a worker that has not joined yet."""
+        if worker.instance in self._cards:
+            return
+        if worker.instance in self._starting or len(self._starting) < MOST_STARTING:
+            self._starting[worker.instance] = (worker, now)
 
     def load(self, load: Load, now: float) -> None:
         """Take a load; one of an unknown instance, or of a rank that its card lacks, is ignored."""
@@ -177,7 +188,18 @@ class FleetView:
             found = [measured[slot].speed for slot in slots if slot in measured]
             state = self._state(card, ranks, now)
             rows.append(FleetRow(card, state, list(ranks.values()), min(found, default=None), now))
-        return rows
+        return rows + self._starting_rows(now)
+
+    def _starting_rows(self, now: float) -> list[FleetRow]:
+        self._starting = {
+            instance: (worker, heard)
+            for instance, (worker, heard) in self._starting.items()
+            if now - heard < SILENT_S
+        }
+        return [
+            FleetRow(_future_card(worker), f"starting: {worker.phase}", [], None, now)
+            for worker, _ in self._starting.values()
+        ]
 
     def _state(self, card: Instance, ranks: dict[int, _RankLoads], now: float) -> str:
         if card.draining:
@@ -190,3 +212,14 @@ class FleetView:
             if now - min(last) > SILENT_S:
                 return "silent"
         return state
+
+
+def _future_card(worker: Starting) -> Instance:
+    return Instance(
+        instance=worker.instance,
+        role=Role.WORKER,
+        name=name_of(worker.instance),
+        version="",
+        started=worker.started,
+        model=ModelCard(name=worker.model, context=0, block_size=0, files=""),
+    )

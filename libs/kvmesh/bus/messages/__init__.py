@@ -45,7 +45,14 @@ from kvmesh.bus.messages.control import (
     UnloadAdapter,
     Unpin,
 )
-from kvmesh.bus.messages.discovery import Capacity, Instance, ModelCard, NodeStore, Role
+from kvmesh.bus.messages.discovery import (
+    Capacity,
+    Instance,
+    ModelCard,
+    NodeStore,
+    Role,
+    Starting,
+)
 from kvmesh.bus.messages.frontends import KeepTraces, KeyUse, LimitUse, SessionPrompt, SessionQuery
 from kvmesh.bus.messages.kv_events import (
     CLEARED,
@@ -268,6 +275,7 @@ __all__ = [
     "ShowSpeeds",
     "SimulatedPool",
     "SpeedReport",
+    "Starting",
     "StepOutput",
     "Stored",
     "SwitchedRole",

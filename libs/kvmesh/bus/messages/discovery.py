@@ -77,6 +77,22 @@ class NodeStore(Struct, frozen=True, kw_only=True):
     key: str = ""
 
 
+class Starting(Struct, frozen=True, kw_only=True):
+    """A worker that has not joined yet, about every second until it does or fails.
+
+    `phase` is "engine" while its engine starts, which loads the weights, "model files" while it
+    publishes those, or "joining". It has lasted since the Unix time `since`, the whole start since
+    `started`.
+    """
+
+    instance: str
+    model: str
+    engine: str
+    phase: str
+    since: float
+    started: float
+
+
 class Instance(Struct, frozen=True, kw_only=True):
     """One process on the mesh: the value of its lease. `name` is stable across restarts.
 

@@ -9,8 +9,8 @@ import msgspec
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.discovery.directory import READY, STATE, Directory
-from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import BusError, BusUnavailable, cause
 from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Role
 from kvmesh.index import create_index

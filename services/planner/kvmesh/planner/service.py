@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
+from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     FleetAnswer,

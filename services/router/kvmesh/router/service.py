@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import returning
 from kvmesh.bus.discovery.directory import READY, STATE, Directory
-from kvmesh.bus.discovery.engine_loads import follow_loads
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
+from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.messages import (
     Instance,
     Load,

@@ -45,6 +45,7 @@ from kvmesh.worker.health.event_silence import EventSilence
 from kvmesh.worker.health.membership import Membership
 from kvmesh.worker.health.rank_digests import RankDigests, digest_reply
 from kvmesh.worker.health.stall_watch import StallWatch
+from kvmesh.worker.health.start_report import JOINING, MODEL_FILES, StartReport
 from kvmesh.worker.load_publisher import LoadPublisher
 from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.model_card import instance_card, model_card
@@ -152,13 +153,22 @@ class WorkerNode:
 
         `files` is the digest of the model's files if they are published already.
         """
+        worker = self._settings.worker
+        model = worker.served_name or self._folder.name
+        report = StartReport(self._bus, self.instance, model, worker.engine)
+        async with report.publishing():
+            await self._start(files, report)
+
+    async def _start(self, files: str | None, report: StartReport) -> None:
         began = time.monotonic()
         self.info = info = await self._engine.start(self)
         startup_s = time.monotonic() - began
         self._requests.open(self._settings.worker.devices or info.devices)
         for kind, text in info.warnings.items():
             self._warnings.update(kind, {"": text})
+        report.enter(MODEL_FILES)
         card = replace(await self._make_card(info, files), startup_s=startup_s)
+        report.enter(JOINING)
         await self._membership.admit(card)
         self._start_publishing(card)
         await self._listen()

@@ -26,6 +26,7 @@ from kvmesh.bus.messages import (
     SeqBatch,
     SessionQuery,
     ShowSpeeds,
+    Starting,
     StepOutput,
     Wake,
     Work,
@@ -59,6 +60,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "limits": msgspec.msgpack.Decoder(LimitUse),
     "traces": msgspec.msgpack.Decoder(KeepTraces),
     "load": msgspec.msgpack.Decoder(Load),
+    "starting": msgspec.msgpack.Decoder(Starting),
     "wake": msgspec.msgpack.Decoder(Wake),
     "instances": msgspec.msgpack.Decoder(Instance),
 }

@@ -129,6 +129,10 @@ def _load(load: m.Load) -> str:
     )
 
 
+def _starting(starting: m.Starting) -> str:
+    return f"{starting.instance}  starts {starting.model} on {starting.engine}: {starting.phase}"
+
+
 def _wake(wake: m.Wake) -> str:
     return (
         f"{wake.waiting} waiting in {wake.frontend}, {wake.tokens} tokens to prefill"
@@ -212,6 +216,7 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.StepOutput: _step,
     m.Work: _work,
     m.Load: _load,
+    m.Starting: _starting,
     m.Wake: _wake,
     m.ScalingDecision: _scaling,
     m.FleetQuestion: _fleet_question,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.messages import Instance, Load, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.cli.arguments import UNITS, result_file

@@ -11,7 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.compatibility import misfits, namesakes
 from kvmesh.bus.discovery.directory import Directory, routable
-from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import NotFound, NotPermitted
 from kvmesh.bus.messages import IdleModel, Instance, Load, RankSpeed, Role
 from kvmesh.bus.storage.buckets import read_bucket

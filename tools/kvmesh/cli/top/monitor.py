@@ -14,7 +14,7 @@ from rich.live import Live
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.discovery.engine_loads import follow_loads
+from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.cli.top.controls import TopControls
 from kvmesh.cli.top.screen import FRAME_LINES, TopStatus, frame, table
@@ -64,11 +64,15 @@ class TopMonitor:
             loads = await follow_loads(
                 self._bus, lambda load: self._fleet.load(load, self._clock())
             )
+            starts = await follow_starts(
+                self._bus, lambda worker: self._fleet.starting(worker, self._clock())
+            )
             await self._reader.open()
             try:
                 yield
             finally:
                 await self._reader.close()
+                await starts.unsubscribe()
                 await loads.unsubscribe()
         finally:
             await directory.close()
