@@ -20,7 +20,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test lint types unit compiled simulation mesh clients chaos fidelity soak agents vllm sanitize docs clean
+.PHONY: setup up test lint types unit compiled simulation mesh clients chaos fidelity browser soak agents vllm sanitize docs clean
 
 setup: $(BUILT)
 
@@ -44,7 +44,7 @@ up: setup
 test: lint
 	$(MAKE) --jobs 2 --output-sync=target unit types
 	$(MAKE) --jobs 2 --output-sync=target mesh compiled simulation
-	$(MAKE) clients chaos fidelity
+	$(MAKE) clients chaos fidelity browser
 
 lint: $(ENGINES)
 	$(BIN)/ruff format --check .
@@ -64,9 +64,17 @@ mesh: PARALLEL := --numprocesses 3 --dist loadfile
 	  dpkg -x prometheus_*.deb . && rm prometheus_*.deb; } || echo "no Prometheus: its tests are skipped"
 	touch $@
 
+# Debian's browser; without it, the tests of the dashboard are skipped.
+.PHONY: chromium
+chromium:
+	command -v chromium > /dev/null || { { apt-get install -y -qq chromium || \
+	  { apt-get update -qq && apt-get install -y -qq chromium; }; } > /dev/null 2>&1; } || echo "no Chromium: its tests are skipped"
+
+browser: chromium
+
 unit mesh: .prometheus/.installed
 
-unit simulation mesh clients chaos fidelity: $(ENGINES)
+unit simulation mesh clients chaos fidelity browser: $(ENGINES)
 	$(BIN)/pytest -q $(RERUNS) $(PARALLEL) tests/$@
 
 # The cores compiled, over the libraries of the other environment.
