@@ -15,6 +15,7 @@ from support.worker import FAST, SALT, SLOW, ScriptedFrontend, Workers, prompt, 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.ping import ping
+from kvmesh.bus.discovery.worker_reports import follow_starts
 from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
     Cancel,
@@ -22,6 +23,7 @@ from kvmesh.bus.messages import (
     Drain,
     KvBatch,
     Resend,
+    Starting,
     Stored,
     Work,
     WorkReply,
@@ -60,6 +62,20 @@ async def test_the_card_describes_the_served_model(
     await started.node.close()
     await eventually(lambda: not directory.instances)
     await directory.close()
+
+
+async def test_a_worker_tells_its_phases_until_it_has_joined(bus: Bus, workers: Workers) -> None:
+    told: list[Starting] = []
+    subscription = await follow_starts(bus, told.append)
+    started = await workers.start(replace(FAST, startup_s=0.2), WorkerSettings())
+    await eventually(lambda: told and told[-1].phase == "joining")
+    assert list(dict.fromkeys(each.phase for each in told)) == ["engine", "model files", "joining"]
+    first = told[0]
+    assert (first.instance, first.model, first.engine) == ("w-1", "kvmesh-demo", "mock")
+    assert [each.started for each in told] == [first.started] * len(told)
+    assert sorted(each.since for each in told) == [each.since for each in told]
+    assert started.node.ready
+    await subscription.unsubscribe()
 
 
 async def test_tokens_come_in_order_and_again_on_request(
