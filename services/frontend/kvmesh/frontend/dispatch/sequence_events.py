@@ -1,16 +1,59 @@
 """Publisher of sequence events and outcomes of this frontend's requests."""
 
 import asyncio
+import logging
+from collections import deque
 
+from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Outcome, SeqBatch, SeqEvent
+from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.messages import Outcome, SeqBatch, SeqEvent, SeqFree, encode
 
+log = logging.getLogger(__name__)
 GATHER_S = 0.003
 MAX_PENDING = 100_000
+RETAIN_S = 30.0  # a broken connection is noticed within this time
+REPEATED = 1000  # events in a message of repeated ones
+STORE_S = 2.0
+FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
+
+
+class RecentFrees:
+    """The SeqFrees of the last RETAIN_S seconds, at most MAX_PENDING, to be published again.
+
+    A broken connection, or a server whose stream is not restored yet, may have lost them.
+    """
+
+    def __init__(self) -> None:
+        self._frees: deque[tuple[float, str, SeqFree]] = deque(maxlen=MAX_PENDING)
+
+    def add(self, model: str, event: SeqFree, now: float) -> None:
+        self._frees.append((now, model, event))
+
+    def expire(self, now: float) -> None:
+        """Forget the older ones; call it only while the stream is known to be there."""
+        while self._frees and self._frees[0][0] < now - RETAIN_S:
+            self._frees.popleft()
+
+    def batches(self) -> list[tuple[str, list[SeqEvent]]]:
+        """All of them in order, by model, at most REPEATED each."""
+        by_model: dict[str, list[SeqEvent]] = {}
+        for _, model, event in self._frees:
+            by_model.setdefault(model, []).append(event)
+        return [
+            (model, events[at : at + REPEATED])
+            for model, events in by_model.items()
+            for at in range(0, len(events), REPEATED)
+        ]
 
 
 class SequenceEventPublisher:
-    """Gathers events per model for a few milliseconds and publishes them in order."""
+    """Gathers events per model for a few milliseconds and publishes them in order.
+
+    The stream is in the server's memory, and posts are not acknowledged. After each reconnect the
+    recent SeqFrees are therefore published again until they are stored: an attempt whose
+    SeqFree is lost would count as active in the routers for minutes.
+    """
 
     def __init__(self, bus: Bus, instance: str) -> None:
         self._bus = bus
@@ -18,11 +61,16 @@ class SequenceEventPublisher:
         self._pending: dict[str, list[SeqEvent]] = {}
         self._outcomes: list[tuple[str, Outcome]] = []
         self._due = asyncio.Event()
+        self._recent = RecentFrees()
+        self._reconnected = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     def event(self, model: str, event: SeqEvent) -> None:
         events = self._pending.setdefault(model, [])
         if len(events) < MAX_PENDING:
             events.append(event)
+        if type(event) is SeqFree:
+            self._recent.add(model, event, self._loop.time())
         self._due.set()
 
     def outcome(self, model: str, outcome: Outcome) -> None:
@@ -32,11 +80,40 @@ class SequenceEventPublisher:
 
     async def run(self) -> None:
         """Publish until cancelled."""
+        self._bus.on_reconnect.append(self._reconnected.set)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._publish(), name="publish sequence events")
+                tasks.create_task(self._repeat(), name="repeat sequence events")
+        finally:
+            self._bus.on_reconnect.remove(self._reconnected.set)
+
+    async def _publish(self) -> None:
         while True:
             await self._due.wait()
             await asyncio.sleep(GATHER_S)
             self._due.clear()
             self.flush()
+
+    async def _repeat(self) -> None:
+        """Publish the recent frees again after each reconnect, until the stream has them."""
+        while True:
+            await self._reconnected.wait()
+            backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+            while not await self._stored():
+                await asyncio.sleep(backoff.delay())
+
+    async def _stored(self) -> bool:
+        """Store the recent frees; returns whether all were stored."""
+        self._reconnected.clear()
+        try:
+            for model, events in self._recent.batches():
+                batch = encode(SeqBatch(source=self._instance, events=events))
+                await self._bus.store(self._bus.subjects.seq(model), batch, STORE_S)
+        except BusError as error:
+            log.debug("recent ends of requests are not stored yet: %s", cause(error))
+            self._reconnected.set()
+        return not self._reconnected.is_set()
 
     def flush(self) -> None:
         """Publish pending events now."""
@@ -47,3 +124,5 @@ class SequenceEventPublisher:
             self._bus.post(self._bus.subjects.seq(model), batch)
         for model, outcome in outcomes:
             self._bus.post(self._bus.subjects.route(model), outcome)
+        if self._bus.connected and not self._reconnected.is_set():
+            self._recent.expire(self._loop.time())
