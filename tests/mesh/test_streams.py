@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 from nats.js.api import DiscardPolicy, StorageType
 from support import forks
@@ -189,7 +190,7 @@ AUTHORIZED = {"settings": "authorization { user: mesh, password: right }"}
     [
         (BusOptions(user="mesh", password="wrong"), r"rejects nats\.user and nats\.password"),
         (BusOptions(token="wrong"), r"rejects nats\.token"),
-        (BusOptions(), "requires a user and password"),
+        (BusOptions(), r"requires credentials: set nats\.user and nats\.password, nats\.token"),
     ],
 )
 async def test_rejected_credentials_fail_at_once_and_are_named(
@@ -203,7 +204,8 @@ async def test_a_service_waits_for_the_server_and_logs_it(tmp_path: Path) -> Non
     server = NatsServer(tmp_path / "nats")
     mesh = Mesh(server.url, tmp_path)
     mesh.start("router", "router-0")
-    await eventually(lambda: "no NATS server yet, retrying: " in mesh.logs())
+    await eventually(lambda: f"no NATS server at {server.url} yet, retrying: " in mesh.logs())
+    assert "(set its URL with --nats or KVMESH_NATS_URL)" in mesh.logs()
     assert mesh.processes["router-0"].poll() is None
     server.start()
     bus = await Bus.connect(mesh.options, "test")
@@ -214,6 +216,36 @@ async def test_a_service_waits_for_the_server_and_logs_it(tmp_path: Path) -> Non
 
     await eventually(joined)
     await bus.close()
+    mesh.stop()
+    server.stop()
+
+
+async def test_a_frontend_answers_probes_while_it_waits_for_the_server(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "nats")
+    mesh = Mesh(server.url, tmp_path)
+    mesh.start("frontend", "frontend-0")
+    async with aiohttp.ClientSession() as session:
+
+        async def missing() -> list[str]:
+            try:
+                async with session.get(f"{mesh.url}/health") as answer:
+                    assert answer.status == 503
+                    found: list[str] = (await answer.json())["missing"]
+                    return found
+            except aiohttp.ClientConnectionError:
+                return []
+
+        async def waits(*reasons: str) -> bool:
+            return await missing() == list(reasons)
+
+        await eventually(lambda: waits("nats"))
+        async with session.get(f"{mesh.url}/live") as answer:
+            assert answer.status == 200
+        async with session.post(f"{mesh.url}/v1/messages", json={}) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+            assert (await answer.json())["type"] == "error"
+        server.start()
+        await eventually(lambda: waits("router", "worker"))
     mesh.stop()
     server.stop()
 

@@ -292,7 +292,7 @@ async def test_a_nats_server_without_jetstream_is_a_clear_error(
 async def test_an_absent_nats_server_is_a_clear_error(make: Factory) -> None:
     up = make("--nats", f"nats://127.0.0.1:{free_port()}")
     assert await up.ended() == 1
-    assert "is the URL of --nats right?" in up.output
+    assert "(set its URL with --nats or KVMESH_NATS_URL)" in up.output
 
 
 async def test_a_given_nats_server_is_used(make: Factory, nats_server: NatsServer) -> None:

@@ -150,7 +150,7 @@ class Bus:
         client = DirectClient()
         bus = cls(client, options)
         servers = [url.strip() for url in options.url.split(",")]
-        first = FirstConnection(len(servers) if once else None)
+        first = FirstConnection(options.url, len(servers) if once else None)
         try:
             security = _security(options)
             attempt = asyncio.create_task(

@@ -8,15 +8,19 @@ def cause(error: BaseException) -> str:
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
+URL_SETTING = "set its URL with --nats or KVMESH_NATS_URL"
+
+
 class BusError(Exception):
     """Base of every error of this package."""
 
 
 class BusUnavailable(BusError):
-    """No NATS server with JetStream replied at `url`."""
+    """No NATS server with JetStream replied at `url`, or it denies access to this process."""
 
     def __init__(self, url: str, reason: BaseException) -> None:
         self.url = redacted(url)
+        self.denied = isinstance(reason, PermissionError)
         super().__init__(f"cannot use NATS at {self.url}: {cause(reason)}")
 
 

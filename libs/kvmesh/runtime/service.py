@@ -8,7 +8,8 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 DEFAULT_URL = "nats://127.0.0.1:4222"
 VERSION = version("kvmesh")
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
+QUICK_S = 1.0  # for NATS to be reached, at an ordinary start
 
 
 class StartError(Exception):
@@ -92,15 +94,22 @@ class Service:
 
 Main = Callable[[Service], Awaitable[None]]
 Check = Callable[[Settings], None]
+Meanwhile = Callable[[Settings], Coroutine[Any, Any, None]]
 
 
 def run_service(
-    role: str, name: str, settings: Settings, main: Main, check: Check | None = None
+    role: str,
+    name: str,
+    settings: Settings,
+    main: Main,
+    check: Check | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> int:
     """Run `main` as a process until SIGTERM or SIGINT; returns the exit status.
 
-    `check` raises StartError for wrong settings, before the process waits for NATS. The status is
-    2, as for a wrong command line, if a restart would fail again.
+    `check` raises StartError for wrong settings, before the process waits for NATS. `meanwhile`
+    runs while it waits longer than QUICK_S. The status is 2, as for a wrong command line, if a
+    restart would fail again.
     """
     name = name or f"{role}-{os.uname().nodename}-{os.getpid()}"
     logs.configure(settings.log, name)
@@ -110,7 +119,7 @@ def run_service(
     try:
         if check is not None:
             check(settings)
-        return uvloop.run(_run(role, name, settings, main))
+        return uvloop.run(_run(role, name, settings, main, meanwhile))
     except StartError as error:
         log.error("%s", error)
         return 2 if error.permanent else 1
@@ -121,8 +130,11 @@ def run_service(
         return 130
 
 
-async def _run(role: str, name: str, settings: Settings, main: Main) -> int:
-    bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
+async def _run(
+    role: str, name: str, settings: Settings, main: Main, meanwhile: Meanwhile | None
+) -> int:
+    async with _running(meanwhile, settings):
+        bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
     service = Service(bus, settings, name)
     figures = BusCollector(bus)
     REGISTRY.register(figures)
@@ -141,6 +153,24 @@ async def _run(role: str, name: str, settings: Settings, main: Main) -> int:
         await service.close()
         REGISTRY.unregister(figures)
     return 1 if service.failed else 0
+
+
+@asynccontextmanager
+async def _running(meanwhile: Meanwhile | None, settings: Settings) -> AsyncIterator[None]:
+    """Run `meanwhile` while the block runs, from QUICK_S on."""
+
+    async def wait() -> None:
+        await asyncio.sleep(QUICK_S)
+        if meanwhile is not None:
+            await meanwhile(settings)
+
+    waiting = asyncio.create_task(wait(), name="meanwhile")
+    try:
+        yield
+    finally:
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
 
 
 async def _open_tracing(role: str, service: Service) -> ProcessTracing | None:

@@ -11,6 +11,7 @@ PACKAGE = "kvmesh.frontend"
 LAYERS = [
     {"__main__"},
     {"service"},
+    {"no_bus"},
     {"http", "prefork"},
     {"sessions"},
     {"generation"},

@@ -5,7 +5,14 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, BusUnavailable, NotFound, NotPermitted, cause
+from kvmesh.bus.errors import (
+    URL_SETTING,
+    BusError,
+    BusUnavailable,
+    NotFound,
+    NotPermitted,
+    cause,
+)
 from kvmesh.cli.local import with_local_mesh
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
@@ -24,7 +31,7 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
         url = redacted(bus_options(settings.nats).url)
         reason = f"no mesh named {settings.nats.namespace} at {url}"
     except BusUnavailable as error:
-        reason = f"{error} (set its URL with --nats or KVMESH_NATS_URL)"
+        reason = str(error) if error.denied else f"{error} ({URL_SETTING})"
     except NotPermitted as error:
         reason = f"{cause(error)}: run it as a user with this permission, such as operator"
     except (BusError, TimeoutError) as error:

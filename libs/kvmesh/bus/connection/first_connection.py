@@ -5,20 +5,23 @@ import logging
 
 from nats.errors import UnexpectedEOF
 
-from kvmesh.bus.errors import cause
+from kvmesh.bus.errors import URL_SETTING, cause
+from kvmesh.settings.redaction import redacted
 
 log = logging.getLogger(__name__)
 BROKEN = (OSError, UnexpectedEOF)  # a server that stops, or has not restarted yet
 REFUSED = "authorization violation"
 WARN_S = 1.0
+CREDENTIALS = "set nats.user and nats.password, nats.token, nats.nkey_seed or nats.credentials"
 CANCEL_S = 0.2
 FIRST = asyncio.FIRST_COMPLETED
 
 
 class FirstConnection:
-    """Watches the attempts to reach a server: at most `attempts`, or unlimited with None."""
+    """Watches the attempts to reach a server at `url`: at most `attempts`, None for no limit."""
 
-    def __init__(self, attempts: int | None) -> None:
+    def __init__(self, url: str, attempts: int | None) -> None:
+        self._url = redacted(url)
         self._left = attempts
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._last: Exception | None = None
@@ -49,9 +52,13 @@ class FirstConnection:
                 done, _ = await asyncio.wait(either, timeout=patience, return_when=FIRST)
                 if not done:
                     reason = cause(self._last or TimeoutError())
-                    log.warning("no NATS server yet, retrying: %s", reason)
+                    text = "no NATS server at %s yet, retrying: %s (%s)"
+                    log.warning(text, self._url, reason, URL_SETTING)
                     done, _ = await asyncio.wait(either, return_when=FIRST)
-                await done.pop()
+                    await done.pop()
+                    log.info("reached NATS at %s", self._url)
+                else:
+                    await done.pop()
         finally:
             self._over = True
             if not self._ended.cancel():
@@ -63,7 +70,7 @@ class FirstConnection:
         if not self._refused:
             return self._last or error
         if not credentials:
-            return PermissionError("it requires a user and password, a token or credentials")
+            return PermissionError(f"it requires credentials: {CREDENTIALS}")
         return PermissionError(f"it rejects {credentials}")
 
 

@@ -30,11 +30,12 @@ from kvmesh.frontend.http.cache.api import CacheApi
 from kvmesh.frontend.http.generate import Dependencies
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.routes import application
-from kvmesh.frontend.http.server import Runner
+from kvmesh.frontend.http.server import Runner, listen
 from kvmesh.frontend.http.sse import StreamSupervisor
 from kvmesh.frontend.metrics import tenants
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.namespaces import TenantNamespaces
+from kvmesh.frontend.no_bus import answer_without_bus
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.wake.idle_models import IdleModelReader
 from kvmesh.frontend.wake.waker import Waker
@@ -53,6 +54,7 @@ LOADING_S = 10.0  # a model that takes longer loads while requests for others ar
 SWITCH_S = 0.001  # after which a tokenizing thread yields the GIL to the event loop
 MAX_HEADER = 64 << 10  # harnesses put JSON into headers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+meanwhile = answer_without_bus  # while the start waits for NATS
 
 
 class FrontendService:
@@ -243,7 +245,7 @@ async def main(service: Service) -> None:
         max_line_size=MAX_HEADER,
     )
     await runner.setup()
-    endpoint = await _listen(runner, service)
+    endpoint = await listen(runner, settings)
     card = Instance(
         instance=service.instance,
         role=Role.FRONTEND,
@@ -272,20 +274,6 @@ async def main(service: Service) -> None:
         await frontend.close()
         if settings.metrics_tenants:
             REGISTRY.unregister(tenants)
-
-
-async def _listen(runner: Runner, service: Service) -> str:
-    settings = service.settings.frontend
-    shared = settings.processes > 1 or settings.reuse_port
-    site = web.TCPSite(runner, settings.host, settings.port, reuse_port=shared or None)
-    try:
-        await site.start()
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
-        ) from error
-    host, port = runner.addresses[0][:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _check_exposure(settings: FrontendSettings, keys: bool) -> None:

@@ -16,12 +16,12 @@ async def test_an_attempt_that_loses_a_cancellation_ends_nevertheless() -> None:
 
     task = asyncio.create_task(attempt())
     with pytest.raises(TimeoutError):
-        await FirstConnection(None).result(task, timeout=0.01)
+        await FirstConnection("nats://a", None).result(task, timeout=0.01)
     assert task.cancelled()
 
 
 async def test_the_last_permitted_failure_ends_the_attempts() -> None:
-    first = FirstConnection(2)
+    first = FirstConnection("nats://a", 2)
     task = asyncio.create_task(asyncio.Event().wait())
     assert not first.failed(OSError("one"))
     assert first.failed(OSError("two"))

@@ -20,5 +20,5 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     service = import_module(f"kvmesh.{role}.service")
     gc.enable()
     name = getattr(settings, role).name
-    check = getattr(service, "check", None)
-    return run_service(role, name, with_local_mesh(settings), service.main, check)
+    check, meanwhile = (getattr(service, part, None) for part in ("check", "meanwhile"))
+    return run_service(role, name, with_local_mesh(settings), service.main, check, meanwhile)

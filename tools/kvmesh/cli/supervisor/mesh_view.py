@@ -9,7 +9,7 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import Directory, routable
-from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.errors import URL_SETTING, BusError, BusUnavailable, ServerUnfit, cause
 from kvmesh.bus.messages import Instance, Load, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.configuration import ensure_streams, purge_states
@@ -33,12 +33,12 @@ class MeshView:
         self.loads: dict[str, dict[int, Load]] = {}
 
     @classmethod
-    async def connect(cls, settings: Settings) -> "MeshView":
-        """Connect to NATS; raises UpError if it is unreachable."""
+    async def connect(cls, settings: Settings, once: bool) -> "MeshView":
+        """Connect to NATS, trying it `once` or for some seconds; raises UpError if it fails."""
         try:
-            bus = await Bus.connect(bus_options(settings.nats), "up", timeout=CONNECT_S)
+            bus = await Bus.connect(bus_options(settings.nats), "up", CONNECT_S, once)
         except BusUnavailable as error:
-            raise UpError(f"{error}; is the URL of --nats right?") from error
+            raise UpError(str(error) if error.denied else f"{error} ({URL_SETTING})") from error
         return cls(bus, settings)
 
     async def purge(self) -> None:

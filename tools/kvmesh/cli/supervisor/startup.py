@@ -77,7 +77,7 @@ class StartupGuide:
     async def _connect(self) -> "MeshView":
         if self.view is None:
             module = await asyncio.to_thread(import_module, "kvmesh.cli.supervisor.mesh_view")
-            self.view = await module.MeshView.connect(self._settings)
+            self.view = await module.MeshView.connect(self._settings, once=self._external)
         return self.view
 
     async def _operate(self, mesh: "SupervisedMesh", view: "MeshView") -> None:

@@ -10,6 +10,8 @@ from kvmesh.frontend.apis import openai
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.http.bodies import error_response
 from kvmesh.frontend.http.request_id import headers_of, id_of
+from kvmesh.runtime.service import StartError
+from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 
@@ -59,3 +61,17 @@ class Runner(web.AppRunner):
             handler_cancellation=made.handler_cancellation,
             **made._kwargs,
         )
+
+
+async def listen(runner: Runner, settings: FrontendSettings) -> str:
+    """Listen on the frontend's port; returns its URL. Raises StartError if it is unavailable."""
+    shared = settings.processes > 1 or settings.reuse_port
+    site = web.TCPSite(runner, settings.host, settings.port, reuse_port=shared or None)
+    try:
+        await site.start()
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+        ) from error
+    host, port = runner.addresses[0][:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
