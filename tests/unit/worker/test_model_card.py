@@ -14,7 +14,7 @@ from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import EngineError, EngineInfo
 from kvmesh.worker.model_card import card_labels, model_card
-from kvmesh.worker.model_folder import DEFAULT_CONTEXT, model_context
+from kvmesh.worker.model_folder import DEFAULT_CONTEXT, has_chat_template, model_context
 
 INFO = EngineInfo(
     name="mock",
@@ -83,3 +83,19 @@ def test_a_mock_needs_no_model_and_a_random_one_is_made_for_torch(
         folder = default_model("torch", made)
         assert list(folder.glob("*.safetensors"))
     assert not folder.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("chat_template.jinja", "{{ messages }}", True),
+        ("chat_template.json", '{"chat_template": "{{ messages }}"}', True),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', True),
+        ("tokenizer_config.json", '{"model_max_length": 1}', False),
+    ],
+)
+def test_a_missing_chat_template_is_noticed(
+    tmp_path: Path, name: str, text: str, found: bool
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert has_chat_template(tmp_path) is found

@@ -22,6 +22,14 @@ def model_context(folder: Path) -> int:
     return length if isinstance(length, int) and 0 < length < 1 << 31 else DEFAULT_CONTEXT
 
 
+def has_chat_template(folder: Path) -> bool:
+    """True if a file of the folder contains one."""
+    older = ("chat_template.json", "tokenizer_config.json")
+    return (folder / "chat_template.jinja").is_file() or any(
+        read_json(folder / name).get("chat_template") for name in older
+    )
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a file, empty if there is none; raises EngineConfigError."""
     if not file.is_file():

@@ -24,9 +24,11 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.metrics import LoadCollector, RetentionCollector, TierCollector, WorkerLabels
 from kvmesh.worker.model_card import node_name
+from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
 
 log = logging.getLogger(__name__)
+NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 
 
 async def main(service: Service) -> None:
@@ -45,6 +47,8 @@ async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
     if not (folder / "tokenizer.json").is_file():
         reason = f"{folder} is not a Hugging Face model folder: it has no tokenizer.json"
         raise StartError(reason, permanent=True)
+    if not has_chat_template(folder):
+        log.warning(NO_TEMPLATE, folder)
     return folder
 
 

@@ -194,6 +194,18 @@ def test_json_has_names_types_and_whole_hashes() -> None:
     assert work["tokens"] == [1, 2, 3]
 
 
+def test_json_has_the_names_that_callers_know() -> None:
+    hints = m.Hints(session="0a1b\x1fs1", parent_session="0a1b\x1f\x1fc2", tenant="red")
+    shown = plain(msgspec.structs.replace(DECISION, hints=hints))
+    assert isinstance(shown, dict)
+    names = [shown["hints"][field] for field in ("session", "parent_session", "tenant")]
+    assert names == ["s1", "c2", "red"]
+    wait = m.SeqWait("q1", "router-0", "", 0, "red\x1fbatch", 0.0, 1, 0.0, 1.0)
+    waiting = plain(wait)
+    assert isinstance(waiting, dict)
+    assert waiting["fair_class"] == "red/batch"
+
+
 def test_a_line_of_the_tail() -> None:
     data = m.encode(m.Cancel("q1"))
     text = LineFormat(as_json=False, colour=False).line(

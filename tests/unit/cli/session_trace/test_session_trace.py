@@ -14,13 +14,13 @@ from kvmesh.cli.session_trace.dynamo import trace_records
 from kvmesh.cli.session_trace.table import turn_table
 from kvmesh.cli.session_trace.timeline import perfetto_timeline
 from kvmesh.cli.session_trace.turns import (
-    SCOPE,
     TOOLS,
     USER,
     SessionTurn,
     session_rounds,
     session_turns,
 )
+from kvmesh.frontend.namespaces import SEPARATOR
 from kvmesh.workload.capture import CapturedRound, Recorder, assemble
 from kvmesh.workload.formats.mooncake_write import write
 
@@ -78,7 +78,7 @@ def test_a_session_has_its_subagents_and_no_others() -> None:
 
 
 def test_a_tenant_s_session_is_found_by_its_callers_name() -> None:
-    rounds = [round_of("a", 0.0, f"tag{SCOPE}s"), round_of("b", 1.0, f"tag{SCOPE}t")]
+    rounds = [round_of("a", 0.0, f"tag{SEPARATOR}s"), round_of("b", 1.0, f"tag{SEPARATOR}t")]
     (found,) = session_rounds(rounds, "s")
     (turn,) = turns(found)
     assert turn.session == "s"

@@ -6,6 +6,7 @@ import sys
 import msgspec
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import NotFound
 from kvmesh.bus.messages import Thresholds, encode
@@ -14,11 +15,14 @@ from kvmesh.cli.flags import did_you_mean
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
+SETTINGS_APPLY = "the routers' settings apply"
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh busy MODEL [options]"
     parser.epilog = (
-        "Without thresholds, shows the present ones. Thresholds survive restarts of routers."
+        "Without thresholds, shows the present ones. Thresholds survive restarts of routers. "
+        "New ones are stored only for a model that a worker serves or that is idle."
     )
     parser.add_argument("model", metavar="MODEL", help="the model's name")
     parser.add_argument("--blocks", type=int, metavar="N", help="active blocks of a rank")
@@ -43,19 +47,22 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         return 2
 
     async def main(bus: Bus) -> int:
-        await _warn_if_unserved(bus, settings, arguments.model)
         bucket = await bus.js.key_value(bus.subjects.router_bucket)
         key = bus.subjects.busy_key(arguments.model)
+        stored = await _stored(bucket, key)
+        unknown = await _doubt(bus, settings, arguments.model)
+        if unknown:
+            print(f"kvmesh busy: {unknown}", file=sys.stderr)
         if arguments.reset:
             await bucket.delete(key)
+            stored = None
         elif wanted != Thresholds():
+            if unknown and stored is None:
+                print("kvmesh busy: nothing was stored", file=sys.stderr)
+                return 1
             await bucket.put(key, encode(wanted))
-        try:
-            stored = msgspec.msgpack.decode((await bucket.get(key)).value or b"", type=Thresholds)
-        except NotFound:
-            print(f"{arguments.model}: the routers' settings apply")
-            return 0
-        print(f"{arguments.model}: {_text(stored)}")
+            stored = wanted
+        print(f"{arguments.model}: {_text(stored) if stored else SETTINGS_APPLY}")
         return 0
 
     return run_on_bus("busy", settings, main)
@@ -74,15 +81,27 @@ def _problem(wanted: Thresholds, reset: bool) -> str:
     return ""
 
 
-async def _warn_if_unserved(bus: Bus, settings: Settings, model: str) -> None:
-    """Warn if no worker serves the model; its name may be misspelt."""
+async def _stored(bucket: Bucket, key: str) -> Thresholds | None:
+    try:
+        return msgspec.msgpack.decode((await bucket.get(key)).value or b"", type=Thresholds)
+    except NotFound:
+        return None
+
+
+async def _doubt(bus: Bus, settings: Settings, model: str) -> str:
+    """The reason to doubt the model's name; empty if a worker serves it or it is an idle model."""
     directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
     served = {card.model.name for card in directory.instances if card.model is not None}
     await directory.close()
-    if model not in served:
-        hint = did_you_mean(model, served)
-        print(f"kvmesh busy: no worker serves {model} now{hint}", file=sys.stderr)
+    if model in served:
+        return ""
+    plan = await bus.js.key_value(bus.subjects.plan_bucket)
+    try:
+        await plan.get(bus.subjects.idle_key(model))
+    except NotFound:
+        return f"no worker serves {model} now{did_you_mean(model, served)}"
+    return ""
 
 
 def _text(thresholds: Thresholds) -> str:

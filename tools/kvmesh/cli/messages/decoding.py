@@ -31,6 +31,7 @@ from kvmesh.bus.messages import (
     Wake,
     Work,
 )
+from kvmesh.frontend.namespaces import SEPARATOR, own_name
 
 STREAMED = ("kv", "route", "seq", "scaling")
 REQUESTS = (
@@ -39,6 +40,7 @@ REQUESTS = (
 )
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
+CLASSES = frozenset({"fair_class"})  # a tenant's name and a class within it
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "kv": msgspec.msgpack.Decoder(KvBatch),
     "route": msgspec.msgpack.Decoder(RouteEvent),
@@ -84,7 +86,10 @@ def decode(kind: str, data: bytes) -> object:
 
 
 def plain(value: object, field: str = "") -> object:
-    """`value` for JSON with named fields; hashes in hexadecimal, since JSON numbers lose bits."""
+    """`value` for JSON with named fields; hashes in hexadecimal, since JSON numbers lose bits.
+
+    Names come without the tags of tenants, as callers know them.
+    """
     if isinstance(value, Struct):
         names = value.__struct_fields__
         fields = {name: plain(getattr(value, name), name) for name in names}
@@ -95,6 +100,8 @@ def plain(value: object, field: str = "") -> object:
         return {str(key): plain(item, field) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, field) for item in value]
+    if isinstance(value, str) and SEPARATOR in value:
+        return value.replace(SEPARATOR, "/") if field in CLASSES else own_name(value)
     if isinstance(value, int) and field in HASHES:
         return hexadecimal(value)
     return value

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
@@ -11,6 +12,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.outcomes.session import SessionTurns
 from kvmesh.cli.units import literal_lines
+from kvmesh.frontend.namespaces import own_name
 from kvmesh.observer.route_stream import each_outcome
 from kvmesh.settings import Settings
 
@@ -28,7 +30,8 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
             return 1
         if arguments.json:
             for outcome in turns.turns:
-                print(msgspec.json.encode(outcome).decode())
+                shown = replace(outcome, session=own_name(outcome.session))
+                print(msgspec.json.encode(shown).decode())
             return 0
         console = Console(highlight=False)
         wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)

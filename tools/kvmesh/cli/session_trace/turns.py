@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from kvmesh.bus.messages import Decision
+from kvmesh.frontend.namespaces import own_name
 from kvmesh.observer.prefetch_uses import base_id
 from kvmesh.workload.capture import CapturedRound
 
-SCOPE = "\x1f"  # between a tenant's tag and the name of its session
 TOOLS, USER = "tools", "user"
 
 
@@ -57,7 +57,7 @@ def session_rounds(rounds: Iterable[CapturedRound], session: str) -> list[Captur
     Sessions of tenants are named as their callers name them.
     """
     named = [r for r in rounds if r.decision.hints.session]
-    known = {name for r in named if plain_name(name := r.decision.hints.session or "") == session}
+    known = {name for r in named if own_name(name := r.decision.hints.session or "") == session}
     while True:
         children = {
             r.decision.hints.session or ""
@@ -68,11 +68,6 @@ def session_rounds(rounds: Iterable[CapturedRound], session: str) -> list[Captur
             break
         known |= children
     return [r for r in named if r.decision.hints.session in known]
-
-
-def plain_name(session: str) -> str:
-    """The name of a session without its tenant's tag."""
-    return session.rpartition(SCOPE)[2]
 
 
 def session_turns(rounds: Iterable[CapturedRound]) -> Iterator[SessionTurn]:
@@ -89,8 +84,8 @@ def session_turns(rounds: Iterable[CapturedRound]) -> Iterator[SessionTurn]:
         follows = before is not None and before.end <= start
         numbers[name] = numbers.get(name, 0) + 1
         yield SessionTurn(
-            session=plain_name(name),
-            parent=plain_name(decision.hints.parent_session or ""),
+            session=own_name(name),
+            parent=own_name(decision.hints.parent_session or ""),
             number=numbers[name],
             round=captured,
             start=start,
