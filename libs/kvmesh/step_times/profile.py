@@ -41,9 +41,11 @@ class StepProfile:
     The NPZ file has `prefill_isl` (tokens) and `prefill_ttft_ms`, one value per point, and
     `decode_itl` (ms) over `decode_active_kv_tokens` × `decode_context_length` (tokens). The numbers
     `max_batched_tokens`, `max_sequences`, `kv_tokens` and `kv_bytes_per_token` may be present.
+    `name` is that of its file.
     """
 
     def __init__(self, arrays: Mapping[str, NDArray[np.float64]]) -> None:
+        self.name = ""
         self._isl = Axis(arrays["prefill_isl"], "prefill_isl")
         self._ttft = _values(arrays["prefill_ttft_ms"], "prefill_ttft_ms", (len(self._isl),))
         self._active = Axis(arrays["decode_active_kv_tokens"], "decode_active_kv_tokens")

@@ -45,6 +45,7 @@ def load_step_profile(source: str | Path) -> StepProfile:
     else:
         profile = StepProfile.load(file)
     _check(profile, file)
+    profile.name = file.stem
     return profile
 
 

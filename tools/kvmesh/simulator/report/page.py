@@ -6,7 +6,9 @@ from html import escape
 import numpy as np
 
 from kvmesh.simulator.mesh import Simulation
+from kvmesh.simulator.options import SimulationOptions
 from kvmesh.simulator.records import WorkerRecord
+from kvmesh.simulator.report.conditions import conditions
 from kvmesh.simulator.report.figures import Figures
 from kvmesh.simulator.report.plots import COLOURS, STYLE, Line, plot
 from kvmesh.simulator.report.tables import ROWS, notes
@@ -19,6 +21,8 @@ def page(title: str, runs: Sequence[tuple[Simulation, Figures]]) -> str:
         f"<style>{STYLE}</style><h1>{escape(title)}</h1>",
         _table([figures for _, figures in runs]),
         *(f"<p class=note>{escape(note)}</p>" for _, figures in runs for note in notes(figures)),
+        "<h2>Settings</h2>",
+        _settings([simulation.options for simulation, _ in runs]),
         "<h2>Time to first token</h2>",
         plot([_ttft(s, f) for s, f in runs], "seconds", "share of requests", log_x=True),
         "<h2>Cached share of prompt tokens over time</h2>",
@@ -43,6 +47,21 @@ def _table(runs: Sequence[Figures]) -> str:
     return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
 
 
+def _settings(runs: Sequence[SimulationOptions]) -> str:
+    """A table of two columns; values that differ between the runs follow each other."""
+    rows: dict[str, list[str]] = {}
+    for options in runs:
+        for name, value in conditions(options):
+            values = rows.setdefault(name, [])
+            if value not in values:
+                values.append(value)
+    cells = (
+        f"<tr><td>{escape(name)}</td><td>{escape('; '.join(values))}</td></tr>"
+        for name, values in rows.items()
+    )
+    return f"<table class=settings>{''.join(cells)}</table>"
+
+
 def _ttft(simulation: Simulation, figures: Figures) -> Line:
     records = simulation.records
     values = records.column("first_token") - records.column("arrived")
@@ -52,6 +71,7 @@ def _ttft(simulation: Simulation, figures: Figures) -> Line:
 
 
 def _hits(simulation: Simulation, figures: Figures, bins: int = 60) -> Line:
+    """The share in each of `bins` equal times; NaN in those without requests."""
     records = simulation.records
     arrived = records.column("arrived")
     tokens = np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
@@ -60,8 +80,8 @@ def _hits(simulation: Simulation, figures: Figures, bins: int = 60) -> Line:
     served = np.array([error is None for error in records.error], dtype=np.float64)
     sent = np.bincount(bin_index, tokens * served, bins)
     cached = np.bincount(bin_index, records.column("cached") * served, bins)
-    used = sent > 0
-    return figures.policy, edges[:-1][used], cached[used] / sent[used]
+    shares = np.divide(cached, sent, out=np.full(bins, np.nan), where=sent > 0)
+    return figures.policy, edges[:-1], shares
 
 
 def _running(workers: Sequence[WorkerRecord]) -> list[Line]:

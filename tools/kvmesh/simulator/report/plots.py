@@ -18,6 +18,7 @@ color:var(--ink);background:light-dark(#fff,#161618)}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin:2.2rem 0 .4rem}h3{font-size:.95rem;margin:1rem 0 0}
 table{border-collapse:collapse;width:100%}td,th{padding:.2rem .8rem;text-align:right;
 font-variant-numeric:tabular-nums}td:first-child{text-align:left;color:var(--soft)}
+.settings td{text-align:left}
 th{border-bottom:1px solid var(--soft)}tr:nth-child(even){background:var(--band)}
 svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
 svg .grid{stroke:var(--line)}.key,.note{margin:0;font-size:.85rem}
@@ -29,14 +30,14 @@ Line = tuple[str, Column, Column]
 
 
 def plot(lines: Sequence[Line], x_name: str, y_name: str, log_x: bool = False) -> str:
-    """Lines of (name, x values, y values) in one plot with a key."""
-    lines = [line for line in lines if len(line[1])]
+    """Lines of (name, x values, y values) in one plot with a key; a line breaks where y is NaN."""
+    lines = [line for line in lines if not np.isnan(line[2]).all()]
     if not lines:
         return "<p>no data</p>"
     scale = np.log10 if log_x else np.asarray
     low = min(float(scale(x).min()) for _, x, _ in lines)
     high = max(float(scale(x).max()) for _, x, _ in lines)
-    top = max(float(y.max()) for _, _, y in lines) or 1.0
+    top = max(float(np.nanmax(y)) for _, _, y in lines) or 1.0
     span = max(high - low, 1e-9)
     width, height = WIDTH - LEFT - 10, HEIGHT - BOTTOM - 24
 
@@ -47,12 +48,22 @@ def plot(lines: Sequence[Line], x_name: str, y_name: str, log_x: bool = False) -
     parts += [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role=img>', _axes(low, span, top, log_x)]
     for number, (_, x, y) in enumerate(lines):
         picked = np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(np.intp)
-        points = " ".join(
-            at(float(a), float(b)) for a, b in zip(scale(x)[picked], y[picked], strict=True)
-        )
         stroke = f'stroke="{_colour(number)}" stroke-width=1.6 stroke-linejoin=round'
-        parts.append(f'<polyline points="{points}" fill=none {stroke} />')
+        for piece in _pieces(scale(x)[picked], y[picked]):
+            points = " ".join(at(a, b) for a, b in (piece if len(piece) > 1 else 2 * piece))
+            parts.append(f'<polyline points="{points}" fill=none {stroke} stroke-linecap=round />')
     return "".join([*parts, "</svg>"])
+
+
+def _pieces(x: Column, y: Column) -> list[list[tuple[float, float]]]:
+    """The points of a line, split where y is NaN."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for a, b in zip(x.tolist(), y.tolist(), strict=True):
+        if not np.isnan(b):
+            pieces[-1].append((a, b))
+        elif pieces[-1]:
+            pieces.append([])
+    return [piece for piece in pieces if piece]
 
 
 def _colour(number: int) -> str:
