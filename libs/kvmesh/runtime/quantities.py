@@ -1,6 +1,11 @@
 """Human-readable quantities."""
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 request`, `1,234 requests`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """`59s`, `12m`, `3h05m`, `2d04h`."""
     if seconds < 60:

@@ -14,7 +14,7 @@ from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import run
 from kvmesh.cli.references.options import markdown, toml
 from kvmesh.cli.registry import COMMANDS
-from kvmesh.runtime.quantities import duration, size
+from kvmesh.runtime.quantities import counted, duration, size
 from kvmesh.settings import Settings, load, options
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -79,6 +79,49 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         run([command, "--help"])
     assert ending.value.code == 0
     assert f"usage: kvmesh {command}" in capsys.readouterr().out
+
+
+def helped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ending:
+        run(arguments)
+    assert ending.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_has_the_own_options_the_short_names_and_the_sections(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = helped(capsys, "up", "--help")
+    for flag in ("--workers N", "--port N", "--policy TEXT", "--nats TEXT"):
+        assert f"\n  {flag}" in shown
+    assert "--router-queue" not in shown
+    assert len(shown.splitlines()) < 100
+    sections = " ".join(shown.splitlines()[-4:])
+    assert "`kvmesh up --help SECTION`, or `all`" in sections
+    assert all(section in sections for section in ("frontend", "router", "vllm", "tracing"))
+
+
+@pytest.mark.parametrize("option", [["--help", "router"], ["--help=router"], ["-h", "router"]])
+def test_help_about_a_section_has_its_options(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = helped(capsys, "up", *option)
+    assert "--router-queue-limit" in shown
+    assert "--policy TEXT" in shown
+    assert "--workers" not in shown
+    assert "--frontend-host" not in shown
+
+
+def test_all_help_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = helped(capsys, "up", "--help", "all")
+    assert all(flag in shown for flag in ("--workers", "--router-queue-limit", "--vllm-args"))
+
+
+def test_help_about_an_unknown_section_names_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = failed(["tail", "--help", "kv"], capsys)
+    assert "no section kv (sections: nats, log, all)" in said
 
 
 def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,3 +231,8 @@ def test_durations(seconds: float, shown: str) -> None:
 )
 def test_sizes(count: int, shown: str) -> None:
     assert size(count) == shown
+
+
+def test_one_is_no_plural() -> None:
+    found = [counted(number, "request") for number in (0, 1, 2, 1234)]
+    assert found == ["0 requests", "1 request", "2 requests", "1,234 requests"]

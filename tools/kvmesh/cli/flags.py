@@ -3,6 +3,8 @@
 import argparse
 import difflib
 import re
+import shutil
+import textwrap
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
@@ -16,14 +18,53 @@ ALIASES = {
     ("frontend", "port"): "--port",
     ("router", "policy"): "--policy",
 }
+ALL = "all"
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: "BOOL"}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Reports errors in one line, with the nearest known flag."""
+    """Reports errors in one line, with the nearest known flag.
+
+    `--help` names the sections of settings, and shows only those of their options that have a short
+    name; `--help SECTION` shows the others.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, add_help=False, **options)
+        self._folded: dict[str, list[argparse.Action]] = {}
+        self._help = self.add_argument(
+            "-h", "--help", action=_Help, nargs=0, default=argparse.SUPPRESS, help="show this help"
+        )
+
+    def fold(self, sections: dict[str, list[argparse.Action]]) -> None:
+        """Leave the options of these sections out of the short help."""
+        self._folded = sections
+        if sections:
+            self._help.nargs, self._help.metavar = "?", "SECTION"
+            self._help.help = f"show this help, the options of a section, or {ALL} options"
+
+    def help_about(self, section: str) -> str:
+        """The short help if `section` is empty, all help, or a section's; hides other options."""
+        if section not in ("", ALL, *self._folded):
+            known = ", ".join([*self._folded, ALL])
+            self.error(f"argument --help: no section {section} (sections: {known})")
+        if section in self._folded:
+            self.description = self.epilog = None
+        for action in self._actions:
+            if not self._is_shown(action, section):
+                action.help = argparse.SUPPRESS
+        text = self.format_help()
+        if section or not self._folded:
+            return text
+        more = f"sections of further options (`{self.prog} --help SECTION`, or `{ALL}`)"
+        width = max(shutil.get_terminal_size().columns - 2, 11)  # as argparse does
+        return f"{text}\n{textwrap.fill(f'{more}: ' + ', '.join(self._folded), width)}\n"
+
+    def _is_shown(self, action: argparse.Action, section: str) -> bool:
+        if section in self._folded:
+            return action in self._folded[section]
+        short = any(name in ALIASES.values() for name in action.option_strings)
+        return short or section == ALL or not any(action in each for each in self._folded.values())
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
@@ -31,6 +72,21 @@ class FlagParser(argparse.ArgumentParser):
             known = [name for action in self._actions for name in action.option_strings]
             message = f"unknown flag {unknown[1]}{did_you_mean(unknown[1], known)}"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class _Help(argparse.Action):
+    """Prints the help and exits."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, FlagParser)
+        print(parser.help_about(values if isinstance(values, str) else ""), end="")
+        parser.exit()
 
 
 class _Record(argparse.Action):
@@ -78,15 +134,20 @@ def add_flags(
 ) -> None:
     """Add --config and a flag per option: `--key` for section `own`, `--section-key` for others.
 
-    Options in `excluded` get no flag.
+    Options in `excluded` get no flag. The short help leaves out the sections other than `own`.
     """
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"settings as a TOML file [{CONFIG}]"
     )
     groups = {name: parser.add_argument_group(name) for name in (own, *sections) if name}
+    folded: dict[str, list[argparse.Action]] = {name: [] for name in groups if name != own}
     for option in options():
         if option.section in groups and (option.section, option.key) not in excluded:
-            _add(groups[option.section], option, _names(option, own))
+            added = _add(groups[option.section], option, _names(option, own))
+            if option.section != own:
+                folded[option.section].append(added)
+    if isinstance(parser, FlagParser):
+        parser.fold(folded)
 
 
 def _names(option: Option, own: str) -> list[str]:
@@ -98,17 +159,17 @@ def _names(option: Option, own: str) -> list[str]:
     return [alias, full] if alias and (own == "up" or option.section == "nats") else [full]
 
 
-def _add(group: argparse._ArgumentGroup, option: Option, names: list[str]) -> None:
+def _add(group: argparse._ArgumentGroup, option: Option, names: list[str]) -> argparse.Action:
     dest = f"{option.section}.{option.file_key if option.secret else option.key}"
     help_text = describe(option).replace("%", "%%")
     action = _Extend if get_origin(option.type) is list else _Record
     kind: dict[str, Any] = {"action": action, "dest": dest, "default": argparse.SUPPRESS}
     if option.type is not bool:
-        group.add_argument(*names, metavar=metavar(option), help=help_text, **kind)
-        return
+        return group.add_argument(*names, metavar=metavar(option), help=help_text, **kind)
     opposite = [f"--no-{name.removeprefix('--')}" for name in names]
-    group.add_argument(*names, nargs=0, const="true", help=help_text, **kind)
+    shown = group.add_argument(*names, nargs=0, const="true", help=help_text, **kind)
     group.add_argument(*opposite, nargs=0, const="false", help=argparse.SUPPRESS, **kind)
+    return shown
 
 
 def describe(option: Option) -> str:
