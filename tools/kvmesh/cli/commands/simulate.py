@@ -8,6 +8,7 @@ from rich.console import Console
 
 from kvmesh.cli.arguments import positive
 from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
+from kvmesh.cli.units import counted
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.settings import Settings
 from kvmesh.simulator.options import SimulationError, WorkerOptions
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
         print(f"kvmesh simulate: {error}", file=sys.stderr)
         return 2
-    title = f"{Path(arguments.source).name}, {len(workload):,} requests"
+    title = f"{Path(arguments.source).name}, {counted(len(workload), 'request')}"
     status = write("simulate", arguments, title, runs)
     show([result for _, result in runs], Console())
     return status

@@ -16,6 +16,7 @@ from kvmesh.cli.arguments import moment
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import settings_flags
 from kvmesh.cli.scenario import Fleet, add_scenario, mock_core, scenarios, simulate, write
+from kvmesh.cli.units import counted
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings
@@ -75,7 +76,7 @@ def _compare(
     except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
         print(f"kvmesh whatif: {error}", file=sys.stderr)
         return 2
-    status = write("whatif", arguments, f"{len(workload):,} captured requests", runs)
+    status = write("whatif", arguments, counted(len(workload), "captured request"), runs)
     console = Console()
     console.print(measured(captured), markup=False, highlight=False, soft_wrap=True)
     show([result for _, result in runs], console)
@@ -142,7 +143,7 @@ def measured(captured: list[CapturedRound]) -> str:
     ttft = spread(each.outcome.ttft_s for each in captured if each.outcome.ttft_s is not None)
     policies = ", ".join(sorted({each.decision.policy for each in captured}))
     return (
-        f"measured under {policies}: {len(captured):,} requests, "
+        f"measured under {policies}: {counted(len(captured), 'request')}, "
         f"cached share {cached / max(prompt, 1):.1%}, TTFT {_ttft(ttft)}"
     )
 

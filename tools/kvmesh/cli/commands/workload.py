@@ -11,6 +11,7 @@ from rich.console import Console
 from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, positive, result_file
 from kvmesh.cli.flags import FlagParser, add_flags
+from kvmesh.cli.units import counted
 from kvmesh.settings import Settings
 from kvmesh.workload.analysis.analysis import analyze
 from kvmesh.workload.analysis.tables import show
@@ -83,7 +84,7 @@ def _save(workload: Workload, file: Path | None, block_size: int | None) -> None
         return
     for loss in save(workload, file, block_size):
         print(f"lost in this format: {loss}", file=sys.stderr)
-    print(f"wrote {len(workload):,} requests to {file} ({file.stat().st_size:,} bytes)")
+    print(f"wrote {counted(len(workload), 'request')} to {file} ({file.stat().st_size:,} bytes)")
 
 
 # --- read --------------------------------------------------------------------------------------
@@ -96,7 +97,8 @@ def _read_options(parser: argparse.ArgumentParser) -> None:
 
 def _read(arguments: argparse.Namespace, _: Settings) -> int:
     workload = _load(arguments)
-    print(f"{len(workload):,} requests in {len(workload.sessions):,} sessions")
+    requests, sessions = len(workload), len(workload.sessions)
+    print(f"{counted(requests, 'request')} in {counted(sessions, 'session')}")
     _save(workload, arguments.output, arguments.block_size)
     return 0
 

@@ -10,6 +10,7 @@ from kvmesh.bus.messages import CacheAccount, Outcome, PromptChange
 from kvmesh.cli.units import literal
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.observer.cache_text import change_line, part, reason_text
+from kvmesh.runtime.quantities import counted
 
 
 class SessionTurns:
@@ -49,8 +50,8 @@ class SessionTurns:
             return
         named = f" of {len(self.tenants)} tenants" if len(self.tenants) > 1 else ""
         yield (
-            f"session {self._session}{named}: {self.count:,} requests, {self._prompt:,} prompt"
-            f" tokens, {_share(self._reused, self._prompt)} reused"
+            f"session {self._session}{named}: {counted(self.count, 'request')},"
+            f" {self._prompt:,} prompt tokens, {_share(self._reused, self._prompt)} reused"
             f" ({_share(self._possible, self._prompt)} in an endless cache)"
         )
         yield f"reused {self._reused:,}, lost {sum(self._lost.values()):,}, new {self._new:,}"

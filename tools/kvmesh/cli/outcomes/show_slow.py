@@ -10,6 +10,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.outcomes.slow import SlowestRequests, render
 from kvmesh.observer.route_stream import each_outcome
+from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
 
 WIDTH = 240
@@ -30,7 +31,8 @@ def show_slow(arguments: argparse.Namespace, settings: Settings) -> int:
         console = Console(highlight=False)
         wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
         wide.print(render(requests.slowest()))
-        wide.print(f"[dim]of {requests.added:,} requests since {since.astimezone():%H:%M:%S}[/dim]")
+        total = counted(requests.added, "request")
+        wide.print(f"[dim]of {total} since {since.astimezone():%H:%M:%S}[/dim]")
         return 0
 
     return run_on_bus("explain", settings, main)
