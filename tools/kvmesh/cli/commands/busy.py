@@ -50,16 +50,16 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         bucket = await bus.js.key_value(bus.subjects.router_bucket)
         key = bus.subjects.busy_key(arguments.model)
         stored = await _stored(bucket, key)
-        unknown = await _doubt(bus, settings, arguments.model)
-        if unknown:
-            print(f"kvmesh busy: {unknown}", file=sys.stderr)
+        doubt = await _doubt(bus, settings, arguments.model)
+        if doubt and stored is None and wanted != Thresholds():
+            print(f"kvmesh busy: nothing was stored: {doubt}", file=sys.stderr)
+            return 1
+        if doubt:
+            print(f"kvmesh busy: {doubt}", file=sys.stderr)
         if arguments.reset:
             await bucket.delete(key)
             stored = None
         elif wanted != Thresholds():
-            if unknown and stored is None:
-                print("kvmesh busy: nothing was stored", file=sys.stderr)
-                return 1
             await bucket.put(key, encode(wanted))
             stored = wanted
         print(f"{arguments.model}: {_text(stored) if stored else SETTINGS_APPLY}")
