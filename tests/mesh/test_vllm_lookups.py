@@ -15,7 +15,7 @@ from support.wait import eventually
 from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, part_digests, root_digest, split_digests
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Finish, KvLayout, LayerLayout
+from kvmesh.bus.messages import Computed, Fetch, Finish, KvLayout, LayerLayout
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
@@ -124,6 +124,17 @@ async def test_an_unpolled_lookup_expires_and_can_be_repeated(
     for request in ("taken", "asked"):
         lookups.release_lookup(request)
     await eventually(lambda: not kvbm.tickets)
+
+
+async def test_the_kvbm_knows_a_request_by_the_meshs_id(
+    lookups: SchedulerBridge, kvbm: SmallKvbm
+) -> None:
+    named = origin("of-the-mesh")
+    await eventually(lambda: lookups.lookup("of-vllm", named, TOKENS, 0) == 3)
+    lookups.finish_request("of-vllm", named)
+    await eventually(lambda: kvbm.count(Computed) == 1, what="the end of the computation")
+    fetches = [message for message in kvbm.requests if isinstance(message, Fetch | Computed)]
+    assert [message.request for message in fetches] == ["of-the-mesh", "of-the-mesh"]
 
 
 WINDOW = replace(LAYOUT, window=8)

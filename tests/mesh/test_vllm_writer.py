@@ -75,14 +75,16 @@ async def queue_and_close(bus: Bus, kvbm: SmallKvbm, flush_s: float) -> None:
         origin = RequestOrigin(
             request=name, salt=0, adapter="", tenant="", session=None, retention=[]
         )
-        bridge.extend_prompt(name, origin, array("I", range(first, first + 4 * BLOCKS)))
-        bridge.write_through(name, [(0, rows)])
+        bridge.extend_prompt(f"v{name}", origin, array("I", range(first, first + 4 * BLOCKS)))
+        bridge.write_through(f"v{name}", [(0, rows)])
     await asyncio.to_thread(bridge.close)
 
 
 async def test_what_waits_is_written_before_vllm_ends(bus: Bus, kvbm: SmallKvbm) -> None:
     await queue_and_close(bus, kvbm, flush_s=30.0)
     await eventually(lambda: len(kvbm.blocks) == PROMPTS * BLOCKS)
+    offered = {message.request for message in kvbm.requests if isinstance(message, Offer)}
+    assert offered == {f"r{number}" for number in range(PROMPTS)}  # the mesh's ids, not vLLM's
 
 
 async def test_the_time_is_bounded(

@@ -12,6 +12,7 @@ from kvmesh.hashing import TOKEN_BYTES
 
 KEY = "kvmesh"
 MAX_RANGES = 4096
+MAX_NAME = 256
 
 
 class OriginError(ValueError):
@@ -74,6 +75,8 @@ def request_origin(request: Any) -> RequestOrigin | None:
         origin = msgspec.convert(params, RequestOrigin)
     except msgspec.ValidationError as error:
         raise OriginError(str(error)) from error
+    if len(origin.request) > MAX_NAME:
+        raise OriginError(f"its id has more than {MAX_NAME} characters")
     if not 0 <= origin.salt < 1 << 64:
         raise OriginError(f"salt {origin.salt} is not an unsigned integer of 64 bits")
     if not 0 <= origin.prompt_tokens <= request.num_tokens:

@@ -86,7 +86,7 @@ async def test_rows_are_written_when_they_are_filled() -> None:
     staging.memory.fill_(1)
     writer = part_writer(host)
     prompt: Any = None
-    item = StagedBlocks("r", "r", prompt)
+    item = StagedBlocks("r", prompt)
     item.staged.append(rows)
     item.rows.update({5: (rows, 0), 6: (rows, 1)})
     pending: Any = SimpleNamespace(blocks=[6, 5], offsets=[24, 0], arena=None)

@@ -120,15 +120,15 @@ class PromptChain:
         self._digests = DigestChain(options.model, origin.adapter, origin.tenant, lead)
 
     def prompts(
-        self, request: str, tokens: "array[int]", key: bytes, layouts: list[KvLayout]
+        self, tokens: "array[int]", key: bytes, layouts: list[KvLayout]
     ) -> list[KvbmPrompt]:
-        """The full blocks of `tokens`, in each of the parts."""
+        """The full blocks of `tokens`, in each of the parts, under the mesh's id of the request."""
         origin = self._origin
         local, sequence = block_hashes(tokens.tobytes(), self._block_size, origin.salt)
         lead = self._digests.upto(key, tokens, len(sequence) // HASH_BYTES)
         return [
             KvbmPrompt(
-                request=request,
+                request=origin.request,
                 digests=part_digests(key, lead, layout),
                 sequence_hashes=sequence,
                 local=local,

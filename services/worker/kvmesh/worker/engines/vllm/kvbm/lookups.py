@@ -10,6 +10,7 @@ import threading
 import time
 from array import array
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 
 import torch
 from msgspec import Struct
@@ -140,12 +141,12 @@ class SchedulerBridge(KvbmBridge):
         if released is not None:
             self._loop.call_soon_threadsafe(released.set)
 
-    def finish_request(self, request: str) -> None:
+    def finish_request(self, request: str, origin: RequestOrigin) -> None:
         """Report the request as computed, after WRITE_GRACE_S for its last writes."""
         self.release_lookup(request)
         for client in self._clients:
-            computed = client.report_computed
-            self._loop.call_soon_threadsafe(self._loop.call_later, WRITE_GRACE_S, computed, request)
+            computed = partial(client.report_computed, origin.request)
+            self._loop.call_soon_threadsafe(self._loop.call_later, WRITE_GRACE_S, computed)
 
     async def _run_lookup(
         self,
@@ -157,7 +158,7 @@ class SchedulerBridge(KvbmBridge):
     ) -> None:
         try:
             async with AsyncExitStack() as loads:
-                found = await self._find(loads, request, origin, tokens, held)
+                found = await self._find(loads, origin, tokens, held)
                 with self._lock:
                     if found is None or self._released.get(request) is not released:
                         return
@@ -174,7 +175,6 @@ class SchedulerBridge(KvbmBridge):
     async def _find(
         self,
         loads: AsyncExitStack,
-        request: str,
         origin: RequestOrigin,
         tokens: "array[int]",
         held: int,
@@ -189,7 +189,7 @@ class SchedulerBridge(KvbmBridge):
         if key is None:
             return None
         chain = PromptChain(self._options, origin, self._layouts[0])
-        prompts = chain.prompts(request, tokens, key, self._layouts)
+        prompts = chain.prompts(tokens, key, self._layouts)
         last = prompts[0].blocks
         whole = [part for part, layout in enumerate(self._layouts) if not layout.window]
         # beside speculation, vLLM may keep the state before the last

@@ -178,11 +178,12 @@ class SchedulerSide:
         self._held_blocks.pop(request, None)
         self._received_after.pop(request, None)
         self._failed.discard(request)
-        if self._requests.pop(request, None) is None:
+        tracked = self._requests.pop(request, None)
+        if tracked is None:
             self.bridge.release_lookup(request)
         else:
             self._finished.add(request)
-            self.bridge.finish_request(request)
+            self.bridge.finish_request(request, tracked.origin)
 
     def _group_loads(
         self, found: LookupResult, blocks: Any, held: int, end: int

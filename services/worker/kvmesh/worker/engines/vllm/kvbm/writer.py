@@ -36,9 +36,8 @@ class StagedBlocks:
     `key` names them in the queue.
     """
 
-    def __init__(self, key: str, request: str, prompt: SavedPrompt) -> None:
+    def __init__(self, key: str, prompt: SavedPrompt) -> None:
         self.key = key
-        self.request = request
         self.prompt = prompt
         self.tokens = 0
         self.staged: list[StagedRows] = []
@@ -86,7 +85,7 @@ class PartWriter:
     def put(self, request: str, prompt: SavedPrompt, first: int, rows: StagedRows) -> None:
         """Queue the blocks from `first` on, with content `rows`."""
         key = f"{request} {first}" if self._has_gaps else request
-        item = self._staged.get(key) or StagedBlocks(key, request, prompt)
+        item = self._staged.get(key) or StagedBlocks(key, prompt)
         end = first + len(rows)
         if not self._writer.put(key, item, first, end):
             rows.release()
@@ -102,7 +101,7 @@ class PartWriter:
     def hold(self, item: StagedBlocks, key: bytes) -> KvbmPrompt | None:
         del self._staged[item.key]
         tokens = item.prompt.tokens[: item.tokens]
-        (prompt,) = item.prompt.chain.prompts(item.request, tokens, key, [self._layout])
+        (prompt,) = item.prompt.chain.prompts(tokens, key, [self._layout])
         return prompt
 
     async def copy(self, item: StagedBlocks, pending: PendingWrite) -> "array[int]":
