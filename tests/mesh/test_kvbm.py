@@ -140,14 +140,41 @@ async def test_the_index_receives_events_of_every_tier(node: Node) -> None:
     await eventually_tiers()
 
 
+async def test_the_index_remembers_why_a_tier_dropped_blocks(node: Node) -> None:
+    node.mesh.start("indexer", "indexer-0")
+    await node.start(KVMESH_KVBM_HOST_BYTES=str(128 * layout().block_bytes))
+    worker = await node.worker()
+    old, new = worker.names(tokens(16, 1)), worker.names(tokens(120, 2))
+    await worker.put(old, request="old")
+
+    async def eventually_removed(names: Names, *expected: object) -> None:
+        async def removed() -> bool:
+            reply = await ask_index(node.bus, names)
+            removals = next(iter(reply.removals), []) if reply is not None else []
+            return [(r.tier, r.reason, r.request) for r in removals] == [expected]
+
+        await eventually(removed, what=f"removal {expected}")
+
+    for end in range(8, 128, 8):
+        await worker.put(new.prefix(end), first=end - 8, request="new")
+    await eventually_removed(old, 1, "evicted", "new")
+    assert (await node.control(Clear())).ok
+    await eventually_removed(new, 1, "cleared", None)
+
+
+async def ask_index(bus: Bus, names: Names) -> OverlapReply | None:
+    """The index's reply about a prompt; None until the index answers."""
+    query, replies = OverlapQuery([names.sequence]), msgspec.msgpack.Decoder(OverlapReply)
+    try:
+        return await bus.request(bus.subjects.index("m"), query, replies, PATIENCE_S)
+    except NoResponder:
+        return None
+
+
 async def overlap(bus: Bus, names: Names) -> dict[str, tuple[int, ...]]:
     """Overlap of each instance with a prompt, by tier; empty until the index answers."""
-    query = OverlapQuery([names.sequence])
-    try:
-        reply = await bus.request(
-            bus.subjects.index("m"), query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
-        )
-    except NoResponder:
+    reply = await ask_index(bus, names)
+    if reply is None:
         return {"": ()}
     rows = struct.iter_unpack("<5I", reply.rows[0])
     return {reply.ranks[rank].instance: tuple(tiers) for rank, *tiers in rows}

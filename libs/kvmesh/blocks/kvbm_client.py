@@ -310,6 +310,7 @@ def _offer(attachment: Attachment, prompt: KvbmPrompt, first: int) -> Offer:
         session=prompt.session,
         retention=prompt.retention,
         traceparent=prompt.traceparent,
+        request=prompt.request,
     )
 
 

@@ -49,6 +49,16 @@ class OlderOutcome(Struct, kw_only=True, tag="outcome", omit_defaults=True):
     finish: str
 
 
+class OlderOffer(Struct, array_like=True, tag="offer"):
+    attachment: int
+    first: int
+    digests: bytes
+    sequence_hashes: bytes
+    local: bytes
+    salt: int
+    tenant: str = ""
+
+
 class OlderRouted(Struct, kw_only=True, tag="routed"):
     instance: str
     rank: int
@@ -65,6 +75,10 @@ REMOVAL = m.Removal(0, 1, "w", 0, 1.0, "evicted", "r")
 PAIRS: list[tuple[Any, Any]] = [
     (OlderRemoved(1, b"12345678"), m.Removed(1, b"12345678", "expired", "r")),
     (OlderCleared(2), m.Cleared(2, "cleared")),
+    (
+        OlderOffer(1, 0, b"d" * 16, b"12345678", b"12345678", 5, "t"),
+        m.Offer(1, 0, b"d" * 16, b"12345678", b"12345678", 5, "t", "s", request="r"),
+    ),
     (OlderQuery([b"12345678"], 5), m.OverlapQuery([b"12345678"], 5, ["00-1-2-01"])),
     (OlderReply([RANK], [b"1"], 0.5), m.OverlapReply([RANK], [b"1"], 0.5, [[REMOVAL]], 7.0)),
     (OlderDump(3), m.Dump(3, digest=True, listed=True)),

@@ -13,6 +13,7 @@ REASONS = {
     "released": "dropped with their session",
     "superseded": "dropped when the session changed its prompt",
     "cleared": "cleared on command",
+    "corrupt": "dropped, as their content was wrong or unreadable",
     "worker_gone": "lost with their worker",
     "elsewhere:load": "held by another worker, which cost more",
     "elsewhere:room": "held by another worker, which lacked free blocks",

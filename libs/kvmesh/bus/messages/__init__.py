@@ -57,6 +57,7 @@ from kvmesh.bus.messages.frontends import KeepTraces, KeyUse, LimitUse, SessionP
 from kvmesh.bus.messages.kv_events import (
     CLEARED,
     CLIPPED,
+    CORRUPT,
     EVICTED,
     EXPIRED,
     RELEASED,
@@ -159,6 +160,7 @@ __all__ = [
     "BATCH_PRIORITY",
     "CLEARED",
     "CLIPPED",
+    "CORRUPT",
     "DIVERGED",
     "ELSEWHERE",
     "EVICTED",

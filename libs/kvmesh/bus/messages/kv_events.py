@@ -10,8 +10,9 @@ CLIPPED = "clipped"  # evicted, as the tenant's budget did not cover its retenti
 RELEASED = "released"  # only an ended session used it
 SUPERSEDED = "superseded"  # only an earlier prompt of a session used it
 CLEARED = "cleared"  # on command
+CORRUPT = "corrupt"  # their content was wrong or unreadable
 WORKER_GONE = "worker_gone"
-REASONS = (EVICTED, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, WORKER_GONE)
+REASONS = (EVICTED, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, CORRUPT, WORKER_GONE)
 
 
 class Stored(Struct, frozen=True, array_like=True, tag="stored"):

@@ -67,7 +67,8 @@ class Offer(Struct, frozen=True, array_like=True, tag="offer"):
     """Offer full blocks of a prompt, from index `first` on. Reply: `Wanted` or `Incomplete`.
 
     `digests`, `sequence_hashes` and `local` are those of the whole prefix up to the last block;
-    `salt` seeds the hashes. `retention` is in tokens of the prompt; later entries win.
+    `salt` seeds the hashes. `retention` is in tokens of the prompt; later entries win. `request` is
+    the one that computed the blocks.
     """
 
     attachment: int
@@ -82,6 +83,7 @@ class Offer(Struct, frozen=True, array_like=True, tag="offer"):
     base: bytes = b""
     shared: int = 0
     traceparent: str = ""
+    request: str = ""
 
 
 class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):

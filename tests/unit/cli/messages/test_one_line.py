@@ -231,13 +231,13 @@ def test_json_can_encode_every_message() -> None:
 
 def test_requests_of_workers_to_their_kvbm() -> None:
     hashes = struct.pack("<3Q", 0xAB << 56, 2, 0xCD << 56)
-    offer = m.Offer(1, 1, bytes(48), hashes, hashes, 5)
+    offer = m.Offer(1, 1, bytes(48), hashes, hashes, 5, request="q1")
     fetch = m.Fetch(1, "q1", 2, bytes(48), hashes, hashes, 5, 0.0, 0.0, 1.5)
     lines = [
         summarise(decode("kvbm", m.encode(ask))) for ask in (offer, fetch, m.Lend(bytes(32), 8192))
     ]
     assert lines == [
-        "offer blocks 1 to 3 [00000000…cd000000]",
+        "offer blocks 1 to 3 of q1 [00000000…cd000000]",
         "fetch q1 3 blocks, 2 held [ab000000…cd000000], waits 1.5 s",
         "lend 2 blocks of 8192 bytes",
     ]

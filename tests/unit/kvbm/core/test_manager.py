@@ -31,6 +31,7 @@ from kvmesh.bus.messages import (
     Removed,
     Retain,
     Wanted,
+    kv_events,
 )
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, CopyState
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, RemoteTierConfig
@@ -415,6 +416,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 for tier in (1, 2, 3):
                     self.events[rank, tier].clear()
             elif isinstance(event, Removed):
+                assert event.reason in kv_events.REASONS
                 self.events[rank, event.tier].difference_update(array("Q", event.engine))
             else:
                 self.events[rank, event.tier].update(array("Q", event.engine))

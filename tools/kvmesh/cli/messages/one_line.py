@@ -184,7 +184,8 @@ def _undecodable(message: Undecodable) -> str:
 def _offer(offer: m.Offer) -> str:
     count = offer.shared + len(offer.sequence_hashes) // HASH_BYTES
     new = offer.sequence_hashes[HASH_BYTES * max(0, offer.first - offer.shared) :]
-    return f"offer blocks {offer.first} to {count}{_span(new)}"
+    request = f" of {offer.request}" if offer.request else ""
+    return f"offer blocks {offer.first} to {count}{request}{_span(new)}"
 
 
 def _fetch(fetch: m.Fetch) -> str:

@@ -1,7 +1,7 @@
 """Clearing of caches by tenant, model and tier."""
 
-from kvmesh.bus.messages import Clear
-from kvmesh.kvbm.core.blocks.block import Block
+from kvmesh.bus.messages import CLEARED, Clear
+from kvmesh.kvbm.core.blocks.block import Block, DropCause
 from kvmesh.kvbm.core.blocks.store import Store
 
 
@@ -18,5 +18,5 @@ def _clear(store: Store, block: Block, message: Clear) -> bool:
         return False
     copies = [c for c in block.copies.values() if not message.tiers or c.tier in message.tiers]
     for copy in copies:
-        store.discard(copy)
+        store.discard(copy, DropCause(CLEARED))
     return bool(copies) and block.space.is_lead

@@ -156,6 +156,7 @@ class Manager:
         prompt = worker.prompt(message)
         if prompt is None:
             return Incomplete()
+        self.store.operation.request = prompt.request
         if isinstance(message, Offer):
             return self._offer(message, prompt, worker)
         return self._fetch(message, prompt, worker)
@@ -172,6 +173,7 @@ class Manager:
         if ticket is None or ticket.attachment != worker.number:
             return NO_TICKET
         checksums = array("Q", message.checksums)
+        self.store.operation.request = ticket.request
         worker.tickets.discard(message.ticket)
         written = self.write_through.commit(ticket, checksums)
         self._advance(())

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import inf
 
-from kvmesh.bus.messages import Pin, Retain, owner
-from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
+from kvmesh.bus.messages import RELEASED, SUPERSEDED, Pin, Retain, owner
+from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, DropCause
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.retention.budget import RetentionBudget
@@ -65,7 +65,7 @@ class TierRetention:
         if prompt.session is not None and not self.is_closed(prompt.session):
             sessions = self._sessions[prompt.space.layout.part]
             tails = sessions.record(prompt.session, prompt.digests, self._store.now)
-            self._drop_tails(tails)
+            self._drop_tails(tails, DropCause(SUPERSEDED, prompt.request))
 
     def apply(
         self, prompt: PromptBlocks, wishes: Mapping[int, RetentionWish], blocks: Iterable[Block]
@@ -164,25 +164,26 @@ class TierRetention:
         ended = list(sessions)
         for session in ended:
             self._closed.put(session, True)
-        return sum(self._drop_tails(part.release(ended)) for part in self._sessions.values())
+        parts, cause = self._sessions.values(), DropCause(RELEASED)
+        return sum(self._drop_tails(part.release(ended), cause) for part in parts)
 
-    def _drop_tails(self, tails: Iterable[PromptTail[bytes]]) -> int:
+    def _drop_tails(self, tails: Iterable[PromptTail[bytes]], cause: DropCause) -> int:
         dropped = 0
         for tail in tails:
             for digest in reversed(tail.prompt[tail.start :]):
                 block = self._store.blocks.get(digest)
                 if block is not None and not _is_used(block):
-                    dropped += self._drop_local(block) and block.space.is_lead
+                    dropped += self._drop_local(block, cause) and block.space.is_lead
         return dropped
 
     def _local_copies(self, block: Block) -> list[Copy]:
         return [copy for copy in block.copies.values() if copy.tier in self._store.tiers]
 
-    def _drop_local(self, block: Block) -> bool:
+    def _drop_local(self, block: Block, cause: DropCause) -> bool:
         """Drop a block's copies on this node; sessions of other nodes may use remote ones."""
         copies = self._local_copies(block)
         for copy in copies:
-            self._store.drop(copy)
+            self._store.drop(copy, cause)
         return bool(copies)
 
 

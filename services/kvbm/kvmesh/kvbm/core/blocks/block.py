@@ -6,8 +6,9 @@ and *dropped*: lookups no longer find it, and its slot is freed when its last us
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
-from kvmesh.bus.messages import KvLayout
+from kvmesh.bus.messages import EVICTED, KvLayout
 from kvmesh.kvbm.core.blocks.slab_allocator import slot_bytes
 from kvmesh.retention.claims import BlockRetention
 
@@ -44,6 +45,16 @@ class Space:
         self.slot_bytes = slot_bytes(self.block_bytes)
 
 
+class DropCause(NamedTuple):
+    """The reason of a copy's removal and the request in need, as in `Removed`."""
+
+    reason: str
+    request: str | None = None
+
+
+EVICTION = DropCause(EVICTED)
+
+
 class CopyState(Enum):
     STAGED = "staged"
     REGISTERED = "registered"
@@ -55,7 +66,8 @@ class Copy:
     """One block's bytes in one tier; `users` counts the tickets and moves that use them.
 
     The checksum is of these bytes: two computations of one block may differ in the last bits. An
-    `inbound` copy is being moved here from another tier.
+    `inbound` copy is being moved here from another tier. `lapsed` is the reason why the copy has
+    no retention that was requested for it since its last use: "expired" or "clipped".
     """
 
     block: "Block"
@@ -66,6 +78,7 @@ class Copy:
     checksum: int = 0
     inbound: bool = False
     retention: BlockRetention | None = None
+    lapsed: str | None = None
 
     @property
     def registered(self) -> bool:

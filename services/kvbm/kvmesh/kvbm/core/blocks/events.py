@@ -8,24 +8,26 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Stored
-from kvmesh.kvbm.core.blocks.block import Block
+from kvmesh.kvbm.core.blocks.block import Block, DropCause
 
 
 class _Run:
-    """Blocks of one event: a chain stored in a tier, or blocks removed from it."""
+    """Blocks of one event: a chain stored in a tier, or with `cause` blocks removed from it."""
 
-    def __init__(self, tier: int, stored: bool, first: Block) -> None:
+    def __init__(self, tier: int, cause: DropCause | None, first: Block) -> None:
         self.tier = tier
-        self.stored = stored
+        self.cause = cause
         self.first = first
         self.last = first
         self.event_hashes = array("Q")
         self.local_hashes = array("Q")
 
-    def accepts(self, tier: int, stored: bool, block: Block) -> bool:
-        if (tier, stored) != (self.tier, self.stored):
+    def accepts(self, tier: int, cause: DropCause | None, block: Block) -> bool:
+        if (tier, cause) != (self.tier, self.cause):
             return False
-        return not stored or (block.index > 0 and block.parent_hash == self.last.sequence_hash)
+        if cause is not None:
+            return True
+        return block.index > 0 and block.parent_hash == self.last.sequence_hash
 
     def add(self, block: Block) -> None:
         self.event_hashes.append(block.event_hash)
@@ -34,8 +36,8 @@ class _Run:
 
     def event(self) -> KvEvent:
         event_hashes = self.event_hashes.tobytes()
-        if not self.stored:
-            return Removed(self.tier, event_hashes)
+        if self.cause is not None:
+            return Removed(self.tier, event_hashes, *self.cause)
         first = self.first
         parent_hash = first.parent_hash if first.index else None
         salt = 0 if first.index else first.salt
@@ -50,10 +52,10 @@ class EventLog:
         self._runs: defaultdict[int, list[_Run]] = defaultdict(list)
 
     def stored(self, tier: int, block: Block) -> None:
-        self._append(tier, True, block)
+        self._append(tier, None, block)
 
-    def removed(self, tier: int, block: Block) -> None:
-        self._append(tier, False, block)
+    def removed(self, tier: int, block: Block, cause: DropCause) -> None:
+        self._append(tier, cause, block)
 
     def drain(self) -> dict[int, list[KvEvent]]:
         """The events since the last call, by rank."""
@@ -61,12 +63,12 @@ class EventLog:
         self._runs.clear()
         return events
 
-    def _append(self, tier: int, stored: bool, block: Block) -> None:
+    def _append(self, tier: int, cause: DropCause | None, block: Block) -> None:
         if not block.space.is_lead:
             return
         runs = self._runs[block.space.rank]
-        if not runs or not runs[-1].accepts(tier, stored, block):
-            runs.append(_Run(tier, stored, block))
+        if not runs or not runs[-1].accepts(tier, cause, block):
+            runs.append(_Run(tier, cause, block))
         runs[-1].add(block)
 
 

@@ -48,7 +48,7 @@ class Digests(Sequence[bytes]):
 class PromptBlocks:
     """Digests, sequence and local hashes of a prompt's full blocks, from the root on.
 
-    `traceparent` is that of a traced request.
+    `traceparent` is that of a traced request, `request` the request's id if it is known.
     """
 
     space: Space
@@ -60,6 +60,7 @@ class PromptBlocks:
     session: str | None
     retention: list[Retain]
     traceparent: str = ""
+    request: str | None = None
 
     @classmethod
     def of(cls, message: Offer | Fetch, hashes: BlockHashes, space: Space) -> "PromptBlocks":
@@ -84,6 +85,7 @@ class PromptBlocks:
             message.session,
             message.retention,
             message.traceparent,
+            message.request or None,
         )
 
     def __len__(self) -> int:

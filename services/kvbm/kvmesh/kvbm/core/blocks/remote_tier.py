@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kvmesh.kvbm.core.blocks.block import REMOTE, Block, Copy, CopyState
+from kvmesh.bus.messages import EVICTED, EXPIRED
+from kvmesh.kvbm.core.blocks.block import EVICTION, REMOTE, Block, Copy, CopyState, DropCause
 from kvmesh.kvbm.core.blocks.tier import Operation
 
 LEASE_SHARE = 0.8
@@ -16,7 +17,11 @@ class RemoteTier:
     """
 
     def __init__(
-        self, max_blocks: int, lease_s: float, operation: Operation, on_drop: Callable[[Copy], None]
+        self,
+        max_blocks: int,
+        lease_s: float,
+        operation: Operation,
+        on_drop: Callable[[Copy, DropCause], None],
     ) -> None:
         self.max_blocks = max_blocks
         self._lease_s = LEASE_SHARE * lease_s
@@ -27,10 +32,10 @@ class RemoteTier:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def reserve(self, block: Block) -> Copy:
-        """A staged copy with one user."""
+    def reserve(self, block: Block, request: str | None) -> Copy:
+        """A staged copy with one user, for a request."""
         while len(self._seen) >= self.max_blocks:
-            self.drop(next(iter(self._seen)))
+            self.drop(next(iter(self._seen)), DropCause(EVICTED, request))
         copy = block.copies[REMOTE] = Copy(block, REMOTE, 0, users=1)
         self._seen[copy] = self._operation.now
         return copy
@@ -49,9 +54,9 @@ class RemoteTier:
         for copy in copies:
             copy.users -= 1
 
-    def drop(self, copy: Copy) -> None:
+    def drop(self, copy: Copy, cause: DropCause = EVICTION) -> None:
         if copy.state is not CopyState.DROPPED:
-            self._on_drop(copy)
+            self._on_drop(copy, cause)
             copy.state = CopyState.DROPPED
             del self._seen[copy]
 
@@ -61,4 +66,4 @@ class RemoteTier:
             copy, seen = next(iter(self._seen.items()))
             if self._operation.now - seen <= self._lease_s:
                 return
-            self.drop(copy)
+            self.drop(copy, DropCause(EXPIRED))

@@ -8,8 +8,18 @@ from itertools import chain, groupby
 from math import inf
 from operator import attrgetter
 
-from kvmesh.bus.messages import KvEvent
-from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, TIERS, Block, Copy, CopyState
+from kvmesh.bus.messages import CLIPPED, CORRUPT, KvEvent
+from kvmesh.kvbm.core.blocks.block import (
+    ARENA,
+    DISK,
+    EVICTION,
+    REMOTE,
+    TIERS,
+    Block,
+    Copy,
+    CopyState,
+    DropCause,
+)
 from kvmesh.kvbm.core.blocks.events import EventLog
 from kvmesh.kvbm.core.blocks.load_cost import Traffic
 from kvmesh.kvbm.core.blocks.remote_tier import RemoteTier
@@ -114,6 +124,7 @@ class Store:
         """Start an operation at `now`; it evicts no blocks that it touches."""
         self.operation.serial += 1
         self.operation.now = now
+        self.operation.request = None
 
     def find(self, digests: Iterable[bytes]) -> list[Block | None]:
         """The blocks with these digests; None for each that is unknown."""
@@ -143,10 +154,13 @@ class Store:
 
     # copies
 
-    def reserve(self, block: Block, tier: int) -> Copy | None:
-        """A staged copy in a tier, with one user; None if the tier has no free slot for it."""
+    def reserve(self, block: Block, tier: int, request: str | None = None) -> Copy | None:
+        """A staged copy in a tier, with one user; None if the tier has no free slot for it.
+
+        `request` is the request that needs the copy, if it is known.
+        """
         block.last_operation = self.operation.serial
-        copy = self._tier(tier).reserve(block)
+        copy = self._tier(tier).reserve(block, request)
         if copy is not None:
             self._index(block)
         return copy
@@ -183,44 +197,45 @@ class Store:
         for tier, same in groupby(copies, key=_tier_of):
             self._tier(tier).release(*same)
 
-    def drop(self, copy: Copy) -> None:
-        self._tier(copy.tier).drop(copy)
+    def drop(self, copy: Copy, cause: DropCause = EVICTION) -> None:
+        """Drop a copy; of a staged one, which no event has announced, the cause does not matter."""
+        self._tier(copy.tier).drop(copy, cause)
 
-    def discard(self, copy: Copy) -> None:
+    def discard(self, copy: Copy, cause: DropCause) -> None:
         """Drop a copy; if it is remote, the store drops the block, too, once it is written."""
         if copy.tier == REMOTE and copy.registered:
             self._remote_drops.append(copy.block.digest)
         elif copy.tier == REMOTE and copy.inbound:
             self._discarded.add(copy)
-        self.drop(copy)
+        self.drop(copy, cause)
 
     def drop_corrupt(self, digests: list[bytes]) -> int:
         """Drop all copies of blocks with wrong content; return the number of blocks."""
         corrupt = [block for digest in digests if (block := self.blocks.get(digest)) is not None]
         for copy in [copy for block in corrupt for copy in block.copies.values()]:
-            self.discard(copy)
+            self.discard(copy, DropCause(CORRUPT))
         self.counts.corrupt += len(corrupt)
         return len(corrupt)
 
     def _tier(self, number: int) -> Tier | RemoteTier:
         return self.remote if number == REMOTE and self.remote is not None else self.tiers[number]
 
-    def add_remote(self, block: Block) -> None:
-        """Register a block that the remote store has."""
+    def add_remote(self, block: Block, request: str | None) -> None:
+        """Register a block that the remote store has, found for a request."""
         if self.remote is None:
             return
         copy = block.copies.get(REMOTE)
         if copy is not None:
             self.remote.renew(copy)
-        elif (copy := self.reserve(block, REMOTE)) is not None:
+        elif (copy := self.reserve(block, REMOTE, request)) is not None:
             self.register(copy, 0)
             self.release(copy)
 
-    def _dropped(self, copy: Copy) -> None:
+    def _dropped(self, copy: Copy, cause: DropCause) -> None:
         block = copy.block
         del block.copies[copy.tier]
         if copy.registered:
-            self._events.removed(copy.tier, block)
+            self._events.removed(copy.tier, block, cause)
         self._log_change(copy, False)
         if not block.copies and self.blocks.get(block.digest) is block:
             del self.blocks[block.digest]
@@ -262,7 +277,9 @@ class Store:
         if end is MoveEnd.CORRUPT:
             self.counts.corrupt += 1
         if end in (MoveEnd.CORRUPT, MoveEnd.UNREADABLE):
-            self.drop(source)
+            # a store that all nodes share evicts by its own policy: what is gone is not damaged
+            gone = source.tier == REMOTE and end is MoveEnd.UNREADABLE
+            self.drop(source, EVICTION if gone else DropCause(CORRUPT))
         self.release(source)
         self.release(target)
 
@@ -276,7 +293,8 @@ class Store:
         """Apply a wish within the tenant's budget; `exclusive` as in RetentionBudget.claim."""
 
         def change(budget: RetentionBudget, retention: BlockRetention, size: int) -> None:
-            budget.claim(retention, size, wish, self.now, directive, exclusive)
+            granted = budget.claim(retention, size, wish, self.now, directive, exclusive)
+            copy.lapsed = None if granted else CLIPPED
 
         self.tiers[copy.tier].update_retention(copy, change)
 

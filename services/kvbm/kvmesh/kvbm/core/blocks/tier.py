@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvmesh.bus.messages import owner
-from kvmesh.kvbm.core.blocks.block import Block, Copy, CopyState
+from kvmesh.bus.messages import EVICTED, EXPIRED, owner
+from kvmesh.kvbm.core.blocks.block import EVICTION, Block, Copy, CopyState, DropCause
 from kvmesh.kvbm.core.blocks.slab_allocator import SlabAllocator
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.retention.budget import RetentionBudget
@@ -16,17 +16,21 @@ from kvmesh.retention.eviction_pool import EvictionPool
 
 @dataclass(slots=True)
 class Operation:
-    """The current operation: blocks that it touched are not evicted; `now` in seconds."""
+    """The current operation: blocks that it touched are not evicted; `now` in seconds.
+
+    `request` is the one that it is for, if it is known.
+    """
 
     serial: int = 0
     now: float = 0.0
+    request: str | None = None
 
 
 class Tier:
     """Copies in `capacity` bytes; those without users can be evicted.
 
-    The tier calls `on_drop` with each copy that it drops. `tenant_share` bounds the share of the
-    tier that one tenant's retention may claim.
+    The tier calls `on_drop` with each copy that it drops, and the cause. `tenant_share` bounds the
+    share of the tier that one tenant's retention may claim.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class Tier:
         capacity: int,
         tenant_share: float,
         operation: Operation,
-        on_drop: Callable[[Copy], None],
+        on_drop: Callable[[Copy, DropCause], None],
     ) -> None:
         self.number = number
         self.slots = SlabAllocator(capacity)
@@ -82,16 +86,19 @@ class Tier:
         self.budget.max_size = int(capacity * self._tenant_share)
         self._fitting.clear()
         leaving = [copy for copy in beyond if copy.state is not CopyState.DROPPED]
-        self._evict(leaving)
+        self._evict(leaving, None)
         return len(leaving)
 
-    def reserve(self, block: Block) -> Copy | None:
-        """A staged copy with one user; evicts others if necessary. None if none is evictable."""
+    def reserve(self, block: Block, request: str | None) -> Copy | None:
+        """A staged copy with one user; evicts others for `request` if necessary.
+
+        None if none is evictable.
+        """
         size = block.space.slot_bytes
         if not self.fits(size):
             return None
         while (offset := self.slots.allocate(size)) is None:
-            if not self._evict_for(size):
+            if not self._evict_for(size, request):
                 return None
         return self._add(block, offset)
 
@@ -128,8 +135,10 @@ class Tier:
                     self._touch(copy)
 
     def _touch(self, copy: Copy) -> None:
+        copy.lapsed = None
         if copy.retention is not None:
             self.budget.touch(copy.retention, copy.block.space.slot_bytes, self._operation.now)
+            copy.retention = copy.retention or None
         pool = self._pool(copy)
         if copy in pool:
             pool.discard(copy)
@@ -145,11 +154,11 @@ class Tier:
         if copy in self._pool(copy):
             self._pool(copy).update(copy, self._rank(copy))
 
-    def drop(self, copy: Copy) -> None:
+    def drop(self, copy: Copy, cause: DropCause = EVICTION) -> None:
         """Remove the copy from lookups; free its slot once it has no users."""
         if copy.state is CopyState.DROPPED:
             return
-        self._on_drop(copy)
+        self._on_drop(copy, cause)
         copy.state = CopyState.DROPPED
         self._unlink(copy)
         if copy.users == 0:
@@ -171,7 +180,10 @@ class Tier:
     def _renew_rank(self, copy: Copy, now: float) -> EvictionRank:
         if copy.retention is None:
             return UNCLAIMED
-        return self.budget.expire(copy.retention, copy.block.space.slot_bytes, now)
+        rank = self.budget.expire(copy.retention, copy.block.space.slot_bytes, now)
+        if not copy.retention:
+            copy.retention, copy.lapsed = None, EXPIRED
+        return rank
 
     def _rank(self, copy: Copy) -> EvictionRank:
         if copy.retention is None:
@@ -208,17 +220,19 @@ class Tier:
 
     # eviction
 
-    def _evict_for(self, size: int) -> bool:
+    def _evict_for(self, size: int, request: str | None) -> bool:
         victim = self._victim(self._pools.values())
         if victim is None:
             return False
         if victim.block.space.slot_bytes == size:
-            return self._evict([victim])
+            return self._evict([victim], request)
         window = self._copies_at(self.slots.window(size, victim.offset))
         if all(map(self._is_evictable, window)):
-            return self._evict(window)
+            return self._evict(window, request)
         same_size = self._victim([self._pools[size]] if size in self._pools else [])
-        return self._evict([same_size]) if same_size is not None else self._clear_window(size)
+        if same_size is not None:
+            return self._evict([same_size], request)
+        return self._clear_window(size, request)
 
     def _victim(self, pools: Iterable[EvictionPool[Copy]]) -> Copy | None:
         """The first copy to evict of several pools; None if the current operation touched it."""
@@ -234,11 +248,11 @@ class Tier:
         except IndexError:
             return None
 
-    def _clear_window(self, size: int) -> bool:
+    def _clear_window(self, size: int, request: str | None) -> bool:
         for window in self.slots.windows(size):
             copies = self._copies_at(window)
             if copies and all(map(self._is_evictable, copies)):
-                return self._evict(copies)
+                return self._evict(copies, request)
         return False
 
     def _copies_at(self, offsets: set[int]) -> list[Copy]:
@@ -247,18 +261,21 @@ class Tier:
     def _is_evictable(self, copy: Copy) -> bool:
         return copy.users == 0 and copy.block.last_operation != self._operation.serial
 
-    def _evict(self, copies: list[Copy]) -> bool:
+    def _evict(self, copies: list[Copy], request: str | None) -> bool:
         self.evicted += len(copies)
         for copy in copies:
+            self._renew_rank(copy, self._operation.now)
+            cause = DropCause(copy.lapsed or EVICTED, request)
             if copy.retention is not None:
                 self.budget.on_evicted(
                     copy.retention, copy.block.space.slot_bytes, self._operation.now
                 )
                 copy.retention = None
-            self.drop(copy)
+            self.drop(copy, cause)
         return True
 
 
 def _plain_slot_bytes(copy: Copy) -> int:
-    """Bytes of the copy's slot, or 0 if the copy has retention."""
-    return copy.block.space.slot_bytes if copy.retention is None else 0
+    """Bytes of the copy's slot, or 0 if the copy has or had retention."""
+    is_plain = copy.retention is None and copy.lapsed is None
+    return copy.block.space.slot_bytes if is_plain else 0

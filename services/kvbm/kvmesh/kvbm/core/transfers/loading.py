@@ -100,8 +100,10 @@ class BlockLoader:
             self._store.hold(copy)
             return copy
         source = block.registered(DISK) or block.registered(REMOTE)
-        target = self._store.reserve(block, ARENA) if source is not None else None
-        if source is None or target is None:
+        if source is None:
+            return None
+        target = self._store.reserve(block, ARENA, ticket.prompt.request)
+        if target is None:
             return None
         ticket.sources[index] = source.tier
         self._store.move(source, target)

@@ -12,7 +12,8 @@ MAX_CANDIDATES = 4096
 class Offload:
     """Copies blocks used at least `frequency` times to `tier`, at most `max_moves` at a time.
 
-    At most MAX_CANDIDATES wait; beyond that the oldest is dropped until its next use.
+    At most MAX_CANDIDATES wait, each with the request that used it; beyond that the oldest is
+    dropped until its next use.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class Offload:
         self._frequency = frequency
         self._decay_s = decay_s
         self._max_moves = max_moves
-        self._candidates: OrderedDict[Block, None] = OrderedDict()
+        self._candidates: OrderedDict[Block, str | None] = OrderedDict()
         self._open = True
 
     def consider(self, blocks: Iterable[Block]) -> None:
@@ -32,7 +33,7 @@ class Offload:
             return
         for block in [block for block in blocks if self._tier not in block.copies]:
             if block not in self._candidates and self._qualifies(block):
-                self._candidates[block] = None
+                self._candidates[block] = self._store.operation.request
                 if len(self._candidates) > MAX_CANDIDATES:
                     self._candidates.popitem(last=False)
 
@@ -46,11 +47,11 @@ class Offload:
         """Start as many moves as may run at a time."""
         traffic = self._store.traffic[ARENA, self._tier]
         while self._open and self._candidates and traffic.moving < self._max_moves:
-            block, _ = self._candidates.popitem(last=False)
+            block, request = self._candidates.popitem(last=False)
             source = block.registered(ARENA)
             if source is None or self._tier in block.copies:
                 continue
-            target = self._store.reserve(block, self._tier)
+            target = self._store.reserve(block, self._tier, request)
             if target is not None:
                 self._store.move(source, target)
 

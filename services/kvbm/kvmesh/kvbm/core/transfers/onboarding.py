@@ -180,7 +180,7 @@ class Onboarding:
         """Extend a ticket by blocks held off-node; return the end of the available prefix."""
         store, prompt, start = self._store, ticket.prompt, ticket.end
         for index, digest in enumerate(existing, start):
-            store.add_remote(store.blocks.get(digest) or prompt.block(index))
+            store.add_remote(store.blocks.get(digest) or prompt.block(index), prompt.request)
         self._in_progress.remove(existing, store.now)
         found = store.find(prompt.digests[start:])
         end = self._prefix.end(prompt, found, start, ticket.request, ticket.wait_s > 0)

@@ -43,7 +43,7 @@ class OfferedBlocks:
             if block is not None and ARENA in block.copies:
                 continue
             reason = reason or self._refusal(prompt, index, thinking)
-            copy = None if reason else self._stage(block or prompt.block(index))
+            copy = None if reason else self._stage(block or prompt.block(index), prompt.request)
             if copy is not None:
                 copies.append(copy)
                 continue
@@ -54,7 +54,7 @@ class OfferedBlocks:
         self._retention.apply(prompt, wishes, [copy.block for copy in copies])
         if not copies:
             return Wanted(0, b"", b""), refused
-        self.tickets[number] = WriteTicket(number, message.attachment, copies)
+        self.tickets[number] = WriteTicket(number, message.attachment, copies, prompt.request)
         indices = array("I", (copy.block.index for copy in copies))
         offsets = array("Q", (copy.offset for copy in copies))
         return Wanted(number, indices.tobytes(), offsets.tobytes()), refused
@@ -90,8 +90,8 @@ class OfferedBlocks:
             return "busy"
         return ""
 
-    def _stage(self, block: Block) -> Copy | None:
-        copy = self._store.reserve(block, ARENA)
+    def _stage(self, block: Block, request: str | None) -> Copy | None:
+        copy = self._store.reserve(block, ARENA, request)
         if copy is not None:
             self.staged += block.space.slot_bytes
         return copy
