@@ -3,7 +3,8 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from support.loads import LOAD
 
-from kvmesh.worker.metrics import LoadCollector, WorkerLabels
+from kvmesh.worker.capabilities import HandoffCounts
+from kvmesh.worker.metrics import HandoffCollector, LoadCollector, WorkerLabels
 
 
 def test_metrics_show_the_load_of_each_rank() -> None:
@@ -17,3 +18,20 @@ def test_metrics_show_the_load_of_each_rank() -> None:
         "kvmesh_worker_requests_total{%s} 15.0",
     ):
         assert line % 'model="m",rank="1",worker="w"' in text
+
+
+def test_handoffs_have_the_labels_of_a_workers_other_series() -> None:
+    counts = HandoffCounts(ended={("fetched", "tcp"): 2, ("offered", "failed"): 0}, fetched_bytes=9)
+    registry, labels = CollectorRegistry(), {"model": "m", "worker": "w"}
+    registry.register(HandoffCollector(WorkerLabels("m", "w"), lambda: counts))
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(name, labels | more)
+
+    assert value("kvmesh_worker_handoffs_total", side="fetched", result="tcp") == 2
+    assert value("kvmesh_worker_handoffs_total", side="offered", result="failed") == 0
+    assert value("kvmesh_worker_handoff_bytes_total") == 9
+
+
+def test_an_engine_without_handoffs_has_no_series_of_them() -> None:
+    assert list(HandoffCollector(WorkerLabels("m", "w"), lambda: None).collect()) == []

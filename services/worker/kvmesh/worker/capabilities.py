@@ -30,6 +30,16 @@ class TierCounts(Struct, frozen=True, kw_only=True):
     corrupt: int = 0
 
 
+class HandoffCounts(Struct, frozen=True, kw_only=True):
+    """Handoffs that ended since the start, by side and result, and the bytes that were fetched.
+
+    Side and result are ("offered", "done" or "failed"), or ("fetched", the transport or "failed").
+    """
+
+    ended: dict[tuple[str, str], int]
+    fetched_bytes: int = 0
+
+
 @runtime_checkable
 class Releasing(Protocol):
     """Engine that gives up the blocks of ended sessions."""
@@ -84,6 +94,15 @@ class Tiered(Protocol):
 
     def tier_counts(self) -> TierCounts | None:
         """Return the blocks moved so far; None if there can be no lower tiers."""
+        ...
+
+
+@runtime_checkable
+class HandingOff(Protocol):
+    """Engine that itself offers the KV of prompts to other engines and fetches theirs."""
+
+    def handoff_counts(self) -> HandoffCounts | None:
+        """Return the handoffs so far; None if it can have had none in its roles."""
         ...
 
 

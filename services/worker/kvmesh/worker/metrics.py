@@ -3,20 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvmesh.bus.messages import Load
-from kvmesh.worker.capabilities import TierCounts
+from kvmesh.worker.capabilities import HandoffCounts, TierCounts
 from kvmesh.worker.enginecore.counters import RetentionState
 
-handoffs = Counter(
-    "kvmesh_worker_handoffs",
-    "Prompts whose KV was offered to another worker or fetched from one, by result",
-    ["side", "result"],
-)
-handoff_bytes = Counter("kvmesh_worker_handoff_bytes", "KV fetched from other workers")
 # Field of `Load`: the series' name and its meaning.
 GAUGES = {
     "running": ("running_requests", "requests in the running batch"),
@@ -140,3 +133,31 @@ class TierCollector(Collector):
             counter = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=["model", "worker"])
             counter.add_metric(self._labels, value)
             yield counter
+
+
+class HandoffCollector(Collector):
+    """Handoffs and their bytes, as `kvmesh_worker_handoff*`."""
+
+    def __init__(self, labels: WorkerLabels, counts: Callable[[], HandoffCounts | None]) -> None:
+        self._labels = labels
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        if counts is None:
+            return
+        ended = CounterMetricFamily(
+            "kvmesh_worker_handoffs",
+            "Prompts whose KV was offered to another worker or fetched from one, by result",
+            labels=["model", "worker", "side", "result"],
+        )
+        for (side, result), count in sorted(counts.ended.items()):
+            ended.add_metric([*self._labels, side, result], count)
+        yield ended
+        fetched = CounterMetricFamily(
+            "kvmesh_worker_handoff_bytes",
+            "Bytes of KV fetched from other workers",
+            labels=["model", "worker"],
+        )
+        fetched.add_metric(self._labels, counts.fetched_bytes)
+        yield fetched

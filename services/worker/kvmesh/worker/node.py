@@ -31,7 +31,14 @@ from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings
-from kvmesh.worker.capabilities import HandingDown, Retaining, TierCounts, Tiered
+from kvmesh.worker.capabilities import (
+    HandingDown,
+    HandingOff,
+    HandoffCounts,
+    Retaining,
+    TierCounts,
+    Tiered,
+)
 from kvmesh.worker.control import ControlHandler
 from kvmesh.worker.engine import (
     Engine,
@@ -147,6 +154,11 @@ class WorkerNode:
         """Blocks moved between the engine and lower tiers; None if there are no lower tiers."""
         engine = self._engine
         return engine.tier_counts() if self.info and isinstance(engine, Tiered) else None
+
+    def handoff_counts(self) -> HandoffCounts | None:
+        """Handoffs with other workers; None if the engine makes none itself."""
+        engine = self._engine
+        return engine.handoff_counts() if self.info and isinstance(engine, HandingOff) else None
 
     async def start(self, files: str | None = None) -> None:
         """Start the engine, then join the mesh; raises EngineError or a bus error.

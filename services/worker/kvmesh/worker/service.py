@@ -22,7 +22,13 @@ from kvmesh.worker.engine import (
     StoreFactory,
     create_engine,
 )
-from kvmesh.worker.metrics import LoadCollector, RetentionCollector, TierCollector, WorkerLabels
+from kvmesh.worker.metrics import (
+    HandoffCollector,
+    LoadCollector,
+    RetentionCollector,
+    TierCollector,
+    WorkerLabels,
+)
 from kvmesh.worker.model_card import node_name
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
@@ -105,6 +111,7 @@ async def _serve(service: Service, node: WorkerNode, model: str) -> None:
         LoadCollector(labels, node.load),
         RetentionCollector(labels, node.retention),
         TierCollector(labels, node.tier_counts),
+        HandoffCollector(labels, node.handoff_counts),
     ]
     for collector in collectors:
         REGISTRY.register(collector)

@@ -23,8 +23,14 @@ from kvmesh.kvbm.core.blocks.block import ARENA
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.metrics import ManagerCollector
-from kvmesh.worker.capabilities import TierCounts
-from kvmesh.worker.metrics import LoadCollector, RetentionCollector, TierCollector, WorkerLabels
+from kvmesh.worker.capabilities import HandoffCounts, TierCounts
+from kvmesh.worker.metrics import (
+    HandoffCollector,
+    LoadCollector,
+    RetentionCollector,
+    TierCollector,
+    WorkerLabels,
+)
 
 
 class MetricSource(NamedTuple):
@@ -51,6 +57,7 @@ def sources() -> dict[str, MetricSource]:
         LoadCollector(labels, list),
         RetentionCollector(labels, list),
         TierCollector(labels, lambda: TierCounts(loaded=[])),
+        HandoffCollector(labels, lambda: HandoffCounts(ended={})),
     ]
     return {
         "process": MetricSource("Every process", kvmesh.runtime.warnings, [BusCollector(None)]),

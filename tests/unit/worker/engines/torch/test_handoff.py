@@ -11,7 +11,6 @@ pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 
 import pytest_asyncio
 from msgspec.structs import replace
-from prometheus_client import REGISTRY
 from support.nats import free_port
 from support.recorder import Recorder
 from support.tiny import tiny_model
@@ -73,19 +72,21 @@ async def start() -> AsyncIterator[Start]:
         await each.engine.close()
 
 
-def count(side: str, result: str) -> float:
-    labels = {"side": side, "result": result}
-    return REGISTRY.get_sample_value("kvmesh_worker_handoffs_total", labels) or 0.0
+def count(started: StartedTorch, side: str, result: str) -> int:
+    """Handoffs of an engine that ended so."""
+    counts = started.engine.handoff_counts()
+    return 0 if counts is None else counts.ended.get((side, result), 0)
 
 
 async def test_output_after_a_handoff_equals_that_of_one_engine(start: Start) -> None:
     whole, first, second = await start("aggregated"), await start("prefill"), await start("decode")
     expected = await whole.run(make_work("whole", TOKENS))
-    before = count("fetched", "tcp")
     work = await first.prompt("a", TOKENS)
     assert await second.run(work) == expected
     assert second.sink.cached(work.request) == 96
-    assert count("fetched", "tcp") == before + 1
+    assert count(second, "fetched", "tcp") == 1
+    assert count(first, "offered", "done") == 1
+    assert count(whole, "offered", "done") == 0
     assert second.sink.held[0] >= first.sink.held[0]
     await eventually(lambda: first.idle_blocks and second.idle_blocks)
     await asyncio.gather(first.engine.drain(), second.engine.drain())
@@ -117,11 +118,11 @@ async def test_only_missing_blocks_are_fetched(start: Start) -> None:
     first, second = await start("prefill"), await start("decode")
     await second.run(make_work("earlier", TOKENS[:50], 1))
     work = await first.prompt("a", TOKENS)
-    name = "kvmesh_worker_handoff_bytes_total"
-    before = REGISTRY.get_sample_value(name) or 0.0
     await second.run(work)
     assert second.sink.cached(work.request) == 96
-    assert (REGISTRY.get_sample_value(name) or 0.0) - before == 3 * BLOCK_BYTES
+    counts = second.engine.handoff_counts()
+    assert counts is not None
+    assert counts.fetched_bytes == 3 * BLOCK_BYTES
 
 
 async def test_concurrent_handoffs_share_a_small_staging_memory(start: Start) -> None:
@@ -163,9 +164,8 @@ async def test_blocks_of_another_model_are_computed_again(start: Start) -> None:
 
 async def test_no_kv_is_offered_without_staging_memory(start: Start) -> None:
     first = await start("prefill", staging_bytes=1)
-    before = count("offered", "failed")
     assert (await first.prompt("a", TOKENS)).handoff is None
-    assert count("offered", "failed") == before + 1
+    assert count(first, "offered", "failed") == 1
     await eventually(lambda: first.idle_blocks)
 
 

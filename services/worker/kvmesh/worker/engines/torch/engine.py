@@ -16,7 +16,7 @@ from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
-from kvmesh.worker.capabilities import TierCounts
+from kvmesh.worker.capabilities import HandoffCounts, TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -161,6 +161,9 @@ class TorchEngine:
 
     def tier_counts(self) -> TierCounts | None:
         return self._lower_tiers.counts if self._lower_tiers is not None else None
+
+    def handoff_counts(self) -> HandoffCounts | None:
+        return self._handoffs.counts if self._handoffs is not None else None
 
     def abort(self, request: str) -> bool:
         if self._prefetches is not None and self._prefetches.cancel(request):

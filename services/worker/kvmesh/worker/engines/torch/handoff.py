@@ -8,6 +8,7 @@ as if it had computed them. After any failure the decode engine computes the pro
 import asyncio
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +24,7 @@ from kvmesh.settings.schema import TransferSettings
 from kvmesh.tracing.names import HANDOFF, STATUS
 from kvmesh.tracing.tracer import continued
 from kvmesh.transfer import TransferError, Transport
-from kvmesh.worker import metrics
+from kvmesh.worker.capabilities import HandoffCounts
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.sequence import hash_prompt
 from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix, check_layout, lock_held_prefix
@@ -34,6 +35,7 @@ from kvmesh.worker.engines.torch.threads import run_to_end
 
 log = logging.getLogger(__name__)
 DRAIN_S = 2.0
+OFFERED, FETCHED, DONE, FAILED = "offered", "fetched", "done", "failed"
 
 
 class HandoffDescriptor(Struct, frozen=True, kw_only=True):
@@ -77,6 +79,8 @@ class Handoffs:
         self._prompts: dict[str, tuple[array[int], bytes]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lent: dict[str, Callable[[], None]] = {}
+        self._ended = Counter({(OFFERED, DONE): 0, (OFFERED, FAILED): 0, (FETCHED, FAILED): 0})
+        self._fetched_bytes = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -84,6 +88,11 @@ class Handoffs:
     def in_progress(self) -> int:
         """Number of requests whose blocks are being copied or read."""
         return len(self._tasks)
+
+    @property
+    def counts(self) -> HandoffCounts:
+        """The handoffs that ended since the start."""
+        return HandoffCounts(ended=dict(self._ended), fetched_bytes=self._fetched_bytes)
 
     def abort(self, request: str) -> bool:
         """Cancel the handoff of a request; False if none is in progress."""
@@ -142,14 +151,14 @@ class Handoffs:
     async def _offer(
         self, delta: OutputDelta, block_ids: list[int], deliver: Callable[[list[OutputDelta]], None]
     ) -> None:
-        result = "failed"
+        result = FAILED
         try:
             staging_slots = await self._allocate_staging(len(block_ids))
             delta.handoff = await self._lend(delta.request, block_ids, staging_slots)
-            result = "done"
+            result = DONE
         except Exception as error:  # the decode engine computes the prompt instead
             log.warning("request %s: KV not offered: %s", delta.request, error)
-        metrics.handoffs.labels("offered", result).inc()
+        self._ended[OFFERED, result] += 1
         deliver([delta])
 
     async def _lend(
@@ -188,7 +197,7 @@ class Handoffs:
         self._start(work.request, self._fetch(work, on_done))
 
     async def _fetch(self, work: Work, on_done: Callable[[], None]) -> None:
-        result = "failed"
+        result = FAILED
         span = continued(work.traceparent, HANDOFF)
         try:
             result = await self._import(work)
@@ -196,9 +205,9 @@ class Handoffs:
             log.warning("request %s: KV not fetched, computing the prompt: %s", work.request, error)
         finally:
             span.set(STATUS, result)
-            span.fail("" if result != "failed" else result)
+            span.fail("" if result != FAILED else result)
             span.end()
-        metrics.handoffs.labels("fetched", result).inc()
+        self._ended[FETCHED, result] += 1
         on_done()
 
     async def _import(self, work: Work) -> str:
@@ -230,7 +239,7 @@ class Handoffs:
             ours = self._offsets(staging_slots)
             pieces = zip(theirs, ours, repeat(self._block), strict=False)
             transport = await self._transport.read(grant, self._region, pieces, timeout)
-            metrics.handoff_bytes.inc(len(theirs) * self._block)
+            self._fetched_bytes += len(theirs) * self._block
             done = prefix.extend(first) - first
             await self._store(prefix, ours[done:])
         except TransferError as error:
