@@ -12,6 +12,7 @@ from support.prometheus import NAME, RULES, panels, program, rules
 from kvmesh.cli.references.metrics import entries, sources
 
 RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
+SAME = "the same in each"
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 
@@ -33,6 +34,19 @@ def test_rules_and_boards_query_exported_metrics() -> None:
     assert {name for name in named if name not in known and SUFFIX.sub("", name) not in known} == (
         set()
     )
+
+
+def test_series_that_every_router_exports_alike_are_not_added_up() -> None:
+    same = {e.name for source in sources().values() for e in entries(source) if SAME in e.text}
+    assert "kvmesh_router_queue_requests" in same
+    for expression in (*rules("record").values(), *rules("alert").values(), *panels().values()):
+        for name in same.intersection(NAME.findall(expression)):
+            assert re.search(rf"max by \([a-z, ]+\) \({name}\)", expression), expression
+
+
+def test_no_query_hides_that_its_series_is_missing() -> None:
+    expressions = [*rules("record").values(), *rules("alert").values(), *panels().values()]
+    assert not [each for each in expressions if "vector(" in each or "absent(" in each]
 
 
 def test_each_alert_has_a_section_of_the_runbook() -> None:

@@ -29,7 +29,10 @@ class Warnings:
         self._found: dict[str, dict[str, str]] = {}
 
     def update(self, kind: str, found: Mapping[str, str]) -> None:
-        """Replace all warnings of a kind; `found` maps a subject to one line of text."""
+        """Replace all warnings of a kind; `found` maps a subject to one line of text.
+
+        The metric has the kind from the first call on, at 0 without warnings.
+        """
         before = self._found.get(kind, {})
         for about, text in found.items():
             if about not in before:
@@ -38,7 +41,7 @@ class Warnings:
             log.info("no longer: %s", before[about])
         if found or before:
             self._found[kind] = dict(found)
-            _gauge.labels(kind).set(len(found))
+        _gauge.labels(kind).set(len(found))
 
     @property
     def texts(self) -> list[str]:

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from prometheus_client import REGISTRY
 
 from kvmesh.runtime.warnings import MAX_SHOWN, Streak, Warnings
 
@@ -23,6 +24,20 @@ def test_a_warning_is_logged_when_it_begins_and_when_it_ends(
         warnings.update("odd", {"b": "b is odd"})
     assert warnings.texts == ["b is odd"]
     assert caplog.messages == ["a is odd", "b is odd", "no longer: a is odd"]
+
+
+def test_the_metric_of_a_kind_exists_before_its_first_warning() -> None:
+    def value(kind: str) -> float | None:
+        return REGISTRY.get_sample_value("kvmesh_warnings", {"kind": kind})
+
+    warnings = Warnings()
+    assert value("rare") is None
+    warnings.update("rare", {})
+    assert value("rare") == 0
+    warnings.update("rare", {"a": "a is rare"})
+    assert value("rare") == 1
+    warnings.update("rare", {})
+    assert value("rare") == 0
 
 
 def test_only_the_first_of_many_warnings_are_shown() -> None:

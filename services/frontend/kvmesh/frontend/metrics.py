@@ -1,6 +1,6 @@
 """Prometheus metrics of the frontend."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from kvmesh.bus.messages import LOSS_REASONS
 from kvmesh.frontend.tenant_figures import TenantFigures, TenantUse
+from kvmesh.index import TIERS
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -34,6 +35,12 @@ cached_tokens = Counter(
     "kvmesh_frontend_cached_tokens",
     "Prompt tokens that no engine had to compute, as they were cached",
     ["model"],
+)
+tier_cached_tokens = Counter(
+    "kvmesh_frontend_tier_cached_tokens",
+    "Cached prompt tokens by the tier that had them: 0 engine memory, 1 host memory, 2 disk,"
+    " 3 remote store",
+    ["model", "tier"],
 )
 output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["model"])
 migrations = Counter(
@@ -106,6 +113,7 @@ speculative_tokens = Counter(
 
 
 REUSED = ("own", "ahead", "shared")
+PARTS = ("system", "tool", "message", "prompt")  # of `PromptChange`
 
 
 class FrontendModelMetrics:
@@ -117,6 +125,7 @@ class FrontendModelMetrics:
         self.duration = duration.labels(model)
         self.prompt_tokens = prompt_tokens.labels(model)
         self.cached_tokens = cached_tokens.labels(model)
+        self.tier_cached_tokens = [tier_cached_tokens.labels(model, str(n)) for n in range(TIERS)]
         self.output_tokens = output_tokens.labels(model)
         self.possible_tokens = possible_tokens.labels(model)
         tokens = prompt_cache_tokens.labels
@@ -129,6 +138,14 @@ class FrontendModelMetrics:
             counter.labels(model)
         for result in ("useful", "wasted"):
             speculative_tokens.labels(model, result)
+        for part in PARTS:
+            moving_prompts.labels(model, part)
+
+    def count_cached(self, tokens: Sequence[int]) -> None:
+        """Count the cached tokens of a prompt, by tier."""
+        self.cached_tokens.inc(sum(tokens))
+        for tier, count in zip(self.tier_cached_tokens, tokens, strict=False):
+            tier.inc(count)
 
 
 _TENANT_FAMILIES = {

@@ -10,6 +10,7 @@ from kvmesh.router.placement.router import RouterCore
 _FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0)
 _SLOW = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PREFIX = "kvmesh_router"
+_SAME = "the same in each router, take max"
 
 decisions = Counter(f"{_PREFIX}_decisions", "Requests placed", ["model", "policy"])
 refusals = Counter(f"{_PREFIX}_refusals", "Requests refused", ["model", "code"])
@@ -38,35 +39,35 @@ missed_blocks = Counter(
     ["model"],
 )
 lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])
-ranks = Gauge(f"{_PREFIX}_ranks", "Known data-parallel ranks", ["model"])
+ranks = Gauge(f"{_PREFIX}_ranks", f"Known data-parallel ranks: {_SAME}", ["model"])
 incompatible = Gauge(
     f"{_PREFIX}_incompatible_workers",
-    "Workers left out as incompatible with others of their model",
+    f"Workers left out as incompatible with others of their model: {_SAME}",
     ["model"],
 )
 slowness = Gauge(
     f"{_PREFIX}_slowness",
-    "Time of a rank for the same work relative to the others, if an outlier",
+    f"Time of a rank for the same work relative to the others, if an outlier: {_SAME}",
     ["model", "worker", "rank"],
 )
 rank_speed = Gauge(
     f"{_PREFIX}_rank_speed",
-    "Work of a rank in a given time relative to the median rank; missing if idle lately",
+    f"Work of a rank in a given time relative to the median rank, missing if idle lately: {_SAME}",
     ["model", "worker", "rank"],
 )
 active_requests = Gauge(
     f"{_PREFIX}_active_requests",
-    "Tracked active requests of all routers: the same in each",
+    f"Tracked active requests of all routers: {_SAME}",
     ["model"],
 )
 queued = Gauge(
     f"{_PREFIX}_queue_requests",
-    "Waiting requests in the queues of all routers: the same in each",
+    f"Waiting requests in the queues of all routers: {_SAME}",
     ["model"],
 )
 queued_tokens = Gauge(
     f"{_PREFIX}_queue_tokens",
-    "Uncached tokens of the waiting requests of all routers: the same in each",
+    f"Uncached tokens of the waiting requests of all routers: {_SAME}",
     ["model"],
 )
 

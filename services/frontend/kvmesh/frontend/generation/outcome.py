@@ -93,7 +93,7 @@ def _measure(task: SequenceTask, started: float, now: float) -> None:
     model_metrics.duration.observe(now - started, exemplar)
     if count > 1:
         model_metrics.itl.observe((now - stream.first_token_at) / (count - 1), exemplar)
-    model_metrics.cached_tokens.inc(sum(stream.cached or []))
+    model_metrics.count_cached(stream.cached or [])
     model_metrics.output_tokens.inc(count)
 
 

@@ -52,6 +52,7 @@ class MoveEnd(Enum):
 
 
 Path = tuple[int, int]
+REFUSALS = ("closed", "thinking", "orphan", "busy", "full")
 _tier_of = attrgetter("tier")
 
 
@@ -69,11 +70,11 @@ class StoreCounts:
     peer_waits: int = 0
     lent: int = 0
     prepared: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
 
     def refuse(self, reason: str) -> None:
-        """Count a refused block of an offer."""
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        """Count a refused block of an offer; `reason` is one of REFUSALS."""
+        self.refused[reason] += 1
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ class Store:
         self._moves: list[Move] = []
         self._arena_changes: list[bytes] = []
         self._disk_changes: list[tuple[bool, Copy]] = []
-        self.traffic: defaultdict[Path, Traffic] = defaultdict(Traffic)
+        # every path to the arena from now on: a rate would miss the first bytes of a new series
+        lower = [DISK] if DISK in capacities else []
+        lower += [REMOTE] if remote else []
+        self.traffic = defaultdict(Traffic, {(tier, ARENA): Traffic() for tier in lower})
 
     # blocks
 

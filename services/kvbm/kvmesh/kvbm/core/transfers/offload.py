@@ -26,6 +26,7 @@ class Offload:
         self._max_moves = max_moves
         self._candidates: OrderedDict[Block, str | None] = OrderedDict()
         self._open = True
+        self._traffic = store.traffic[ARENA, tier]
 
     def consider(self, blocks: Iterable[Block]) -> None:
         """Add blocks that were registered in the arena or used."""
@@ -45,8 +46,7 @@ class Offload:
 
     def start_moves(self) -> None:
         """Start as many moves as may run at a time."""
-        traffic = self._store.traffic[ARENA, self._tier]
-        while self._open and self._candidates and traffic.moving < self._max_moves:
+        while self._open and self._candidates and self._traffic.moving < self._max_moves:
             block, request = self._candidates.popitem(last=False)
             source = block.registered(ARENA)
             if source is None or self._tier in block.copies:
