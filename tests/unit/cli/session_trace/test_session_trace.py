@@ -144,7 +144,8 @@ def test_a_request_without_a_token_has_no_decode() -> None:
 def test_the_records_have_dynamo_s_fields() -> None:
     child = round_of("b", 1.0, "x", "s")
     final = replace(child.decision.hints, session_final=True)
-    child = replace(child, decision=replace(child.decision, hints=final))
+    outcome = replace(child.outcome, client="call-7")
+    child = replace(child, decision=replace(child.decision, hints=final), outcome=outcome)
     both = turns(round_of("a", 0.0), child)
     first, second = (json.loads(line) for line in trace_records(both, "request"))
     assert first["schema"] == "dynamo.request.trace.v1"
@@ -155,6 +156,9 @@ def test_the_records_have_dynamo_s_fields() -> None:
     assert (told["request_id"], told["input_tokens"], told["output_tokens"]) == ("a", 40, 7)
     assert (told["kv_hit_rate"], told["ttft_ms"], told["total_time_ms"]) == (0.4, 500.0, 2000.0)
     assert told["worker"]["prefill_worker_id"] == "prefiller-1"
+    assert told["avg_itl_ms"] == 250.0  # 6 tokens after the first, in 1.5 s
+    assert "x_request_id" not in told
+    assert second["request"]["x_request_id"] == "call-7"
     replay = told["replay"]
     assert (replay["trace_block_size"], replay["input_length"]) == (16, 40)
     assert replay["input_sequence_hashes"][:2] == [1, 2]

@@ -1,7 +1,9 @@
 """Records of a session in the forms of Dynamo's request and agent traces, one JSON object each.
 
-Both have an event `request_end` per request. The mesh sees no tool calls: their events are the
-harness's to write.
+Both have an event `request_end` per request. Facts that are not on the route stream are left out:
+the ids, names, times and results of tool calls (events `tool_start`, `tool_end` and `tool_error`,
+the field `tool_calls`), the engine's own finish and stop reason, the class of the session and the
+run of a trajectory without a parent, the depth of the queue, and the estimated time of a handoff.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,16 +56,16 @@ def _request(turn: SessionTurn) -> dict[str, Any]:
     decision, outcome = turn.decision, turn.round.outcome
     prefill = decision.prefill or decision.chosen
     first = turn.first_token
-    timing = (
-        {}
-        if first is None
-        else {
-            "prefill_time_ms": _span_ms(turn.placed, first),
-            "ttft_ms": _span_ms(turn.start, first),
-        }
-    )
+    timing: dict[str, Any] = {}
+    if first is not None:
+        timing["prefill_time_ms"] = _span_ms(turn.placed, first)
+        timing["ttft_ms"] = _span_ms(turn.start, first)
+        if outcome.output_tokens > 1:
+            gap = (turn.end - first) / (outcome.output_tokens - 1)
+            timing["avg_itl_ms"] = round(gap * 1000, 3)
     return {
         "request_id": turn.request,
+        **({"x_request_id": outcome.client} if outcome.client else {}),
         "model": decision.model,
         "input_tokens": decision.tokens,
         "output_tokens": outcome.output_tokens,
