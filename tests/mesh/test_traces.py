@@ -3,9 +3,11 @@
 import asyncio
 import json
 import re
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 from support.collector import Collector, ReceivedSpan
-from support.mesh import Mesh
-from support.nats import NatsServer
+from support.mesh import Mesh, scrape
+from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Clear, ControlReply
+from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.tracing import names
 
 LONG = "Each worker tells what it keeps, and a prompt goes where most of it is kept already. " * 8
@@ -210,6 +214,87 @@ async def test_hand_offs_and_blocks_of_lower_tiers_are_parts_of_the_trace(
     spans = await arrived(collector, 2, names.ONBOARD, names.KVBM_FETCH)
     onboarded = [span for span in spans if span.name == names.ONBOARD]
     assert any(sum(span.attributes[names.TIERS][1:]) > 100 for span in onboarded)
+
+
+async def test_blocks_that_nodes_share_are_parts_of_the_trace(
+    mesh: Mesh, collector: Collector, tmp_path: Path
+) -> None:
+    """The kvbm in the west has that in the east load blocks from its disk, and borrows them."""
+    pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+
+    make_tiny_model(tmp_path / "tiny")
+    port = free_port()
+    mesh.env |= {
+        "KVMESH_WORKER_ENGINE": "torch",
+        "KVMESH_WORKER_MODEL": str(tmp_path / "tiny"),
+        "KVMESH_TORCH_THREADS": "1",
+        "KVMESH_TORCH_BLOCKS": "256",
+        "KVMESH_KVBM_HOST_BYTES": str(32 << 20),
+        "KVMESH_KVBM_PEERS": "true",
+        "KVMESH_TRANSFER_VIA": "tcp",
+    }
+    disk = {
+        "KVMESH_KVBM_DISK_PATH": str(tmp_path / "disk"),
+        "KVMESH_KVBM_DISK_BYTES": str(32 << 20),
+        "KVMESH_KVBM_DISK_FREE_BYTES": "0",
+        "KVMESH_KVBM_DISK_FREQUENCY": "1",
+        "KVMESH_KVBM_METRICS_PORT": str(port),
+    }
+    for node, more in (("east", disk), ("west", {})):
+        folder = {"KVMESH_KVBM_DIRECTORY": str(tmp_path / node), "KVMESH_KVBM_NODE": node}
+        mesh.start("kvbm", f"kvbm-{node}", **folder, **more)
+    mesh.start("indexer", "indexer-0")
+    mesh.start("router", "router-0")
+    mesh.start("worker", "worker-east", KVMESH_WORKER_NODE="east")
+    mesh.start("frontend", "frontend-0")
+    await mesh.ready()
+    await complete(mesh, 1, model="tiny")
+    await arrived(collector, 1, names.OFFLOAD, names.KVBM_OFFER)
+    mesh.start("worker", "worker-west", KVMESH_WORKER_NODE="west")
+    await eventually(lambda: ready_workers(mesh, 2))
+    mesh.kill("worker-east", signal.SIGTERM)
+    await eventually(lambda: ready_workers(mesh, 1))
+
+    def in_the_east(sample: str) -> float:
+        return scrape(port)[f"kvmesh_kvbm_{sample}"]
+
+    def is_on_disk() -> bool:
+        return 0 < in_the_east('blocks{tier="1"}') == in_the_east('blocks{tier="2"}')
+
+    await eventually(is_on_disk, what="the disk has all blocks")
+    bus = await Bus.connect(mesh.options, "test")
+    cards = Directory(bus, StreamLimits())
+    await cards.open()
+
+    async def clear(process: str, *tiers: int) -> None:
+        (card,) = (card for card in cards.instances if card.name == process)
+        replies = msgspec.msgpack.Decoder(ControlReply)
+        subject = bus.subjects.ctl(card.instance)
+        assert (await bus.request(subject, Clear(tiers=list(tiers)), replies, PATIENCE_S)).ok
+
+    numbers = count(2)
+
+    async def borrowing() -> int:
+        """The number of a request whose blocks were borrowed, once the nodes know each other."""
+        number = next(numbers)
+        await clear("kvbm-east", 1)
+        await clear("kvbm-west")
+        await clear("worker-west", 0)
+        await complete(mesh, number, model="tiny")
+        return number if in_the_east("lent_blocks_total") else 0
+
+    number = await eventually(borrowing, what="blocks are lent")
+    await cards.close()
+    await bus.close()
+    wanted = (names.KVBM_FETCH, names.KVBM_PREPARE, names.KVBM_LEND, names.ONBOARD)
+    spans = await arrived(collector, number, *wanted)
+    (attempt,) = (span for span in spans if span.name == names.ATTEMPT)
+    shared = [span for span in spans if span.name in (names.KVBM_PREPARE, names.KVBM_LEND)]
+    assert {span.parent for span in shared} == {attempt.id}
+    assert {span.service for span in shared} == {"kvmesh-kvbm"}
+    moved = {span.name for span in shared if span.attributes[names.BLOCKS]}
+    assert moved == {names.KVBM_PREPARE, names.KVBM_LEND}
 
 
 async def test_a_speculative_prefill_is_a_trace_of_its_own(

@@ -19,7 +19,7 @@ from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
 
 
-def _scrape(port: int) -> dict[str, float]:
+def scrape(port: int) -> dict[str, float]:
     """The metrics at a port: sample with its labels → value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
         lines = answer.read().decode().splitlines()
@@ -111,14 +111,14 @@ class Mesh:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of `frontend-0`: sample with its labels → value."""
-        return _scrape(self.metrics_port)
+        return scrape(self.metrics_port)
 
     def worker_metrics(self) -> dict[str, float]:
         """The metrics of all workers that listen: sample with its labels → value."""
         samples: dict[str, float] = {}
         for name in [name for name in self.worker_ports if name in self.processes]:
             try:
-                found = _scrape(self.worker_ports[name])
+                found = scrape(self.worker_ports[name])
             except OSError as error:
                 if not isinstance(getattr(error, "reason", error), ConnectionRefusedError):
                     raise
