@@ -8,8 +8,8 @@ from rich.console import Console
 
 from kvmesh.cli.arguments import positive
 from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
-from kvmesh.cli.units import counted
 from kvmesh.router.errors import RouterConfigError
+from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show

@@ -16,8 +16,8 @@ from kvmesh.cli.arguments import moment
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import settings_flags
 from kvmesh.cli.scenario import Fleet, add_scenario, mock_core, scenarios, simulate, write
-from kvmesh.cli.units import counted
 from kvmesh.router.errors import RouterConfigError
+from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.options import Serves, SimulationError, WorkerOptions

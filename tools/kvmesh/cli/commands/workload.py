@@ -11,7 +11,7 @@ from rich.console import Console
 from kvmesh.bus.client import Bus
 from kvmesh.cli.arguments import moment, positive, result_file
 from kvmesh.cli.flags import FlagParser, add_flags
-from kvmesh.cli.units import counted
+from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
 from kvmesh.workload.analysis.analysis import analyze
 from kvmesh.workload.analysis.tables import show
