@@ -17,7 +17,8 @@ from kvmesh.settings.load import OptionKey
 
 def settings(folder: Path, **flags: str) -> Settings:
     places: dict[OptionKey, Flag] = {("up", "state_dir"): Flag("", str(folder))}
-    for name, text in {"up__nats_port": "0", "frontend__port": "0", **flags}.items():
+    free = {"up__nats_port": "0", "frontend__port": "0", "dashboard__port": "0"}
+    for name, text in {**free, **flags}.items():
         section, key = name.split("__")
         places[section, key] = Flag(name, text)
     return load(None, {}, places)
@@ -35,7 +36,8 @@ def test_free_ports_are_found_and_differ(tmp_path: Path) -> None:
     with ExitStack() as held:
         claimed = claim(settings(tmp_path), held)
     assert claimed.nats.url.startswith("nats://127.0.0.1:")
-    assert claimed.frontend.port not in (0, int(claimed.nats.url.rpartition(":")[2]))
+    ports = {claimed.frontend.port, claimed.dashboard.port}
+    assert len(ports | {0, int(claimed.nats.url.rpartition(":")[2])}) == 4
 
 
 def test_a_given_server_needs_no_directory(tmp_path: Path) -> None:
@@ -51,6 +53,7 @@ def test_a_given_server_needs_no_directory(tmp_path: Path) -> None:
     [
         ("up__nats_port", "--nats-port"),
         ("frontend__port", "--port"),
+        ("dashboard__port", "--dashboard-port or use --no-dashboard"),
         ("up__metrics_port", "--metrics-port"),
     ],
 )
