@@ -1,7 +1,9 @@
 """A mesh under `kvmesh up` with its dashboard, and Debian's Chromium to look at it."""
 
+import asyncio
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,6 +37,20 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
     await up.ready()
     yield up
     up.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def traffic(up: Up) -> AsyncIterator[None]:
+    """Agents at work on the mesh, as `kvmesh replay demo` generates them."""
+    replay = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvmesh.cli.main", "replay", "demo", "--url", up.url),
+        *("--speed", "4"),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    yield
+    if replay.returncode is None:
+        replay.terminate()
+    await replay.wait()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 from support.up import Up
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -52,3 +54,47 @@ async def test_a_worker_that_starts_shows_its_phase(page: Page, up: Up) -> None:
         if worker.returncode is None:
             worker.kill()
         await worker.wait()
+
+
+@pytest.mark.usefixtures("traffic")
+async def test_load_shows_within_seconds(page: Page, pictures: Path | None) -> None:
+    await page.goto("/")
+    figures = page.locator(".figure").filter(has_text="prompt tokens/s").locator("dd")
+    await expect(figures).to_have_text(re.compile(r"^[1-9]"), timeout=30_000)
+    await expect(page.get_by_role("img", name="Tokens per second")).to_be_visible()
+    if pictures is not None:
+        await page.wait_for_timeout(15_000)  # for lines worth looking at
+        await page.screenshot(path=pictures / "dashboard-fleet.png")
+
+
+async def test_colours_follow_the_system_or_the_choice(browser: Browser, up: Up) -> None:
+    context = await browser.new_context(color_scheme="dark", base_url=up.dashboard)
+    page = await context.new_page()
+    await page.goto("/")
+    await expect(page.locator("body")).to_have_css("background-color", "rgb(18, 22, 28)")
+    await page.get_by_role("button", name="Light").press("Enter")
+    await expect(page.locator("body")).to_have_css("background-color", "rgb(255, 255, 255)")
+    await page.reload()
+    await expect(page.locator("body")).to_have_css("background-color", "rgb(255, 255, 255)")
+    await context.close()
+
+
+async def test_the_keyboard_reaches_the_content_first(page: Page) -> None:
+    await page.goto("/")
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_text("Skip to the content")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page).to_have_url(re.compile("#content$"))
+
+
+async def test_a_page_says_that_nats_is_frozen(page: Page, up: Up) -> None:
+    await page.goto("/")
+    trouble = page.get_by_role("status").first
+    await expect(trouble).to_be_empty()
+    nats = up.children()["nats"]
+    os.kill(nats, signal.SIGSTOP)
+    try:
+        await expect(trouble).to_contain_text("has sent nothing for", timeout=20_000)
+    finally:
+        os.kill(nats, signal.SIGCONT)
+    await expect(trouble).to_be_empty(timeout=20_000)

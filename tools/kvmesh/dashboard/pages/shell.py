@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nicegui import ui
+from nicegui import events, ui
 from starlette.requests import Request
 
 from kvmesh.dashboard.http.access import SIGN_IN, SIGN_OUT, Access
@@ -14,6 +14,7 @@ from kvmesh.dashboard.mesh import Mesh
 log = logging.getLogger(__name__)
 REFRESH_S = 1.0
 THEME = "kvmesh_theme"
+DARK = {"system": None, "light": False, "dark": True}
 STYLE = Path(__file__).with_name("style.css")
 
 
@@ -22,8 +23,7 @@ def frame(
     path: str, name: str, names: dict[str, str], mesh: Mesh, access: Access, request: Request
 ) -> Iterator[None]:
     """The frame of a page; its content goes inside. `names` are the names of the pages by path."""
-    theme = request.cookies.get(THEME)
-    dark = ui.dark_mode({"dark": True, "light": False}.get(theme or ""))
+    theme = request.cookies.get(THEME, "")
     ui.add_css(STYLE)
     ui.html('<a class="skip" href="#content">Skip to the content</a>', sanitize=False)
     with ui.element("header").classes("bar"):
@@ -35,7 +35,7 @@ def frame(
                     link.props('aria-current="page"')
         with ui.element("div").classes("end"):
             ui.label(f"mesh {mesh.bus.options.namespace}")
-            _theme_button(dark)
+            _theme_choice(theme if theme in DARK else "system")
             if access.requires_keys:
                 ui.html(
                     f'<form method="post" action="{SIGN_OUT}"><button>Sign out</button></form>',
@@ -86,12 +86,16 @@ def heading(text: str, level: int = 2) -> ui.element:
     return element
 
 
-def _theme_button(dark: ui.dark_mode) -> None:
-    def change() -> None:
-        dark.value = not dark.value if dark.value is not None else True
-        chosen = "dark" if dark.value else "light"
-        ui.run_javascript(
-            f"document.cookie='{THEME}={chosen};path=/;samesite=strict;max-age=31536000'"
-        )
+def _theme_choice(chosen: str) -> None:
+    """Choose the colours; a cookie of the browser remembers them for all pages."""
+    dark = ui.dark_mode(DARK[chosen])
 
-    ui.button("Dark or light", on_click=change).props("flat dense no-caps size=sm")
+    def change(event: events.ValueChangeEventArguments[str]) -> None:
+        dark.value = DARK[event.value]
+        cookie = f"{THEME}={event.value};path=/;samesite=strict;max-age=31536000"
+        ui.run_javascript(f"document.cookie='{cookie}'")
+
+    names = {"system": "System", "light": "Light", "dark": "Dark"}
+    ui.toggle(names, value=chosen, on_change=change).props(
+        'flat dense no-caps size=sm role="group" aria-label="Colours"'
+    )
