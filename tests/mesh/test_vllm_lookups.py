@@ -1,11 +1,13 @@
 """Blocks found by a lookup of vLLM's scheduler are held while they may be copied, no longer."""
 
 import asyncio
+import os
 import time
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
@@ -19,7 +21,7 @@ from kvmesh.bus.messages import Computed, Fetch, Finish, KvLayout, LayerLayout
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import NatsSettings
+from kvmesh.settings.schema import NatsSettings, TracingSettings
 from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.engines.vllm.kvbm import bridge
 from kvmesh.worker.engines.vllm.kvbm import lookups as lookups_module
@@ -32,6 +34,7 @@ LAYOUT = KvLayout(
     weights="w", dtype="float32", item_bytes=4, block_size=4, layers=[LayerLayout(1, 4, 4)]
 )
 TOKENS = array("I", range(12))
+HEADERS = "OTEL_EXPORTER_OTLP_TRACES_HEADERS"
 PARTS = KvParts(
     block_size=4, groups=[KvGroup(index=0, layers=["l"], layout=LAYOUT)], shards=1, replicas=1
 )
@@ -198,9 +201,16 @@ def test_logged_connector_options_contain_no_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bridge.BUS_OPTIONS_VARIABLE, "")
+    monkeypatch.setenv(HEADERS, "")  # removed again at the end
+    monkeypatch.delenv(HEADERS)
     (tmp_path / "config.json").write_text("{}")
     nats = NatsSettings(
         url="nats://u:hidden@h", password="hidden", token="hidden", nkey_seed="hidden"
     )
-    assert "hidden" not in str(kvbm_transfer_config(Settings(nats=nats), tmp_path, "m"))
+    tracing = TracingSettings(endpoint="http://c:4317", headers="key=hidden")
+    config = kvbm_transfer_config(Settings(nats=nats, tracing=tracing), tmp_path, "m")
+    assert "hidden" not in str(config)
     assert bridge.inherited_bus_options() == bus_options(nats)
+    assert os.environ[HEADERS] == "key=hidden"
+    given = msgspec.convert(config["kv_connector_extra_config"]["kvmesh"], BridgeOptions)
+    assert given.tracing == replace(tracing, headers=None)

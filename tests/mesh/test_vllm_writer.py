@@ -11,6 +11,7 @@ import pytest_asyncio
 pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 
 import torch
+from support.ended import Ended
 from support.small_kvbm import SmallKvbm
 from support.wait import eventually
 
@@ -30,16 +31,6 @@ PARTS = KvParts(
     block_size=4, groups=[KvGroup(index=0, layers=["l"], layout=LAYOUT)], shards=1, replicas=1
 )
 PROMPTS, BLOCKS = 8, 3
-
-
-class Ended:
-    """A copy that has ended."""
-
-    ended = True
-    seconds = 0.0
-
-    def wait(self) -> None:
-        pass
 
 
 @pytest_asyncio.fixture

@@ -120,6 +120,11 @@ def install(tracer: Tracer | None) -> None:
     _tracer = tracer
 
 
+def is_installed() -> bool:
+    """True if this process has a tracer."""
+    return _tracer is not None
+
+
 def begin(name: str, traceparent: str, tracestate: str, start: float) -> TraceSpan:
     """The first span of a request; see `Tracer.begin`."""
     return NO_SPAN if _tracer is None else _tracer.begin(name, traceparent, tracestate, start)

@@ -22,7 +22,8 @@ class OriginError(ValueError):
 class RequestOrigin(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Fields of a request that determine the identity and retention of its blocks; see `Work`.
 
-    `prompt_tokens` excludes tokens generated before a migration.
+    `prompt_tokens` excludes tokens generated before a migration. `traceparent` is that of a traced
+    request.
     """
 
     request: str
@@ -34,6 +35,7 @@ class RequestOrigin(Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     retention: list[Retain] = []
     decode: Retain | None = None
+    traceparent: str = ""
 
     @property
     def ranges(self) -> list[Retain]:
@@ -55,6 +57,7 @@ def origin_of_work(work: Work) -> RequestOrigin:
         priority=work.priority,
         retention=work.retention,
         decode=work.decode,
+        traceparent=work.traceparent,
     )
 
 

@@ -131,6 +131,7 @@ def test_the_oldest_reports_are_forgotten() -> None:
         {"retention": [[0, None, 50, -1.0]]},
         {"decode": [0, None, -2]},
         {"request": 5},
+        {"request": "r" * 300},
         {"retention": [[0]] * 5000},
     ],
 )

@@ -22,10 +22,15 @@ def tracing_arguments(settings: TracingSettings) -> dict[str, Any]:
     os.environ.setdefault(
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf" if chosen == HTTP else "grpc"
     )
-    if settings.headers:
-        os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_HEADERS", settings.headers)
+    export_headers(settings)
     url = endpoint(settings)
     return {ENDPOINT: traces_url(url) if chosen == HTTP else url}
+
+
+def export_headers(settings: TracingSettings) -> None:
+    """Export the headers of the collector to vLLM's processes, which log their arguments."""
+    if settings.headers:
+        os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_HEADERS", settings.headers)
 
 
 def trace_headers(work: Work) -> dict[str, str]:

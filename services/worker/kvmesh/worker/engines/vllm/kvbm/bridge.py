@@ -19,8 +19,10 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import KvLayout
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import HASH_BYTES, block_hashes
+from kvmesh.settings.schema import TracingSettings
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.request_origin import RequestOrigin
+from kvmesh.worker.engines.vllm.kvbm.shared_tracing import shared_tracing
 
 T = TypeVar("T")
 BUS_OPTIONS_VARIABLE = "KVMESH_BUS"
@@ -30,9 +32,11 @@ START_S = 10.0
 class BridgeOptions(Struct, frozen=True, kw_only=True):
     """Options of the connector: its identity on the node, and bounds as in `[worker]`.
 
-    `flush_s` bounds the writing of the blocks that wait when vLLM stops.
+    `flush_s` bounds the writing of the blocks that wait when vLLM stops. `tracing` is set if spans
+    are to be exported.
 
-    vLLM logs these options, so credentials of the bus are passed in the environment instead.
+    vLLM logs these options, so credentials of the bus and headers for the collector of traces are
+    passed in the environment instead.
     """
 
     weights: str
@@ -43,6 +47,7 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     wait_s: float
     queue: int
     flush_s: float = 0.0
+    tracing: TracingSettings | None = None
 
 
 def export_bus_options(options: BusOptions) -> None:
@@ -100,12 +105,16 @@ class KvbmBridge:
             client = KvbmClient(bus, limits, identity, self._arenas)
             await client.open()
             clients.append(client)
+        if options.tracing is not None:
+            await shared_tracing.open(bus, options.tracing, name)
         return bus, clients
 
     async def _close(self) -> None:
         for client in self._clients:
             await client.close()
         await self._bus.close()
+        if self._options.tracing is not None:
+            await shared_tracing.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(3 * START_S)
@@ -136,6 +145,7 @@ class PromptChain:
                 tenant=origin.tenant,
                 session=origin.session,
                 retention=origin.ranges,
+                traceparent=origin.traceparent,
             )
             for layout in layouts
         ]

@@ -20,6 +20,8 @@ from torch import Tensor
 from kvmesh._native import xxh3
 from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, TierSpeeds, digest_of
 from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
+from kvmesh.tracing.names import ONBOARD, TIERS
+from kvmesh.tracing.tracer import continued
 from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.adapters.throughput import Throughput, combined_throughput
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, KvbmBridge, PromptChain
@@ -54,7 +56,7 @@ class LookupResult(Struct):
     """All that an engine with `held` blocks needs to continue after `end` blocks, by part.
 
     `polled_at` is the time of the scheduler's last lookup (monotonic seconds). `copying`: vLLM has
-    allocated blocks for them.
+    allocated blocks for them. `loaded` counts the lead's blocks that it copies, by tier from 1 on.
     """
 
     held: int
@@ -62,6 +64,7 @@ class LookupResult(Struct):
     parts: list[PartBlocks]
     polled_at: float = 0.0
     copying: bool = False
+    loaded: list[int] = []
 
     @property
     def arena(self) -> str:
@@ -156,6 +159,8 @@ class SchedulerBridge(KvbmBridge):
         held: int,
         released: asyncio.Event,
     ) -> None:
+        span = continued(origin.traceparent, ONBOARD)
+        found: LookupResult | None = None
         try:
             async with AsyncExitStack() as loads:
                 found = await self._find(loads, origin, tokens, held)
@@ -167,7 +172,11 @@ class SchedulerBridge(KvbmBridge):
                 await self._wait_until_copied(request, found, released)
         except (RuntimeError, ValueError, OSError, ExceptionGroup) as error:
             log.error("request %s: lookup failed: %s", request, error)
+            span.fail("load")
         finally:
+            loaded = found.loaded if found is not None else []
+            span.set(TIERS, [0, *(blocks * self._parts.block_size for blocks in loaded)])
+            span.end()
             with self._lock:
                 if self._released.get(request) is released:
                     self._lookups.setdefault(request, None)
@@ -251,7 +260,8 @@ class SchedulerBridge(KvbmBridge):
 
     async def _holds(self, prompt: KvbmPrompt, part: int, end: int) -> bool:
         """True if the kvbm has the last of the first `end` blocks, without waiting for it."""
-        wanted, speeds = _shortened(prompt, end), TierSpeeds()
+        # a prompt may need hundreds of probes, which are no spans of their own
+        wanted, speeds = replace(_shortened(prompt, end), traceparent=""), TierSpeeds()
         loading = self._clients[part].load(wanted, end - 1, speeds, 0.0, DEADLINE_S, False)
         async with aclosing(loading):
             async for fetched in loading:

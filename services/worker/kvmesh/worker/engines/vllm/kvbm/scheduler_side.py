@@ -142,7 +142,8 @@ class SchedulerSide:
             return
         self._loads.append(BlockLoad(request_id, found.arena, groups))
         blocks_of = Counter(found.tiers(held, held + count))
-        self._loaded[origin.request] = [blocks_of[n] for n in range(1, max(blocks_of) + 1)]
+        found.loaded = [blocks_of[n] for n in range(1, max(blocks_of) + 1)]
+        self._loaded[origin.request] = found.loaded
 
     def build_meta(self, output: Any) -> KvmeshConnectorMetadata:
         metadata, cached = KvmeshConnectorMetadata(), output.scheduled_cached_reqs

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvmesh._native import xxh3
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings, load
+from kvmesh.tracing.endpoint import turned_on
 from kvmesh.worker.adapters.engine_args import engine_arguments
 from kvmesh.worker.adapters.request_origin import KEY
 from kvmesh.worker.engines.vllm.kvbm.bridge import BridgeOptions, export_bus_options
+from kvmesh.worker.engines.vllm.tracing import export_headers
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
 CONNECTOR = "KvmeshConnector"
@@ -75,7 +78,8 @@ def server_options(config: Any) -> BridgeOptions:
 
 
 def _options(settings: Settings, weights: str, instance: str, served: str) -> BridgeOptions:
-    worker = settings.worker
+    worker, tracing = settings.worker, settings.tracing
+    export_headers(tracing)
     return BridgeOptions(
         weights=weights,
         node=worker.node or os.uname().nodename,
@@ -85,6 +89,7 @@ def _options(settings: Settings, weights: str, instance: str, served: str) -> Br
         wait_s=worker.shared_wait_s,
         queue=worker.write_through_blocks,
         flush_s=min(worker.drain_blocks_s, FLUSH_S),
+        tracing=replace(tracing, headers=None) if turned_on(tracing) else None,
     )
 
 
