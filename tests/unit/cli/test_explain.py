@@ -22,7 +22,8 @@ from kvmesh.bus.messages import (
     RouteEvent,
 )
 from kvmesh.bus.subjects import Subjects
-from kvmesh.cli.explain import best_rejected, find_events, show
+from kvmesh.cli.explain import find_events, show
+from kvmesh.observer.decision_text import best_rejected
 
 
 def candidate(worker: str, cost: float, overlap: int = 0) -> Candidate:

@@ -82,6 +82,19 @@ def reason_text(reason: str) -> str:
     return REASONS.get(reason, reason)
 
 
+def lost_for(account: CacheAccount | None) -> str:
+    """The reasons of the losses, the largest first, with the part of the prompt that changed."""
+    if account is None:
+        return ""
+    lost = {loss.reason: 0 for loss in account.losses}
+    for loss in account.losses:
+        lost[loss.reason] += loss.tokens
+    reasons = [reason_text(reason) for reason, _ in sorted(lost.items(), key=lambda i: -i[1])]
+    if account.change is not None:
+        reasons.append(f"{part(account.change)} {account.change.way}")
+    return "; ".join(reasons)
+
+
 def _loss(loss: CacheLoss, name: Named) -> str:
     text = reason_text(loss.reason)
     if loss.worker is not None:

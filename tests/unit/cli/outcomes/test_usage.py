@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from kvmesh.bus.messages import CacheAccount, Outcome, PromptChange
-from kvmesh.cli.outcomes import slow, usage
-from kvmesh.cli.outcomes.session import SessionTurns
+from kvmesh.cli.outcomes import show_session, slow, usage
 from kvmesh.cli.outcomes.slow import SlowestRequests
 from kvmesh.cli.outcomes.usage import OTHER, UsageTable, Use, render
+from kvmesh.observer.session_turns import SessionTurns
 from kvmesh.runtime.logs import printable
 
 OUTCOME = Outcome(
@@ -92,7 +92,11 @@ def test_a_name_that_a_caller_chooses_is_shown_as_it_is(name: str) -> None:
     slowest = SlowestRequests(1)
     slowest.add(replace(OUTCOME, session=name))
     console = Console(file=io.StringIO(), width=240, highlight=False)
-    for shown in (render(table, 1), turns.table(), slow.render(slowest.slowest())):
+    for shown in (
+        render(table, 1),
+        show_session.render(turns.turns),
+        slow.render(slowest.slowest()),
+    ):
         console.print(shown)
     text = cast(io.StringIO, console.file).getvalue()
     assert text.count(printable(name)) == 3

@@ -2,18 +2,23 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
+from datetime import datetime
 
 import msgspec
 from msgspec.structs import replace
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import CacheAccount, Outcome
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.outcomes.session import SessionTurns
-from kvmesh.cli.units import literal_lines
+from kvmesh.cli.units import literal, literal_lines
 from kvmesh.frontend.namespaces import own_name
+from kvmesh.observer.cache_text import lost_for
 from kvmesh.observer.route_stream import each_outcome
+from kvmesh.observer.session_turns import SessionTurns
 from kvmesh.settings import Settings
 
 WIDTH = 240
@@ -35,7 +40,37 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
             return 0
         console = Console(highlight=False)
         wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        wide.print(turns.table(), Text(), literal_lines(turns.summary()), sep="\n")
+        wide.print(render(turns.turns), Text(), literal_lines(turns.summary()), sep="\n")
         return 0
 
     return run_on_bus("explain", settings, main)
+
+
+def render(turns: Iterable[Outcome]) -> Table:
+    """A row for each turn, the oldest first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("request", "ended"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("prompt", "reused", "lost", "new"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("first token", justify="right", no_wrap=True)
+    for heading in ("worker", "lost for"):
+        table.add_column(heading)
+    for outcome in turns:
+        account, ttft = outcome.cache, outcome.ttft_s
+        table.add_row(
+            outcome.request,
+            f"{datetime.fromtimestamp(outcome.time).astimezone():%H:%M:%S}",
+            f"{outcome.prompt_tokens:,}",
+            *_counts(account),
+            "–" if ttft is None else f"{ttft * 1000:,.0f} ms",
+            outcome.instance,
+            literal(lost_for(account)),
+        )
+    return table
+
+
+def _counts(account: CacheAccount | None) -> list[str]:
+    if account is None:
+        return ["–"] * 3
+    return [f"{count:,}" for count in (account.reused, account.lost, account.new)]

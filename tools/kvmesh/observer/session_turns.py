@@ -2,14 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterator
-from datetime import datetime
 
-from rich.table import Table
-
-from kvmesh.bus.messages import CacheAccount, Outcome, PromptChange
-from kvmesh.cli.units import literal
+from kvmesh.bus.messages import Outcome, PromptChange
 from kvmesh.frontend.namespaces import own_name
-from kvmesh.observer.cache_text import change_line, part, reason_text
+from kvmesh.observer.cache_text import change_line, reason_text
 from kvmesh.runtime.quantities import counted
 
 
@@ -61,48 +57,6 @@ class SessionTurns:
             yield f"  {self._unknown:,} of requests whose engine did not count cached tokens"
         if self._latest is not None:
             yield f"in its last turn {change_line(self._latest)}"
-
-    def table(self) -> Table:
-        """A row for each turn, the oldest first."""
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for heading in ("request", "ended"):
-            table.add_column(heading, no_wrap=True)
-        for heading in ("prompt", "reused", "lost", "new"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("first token", justify="right", no_wrap=True)
-        for heading in ("worker", "lost for"):
-            table.add_column(heading)
-        for outcome in self.turns:
-            account, ttft = outcome.cache, outcome.ttft_s
-            table.add_row(
-                outcome.request,
-                f"{datetime.fromtimestamp(outcome.time).astimezone():%H:%M:%S}",
-                f"{outcome.prompt_tokens:,}",
-                *_counts(account),
-                "–" if ttft is None else f"{ttft * 1000:,.0f} ms",
-                outcome.instance,
-                literal(_reasons(account)),
-            )
-        return table
-
-
-def _counts(account: CacheAccount | None) -> list[str]:
-    if account is None:
-        return ["–"] * 3
-    return [f"{count:,}" for count in (account.reused, account.lost, account.new)]
-
-
-def _reasons(account: CacheAccount | None) -> str:
-    """The reasons of the losses, the largest first, with the part of the prompt that changed."""
-    if account is None:
-        return ""
-    lost = {loss.reason: 0 for loss in account.losses}
-    for loss in account.losses:
-        lost[loss.reason] += loss.tokens
-    reasons = [reason_text(reason) for reason, _ in sorted(lost.items(), key=lambda i: -i[1])]
-    if account.change is not None:
-        reasons.append(f"{part(account.change)} {account.change.way}")
-    return "; ".join(reasons)
 
 
 def _share(tokens: int, total: int) -> str:
