@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from math import isfinite
 
 from kvmesh.bus.messages import (
     Decision,
@@ -10,87 +11,28 @@ from kvmesh.bus.messages import (
     SeqAdd,
     SeqEvent,
     SeqFree,
+    SeqPrefilled,
     SeqProgress,
     SeqWait,
 )
-from kvmesh.frontend.namespaces import own_name
+from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.sessions import SessionLanes
 from kvmesh.observer.prefetch_uses import base_id
 
 MOST_REQUESTS = 20_000
+MOST_ENDED = 1_000  # of those listed as the latest
 REQUEST_BYTES = 2048  # of a request beside its hashes
 MOST_ATTEMPTS = 8  # the last ones are kept
+SILENT_S = 185.0  # a frontend reports each sequence every 60 s
 PREFILL_MARK = "#prefill"
 PREFETCH_ID = "pf_"
-
-
-class SeenRequest:
-    """One request: its placements in order, its outcomes by choice, and its progress.
-
-    `state` is "waiting" in a router's queue, "prefill" or "decode" in engines, or "ended". Times
-    are in Unix seconds. `generated` counts output tokens, about every block of them.
-    """
-
-    __slots__ = (
-        "arrived",
-        "decisions",
-        "generated",
-        "instance",
-        "outcomes",
-        "request",
-        "sequence",
-        "state",
-    )
-
-    def __init__(self, request: str, arrived: float) -> None:
-        self.request = request
-        self.arrived = arrived
-        self.decisions: list[Decision] = []
-        self.outcomes: list[Outcome] = []
-        self.generated = 0
-        self.instance = ""
-        self.sequence = ""  # the id of the last attempt
-        self.state = "waiting"
-
-    @property
-    def decision(self) -> Decision | None:
-        """The latest placement."""
-        return self.decisions[-1] if self.decisions else None
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """The outcome of the first choice."""
-        return self.outcomes[0] if self.outcomes else None
-
-    @property
-    def session(self) -> str:
-        if (outcome := self.outcome) is not None:
-            return own_name(outcome.session)
-        decision = self.decision
-        return own_name(decision.hints.session or "") if decision is not None else ""
-
-    @property
-    def tenant(self) -> str:
-        if (outcome := self.outcome) is not None:
-            return outcome.tenant
-        decision = self.decision
-        return (decision.hints.tenant or "") if decision is not None else ""
-
-    @property
-    def model(self) -> str:
-        if self.decisions:
-            return self.decisions[-1].model
-        return self.outcomes[0].model if self.outcomes else ""
-
-    @property
-    def hashes(self) -> bytes:
-        """The packed sequence hashes of the prompt; empty before it is placed."""
-        return self.decisions[-1].sequence_hashes if self.decisions else b""
 
 
 class RequestLog:
     """The requests of the last `window_s` seconds, the oldest of them dropped at a bound.
 
-    The bounds are MOST_REQUESTS and `most_bytes` of memory. Prefetches do not count.
+    The bounds are MOST_REQUESTS and `most_bytes` of memory. Those that run stay until they end,
+    however long that takes. Prefetches do not count. `now` is in Unix seconds.
     """
 
     def __init__(self, window_s: float, most_bytes: int) -> None:
@@ -98,22 +40,33 @@ class RequestLog:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._requests: OrderedDict[str, SeenRequest] = OrderedDict()
-        self._running: dict[str, SeenRequest] = {}
+        self._running: OrderedDict[str, SeenRequest] = OrderedDict()
+        self._ended: OrderedDict[str, SeenRequest] = OrderedDict()
+        self.lanes = SessionLanes()
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def get(self, request: str) -> SeenRequest | None:
         """A request by its id; also by that of one of its attempts, or the client's own id."""
-        found = self._requests.get(base_id(request)) or self._requests.get(request)
+        found = self._requests.get(request) or self._requests.get(base_id(request))
         return found or next((r for r in self.latest() if _client_named(r, request)), None)
 
     def latest(self) -> Iterator[SeenRequest]:
-        """All requests, the one that arrived last first."""
+        """All requests, the one that started, was placed or ended last first."""
         return reversed(self._requests.values())
 
-    def running(self) -> list[SeenRequest]:
-        """The requests that wait or run, in the order of their arrival."""
+    def ended(self) -> Iterator[SeenRequest]:
+        """The latest MOST_ENDED requests that have ended, the last one first."""
+        return reversed(self._ended.values())
+
+    def running(self, now: float) -> list[SeenRequest]:
+        """The requests that wait or run, in the order in which they began to.
+
+        One whose frontend has been silent for SILENT_S seconds has ended with its frontend.
+        """
+        for seen in [r for r in self._running.values() if r.alive_until < now]:
+            self._leave(seen)
         return list(self._running.values())
 
     def add_route(self, event: RouteEvent, now: float) -> None:
@@ -127,70 +80,126 @@ class RequestLog:
     def add_sequence(self, event: SeqEvent, now: float) -> None:
         """Follow the progress of a sequence; the part of a request on a prefill worker is ignored.
 
-        Events of requests that have ended come late, and change nothing.
+        Events of earlier attempts, and of requests that have ended, come late and change nothing.
         """
         if event.request.endswith(PREFILL_MARK) or event.request.startswith(PREFETCH_ID):
             return
-        request = base_id(event.request)
         if isinstance(event, SeqWait | SeqAdd):
-            self._start(request, event)
+            self._start(event, now)
             self._expire(now)
             return
-        running = self._running.get(request)
-        if running is None or running.sequence != event.request:
-            return  # an earlier attempt
-        if isinstance(event, SeqFree):
-            del self._running[request]
-        else:
-            running.state = "decode"
-            if isinstance(event, SeqProgress):
-                running.generated = max(running.generated, event.generated)
-
-    def _start(self, request: str, event: SeqWait | SeqAdd) -> None:
-        arrived = event.arrived if isinstance(event, SeqWait) else event.time
-        seen = self._seen(request, arrived)
-        if seen.state == "ended":
+        seen = self._requests.get(base_id(event.request))
+        if seen is None or not _is_current(seen, event.request):
             return
-        seen.state, seen.sequence = "waiting", event.request
-        if isinstance(event, SeqAdd):
-            seen.state, seen.instance = "prefill", event.instance
-        self._running[request] = seen
+        if isinstance(event, SeqFree):
+            seen.sequence = event.request
+            self._leave(seen)
+            return
+        self._run(seen, event.request, now)  # it may have started before this process
+        if isinstance(event, SeqProgress):
+            seen.generated = max(seen.generated, event.generated)
+        if isinstance(event, SeqPrefilled) or seen.generated:
+            seen.state = "decode"
+        elif seen.state != "decode":
+            seen.state = "prefill"
 
-    def _seen(self, request: str, arrived: float) -> SeenRequest:
+    def _start(self, event: SeqWait | SeqAdd, now: float) -> None:
+        arrived = event.arrived if isinstance(event, SeqWait) else event.time
+        seen = self._seen(base_id(event.request), arrived, now)
+        if not _is_current(seen, event.request):
+            return
+        repeated = seen.sequence == event.request
+        if isinstance(event, SeqAdd):
+            if repeated and seen.state in ("decode", "left"):
+                return
+            seen.state, seen.instance = "prefill", event.instance
+            self._run(seen, event.request, now)
+        elif not repeated or seen.state == "waiting":
+            seen.state = "waiting"
+            self._run(seen, event.request, now)
+            if isfinite(event.deadline):
+                seen.alive_until = max(seen.alive_until, event.deadline)
+
+    def _run(self, seen: SeenRequest, sequence: str, now: float) -> None:
+        seen.sequence, seen.alive_until = sequence, now + SILENT_S
+        self._running[seen.request] = seen
+
+    def _leave(self, seen: SeenRequest) -> None:
+        if seen.state != "ended":
+            seen.state = "left"
+        self._running.pop(seen.request, None)
+
+    def _seen(self, request: str, arrived: float, now: float) -> SeenRequest:
         seen = self._requests.get(request)
         if seen is None:
-            seen = self._requests[request] = SeenRequest(request, arrived)
-            self._bytes += REQUEST_BYTES
+            # the clock of another machine may be ahead
+            valid = isfinite(arrived) and arrived <= now
+            seen = self._requests[request] = SeenRequest(request, arrived if valid else now)
+            self._bytes += _bytes(seen)
+        self._requests.move_to_end(request)
+        seen.seen_at = now
         return seen
 
     def _place(self, decision: Decision, now: float) -> None:
-        seen = self._seen(base_id(decision.request), decision.time - decision.wait_s)
-        self._bytes -= len(seen.hashes)
-        seen.decisions = [*seen.decisions[1 - MOST_ATTEMPTS :], decision]
-        self._bytes += len(seen.hashes)
-        seen.instance = decision.chosen.instance
+        seen = self._seen(base_id(decision.request), decision.time - decision.wait_s, now)
+        self._bytes -= _bytes(seen)
+        others = [each for each in seen.decisions if each.request != decision.request]
+        ordered = sorted([*others, decision], key=lambda each: _attempt(each.request))
+        seen.decisions = ordered[-MOST_ATTEMPTS:]
+        self._bytes += _bytes(seen)
+        if seen.outcome is None:
+            seen.instance = seen.decisions[-1].chosen.instance
+            self.lanes.add(seen)
 
     def _end(self, outcome: Outcome, now: float) -> None:
-        seen = self._seen(base_id(outcome.request), outcome.time - outcome.total_s)
-        if outcome.choice == 0:
-            seen.outcomes = [outcome, *(o for o in seen.outcomes if o.choice)]
-        elif len(seen.outcomes) < MOST_ATTEMPTS:
-            seen.outcomes = [*seen.outcomes, outcome]
-        seen.state = "ended"
+        seen = self._seen(base_id(outcome.request), outcome.time - outcome.total_s, now)
+        if outcome.choice or seen.scoped_session != outcome.session:
+            self.lanes.remove(seen)
+        seen.outcome, seen.state = outcome, "ended"
+        seen.instance = outcome.instance or seen.instance
         seen.generated = max(seen.generated, outcome.output_tokens)
         self._running.pop(seen.request, None)
+        self._ended[seen.request] = seen
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+        if not outcome.choice:
+            self.lanes.add(seen)
 
     def _expire(self, now: float) -> None:
         requests = self._requests
-        while requests and (
-            len(requests) > MOST_REQUESTS
-            or self._bytes > self._most_bytes
-            or now - next(iter(requests.values())).arrived > self._window_s
-        ):
-            request, seen = requests.popitem(last=False)
-            self._bytes -= REQUEST_BYTES + len(seen.hashes)
-            self._running.pop(request, None)
+        while requests:
+            oldest = next(iter(requests.values()))
+            full = len(requests) > MOST_REQUESTS or self._bytes > self._most_bytes
+            if not full and now - oldest.seen_at <= self._window_s:
+                return
+            if not full and oldest.request in self._running and oldest.alive_until >= now:
+                requests.move_to_end(oldest.request)
+                oldest.seen_at = now
+            else:
+                self._forget(oldest)
+
+    def _forget(self, seen: SeenRequest) -> None:
+        del self._requests[seen.request]
+        self._bytes -= _bytes(seen)
+        self._running.pop(seen.request, None)
+        self._ended.pop(seen.request, None)
+        self.lanes.remove(seen)
+
+
+def _bytes(seen: SeenRequest) -> int:
+    return REQUEST_BYTES + sum(len(decision.sequence_hashes) for decision in seen.decisions)
+
+
+def _is_current(seen: SeenRequest, sequence: str) -> bool:
+    """True unless the event of a sequence comes after the request's end, or a later attempt."""
+    return seen.state != "ended" and _attempt(sequence) >= _attempt(seen.sequence)
+
+
+def _attempt(sequence: str) -> int:
+    """The number of an attempt, 0 for the first one."""
+    number = sequence[len(base_id(sequence)) + 1 :]
+    return int(number) if number.isdecimal() and len(number) < 10 else 0
 
 
 def _client_named(seen: SeenRequest, name: str) -> bool:
-    return any(outcome.client == name for outcome in seen.outcomes)
+    return seen.outcome is not None and seen.outcome.client == name

@@ -1,0 +1,203 @@
+"""Rows and columns of requests and of a session's turns, for tables. Pure."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple
+
+from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.observer.cache_text import lost_for
+from kvmesh.observer.columns import RowColumn, RowView
+from kvmesh.observer.decision_text import clock_text, time_text
+
+MOST_RUNNING = 2_000  # listed; those that began first
+
+
+class RunningRow(NamedTuple):
+    """A request that waits or runs. `expected` is the share of the prompt expected in caches."""
+
+    request: str
+    state: str
+    age_s: float
+    worker: str
+    model: str
+    session: str
+    tenant: str
+    prompt_tokens: int | None
+    expected: float | None
+    generated: int
+
+
+class EndedRow(NamedTuple):
+    """A request that has ended, or left without an outcome. Times in seconds."""
+
+    request: str
+    ended: float
+    total_s: float
+    ttft_s: float | None
+    prompt_tokens: int
+    cached_tokens: int | None
+    lost_tokens: int | None
+    output_tokens: int
+    finish: str
+    worker: str
+    model: str
+    session: str
+    tenant: str
+
+
+class TurnRow(NamedTuple):
+    """A turn of a session; one that runs has no account yet."""
+
+    request: str
+    turn: int
+    arrived: float
+    total_s: float | None
+    ttft_s: float | None
+    prompt_tokens: int | None
+    reused: int | None
+    lost: int | None
+    new: int | None
+    output_tokens: int
+    worker: str
+    lost_for: str
+
+
+def running_rows(requests: Iterable[SeenRequest], now: float) -> list[RunningRow]:
+    """The first MOST_RUNNING requests that run, at the Unix time `now`."""
+    return [
+        RunningRow(
+            seen.request,
+            seen.state,
+            max(now - seen.arrived, 0.0),
+            seen.instance,
+            seen.model,
+            seen.session,
+            seen.tenant,
+            seen.prompt_tokens or None,
+            _share(seen.expected, seen.prompt_tokens),
+            seen.generated,
+        )
+        for seen in islice(requests, MOST_RUNNING)
+    ]
+
+
+def ended_rows(requests: Iterable[SeenRequest]) -> list[EndedRow]:
+    """The requests among these that have an outcome."""
+    return [
+        EndedRow(
+            seen.request,
+            outcome.time,
+            outcome.total_s,
+            outcome.ttft_s,
+            seen.prompt_tokens,
+            # an engine that has not counted them reports no tiers
+            outcome.cached_tokens if outcome.cached_tiers or outcome.cached_tokens else None,
+            outcome.cache.lost if outcome.cache is not None else None,
+            outcome.output_tokens,
+            outcome.finish,
+            outcome.instance,
+            seen.model,
+            seen.session,
+            seen.tenant,
+        )
+        for seen in requests
+        if (outcome := seen.outcome) is not None
+    ]
+
+
+def turn_rows(turns: Iterable[SeenRequest]) -> list[TurnRow]:
+    """A row for each turn."""
+    return [_turn_row(seen) for seen in turns]
+
+
+def _turn_row(seen: SeenRequest) -> TurnRow:
+    outcome = seen.outcome
+    account = outcome.cache if outcome is not None else None
+    return TurnRow(
+        seen.request,
+        seen.turn,
+        seen.arrived,
+        outcome.total_s if outcome is not None else None,
+        outcome.ttft_s if outcome is not None else None,
+        seen.prompt_tokens or None,
+        account.reused if account is not None else None,
+        account.lost if account is not None else None,
+        account.new if account is not None else None,
+        seen.generated,
+        seen.instance,
+        lost_for(account) if outcome is not None else seen.state,
+    )
+
+
+def _share(tokens: int | None, total: int) -> float | None:
+    return None if tokens is None or not total else tokens / total
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _span(value: float | None) -> str:
+    return "" if value is None else time_text(value)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+RUNNING = RowView(
+    "running requests",
+    (
+        RowColumn("request", "request", number=False),
+        RowColumn("state", "state", number=False),
+        RowColumn("age_s", "age", lambda v: f"{v:,.1f} s"),
+        RowColumn("generated", "tokens so far", _count),
+        RowColumn("prompt_tokens", "prompt", _count),
+        RowColumn("expected", "expected cached", _percent),
+        RowColumn("worker", "worker", number=False),
+        RowColumn("session", "session", number=False),
+        RowColumn("tenant", "tenant", number=False),
+        RowColumn("model", "model", number=False),
+    ),
+    "age_s",
+    True,
+)
+ENDED = RowView(
+    "ended requests",
+    (
+        RowColumn("request", "request", number=False),
+        RowColumn("ended", "ended", clock_text),
+        RowColumn("total_s", "total", _span),
+        RowColumn("ttft_s", "first token", _span),
+        RowColumn("prompt_tokens", "prompt", _count),
+        RowColumn("cached_tokens", "cached", _count),
+        RowColumn("lost_tokens", "lost", _count),
+        RowColumn("output_tokens", "output", _count),
+        RowColumn("finish", "finish", number=False),
+        RowColumn("worker", "worker", number=False),
+        RowColumn("session", "session", number=False),
+        RowColumn("tenant", "tenant", number=False),
+        RowColumn("model", "model", number=False),
+    ),
+    "ended",
+    True,
+)
+TURNS = RowView(
+    "turns",
+    (
+        RowColumn("request", "request", number=False),
+        RowColumn("turn", "turn", _count),
+        RowColumn("arrived", "arrived", clock_text),
+        RowColumn("total_s", "total", _span),
+        RowColumn("ttft_s", "first token", _span),
+        RowColumn("prompt_tokens", "prompt", _count),
+        RowColumn("reused", "reused", _count),
+        RowColumn("lost", "lost", _count),
+        RowColumn("new", "new", _count),
+        RowColumn("output_tokens", "output", _count),
+        RowColumn("worker", "worker", number=False),
+        RowColumn("lost_for", "lost for", number=False),
+    ),
+    "turn",
+    True,
+)
