@@ -12,6 +12,7 @@ from kvmesh.bus.messages import (
     Outcome,
     PrefetchTerms,
     SeqAdd,
+    SeqEvent,
     SeqFree,
     SeqPrefilled,
     SeqProgress,
@@ -80,7 +81,7 @@ def test_a_request_waits_prefills_decodes_and_ends() -> None:
     assert found.expected == 64
 
 
-EVENTS = [wait(), add(), SeqPrefilled("a"), SeqProgress("a", 64), SeqFree("a")]
+EVENTS: list[SeqEvent] = [wait(), add(), SeqPrefilled("a"), SeqProgress("a", 64), SeqFree("a")]
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(5))])

@@ -25,9 +25,11 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.dashboard.state.history import FleetHistory
+from kvmesh.dashboard.state.request_rows import RunningRow, ended_rows, running_rows
 from kvmesh.dashboard.state.requests import RequestLog
+from kvmesh.dashboard.state.shared import Shared
 from kvmesh.observer.activity import by_session, by_tenant
-from kvmesh.observer.fleet import FleetRow, FleetView
+from kvmesh.observer.fleet import FleetView
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
@@ -57,8 +59,10 @@ class Mesh:
         self._scaling = msgspec.msgpack.Decoder(ScalingDecision)
         self._clock = asyncio.get_running_loop().time
         self._readers: list[StreamReader] = []
-        self._rows: list[FleetRow] = []
-        self._rows_at = float("-inf")
+        self.fleet_rows = self._shared(lambda: self.fleet.rows(self._clock()))
+        self.running_rows = self._shared(self._running_rows)
+        self.ended_rows = self._shared(lambda: ended_rows(self.requests.ended()))
+        self.session_rows = self._shared(lambda: self.sessions.rows(time.time()))
         self._cards: dict[str, Instance] = {}
 
     @asynccontextmanager
@@ -95,7 +99,7 @@ class Mesh:
     def trouble(self) -> str:
         """The reason why the figures do not change; empty if they do."""
         if not self.bus.connected:
-            return f"No connection to NATS at {self.bus.server}; retrying. FigureRow stand still."
+            return f"No connection to NATS at {self.bus.server}; retrying. Figures stand still."
         if silent := max((reader.silent_for for reader in self._readers), default=0.0):
             return f"NATS at {self.bus.server} has sent nothing for {silent:.0f} s."
         if not all(reader.caught_up.is_set() for reader in self._readers):
@@ -107,12 +111,13 @@ class Mesh:
         """The cards of all processes by instance."""
         return self._cards
 
-    def fleet_rows(self) -> list[FleetRow]:
-        """The processes now; computed at most once per SAMPLE_S for all pages."""
-        now = self._clock()
-        if now - self._rows_at >= SAMPLE_S:
-            self._rows, self._rows_at = self.fleet.rows(now), now
-        return self._rows
+    def _shared(self, compute: Callable[[], T]) -> Shared[T]:
+        """A value for all pages, computed at most once per SAMPLE_S."""
+        return Shared(compute, self._clock, SAMPLE_S)
+
+    def _running_rows(self) -> list[RunningRow]:
+        now = time.time()
+        return running_rows(self.requests.running(now), now)
 
     def _joined(self, card: Instance) -> None:
         self._cards[card.instance] = card
@@ -140,8 +145,11 @@ class Mesh:
 
     def _on_sequences(self, message: StreamMessage) -> None:
         batch = _decoded(self._sequences, message)
+        now = time.time()
+        if message.pending:  # of the past: a frontend that was alive then may be dead
+            now = min(message.time, now)
         for event in batch.events if batch is not None else ():
-            self.requests.add_sequence(event, time.time())
+            self.requests.add_sequence(event, now)
 
     def _on_scaling(self, message: StreamMessage) -> None:
         decision = _decoded(self._scaling, message)

@@ -33,13 +33,16 @@ class Origins:
             event = _routes.decode(data)
         except msgspec.MsgspecError:
             return  # of another version
-        if not isinstance(event, Decision):
-            return
-        request = base_id(event.request)
-        if event.hints.session is not None:
-            self._sessions[request] = own_name(event.hints.session)
-        for block in missing:
-            if _contains(event.sequence_hashes, block):
+        if isinstance(event, Decision):
+            self.add_decision(event)
+
+    def add_decision(self, decision: Decision) -> None:
+        """Read one placement; earlier ones come before later ones."""
+        request = base_id(decision.request)
+        if decision.hints.session is not None:
+            self._sessions[request] = own_name(decision.hints.session)
+        for block in self._blocks - self._first.keys():
+            if _contains(decision.sequence_hashes, block):
                 self._first[block] = request
 
     def name(self, request: str) -> str:

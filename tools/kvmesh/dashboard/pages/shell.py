@@ -25,6 +25,8 @@ def frame(
     """The frame of a page; its content goes inside. `names` are the names of the pages by path."""
     theme = request.cookies.get(THEME, "")
     ui.add_css(STYLE)
+    if (slot := ui.context.client.content.parent_slot) is not None:
+        slot.parent.props('role="none"')  # Quasar's page is a second <main> around all of this
     ui.html('<a class="skip" href="#content">Skip to the content</a>', sanitize=False)
     with ui.element("header").classes("bar"):
         ui.html("<strong>kvmesh</strong>", sanitize=False)

@@ -9,6 +9,7 @@ from nicegui import events, ui
 from kvmesh.observer.columns import RowView
 
 PAGE_ROWS = 25
+MOST_TEXT = 160  # of a cell
 # a link in the first column, if the row has one
 FIRST_CELL = """
 <q-td :props="props"><a v-if="props.row.href" :href="props.row.href">{{ props.value }}</a>
@@ -85,14 +86,11 @@ class PagedTable:
         self._table.props["hide-bottom"] = 0 < len(ordered) <= size
         self._table.rows = [self._row(row) for row in ordered[first : first + size]]
 
-    def _names(self, row: Any) -> str:
-        texts = (c.text(getattr(row, c.name)) for c in self.view.columns if not c.number)
-        return "\n".join(texts).lower()
-
     def _row(self, row: Any) -> dict[str, Any]:
-        cells = {c.name: c.text(getattr(row, c.name)) for c in self.view.columns}
-        key = "\x1f".join(cells[c.name] for c in self.view.columns[:2])
-        return {**cells, "key": key, "href": self.href(row) if self.href is not None else ""}
+        cells = {c.name: _cut(c.text(getattr(row, c.name))) for c in self.view.columns}
+        href = self.href(row) if self.href is not None else ""
+        key = href or "\x1f".join(cells[c.name] for c in self.view.columns[:2])
+        return {**cells, "key": key, "href": href}
 
     def _on_request(self, event: events.GenericEventArguments) -> None:
         asked = event.args["pagination"]
@@ -110,3 +108,8 @@ class PagedTable:
         self._find = str(event.value or "")[:200]
         self._page["page"] = 1
         self.refresh()
+
+
+def _cut(text: str) -> str:
+    """A cell's text; callers choose names, and some choose long ones."""
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}…"

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from kvmesh.dashboard.http.access import Access
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages import fleet
+from kvmesh.dashboard.pages import fleet, request, requests, session, sessions
 from kvmesh.dashboard.pages.shell import frame
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,13 @@ class Page:
     listed: bool = True
 
 
-PAGES = (Page("/", "Fleet", fleet.show),)
+PAGES = (
+    Page("/", "Fleet", fleet.show),
+    Page("/requests", "Requests", requests.show),
+    Page("/sessions", "Sessions", sessions.show),
+    Page("/request", "Request", request.show, listed=False),
+    Page("/session", "Session", session.show, listed=False),
+)
 
 
 def add_pages(mesh: Mesh, access: Access) -> None:

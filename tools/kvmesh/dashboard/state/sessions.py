@@ -80,6 +80,11 @@ class SessionLanes:
         if name in self._lanes and not self._lanes[name].remove(seen):
             del self._lanes[name]
 
+    def tenant(self, seen: SeenRequest) -> str:
+        """The tenant of a turn's session."""
+        lane = self._lanes.get(seen.scoped_session)
+        return seen.tenant if lane is None else lane.tenant
+
     def latest(self, since: float, find: str = "") -> Iterator[SessionLane]:
         """The lanes in use since the Unix time `since`, the latest first.
 

@@ -1,0 +1,77 @@
+"""The pages of sessions in a real browser: the lanes, and a turn that lost its cached tokens."""
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+from playwright.async_api import Page, expect
+from support.up import Up
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+LANES = "Turns of sessions over time"
+
+
+async def turn(up: Up, session: str, clock: str, questions: int) -> None:
+    """One turn of an agent whose system prompt has the time in it."""
+    messages = [{"role": "system", "content": f"It is {clock}. " + "Help with the code. " * 60}]
+    messages += [{"role": "user", "content": f"Question {n}."} for n in range(questions)]
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(
+            f"{up.url}/v1/chat/completions",
+            json={"model": "kvmesh-demo", "messages": messages, "max_tokens": 8},
+            headers={"x-kvmesh-session-id": session},
+        ) as response,
+    ):
+        assert response.status == 200, await response.text()
+        await response.read()
+
+
+async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(
+    page: Page, up: Up, pictures: Path | None
+) -> None:
+    for number, clock in enumerate(("12:00", "12:00", "12:01")):
+        await turn(up, "moving-1", clock, number + 1)
+    await page.goto("/sessions")
+    await expect(page.get_by_role("img", name=LANES)).to_be_visible()
+    await page.get_by_label("Filter sessions").fill("moving-1")
+    row = page.get_by_role("region", name="sessions").get_by_role("row").nth(1)
+    await expect(row).to_contain_text("diverged")
+    await expect(row).to_contain_text("system prompt changed")
+    if pictures:
+        await page.screenshot(path=pictures / "sessions.png", full_page=True)
+    await row.get_by_role("link").click()
+    await expect(page.get_by_role("main")).to_contain_text("session moving-1: 3 requests")
+    turns = page.get_by_role("region", name="turns").get_by_role("row")
+    await expect(turns).to_have_count(4)
+    last = turns.nth(1)
+    await expect(last).to_contain_text("after a change of the prompt; system prompt changed")
+    if pictures:
+        await page.screenshot(path=pictures / "session.png", full_page=True)
+    await last.get_by_role("link").click()
+    await expect(page.get_by_text("tokens, which were computed again")).to_be_visible()
+    await page.get_by_role("link", name="chatcmpl-").first.click()  # the turn before it
+    await expect(page.get_by_role("main").get_by_role("status")).to_contain_text("Ended at")
+
+
+async def test_lanes_are_filtered_and_their_window_chosen_by_keyboard(page: Page, up: Up) -> None:
+    await turn(up, "lane-1", "12:00", 1)
+    await page.goto("/sessions")
+    status = page.get_by_role("main").get_by_role("status")
+    await expect(status).to_contain_text("sessions")
+    await page.get_by_label("Session or tenant").focus()
+    await page.keyboard.type("lane-1")
+    await expect(status).to_have_text("1 to 1 of 1 sessions")
+    await page.get_by_label("Session or tenant").fill("no such session")
+    await expect(status).to_have_text("No session had a turn in this window.")
+    window = page.get_by_role("combobox", name="Window")
+    await window.focus()
+    await page.keyboard.press("Enter")
+    await page.keyboard.press("ArrowDown")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text("5 minutes")).to_be_visible()
+
+
+async def test_an_unknown_session_names_the_command_that_reads_the_stream(page: Page) -> None:
+    await page.goto("/session?tenant=&name=gone")
+    await expect(page.get_by_role("main")).to_contain_text("kvmesh explain --session")

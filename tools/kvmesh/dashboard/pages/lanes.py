@@ -1,0 +1,140 @@
+"""Lanes of sessions over time: a bar for each turn, coloured by its share cached."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nicegui import events, ui
+
+from kvmesh.dashboard.pages.charts import TEXT
+from kvmesh.dashboard.pages.links import request_href
+from kvmesh.dashboard.state.lane_bars import RUNNING, SHARES, TurnBar, lane_bars
+from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.runtime.logs import printable
+
+LANE_REM = 1.7
+# from orange to blue, which all kinds of colour-blind people tell apart; on both backgrounds
+RAMP = ("#C44E00", "#E69F00", "#9A9A8C", "#56B4E9", "#0072B2")
+GREY = "#8884"
+LOST = "#D81B60"
+# JavaScript, which draws one item: a bar, a bar that still grows, or the line of a gap.
+# Values are lane, start, end, shade, lost.
+DRAW = f"""(params, api) => {{
+  const box = params.coordSys, lane = api.value(0), shade = api.value(3);
+  const from = api.coord([api.value(1), lane]), to = api.coord([api.value(2), lane]);
+  const x = Math.max(from[0], box.x), right = Math.min(to[0], box.x + box.width);
+  if (right < box.x || x > box.x + box.width) return;
+  const width = Math.max(right - x, 2), y = from[1];
+  const height = Math.min(api.size([0, 1])[1] * 0.62, 20);
+  if (shade === null || Number.isNaN(shade)) return {{
+    type: 'rect', silent: true, shape: {{x, y: y - 0.5, width, height: 1}},
+    style: {{fill: '{TEXT}'}}}};
+  const fill = shade >= 0 ? {list(RAMP)}[shade] : '{GREY}';
+  const bar = {{type: 'rect', shape: {{x, y: y - height / 2, width, height, r: 2}}, style: {{
+    fill, stroke: '{TEXT}', lineWidth: shade >= 0 ? 0.6 : 1.2,
+    lineDash: shade === {RUNNING} ? [4, 3] : null}}}};
+  const children = [bar];
+  if (api.value(4)) children.push({{type: 'polygon', style: {{
+    fill: '{LOST}', stroke: '#fff', lineWidth: 0.8}}, shape: {{points: [
+    [x - 5, y - height / 2 - 5], [x + 5, y - height / 2 - 5], [x, y - height / 2 + 4]]}}}});
+  return {{type: 'group', children}};
+}}"""
+# text as text: the names in it are those that callers choose
+TIP = """(item) => {
+  const tip = document.createElement('div');
+  tip.style.whiteSpace = 'pre-line';
+  tip.style.maxWidth = '32rem';
+  tip.style.overflowWrap = 'anywhere';
+  tip.textContent = item.data.text || '';
+  return tip;
+}"""
+
+
+class LaneChart:
+    """The lanes; a click on a bar opens its request. The tables of the page have the same data."""
+
+    def __init__(self, title: str) -> None:
+        _legend()
+        self._chart = ui.echart(_options(title), on_point_click=_open).classes("lanes")
+        self._chart.props(f'role="img" aria-label="{title}"')
+
+    def draw(
+        self, names: Sequence[str], lanes: Sequence[Sequence[SeenRequest]], since: float, now: float
+    ) -> None:
+        """Draw the turns of each lane between two Unix times."""
+        bars, gaps = lane_bars(lanes, since, now)
+        options = self._chart.options
+        options["yAxis"]["data"] = [printable(name)[:60] or " " for name in names]
+        options["xAxis"] |= {"min": round(1000 * since), "max": round(1000 * now)}
+        options["series"][0]["data"] = [
+            {"value": [gap.lane, round(1000 * gap.start), round(1000 * gap.end), None, 0]}
+            for gap in gaps
+        ]
+        options["series"][1]["data"] = [_item(bar) for bar in bars]
+        self._chart.style(f"height: {LANE_REM * max(len(names), 1) + 3:.1f}rem")
+        self._chart.update()
+
+
+def _item(bar: TurnBar) -> dict[str, Any]:
+    times = round(1000 * bar.start), round(1000 * bar.end)
+    return {
+        "value": [bar.lane, *times, bar.shade, int(bar.lost)],
+        "text": bar.text,
+        "request": bar.request,
+    }
+
+
+def _open(event: events.EChartPointClickEventArguments) -> None:
+    data: Any = event.data
+    request = data.get("request") if isinstance(data, dict) else None
+    if isinstance(request, str):
+        ui.navigate.to(request_href(request))
+
+
+def _legend() -> None:
+    steps = [f"{100 * n // SHARES} to {100 * (n + 1) // SHARES} %" for n in range(SHARES)]
+    with ui.element("ul").classes("legend").props('aria-label="Colours of the lanes"'):
+        with ui.element("li"):
+            ui.label("share of the prompt cached:")
+        for text, colour in zip(steps, RAMP, strict=True):
+            swatch(text, colour)
+        swatch("not counted", GREY)
+        swatch("runs", "transparent", "border-style: dashed")
+        swatch("tokens lost", LOST, "clip-path: polygon(0 0, 100% 0, 50% 100%)")
+        swatch("between turns (tools)", TEXT, "height: 1px; border: 0")
+
+
+def swatch(text: str, colour: str, style: str = "") -> None:
+    """An entry of a legend."""
+    with ui.element("li"):
+        ui.element("span").classes("swatch").style(f"background: {colour}; {style}")
+        ui.label(text)
+
+
+def _options(title: str) -> dict[str, Any]:
+    series = {
+        "type": "custom",
+        ":renderItem": DRAW,
+        "encode": {"x": [1, 2], "y": 0},
+        "clip": True,
+        "data": [],
+    }
+    return {
+        "aria": {"enabled": True, "label": {"description": title}},
+        "animation": False,
+        "grid": {"left": 8, "right": 12, "top": 8, "bottom": 8, "containLabel": True},
+        "tooltip": {"trigger": "item", "confine": True, ":formatter": TIP},
+        "xAxis": {
+            "type": "time",
+            "position": "top",
+            "axisLabel": {"color": TEXT, "hideOverlap": True},
+            "splitLine": {"show": True, "lineStyle": {"color": "#8884"}},
+        },
+        "yAxis": {
+            "type": "category",
+            "inverse": True,
+            "data": [],
+            "axisTick": {"show": False},
+            "axisLabel": {"color": TEXT, "width": 150, "overflow": "truncate", "interval": 0},
+        },
+        "series": [{**series, "silent": True}, {**series}],
+    }

@@ -1,0 +1,32 @@
+"""A small table whose rows change seldom: all of them are sent, in their order."""
+
+from collections.abc import Iterable, Sequence
+
+from nicegui import ui
+
+from kvmesh.runtime.logs import printable
+
+
+def plain_table(
+    label: str, headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0
+) -> None:
+    """Show a table; the last `numbers` columns are aligned to the right."""
+    first_number = len(headings) - numbers
+    with (
+        ui.element("div").classes("scroll").props('tabindex="0"'),
+        ui.element("table").classes("plain"),
+    ):
+        with ui.element("thead"), ui.element("tr"):
+            for index, heading in enumerate(headings):
+                with ui.element("th").props('scope="col"').classes(_side(index, first_number)):
+                    ui.label(heading)
+        with ui.element("tbody"):
+            for row in rows:
+                with ui.element("tr"):
+                    for index, text in enumerate(row):
+                        with ui.element("td").classes(_side(index, first_number)):
+                            ui.label(printable(text))
+
+
+def _side(index: int, first_number: int) -> str:
+    return "number" if index >= first_number else ""

@@ -1,0 +1,59 @@
+"""The parts of a request's way through the mesh: the process, and the time in it. Pure."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.observer.prefetch_uses import prompt_rank
+from kvmesh.observer.request_time import split_time
+
+
+class RequestPart(NamedTuple):
+    """One part of a request's time, in seconds, and where it passed. None: it is not known."""
+
+    name: str
+    process: str
+    seconds: float | None
+
+
+def request_parts(seen: SeenRequest, now: float, frontend: str) -> list[RequestPart]:
+    """The parts in their order; of a request that runs those so far, at the Unix time `now`.
+
+    `frontend` names the frontend, which no event does.
+    """
+    return list(_ended(seen, frontend) if seen.outcome is not None else _running(seen, now))
+
+
+def _ended(seen: SeenRequest, frontend: str) -> Iterator[RequestPart]:
+    assert seen.outcome is not None
+    time = split_time(seen.outcome)
+    router, first = _router(seen), _prompt_worker(seen)
+    yield RequestPart("prepare", frontend, time.prepare_s)
+    yield RequestPart("router's queue", router, time.queue_s)
+    yield RequestPart("index", "indexer", time.index_s)
+    yield RequestPart("route", router, time.route_s)
+    yield RequestPart("engine's queue", first, time.engine_wait_s)
+    yield RequestPart("prefill", first, time.prefill_s)
+    yield RequestPart("decode", seen.instance, time.decode_s)
+
+
+def _running(seen: SeenRequest, now: float) -> Iterator[RequestPart]:
+    decision = seen.decision
+    if decision is None:
+        yield RequestPart("router's queue", "router", max(now - seen.arrived, 0.0))
+        return
+    yield RequestPart("router's queue", decision.router, decision.wait_s)
+    yield RequestPart("index", "indexer", decision.index_s)
+    process = seen.instance if seen.state == "decode" else _prompt_worker(seen)
+    # the time of the first token is known at the end
+    yield RequestPart("prefill", process, max(now - decision.time, 0.0))
+
+
+def _router(seen: SeenRequest) -> str:
+    return seen.decision.router if seen.decision is not None else "router"
+
+
+def _prompt_worker(seen: SeenRequest) -> str:
+    """The worker that computes the prompt."""
+    decision = seen.decision
+    return prompt_rank(decision).instance if decision is not None else seen.instance
