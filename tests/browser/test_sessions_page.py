@@ -69,7 +69,7 @@ async def test_lanes_are_filtered_and_their_window_chosen_by_keyboard(page: Page
     await page.keyboard.press("Enter")
     await page.keyboard.press("ArrowDown")
     await page.keyboard.press("Enter")
-    await expect(page.get_by_text("5 minutes")).to_be_visible()
+    await expect(page.get_by_text("5 minutes", exact=True).first).to_be_visible()
 
 
 async def test_an_unknown_session_names_the_command_that_reads_the_stream(page: Page) -> None:

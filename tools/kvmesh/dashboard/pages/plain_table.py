@@ -12,10 +12,9 @@ def plain_table(
 ) -> None:
     """Show a table; the last `numbers` columns are aligned to the right."""
     first_number = len(headings) - numbers
-    with (
-        ui.element("div").classes("scroll").props('tabindex="0"'),
-        ui.element("table").classes("plain"),
-    ):
+    region = ui.element("div").classes("scroll").props('role="region" tabindex="0"')
+    region.props(f'aria-label="{label}"')
+    with region, ui.element("table").classes("plain"):
         with ui.element("thead"), ui.element("tr"):
             for index, heading in enumerate(headings):
                 with ui.element("th").props('scope="col"').classes(_side(index, first_number)):

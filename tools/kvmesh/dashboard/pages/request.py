@@ -191,6 +191,8 @@ def _outcome(mesh: Mesh, seen: SeenRequest, outcome: Outcome) -> None:
         if first is not None:
             named.add(first.partition(" ")[0])
         lines += account_lines(account, outcome.cached_tiers, origins.name, first)
+        if account.previous and not account.own:
+            lines.append(f"the session's last request is {account.previous}")
     if outcome.ahead is not None:
         lines.append(ahead_line(outcome.ahead))
         named.add(outcome.ahead.after)

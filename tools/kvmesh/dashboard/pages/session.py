@@ -42,13 +42,19 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
             f"No turn of this session within the last {mesh.window_s / 60:g} minutes."
             " kvmesh explain --session NAME reads the whole stream."
         )
-        now = time.time()
-        since = max(min((t.arrived for t in turns), default=now - 60), now - mesh.window_s)
-        lane.draw([name], [turns], since, now)
+        lane.draw([name], [turns], *_span(turns, time.time()))
         _draw_tokens(chart, rows[-MOST_TURNS:])
         table.refresh()
 
     every(DRAW_S, refresh)
+
+
+def _span(turns: list[SeenRequest], now: float) -> tuple[float, float]:
+    """The time from the first turn to the end of the last one."""
+    since = min((turn.arrived for turn in turns), default=now)
+    ends = [now if turn.outcome is None else turn.outcome.time for turn in turns]
+    until = max(ends, default=now)
+    return since, max(until, since + 1.0)
 
 
 def _summary(turns: list[SeenRequest], name: str) -> str:
