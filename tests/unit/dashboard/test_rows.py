@@ -6,7 +6,7 @@ import pytest
 
 from kvmesh.bus.messages import CacheAccount, CacheLoss, Candidate, Decision, Hints, Outcome
 from kvmesh.dashboard.state import lane_bars as bars_module
-from kvmesh.dashboard.state.lane_bars import RUNNING, UNKNOWN, TurnGap, lane_bars
+from kvmesh.dashboard.state.lane_bars import RUNNING, UNKNOWN, TurnGap, lane_bars, turn_text
 from kvmesh.dashboard.state.request_parts import request_parts
 from kvmesh.dashboard.state.request_rows import (
     ENDED,
@@ -102,8 +102,10 @@ def test_bars_have_their_share_their_losses_and_the_waits_between_them() -> None
         (1, 0, 2), (1, 5, 6), (1, 6.5, 10),
     ]  # fmt: skip
     assert gaps == [TurnGap(1, NOW + 2, NOW + 5), TurnGap(1, NOW + 6, NOW + 6.5)]
-    assert "reused 45, lost 30, new 25\n  lost 20: after a change" in bars[0].text
-    assert "3.00 s after the end of the turn before it" in bars[1].text
+    text = turn_text(turns[0], turns, NOW)
+    assert "reused 45, lost 30, new 25\n  lost 20: after a change" in text
+    assert "after the end" not in text
+    assert "3.00 s after the end of the turn before it" in turn_text(turns[1], turns, NOW)
 
 
 def test_turns_at_once_have_no_wait_between_them() -> None:
@@ -126,9 +128,9 @@ def test_only_turns_of_the_window_are_drawn_and_of_many_the_last(
 def test_no_text_of_a_caller_is_unbounded_or_breaks_a_line() -> None:
     seen = ended(NOW, NOW + 1)
     seen.request = "x\n\x1b" * 10_000
-    ((bar,), _) = lane_bars([[seen]], NOW, NOW + 2)
-    assert len(bar.text) <= bars_module.MOST_TEXT
-    assert bar.text.splitlines()[0].startswith("turn 1: x\\n\\x1bx")
+    text = turn_text(seen, [seen], NOW + 2)
+    assert len(text) <= bars_module.MOST_TEXT
+    assert text.splitlines()[0].startswith("turn 1: x\\n\\x1bx")
 
 
 def test_the_parts_of_an_ended_request_add_up_and_name_their_processes() -> None:

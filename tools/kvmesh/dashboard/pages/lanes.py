@@ -1,5 +1,7 @@
 """Lanes of sessions over time: a bar for each turn, coloured by its share cached."""
 
+import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +9,7 @@ from nicegui import events, ui
 
 from kvmesh.dashboard.pages.charts import TEXT
 from kvmesh.dashboard.pages.links import request_href
-from kvmesh.dashboard.state.lane_bars import RUNNING, SHARES, TurnBar, lane_bars
+from kvmesh.dashboard.state.lane_bars import RUNNING, SHARES, TurnBar, lane_bars, turn_text
 from kvmesh.dashboard.state.seen_request import SeenRequest
 from kvmesh.runtime.logs import printable
 
@@ -38,29 +40,50 @@ DRAW = f"""(params, api) => {{
     [x - 5, y - height / 2 - 5], [x + 5, y - height / 2 - 5], [x, y - height / 2 + 4]]}}}});
   return {{type: 'group', children}};
 }}"""
-# text as text: the names in it are those that callers choose
+# JavaScript, which shows the text about a bar, as text, and asks the server for it once
 TIP = """(item) => {
+  const lanes = getElement(ID), request = item.data.request;
   const tip = document.createElement('div');
-  tip.style.whiteSpace = 'pre-line';
-  tip.style.maxWidth = '32rem';
-  tip.style.overflowWrap = 'anywhere';
-  tip.textContent = item.data.text || '';
+  tip.className = 'tip';
+  tip.textContent = lanes.tip && lanes.tip.request === request ? lanes.tip.text : '…';
+  if (!lanes.asked || lanes.asked.request !== request) {
+    lanes.asked = {request, index: item.dataIndex};
+    lanes.$emit('tip', request);
+  }
   return tip;
 }"""
+SHOW_TIP = """
+const lanes = getElement(ID), tip = TIP;
+lanes.tip = tip;
+if (lanes.asked && lanes.asked.request === tip.request)
+  lanes.chart.dispatchAction({type: 'showTip', seriesIndex: 1, dataIndex: lanes.asked.index});
+"""
 
 
 class LaneChart:
-    """The lanes; a click on a bar opens its request. The tables of the page have the same data."""
+    """The lanes; a click on a bar opens its request. The tables of the page have the same data.
+
+    The chart stands still while the pointer is on it.
+    """
 
     def __init__(self, title: str) -> None:
         _legend()
         self._chart = ui.echart(_options(title), on_point_click=_open).classes("lanes")
         self._chart.props(f'role="img" aria-label="{title}"')
+        self._chart.options["tooltip"][":formatter"] = TIP.replace("ID", str(self._chart.id))
+        self._chart.on("tip", self._on_tip)
+        self._chart.on("mouseenter", lambda: self._hold(True), [])
+        self._chart.on("mouseleave", lambda: self._hold(False), [])
+        self._lanes: Sequence[Sequence[SeenRequest]] = ()
+        self._held = False
 
     def draw(
         self, names: Sequence[str], lanes: Sequence[Sequence[SeenRequest]], since: float, now: float
     ) -> None:
         """Draw the turns of each lane between two Unix times."""
+        if self._held:
+            return
+        self._lanes = lanes
         bars, gaps = lane_bars(lanes, since, now)
         options = self._chart.options
         options["yAxis"]["data"] = [printable(name)[:60] or " " for name in names]
@@ -73,14 +96,22 @@ class LaneChart:
         self._chart.style(f"height: {LANE_REM * max(len(names), 1) + 3:.1f}rem")
         self._chart.update()
 
+    def _hold(self, held: bool) -> None:
+        self._held = held
+
+    def _on_tip(self, event: events.GenericEventArguments) -> None:
+        for turns in self._lanes:
+            for turn in turns:
+                if turn.request == event.args:
+                    tip = {"request": turn.request, "text": turn_text(turn, turns, time.time())}
+                    script = SHOW_TIP.replace("ID", str(self._chart.id), 1)
+                    ui.run_javascript(script.replace("TIP", json.dumps(tip), 1))
+                    return
+
 
 def _item(bar: TurnBar) -> dict[str, Any]:
     times = round(1000 * bar.start), round(1000 * bar.end)
-    return {
-        "value": [bar.lane, *times, bar.shade, int(bar.lost)],
-        "text": bar.text,
-        "request": bar.request,
-    }
+    return {"value": [bar.lane, *times, bar.shade, int(bar.lost)], "request": bar.request}
 
 
 def _open(event: events.EChartPointClickEventArguments) -> None:
@@ -122,7 +153,7 @@ def _options(title: str) -> dict[str, Any]:
         "aria": {"enabled": True, "label": {"description": title}},
         "animation": False,
         "grid": {"left": 8, "right": 12, "top": 8, "bottom": 8, "containLabel": True},
-        "tooltip": {"trigger": "item", "confine": True, ":formatter": TIP},
+        "tooltip": {"trigger": "item", "confine": True},
         "xAxis": {
             "type": "time",
             "position": "top",

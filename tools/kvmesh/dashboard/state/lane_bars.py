@@ -1,6 +1,6 @@
 """The turns of sessions as bars over time, with the waits between them. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvmesh.bus.messages import CacheAccount
@@ -10,7 +10,7 @@ from kvmesh.observer.decision_text import clock_text, time_text
 from kvmesh.runtime.logs import printable
 
 MOST_BARS = 1200  # on a page; of more, each lane shows its last ones
-MOST_TEXT = 900
+MOST_TEXT = 2000
 SHARES = 5  # classes of the share cached
 UNKNOWN, RUNNING = -1, -2
 
@@ -27,7 +27,6 @@ class TurnBar(NamedTuple):
     shade: int
     lost: bool
     request: str
-    text: str
 
 
 class TurnGap(NamedTuple):
@@ -49,15 +48,20 @@ def lane_bars(
         shown = sorted(shown, key=lambda turn: turn.arrived)[-(MOST_BARS // len(lanes)) :]
         last: float | None = None
         for turn in shown:
-            wait = turn.arrived - last if last is not None else 0.0
-            if last is not None and wait > 0:
+            if last is not None and turn.arrived > last:
                 gaps.append(TurnGap(number, last, turn.arrived))
             end = _end(turn, now)
-            text = "\n".join(_lines(turn, now, wait))[:MOST_TEXT]
             lost = turn.outcome is not None and bool(turn.outcome.cache and turn.outcome.cache.lost)
-            bars.append(TurnBar(number, turn.arrived, end, shade(turn), lost, turn.request, text))
+            bars.append(TurnBar(number, turn.arrived, end, shade(turn), lost, turn.request))
             last = end if last is None else max(last, end)
     return bars, gaps
+
+
+def turn_text(turn: SeenRequest, turns: Iterable[SeenRequest], now: float) -> str:
+    """The times and the account of a turn in lines, with its wait after the earlier of `turns`."""
+    ends = [_end(other, now) for other in turns if other.arrived < turn.arrived]
+    wait = turn.arrived - max(ends, default=turn.arrived)
+    return "\n".join(_lines(turn, wait))[:MOST_TEXT]
 
 
 def shade(turn: SeenRequest) -> int:
@@ -74,7 +78,7 @@ def _end(turn: SeenRequest, now: float) -> float:
     return turn.outcome.time if turn.outcome is not None else max(now, turn.arrived)
 
 
-def _lines(turn: SeenRequest, now: float, wait: float) -> Iterator[str]:
+def _lines(turn: SeenRequest, wait: float) -> Iterator[str]:
     outcome = turn.outcome
     yield f"turn {turn.turn}: {printable(turn.request)[:80]}"
     if outcome is None:
