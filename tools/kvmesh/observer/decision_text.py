@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from kvmesh.bus.messages import Candidate, ComputedAhead, Decision, Hints, Outcome, PrefetchTerms
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
+from kvmesh.observer.prefetch_uses import prompt_rank
 
 TIERS = ("engine", "host", "disk", "remote")
 
@@ -26,7 +27,7 @@ def decision_lines(decision: Decision) -> Iterator[str]:
     if caller := _caller(decision.hints):
         yield caller
     if decision.attempt:
-        yield f"attempt {decision.attempt + 1}: earlier workers did not accept it"
+        yield f"attempt {decision.attempt + 1}: earlier workers refused or lost it"
     if decision.prefill is not None:
         first = decision.prefill
         yield f"prefill on {first.worker} rank {first.rank} ({first.instance})"
@@ -140,7 +141,7 @@ def _margin(chosen: Candidate, best: Candidate) -> str:
 def _expected(decision: Decision | None) -> str:
     if decision is None or not decision.block_size:
         return ""
-    expected = sum(decision.chosen.overlap) * decision.block_size
+    expected = sum(prompt_rank(decision).overlap) * decision.block_size
     return f", expected {expected:,}"
 
 

@@ -52,6 +52,7 @@ TIP = """(item) => {
   }
   return tip;
 }"""
+TIP_STYLE = "background: var(--panel); color: var(--ink); border-color: var(--line)"
 SHOW_TIP = """
 const lanes = getElement(ID), tip = TIP;
 lanes.tip = tip;
@@ -153,7 +154,7 @@ def _options(title: str) -> dict[str, Any]:
         "aria": {"enabled": True, "label": {"description": title}},
         "animation": False,
         "grid": {"left": 8, "right": 12, "top": 8, "bottom": 8, "containLabel": True},
-        "tooltip": {"trigger": "item", "confine": True},
+        "tooltip": {"trigger": "item", "confine": True, "extraCssText": TIP_STYLE},
         "xAxis": {
             "type": "time",
             "position": "top",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 
 from nicegui import ui
 
@@ -16,6 +17,7 @@ from kvmesh.dashboard.state.request_parts import RequestPart, request_parts
 from kvmesh.dashboard.state.seen_request import SeenRequest
 from kvmesh.observer.cache_text import account_lines
 from kvmesh.observer.decision_text import (
+    TIERS,
     ahead_line,
     clock_text,
     compared,
@@ -26,6 +28,7 @@ from kvmesh.observer.decision_text import (
     time_text,
 )
 from kvmesh.observer.origins import last_shared, origins_of
+from kvmesh.observer.prefetch_uses import prompt_rank
 from kvmesh.runtime.logs import printable
 
 PARTS = {
@@ -198,6 +201,19 @@ def _outcome(mesh: Mesh, seen: SeenRequest, outcome: Outcome) -> None:
         named.add(outcome.ahead.after)
     for line in lines:
         linked(line, named - {seen.request})
+    rows = list(_by_tier(outcome, decision))
+    if rows:
+        plain_table("cached tokens by tier", ("tier", "expected", "found"), rows, 2)
+
+
+def _by_tier(outcome: Outcome, decision: Decision | None) -> Iterator[tuple[str, str, str]]:
+    """The tokens that the placement expected in each tier, and those that the engine found."""
+    if decision is None or not decision.block_size or not outcome.cached_tiers:
+        return
+    expected = [blocks * decision.block_size for blocks in prompt_rank(decision).overlap]
+    for tier, wanted, found in zip_longest(TIERS, expected, outcome.cached_tiers, fillvalue=0):
+        if wanted or found or tier == TIERS[0]:
+            yield str(tier or "other"), f"{wanted:,}", f"{found:,}"
 
 
 def _named(outcome: Outcome) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The parts of a request's way through the mesh: the process, and the time in it. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvmesh.dashboard.state.seen_request import SeenRequest
@@ -27,14 +27,15 @@ def request_parts(seen: SeenRequest, now: float, frontend: str) -> list[RequestP
 def _ended(seen: SeenRequest, frontend: str) -> Iterator[RequestPart]:
     assert seen.outcome is not None
     time = split_time(seen.outcome)
-    router, first = _router(seen), _prompt_worker(seen)
+    router, first = _router(seen), _prompt_workers(seen)
     yield RequestPart("prepare", frontend, time.prepare_s)
     yield RequestPart("router's queue", router, time.queue_s)
     yield RequestPart("index", "indexer", time.index_s)
     yield RequestPart("route", router, time.route_s)
     yield RequestPart("engine's queue", first, time.engine_wait_s)
     yield RequestPart("prefill", first, time.prefill_s)
-    yield RequestPart("decode", seen.instance, time.decode_s)
+    decode = _names(decision.chosen.instance for decision in seen.decisions)
+    yield RequestPart("decode", decode or seen.instance, time.decode_s)
 
 
 def _running(seen: SeenRequest, now: float) -> Iterator[RequestPart]:
@@ -44,7 +45,7 @@ def _running(seen: SeenRequest, now: float) -> Iterator[RequestPart]:
         return
     yield RequestPart("router's queue", decision.router, decision.wait_s)
     yield RequestPart("index", "indexer", decision.index_s)
-    process = seen.instance if seen.state == "decode" else _prompt_worker(seen)
+    process = seen.instance if seen.state == "decode" else prompt_rank(decision).instance
     # the time of the first token is known at the end
     yield RequestPart("prefill", process, max(now - decision.time, 0.0))
 
@@ -53,7 +54,10 @@ def _router(seen: SeenRequest) -> str:
     return seen.decision.router if seen.decision is not None else "router"
 
 
-def _prompt_worker(seen: SeenRequest) -> str:
-    """The worker that computes the prompt."""
-    decision = seen.decision
-    return prompt_rank(decision).instance if decision is not None else seen.instance
+def _prompt_workers(seen: SeenRequest) -> str:
+    """The workers that computed the prompt, those of all attempts."""
+    return _names(prompt_rank(each).instance for each in seen.decisions) or seen.instance
+
+
+def _names(instances: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(instances))
