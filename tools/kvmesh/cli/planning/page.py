@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable
 from html import escape
-from itertools import pairwise
 
 import numpy as np
 
 from kvmesh.bus.messages import ScalingDecision
-from kvmesh.cli.planning.hindsight import hindsight
+from kvmesh.observer.hindsight import hindsight
+from kvmesh.observer.plans import by_model, leading, sizes, worker_hours
 from kvmesh.simulator.report.plots import STYLE, Line, plot
 
 
@@ -18,8 +18,8 @@ def plan_page(decisions: list[ScalingDecision]) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8><title>kvmesh plan</title>",
         f"<style>{STYLE}</style><h1>kvmesh plan</h1>",
     ]
-    for model in dict.fromkeys(decision.model for decision in decisions):
-        parts += _model(model, [d for d in decisions if d.model == model])
+    for model, own in by_model(decisions).items():
+        parts += _model(model, leading(own))
     return "\n".join(parts) + "</html>\n"
 
 
@@ -33,7 +33,7 @@ def _model(model: str, decisions: list[ScalingDecision]) -> list[str]:
     pools = list(decisions[-1].pools)
     promises = sorted({promise for d in decisions for promise in d.kept})
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(start))
-    hours = _worker_hours(decisions)
+    hours = worker_hours(decisions)
     return [
         f"<h2>{escape(model)}</h2><p class=note>since {since}: {hours:.2f} worker-hours ready,"
         f" {sum(d.changed for d in decisions)} changes</p>",
@@ -72,19 +72,10 @@ def _count(decision: ScalingDecision, pool: str, what: str) -> float:
     return float(getattr(found, what)) if found is not None else 0.0
 
 
-def _worker_hours(decisions: list[ScalingDecision]) -> float:
-    """Ready workers over time, between the first and the last decision."""
-    total = 0.0
-    for before, after in pairwise(decisions):
-        ready = sum(pool.ready for pool in before.pools.values())
-        total += ready * (after.time - before.time) / 3600
-    return total
-
-
 def _changes(decisions: list[ScalingDecision]) -> str:
     rows = "".join(
         f"<tr><td>{time.strftime('%H:%M:%S', time.localtime(d.time))}</td>"
-        f"<td>{escape(', '.join(f'{n} {p.before} → {p.wanted}' for n, p in d.pools.items()))}</td>"
+        f"<td>{escape(sizes(d))}</td>"
         f"<td>{escape(d.reason)}</td>"
         f"<td>{escape(came.text(d.signals.get('forecast_per_s', 0.0)))}</td></tr>"
         for d, came in zip(decisions, hindsight(decisions), strict=True)

@@ -15,9 +15,10 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import PoolPlan, ScalingDecision
 from kvmesh.cli.arguments import moment, result_file
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.planning.hindsight import Hindsight, hindsight
 from kvmesh.cli.planning.history import LATEST_MINUTES, read_decisions
 from kvmesh.cli.planning.page import plan_page
+from kvmesh.observer.hindsight import Hindsight, hindsight
+from kvmesh.observer.plans import by_model
 from kvmesh.settings import Settings
 
 MOST_CANDIDATES = 6
@@ -151,10 +152,9 @@ def _candidates(decision: ScalingDecision) -> Table:
 
 
 def _show_history(decisions: list[ScalingDecision], console: Console) -> None:
-    models = {decision.model for decision in decisions}
+    models = by_model(decisions)
     known: list[tuple[ScalingDecision, Hindsight]] = []
-    for model in models:
-        own = [decision for decision in decisions if decision.model == model]
+    for own in models.values():
         known += zip(own, hindsight(own), strict=True)
     known.sort(key=lambda each: each[0].time)
     for decision, came in known:

@@ -1,7 +1,7 @@
 """Decisions in hindsight: the arrivals when workers were due, the promises kept since."""
 
 from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision
-from kvmesh.cli.planning.hindsight import Hindsight, hindsight
+from kvmesh.observer.hindsight import Hindsight, hindsight
 
 TTFT = "ttft p95=2s"
 
