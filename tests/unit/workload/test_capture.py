@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome
-from kvmesh.workload.capture import CaptureError, Recorder, assemble, fitting_block_size
+from kvmesh.bus.messages.codec import encode
+from kvmesh.bus.streams.reader import StreamMessage
+from kvmesh.workload.capture import CaptureEnd, CaptureError, Recorder, assemble, fitting_block_size
 
 BLOCK = 16
 
@@ -159,3 +161,32 @@ def test_mixed_block_sizes_are_rejected() -> None:
 def test_an_empty_capture_is_an_error() -> None:
     with pytest.raises(CaptureError, match="no finished requests"):
         assemble([])
+
+
+def stored(data: bytes, time: float) -> StreamMessage:
+    return StreamMessage("s", data, 1, 0, None, time)
+
+
+def test_a_capture_ends_at_a_time_or_a_bound() -> None:
+    placed, end = encode(decided("a", 1.0, [1], 16)), encode(ended("a", 2.0))
+    by_time = CaptureEnd(until=5.0)
+    assert not by_time.reached(stored(placed, 4.0))
+    assert by_time.reached(stored(end, 6.0))
+    assert not by_time.cut
+    by_count = CaptureEnd(most_requests=1)
+    assert [by_count.reached(stored(data, 1.0)) for data in (placed, end, placed)] == [
+        False, False, True,
+    ]  # fmt: skip
+    assert by_count.cut
+    by_size = CaptureEnd(most_bytes=1)
+    assert [by_size.reached(stored(placed, 1.0)) for _ in range(2)] == [False, True]
+    assert by_size.cut
+
+
+def test_messages_of_another_version_are_counted() -> None:
+    recorder = Recorder()
+    recorder.read(encode(decided("a", 1.0, [1], 16)))
+    recorder.check()
+    recorder.read(b"?")
+    with pytest.raises(CaptureError, match="cannot decode 1"):
+        recorder.check()

@@ -16,8 +16,8 @@ from kvmesh.planner.config import plan_options
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.router.config import check_settings
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import MockSettings
 from kvmesh.simulator.autoscaler import Autoscaler
+from kvmesh.simulator.engines import Fleet, of_size
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import (
     Fault,
@@ -31,15 +31,10 @@ from kvmesh.simulator.planning import SimulatedPlanner
 from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.simulator.report.page import page
 from kvmesh.simulator.report.perfetto import perfetto
-from kvmesh.step_times.registry import load_step_profile
-from kvmesh.worker.enginecore.scheduler import SchedulerLimits
-from kvmesh.worker.enginecore.simulated_tiers import tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions
-from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 from kvmesh.workload.model import Workload
 
 Run = tuple[Simulation, Figures]
-Fleet = tuple[WorkerOptions, ...]
 
 
 def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str) -> None:
@@ -198,7 +193,7 @@ def _fleet(arguments: argparse.Namespace, default: Fleet) -> Fleet:
         raise SimulationError("--workers and --group exclude each other")
     core = default[0].core
     if arguments.workers:
-        return (WorkerOptions(arguments.workers, core),)
+        return of_size(default, arguments.workers)
     return tuple(_group(text, core) for text in arguments.group) or default
 
 
@@ -223,22 +218,6 @@ def _group(text: str, core: CoreOptions) -> WorkerOptions:
         return WorkerOptions(int(count), own, group.serves)
     except (ValueError, msgspec.ValidationError) as error:
         raise SimulationError(f"--group {text}: {error}") from None
-
-
-def mock_core(mock: MockSettings, block_size: int) -> CoreOptions:
-    """Engine options from the [mock] settings; raises StepProfileError."""
-    return CoreOptions(
-        blocks=mock.blocks,
-        limits=SchedulerLimits(
-            block_size=block_size,
-            max_sequences=mock.max_sequences,
-            max_batched_tokens=mock.max_batched_tokens,
-            watermark=mock.watermark,
-        ),
-        model=load_step_profile(mock.profile) if mock.profile else PolynomialStepModel(),
-        tiers=tier_options(mock),
-        speedup=mock.speedup,
-    )
 
 
 def _fault(text: str) -> Fault:

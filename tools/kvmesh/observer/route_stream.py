@@ -8,17 +8,16 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Outcome
+from kvmesh.bus.messages.codec import is_outcome
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 PROGRESS_S = 10.0
-TAG = b"outcome"
-TAG_WITHIN = 32  # bytes: the tag is the first field of a message
 _outcomes = msgspec.msgpack.Decoder(Outcome)
 
 
 def decoded_outcome(data: bytes) -> Outcome | None:
     """The outcome in a message of the route stream; None for any other content."""
-    if TAG not in data[:TAG_WITHIN]:
+    if not is_outcome(data):
         return None
     try:
         return _outcomes.decode(data)

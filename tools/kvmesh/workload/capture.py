@@ -5,13 +5,17 @@ salted hashes do not reveal prompts.
 """
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 
 import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Decision, Outcome, RouteEvent
+from kvmesh.bus.messages.codec import is_outcome
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.workload.analysis.sharing import link_outputs
@@ -19,6 +23,8 @@ from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.mooncake import TreeBuilder
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.tree import Tree
+
+_events: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
 
 
 class CaptureError(WorkloadError):
@@ -41,6 +47,7 @@ class Recorder:
         self._model = model
         self._pending: dict[str, Decision] = {}
         self._rounds: dict[str, CapturedRound] = {}
+        self._unreadable = 0
 
     @property
     def unfinished(self) -> int:
@@ -50,6 +57,18 @@ class Recorder:
     def rounds(self) -> list[CapturedRound]:
         """Finished requests by arrival."""
         return sorted(self._rounds.values(), key=lambda round_: round_.arrival)
+
+    def read(self, data: bytes) -> None:
+        """Add an encoded decision or outcome."""
+        try:
+            self.add(_events.decode(data))
+        except msgspec.MsgspecError:
+            self._unreadable += 1
+
+    def check(self) -> None:
+        """Raise CaptureError if anything that was read could not be decoded."""
+        if self._unreadable:
+            raise CaptureError(f"cannot decode {self._unreadable} decisions (of another version?)")
 
     def add(self, event: RouteEvent) -> None:
         if isinstance(event, Decision):
@@ -155,31 +174,77 @@ def _abort_after(outcome: Outcome) -> int | None:
     return max(1, outcome.output_tokens) if outcome.finish == "cancelled" else None
 
 
-async def capture(bus: Bus, since: datetime, model: str | None, timeout: float = 60.0) -> Recorder:
-    """Read the decisions and outcomes from `since` until now. Raises CaptureError."""
+@dataclass
+class CaptureEnd:
+    """The end of a capture: a Unix time, or the most requests or bytes that it reads."""
+
+    until: float = inf
+    most_requests: float = inf
+    most_bytes: float = inf
+    requests: int = 0
+    bytes: int = 0
+
+    @property
+    def cut(self) -> bool:
+        """True if a bound has ended the capture before its time."""
+        return self.requests >= self.most_requests or self.bytes >= self.most_bytes
+
+    def reached(self, message: StreamMessage) -> bool:
+        """True if a message is past the end; otherwise count it."""
+        if self.cut or message.time > self.until:
+            return True
+        self.requests += is_outcome(message.data)
+        self.bytes += len(message.data)
+        return False
+
+
+async def capture(
+    bus: Bus,
+    since: datetime,
+    model: str | None,
+    timeout: float = 60.0,
+    *,
+    end: CaptureEnd | None = None,
+) -> Recorder:
+    """Read the decisions and outcomes from `since` to `end`, or until now. Raises CaptureError."""
     recorder = Recorder(model)
-    decoder = msgspec.msgpack.Decoder(RouteEvent)
-    unreadable = 0
+    await read_routes(bus, since, model, recorder.read, end or CaptureEnd(), timeout)
+    recorder.check()
+    return recorder
+
+
+async def read_routes(
+    bus: Bus,
+    since: datetime,
+    model: str | None,
+    handle: Callable[[bytes], None],
+    end: CaptureEnd,
+    timeout: float = 60.0,
+) -> None:
+    """Pass the decisions and outcomes from `since` to `end` to `handle`, as they are stored.
+
+    Raises CaptureError.
+    """
+    ended = asyncio.Event()
 
     def on_message(message: StreamMessage) -> None:
-        nonlocal unreadable
-        try:
-            recorder.add(decoder.decode(message.data))
-        except msgspec.MsgspecError:
-            unreadable += 1
+        if not ended.is_set():
+            if end.reached(message):
+                ended.set()
+            else:
+                handle(message.data)
 
-    start = Start(time=since)
     subjects = bus.subjects
     subject = subjects.route(model) if model else subjects.route_all
-    reader = StreamReader(bus, subjects.route_stream, subject, on_message, start)
+    reader = StreamReader(bus, subjects.route_stream, subject, on_message, Start(time=since))
     await reader.open()
+    waits = [asyncio.create_task(event.wait()) for event in (reader.caught_up, ended)]
     try:
-        async with asyncio.timeout(timeout):
-            await reader.caught_up.wait()
-    except TimeoutError:
-        raise CaptureError(f"reading the decision stream took more than {timeout:g} s") from None
+        first = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait(waits, timeout=timeout, return_when=first)
+        if not done:
+            raise CaptureError(f"reading the decision stream took more than {timeout:g} s")
     finally:
+        for wait in waits:
+            wait.cancel()
         await reader.close()
-    if unreadable:
-        raise CaptureError(f"cannot decode {unreadable} decisions (of another version?)")
-    return recorder

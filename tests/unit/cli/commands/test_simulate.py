@@ -12,8 +12,8 @@ from kvmesh.cli.commands import whatif
 from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import main
 from kvmesh.cli.registry import NOT_SIMULATED
-from kvmesh.cli.scenario import Fleet
 from kvmesh.settings import load, options
+from kvmesh.simulator.engines import Fleet
 
 FEW = ("simulate", "demo", "--limit", "40", "--block-size", "64")
 

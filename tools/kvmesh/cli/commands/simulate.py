@@ -7,10 +7,11 @@ from pathlib import Path
 from rich.console import Console
 
 from kvmesh.cli.arguments import positive
-from kvmesh.cli.scenario import add_scenario, mock_core, scenarios, simulate, write
+from kvmesh.cli.scenario import add_scenario, scenarios, simulate, write
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
+from kvmesh.simulator.engines import BLOCK_SIZE, mock_core
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.report.tables import show
 from kvmesh.step_times.profile import StepProfileError
@@ -18,7 +19,6 @@ from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.registry import load
 
 WORKERS = 4
-BLOCK_SIZE = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

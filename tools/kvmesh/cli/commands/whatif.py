@@ -2,32 +2,29 @@
 
 import argparse
 import sys
-from collections import Counter
-from typing import NamedTuple
+from math import inf
 
-import msgspec
 from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.messages import Capacity, Instance, ModelCard
+from kvmesh.bus.messages import Instance
 from kvmesh.bus.streams.configuration import StreamLimits
-from kvmesh.cli.arguments import moment
+from kvmesh.cli.arguments import moment, positive
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.flags import settings_flags
-from kvmesh.cli.scenario import Fleet, add_scenario, mock_core, scenarios, simulate, write
+from kvmesh.cli.scenario import add_scenario, scenarios, simulate, write
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.runtime.quantities import counted
 from kvmesh.settings import Settings
-from kvmesh.settings.schema import MockSettings
-from kvmesh.simulator.options import Serves, SimulationError, WorkerOptions
+from kvmesh.simulator.engines import Fleet, live_fleet
+from kvmesh.simulator.options import SimulationError
 from kvmesh.simulator.report.tables import show
+from kvmesh.simulator.whatif.runs import measured_run
 from kvmesh.step_times.profile import StepProfileError
-from kvmesh.workload.capture import CapturedRound, assemble, capture
+from kvmesh.workload.capture import CapturedRound, CaptureEnd, assemble, capture
 from kvmesh.workload.errors import WorkloadError
-from kvmesh.workload.replay.summary import Spread, spread
-
-BLOCK_SIZE = 16
+from kvmesh.workload.replay.summary import Spread
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +35,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="AGO",
         help="start of the capture: 90s, 5m, 2h, 1d ago or a time (%(default)s)",
     )
+    parser.add_argument(
+        "--until", type=moment, metavar="AGO", help="end of the capture, likewise (now)"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
     parser.add_argument("--model", metavar="NAME", help="only requests of this model")
     add_scenario(parser, "as many as live ranks", "that of the live workers")
 
@@ -47,7 +48,11 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     workers: list[Instance] = []
 
     async def read(bus: Bus) -> int:
-        recorder = await capture(bus, arguments.since, arguments.model)
+        end = CaptureEnd(
+            until=arguments.until.timestamp() if arguments.until else inf,
+            most_requests=arguments.limit or inf,
+        )
+        recorder = await capture(bus, arguments.since, arguments.model, end=end)
         captured.extend(recorder.rounds)
         workers.extend(await _workers(bus, arguments.model))
         return 0
@@ -83,68 +88,18 @@ def _compare(
     return status
 
 
-class EngineKind(NamedTuple):
-    """The properties by which live workers are grouped for the simulation."""
-
-    serves: str
-    block_size: int
-    blocks: int
-    max_sequences: int
-    max_batched_tokens: int
-    host_blocks: int
-    disk_blocks: int
-
-
 def fleet(arguments: argparse.Namespace, settings: Settings, workers: list[Instance]) -> Fleet:
-    """One engine per live rank with the properties of its worker's card, unless flags override.
-
-    The card has no speed. Without any card, the fleet is one engine of the settings.
-    """
-    ranks: Counter[EngineKind] = Counter()
-    for card in sorted(workers, key=lambda card: (card.serves == "prefill", card.name)):
-        if card.capacity is not None and card.model is not None:
-            ranks[_kind(card, card.model, card.capacity)] += card.capacity.dp_ranks
-    if not ranks:
-        return (WorkerOptions(1, mock_core(settings.mock, arguments.block_size or BLOCK_SIZE)),)
-    return tuple(_group(arguments, settings, kind, count) for kind, count in ranks.items())
-
-
-def _kind(card: Instance, model: ModelCard, capacity: Capacity) -> EngineKind:
-    host, disk, *_ = [*capacity.tier_blocks, 0, 0]
-    return EngineKind(
-        serves=card.serves,
-        block_size=model.block_size,
-        blocks=capacity.blocks,
-        max_sequences=capacity.max_sequences,
-        max_batched_tokens=capacity.max_batched_tokens,
-        host_blocks=host,
-        disk_blocks=disk,
-    )
-
-
-def _group(
-    arguments: argparse.Namespace, settings: Settings, kind: EngineKind, count: int
-) -> WorkerOptions:
-    flags = settings_flags(arguments)
-    live = {
-        key: value
-        for key, value in kind._asdict().items()
-        if key in MockSettings.__struct_fields__ and ("mock", key) not in flags
-    }
-    mock = msgspec.structs.replace(settings.mock, **live)
-    core = mock_core(mock, arguments.block_size or kind.block_size)
-    return WorkerOptions(count, core, msgspec.convert(kind.serves, Serves))
+    """The engines of live workers, unless flags override their properties."""
+    fixed = {key for section, key in settings_flags(arguments) if section == "mock"}
+    return live_fleet(workers, settings.mock, fixed, arguments.block_size)
 
 
 def measured(captured: list[CapturedRound]) -> str:
     """A line with the mesh's own measurements of these requests."""
-    prompt = sum(each.decision.tokens for each in captured)
-    cached = sum(each.outcome.cached_tokens for each in captured)
-    ttft = spread(each.outcome.ttft_s for each in captured if each.outcome.ttft_s is not None)
-    policies = ", ".join(sorted({each.decision.policy for each in captured}))
+    run = measured_run(captured)
     return (
-        f"measured under {policies}: {counted(len(captured), 'request')}, "
-        f"cached share {cached / max(prompt, 1):.1%}, TTFT {_ttft(ttft)}"
+        f"measured under {run.policy}: {counted(run.requests, 'request')}, "
+        f"cached share {run.cached_share:.1%}, TTFT {_ttft(run.ttft_s)}"
     )
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvmesh.cli.scenario import mock_core
 from kvmesh.settings.schema import MockSettings
+from kvmesh.simulator.engines import mock_core
 from kvmesh.simulator.options import SimulationError, WorkerOptions
 from kvmesh.simulator.sizing.fleets import WorkerKind
 from kvmesh.step_times.registry import load_step_profile

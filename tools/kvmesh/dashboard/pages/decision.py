@@ -52,9 +52,7 @@ def _show(decision: ScalingDecision, plan: ModelPlan) -> None:
     if decision.candidates:
         plain_table("fleets considered", candidate_rows(decision))
     else:
-        ui.label(
-            "None in this decision: the planner evaluates fleets only when the load may need others."
-        )
+        ui.label("None: the planner evaluates fleets only when the load may need others.")
     if decision.kept or decision.unreachable:
         heading("Promises")
         plain_table("promises", kept_rows(decision))

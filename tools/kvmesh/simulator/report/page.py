@@ -9,6 +9,7 @@ from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import SimulationOptions
 from kvmesh.simulator.records import WorkerRecord
 from kvmesh.simulator.report.conditions import conditions
+from kvmesh.simulator.report.curves import cached_over_time, distribution
 from kvmesh.simulator.report.figures import Figures
 from kvmesh.simulator.report.plots import COLOURS, STYLE, Line, plot
 from kvmesh.simulator.report.tables import ROWS, notes
@@ -65,23 +66,15 @@ def _settings(runs: Sequence[SimulationOptions]) -> str:
 def _ttft(simulation: Simulation, figures: Figures) -> Line:
     records = simulation.records
     values = records.column("first_token") - records.column("arrived")
-    values = np.sort(values[~np.isnan(values)])
-    shares = np.linspace(0, 1, len(values)) if len(values) else values
-    return figures.policy, np.maximum(values, 1e-3), shares
+    return figures.policy, *distribution(values)
 
 
-def _hits(simulation: Simulation, figures: Figures, bins: int = 60) -> Line:
-    """The share in each of `bins` equal times; NaN in those without requests."""
+def _hits(simulation: Simulation, figures: Figures) -> Line:
     records = simulation.records
-    arrived = records.column("arrived")
     tokens = np.array([r.input_tokens for r in simulation.workload.rounds], dtype=np.float64)
-    edges = np.linspace(arrived.min(), arrived.max() + 1e-9, bins + 1)
-    bin_index = np.clip(np.digitize(arrived, edges) - 1, 0, bins - 1)
     served = np.array([error is None for error in records.error], dtype=np.float64)
-    sent = np.bincount(bin_index, tokens * served, bins)
-    cached = np.bincount(bin_index, records.column("cached") * served, bins)
-    shares = np.divide(cached, sent, out=np.full(bins, np.nan), where=sent > 0)
-    return figures.policy, edges[:-1], shares
+    cached = records.column("cached") * served
+    return figures.policy, *cached_over_time(records.column("arrived"), tokens * served, cached)
 
 
 def _running(workers: Sequence[WorkerRecord]) -> list[Line]:
