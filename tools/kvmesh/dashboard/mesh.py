@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
     Starting,
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.dashboard.comparisons import Comparisons
 from kvmesh.dashboard.state.history import FleetHistory
 from kvmesh.dashboard.state.request_rows import RunningRow, ended_rows, running_rows
 from kvmesh.dashboard.state.requests import RequestLog
@@ -49,6 +50,7 @@ class Mesh:
         self.settings = settings
         self.window_s = own.window_s
         self.fleet = FleetView()
+        self.comparisons = Comparisons(bus, settings)
         self.requests = RequestLog(own.window_s, own.window_bytes)
         self.sessions = by_session(own.window_s)
         self.tenants = by_tenant(own.window_s)

@@ -29,3 +29,6 @@ class DashboardSettings(Section, frozen=True, kw_only=True):
     max_viewers: Annotated[
         Count, Meta(description="pages open at once; further ones are refused")
     ] = 64
+    whatif_s: Annotated[
+        Seconds, Meta(description="longest capture, and longest simulation, of one “What if”")
+    ] = 60.0

@@ -9,7 +9,16 @@ from starlette.requests import Request
 
 from kvmesh.dashboard.http.access import Access
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages import decision, fleet, planner, request, requests, session, sessions
+from kvmesh.dashboard.pages import (
+    decision,
+    fleet,
+    planner,
+    request,
+    requests,
+    session,
+    sessions,
+    whatif,
+)
 from kvmesh.dashboard.pages.shell import frame
 
 log = logging.getLogger(__name__)
@@ -35,6 +44,7 @@ PAGES = (
     Page("/request", "Request", request.show, listed=False),
     Page("/session", "Session", session.show, listed=False),
     Page("/planner", "Planner", planner.show),
+    Page("/whatif", "What if", whatif.show),
     Page("/decision", "Decision", decision.show, listed=False),
 )
 

@@ -17,7 +17,7 @@ def distribution(seconds: Column) -> tuple[Column, Column]:
 def cached_over_time(
     arrived: Column, prompt: Column, cached: Column, bins: int = 60
 ) -> tuple[Column, Column]:
-    """Start of each part of the time, and the cached share of its prompt tokens; NaN without any."""
+    """Start of each part of the time, and the cached share of its tokens; NaN without any."""
     if not len(arrived):
         return arrived, arrived
     edges = np.linspace(arrived.min(), arrived.max() + 1e-9, bins + 1)
