@@ -92,7 +92,9 @@ class WhatIfPage:
             narrow = (self._from, self._to, self._workers, self._blocks, self._speedup)
             for field in (self._model, self._span, self._policy, *narrow):
                 field.props("dense").style(f"min-width: {8 if field in narrow else 11}rem")
-            self._button = ui.button("Compare", on_click=self._start).props("no-caps")
+            self._button = (
+                ui.button("Compare", on_click=self._start).props("no-caps").classes("act")
+            )
             self._cancel = ui.button("Cancel", on_click=self.cancel).props("no-caps outline")
             self._cancel.set_visibility(False)
         self._spanned()
@@ -202,7 +204,10 @@ def _number(label: str, most: int) -> ui.number:
 
 def _show(found: Compared, mesh: Mesh) -> None:
     comparison = found.comparison
-    ui.label(f"Fleet: present {comparison.present_fleet}; chosen {comparison.chosen_fleet}.")
+    ui.label(
+        f"Workers: {len(comparison.measured.workers)} served these requests; present"
+        f" {comparison.present_fleet}; chosen {comparison.chosen_fleet}."
+    )
     ui.label(fidelity(comparison))
     heading("Figures")
     plain_table("comparison", figure_rows(comparison))
@@ -210,15 +215,12 @@ def _show(found: Compared, mesh: Mesh) -> None:
     names = ("measured", f"present ({runs[1].policy})", f"chosen ({runs[2].policy})")
     with ui.element("div").classes("charts"):
         ttft = charts.lines("Share of requests up to each TTFT, in seconds", names, share=True)
-        ttft.options["xAxis"] = _log_axis()
+        ttft.options["xAxis"] = _axis("log")
         cached = charts.lines("Cached share, by seconds after the start", names, share=True)
-        cached.options["xAxis"] = {"type": "value", "axisLabel": {"color": charts.TEXT}}
+        cached.options["xAxis"] = _axis("value")
         spread = charts.lines("Computed prompt tokens of each worker, the most first", names)
-        spread.options["xAxis"] = {
-            "type": "category",
-            "data": [str(n + 1) for n in range(max(len(run.workers) for run in runs))],
-            "axisLabel": {"color": charts.TEXT},
-        }
+        workers = range(1, 1 + max(len(run.workers) for run in runs))
+        spread.options["xAxis"] = {**_axis("category"), "data": [str(n) for n in workers]}
     for number, run in enumerate(runs):
         ttft.options["series"][number]["data"] = _points(run.ttft_curve)
         cached.options["series"][number]["data"] = _points(run.cached_curve)
@@ -226,13 +228,14 @@ def _show(found: Compared, mesh: Mesh) -> None:
     for line in adoption(found):
         ui.label(line)
     heading("The same in a terminal")
-    ui.label("With the dashboard’s own settings (file and environment), these print the same:")
+    ui.label("These figures, with the dashboard’s own settings (file and environment):")
     for command in command_lines(found, mesh.settings):
         ui.label(command).classes("mono command").props('tabindex="0"')
 
 
-def _log_axis() -> dict[str, Any]:
-    return {"type": "log", "axisLabel": {"color": charts.TEXT}, "splitLine": {"show": False}}
+def _axis(kind: str) -> dict[str, Any]:
+    label = {"color": charts.TEXT, "alignMaxLabel": "right"}
+    return {"type": kind, "axisLabel": label, "splitLine": {"show": False}}
 
 
 def _points(curve: list[tuple[float, float]]) -> list[list[float]]:
