@@ -24,7 +24,7 @@ from kvmesh.dashboard.state.whatif import (
     span_text,
 )
 from kvmesh.settings import Settings
-from kvmesh.simulator.whatif.comparison import Comparison
+from kvmesh.simulator.whatif.comparison import WhatIfAnswer
 from kvmesh.simulator.whatif.runs import ComparedRun, WorkerShare
 from kvmesh.workload.replay.summary import spread
 
@@ -51,7 +51,7 @@ def run(policy: str, ttft: float, cached: float = 0.5) -> ComparedRun:
 
 
 def compared(asked: WhatIf = ASKED, cut: bool = False) -> Compared:
-    found = Comparison(
+    found = WhatIfAnswer(
         first=1001.0,
         last=1299.0,
         measured=run("kv", 0.1),

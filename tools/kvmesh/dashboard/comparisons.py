@@ -13,9 +13,9 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Instance
 from kvmesh.dashboard.state.whatif import Compared, WhatIf
+from kvmesh.runtime.piped_process import PipedProcess
 from kvmesh.settings import Settings
-from kvmesh.simulator.piped_process import PipedProcess
-from kvmesh.simulator.whatif.comparison import Alternative, Comparison, LiveConfiguration
+from kvmesh.simulator.whatif.comparison import Alternative, LiveConfiguration, WhatIfAnswer
 from kvmesh.simulator.whatif.process import (
     MODULE,
     ComparisonFailure,
@@ -89,7 +89,7 @@ class Comparisons:
         )
         return Compared(question, await self._simulate(task, report), end.requests, end.cut)
 
-    async def _simulate(self, task: ComparisonTask, report: Report) -> Comparison:
+    async def _simulate(self, task: ComparisonTask, report: Report) -> WhatIfAnswer:
         report("Starting the simulation.", 0.0)
         limit_s = self._settings.dashboard.whatif_s
         process = PipedProcess(MODULE)
@@ -98,7 +98,7 @@ class Comparisons:
                 await process.send(msgspec.msgpack.encode(task))
                 while True:
                     reply = _replies.decode(await process.receive())
-                    if isinstance(reply, Comparison):
+                    if isinstance(reply, WhatIfAnswer):
                         return reply
                     if isinstance(reply, ComparisonFailure):
                         raise ComparisonError(f"Nothing was simulated: {reply.reason}")

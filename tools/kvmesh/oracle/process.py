@@ -8,8 +8,8 @@ import msgspec
 
 from kvmesh.bus.messages import FleetAnswer, FleetQuestion
 from kvmesh.oracle.evaluation import FIRST_RATE, QuestionError, answer
+from kvmesh.runtime.piped_process import PipedProcess, Send, serve_frames
 from kvmesh.settings.schema import RouterSettings
-from kvmesh.simulator.piped_process import PipedProcess, Send, serve_frames
 from kvmesh.workload.capture import CapturedRound
 
 GRACE_S = 3.0  # beyond the budget, for the transfer and the end of a step

@@ -89,6 +89,15 @@ def test_measurements_are_those_of_the_outcomes() -> None:
     assert measured_run([]).requests == 0
 
 
+def test_live_ranks_that_served_nothing_count_for_the_balance() -> None:
+    captured = distinct(30, 2.0)
+    run = measured_run(captured, ["idle", "idle#1"])
+    assert run.serving == len(run.workers) - 2
+    assert run.imbalance == pytest.approx(
+        measured_run(captured).imbalance * len(run.workers) / run.serving
+    )
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(CaptureError, match="no finished requests"):
         compare([], live(), Alternative())

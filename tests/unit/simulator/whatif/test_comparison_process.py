@@ -4,9 +4,9 @@ import msgspec
 from support.ended_requests import distinct
 
 from kvmesh.bus.messages.codec import encode
+from kvmesh.runtime.piped_process import PipedProcess
 from kvmesh.settings.schema import MockSettings, RouterSettings
-from kvmesh.simulator.piped_process import PipedProcess
-from kvmesh.simulator.whatif.comparison import Alternative, Comparison, LiveConfiguration
+from kvmesh.simulator.whatif.comparison import Alternative, LiveConfiguration, WhatIfAnswer
 from kvmesh.simulator.whatif.process import (
     MODULE,
     ComparisonFailure,
@@ -35,7 +35,7 @@ async def test_it_answers_with_progress_and_figures_or_a_reason() -> None:
     try:
         first, *_, last = await ask(process, messages, "round-robin")
         assert first == ComparisonProgress(name="present", done=0, total=20)
-        assert isinstance(last, Comparison)
+        assert isinstance(last, WhatIfAnswer)
         assert last.measured.requests == last.chosen.requests == 20
         [none] = await ask(process, [], "kv")
         assert none == ComparisonFailure(reason="no finished requests in this window")

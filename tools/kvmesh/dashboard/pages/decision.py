@@ -75,5 +75,5 @@ def plain_table(label: str, rows: Iterable[list[str]]) -> None:
     cells = [
         {"key": k, **{str(n): text for n, text in enumerate(row)}} for k, row in enumerate(body)
     ]
-    table = ui.table(columns=columns, rows=cells, row_key="key")
+    table = ui.table(columns=columns, rows=cells, row_key="key").classes("plain")
     table.props(f'flat dense hide-pagination role="region" aria-label="{label}"')

@@ -12,8 +12,15 @@ from kvmesh.dashboard.pages import charts
 from kvmesh.dashboard.pages.fleet import Figures
 from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.pages.table import LiveTable
-from kvmesh.dashboard.state.plan import DECISIONS, DecisionRow, ModelPlan, demand, thinned
-from kvmesh.observer.plans import by_model, promised_share, worker_hours
+from kvmesh.dashboard.state.plan import (
+    DECISIONS,
+    DecisionRow,
+    ModelPlan,
+    clock_text,
+    demand,
+    thinned,
+)
+from kvmesh.observer.plans import by_model, leading, promised_share, worker_hours
 from kvmesh.runtime.quantities import duration
 
 SPANS = {900: "the last 15 minutes", 3600: "the last hour", 21600: "the last 6 hours"}
@@ -34,7 +41,8 @@ class PlannerPage:
         self._mesh = mesh
         self._model = model
         self._plan = ModelPlan([], 0.0)
-        self._shown: tuple[ScalingDecision | None, int, str, float] | None = None
+        self._latest_decision: ScalingDecision | None = None
+        self._shown: tuple[ScalingDecision | None, int, str, float, int] | None = None
         self._drawn: list[Draw] = []
         self._parts: tuple[list[str], list[str]] = ([], [])
         self._silent = ui.label().props('role="status"')
@@ -44,6 +52,10 @@ class PlannerPage:
             self._span = ui.select(SPANS, label="Time", value=3600, on_change=self.refresh)
             self._span.props("dense").style("min-width: 12rem")
         with ui.element("div").style("width: 100%") as self._content:
+            with ui.row().classes("items-center"):
+                self._reason = ui.label()
+                self._latest = ui.link("Details of the latest decision", DECISION)
+            self._unreachable = ui.label().classes("warn")
             self._figures = Figures(
                 "ready", "wanted", "arrivals/s", "forecast/s", "requests waiting",
                 "worker-hours ready", "changes", "last decision",
@@ -61,12 +73,13 @@ class PlannerPage:
         decisions = self._mesh.decisions
         last = decisions[-1] if decisions else None
         self._say(last is not None)
-        shown = (last, len(decisions), self._model, self._span.value)
+        minute = int(time.time() / 60)  # the beginning of the time that is shown moves
+        shown = (last, len(decisions), self._model, self._span.value, minute)
         if last is not None and shown != self._shown:
             self._shown = shown
             self._show()
-        if self._plan.leading:
-            self._set_figures(self._plan.leading[-1])
+        if self._latest_decision is not None:
+            self._set_figures(self._latest_decision)
 
     def _say(self, decided: bool) -> None:
         """Say who decides, or how to run a planner."""
@@ -102,6 +115,8 @@ class PlannerPage:
         decisions = thinned(self._plan.leading)
         for draw in self._drawn:
             draw(decisions)
+        self._latest_decision = leading(found[self._model])[-1]
+        self._set_latest(self._latest_decision)
         self._table.refresh()
 
     def _set_figures(self, last: ScalingDecision) -> None:
@@ -116,6 +131,12 @@ class PlannerPage:
             f"{self._plan.changes:,}",
             f"{duration(max(0.0, time.time() - last.time))} ago",
         )
+
+    def _set_latest(self, last: ScalingDecision) -> None:
+        self._reason.text = f"{clock_text(last.time)}, {last.planner}: {last.reason}."
+        self._latest.props(f'href="{decision_path(last)}"')
+        names = ", ".join(last.unreachable)
+        self._unreachable.text = f"No worker can keep {names}." if names else ""
 
     def _choose(self) -> None:
         if self._models.value and self._models.value != self._model:

@@ -1,4 +1,4 @@
-"""What if: past requests under another policy or fleet, beside the present one and measurements."""
+"""Past requests under another policy or fleet, beside the present one and the measurements."""
 
 import asyncio
 import json
@@ -205,7 +205,7 @@ def _number(label: str, most: int) -> ui.number:
 def _show(found: Compared, mesh: Mesh) -> None:
     comparison = found.comparison
     ui.label(
-        f"Workers: {len(comparison.measured.workers)} served these requests; present"
+        f"Workers: {comparison.measured.serving} served these requests; present"
         f" {comparison.present_fleet}; chosen {comparison.chosen_fleet}."
     )
     ui.label(fidelity(comparison))

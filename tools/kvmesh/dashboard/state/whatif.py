@@ -1,4 +1,4 @@
-"""A question “What if”: checks, figures side by side, and the same in a terminal. Pure."""
+"""Questions “What if”: checks, figures side by side, and the same in a terminal. Pure."""
 
 import shlex
 from collections.abc import Callable, Container, Iterator
@@ -9,7 +9,7 @@ from kvmesh.runtime.quantities import duration
 from kvmesh.settings import Settings, redacted
 from kvmesh.settings.schema import MockSettings
 from kvmesh.settings.schema.mesh import NatsSettings
-from kvmesh.simulator.whatif.comparison import Comparison
+from kvmesh.simulator.whatif.comparison import WhatIfAnswer
 from kvmesh.simulator.whatif.runs import ComparedRun
 from kvmesh.workload.replay.summary import Spread
 
@@ -40,7 +40,7 @@ class Compared:
     """A question with its answer; the capture has ended after `requests` if it was `cut`."""
 
     question: WhatIf
-    comparison: Comparison
+    comparison: WhatIfAnswer
     requests: int
     cut: bool
 
@@ -100,12 +100,12 @@ FIGURES: tuple[Figure, ...] = (
         )
         for point in points
     ),
-    ("workers", lambda run: len(run.workers), "{:,.0f}".format),
+    ("workers that served any", lambda run: run.serving, "{:,.0f}".format),
     ("busiest worker over the mean, computed tokens", lambda run: run.imbalance, "{:.2f}".format),
 )
 
 
-def figure_rows(comparison: Comparison) -> Iterator[list[str]]:
+def figure_rows(comparison: WhatIfAnswer) -> Iterator[list[str]]:
     """A row for each figure, after one with the headings."""
     measured, present, chosen = comparison.measured, comparison.present, comparison.chosen
     yield [
@@ -128,7 +128,7 @@ def _change(before: float | None, after: float | None, share: bool) -> str:
     return f"{after / before - 1:+.1%}" if before else NONE
 
 
-def fidelity(comparison: Comparison) -> str:
+def fidelity(comparison: WhatIfAnswer) -> str:
     """The distance of the simulated present configuration from the measurements."""
     measured, present = comparison.measured, comparison.present
     points = 100 * (present.cached_share - measured.cached_share)

@@ -1,6 +1,6 @@
 """A comparison: captured requests as measured, and simulated under two configurations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -15,6 +15,7 @@ from kvmesh.simulator.whatif.runs import (
     ComparedRun,
     measured_policies,
     measured_run,
+    rank_name,
     simulated_run,
 )
 from kvmesh.workload.capture import CapturedRound, CaptureError, assemble
@@ -42,7 +43,7 @@ class LiveConfiguration(Struct, frozen=True, kw_only=True):
     mock: MockSettings
 
 
-class Comparison(Struct, frozen=True, kw_only=True, tag="comparison"):
+class WhatIfAnswer(Struct, frozen=True, kw_only=True, tag="comparison"):
     """The same requests, as measured and as simulated; `first` and `last` arrival in Unix seconds.
 
     The fleets are in words.
@@ -62,7 +63,7 @@ def compare(
     live: LiveConfiguration,
     other: Alternative,
     progress: Progress = lambda name, done, total: None,
-) -> Comparison:
+) -> WhatIfAnswer:
     """Simulate the requests, sorted by arrival, under both configurations.
 
     The present policy is the one that placed most of them. `progress` gets a run's name, and how
@@ -92,15 +93,21 @@ def compare(
         simulation = Simulation(workload, each, ended)
         simulation.run()
         runs[name] = simulated_run(simulation)
-    return Comparison(
+    return WhatIfAnswer(
         first=captured[0].arrival,
         last=captured[-1].arrival,
-        measured=measured_run(captured),
+        measured=measured_run(captured, _ranks(live.workers)),
         present=runs[PRESENT],
         chosen=runs[CHOSEN],
         present_fleet=fleet_text(present_fleet),
         chosen_fleet=fleet_text(chosen_fleet),
     )
+
+
+def _ranks(workers: Sequence[Instance]) -> Iterator[str]:
+    for card in workers:
+        for rank in range(card.capacity.dp_ranks if card.capacity is not None else 0):
+            yield rank_name(card.name, rank)
 
 
 def _fleet(live: LiveConfiguration, other: Alternative) -> Fleet:

@@ -6,12 +6,12 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.router.errors import RouterConfigError
+from kvmesh.runtime.piped_process import Send, serve_frames
 from kvmesh.simulator.options import SimulationError
-from kvmesh.simulator.piped_process import Send, serve_frames
 from kvmesh.simulator.whatif.comparison import (
     Alternative,
-    Comparison,
     LiveConfiguration,
+    WhatIfAnswer,
     compare,
 )
 from kvmesh.step_times.profile import StepProfileError
@@ -44,7 +44,7 @@ class ComparisonFailure(Struct, frozen=True, kw_only=True, tag="failure"):
     reason: str
 
 
-Reply = ComparisonProgress | Comparison | ComparisonFailure
+Reply = ComparisonProgress | WhatIfAnswer | ComparisonFailure
 _tasks = msgspec.msgpack.Decoder(ComparisonTask)
 
 

@@ -1,6 +1,6 @@
 """The figures of the same requests as a live mesh served them, and as a simulation does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -44,6 +44,11 @@ class ComparedRun(Struct, frozen=True, kw_only=True):
     cached_curve: Curve
 
     @property
+    def serving(self) -> int:
+        """The workers that served any of the requests."""
+        return sum(worker.requests > 0 for worker in self.workers)
+
+    @property
     def imbalance(self) -> float:
         """The most prompt tokens that one worker computed, over the mean."""
         computed = [w.prompt_tokens * (1 - w.cached_share) for w in self.workers]
@@ -56,8 +61,11 @@ def measured_policies(captured: Sequence[CapturedRound]) -> list[str]:
     return sorted(set(names), key=lambda name: (-names.count(name), name))
 
 
-def measured_run(captured: Sequence[CapturedRound]) -> ComparedRun:
-    """The mesh's own measurements of requests, sorted by arrival."""
+def measured_run(captured: Sequence[CapturedRound], ranks: Iterable[str] = ()) -> ComparedRun:
+    """The mesh's own measurements of requests, sorted by arrival.
+
+    `ranks` are the names of live ranks; they may have served none of them.
+    """
     outcomes = [each.outcome for each in captured]
     prompt = np.array([each.decision.tokens for each in captured], dtype=np.float64)
     cached = np.array([outcome.cached_tokens for outcome in outcomes], dtype=np.float64)
@@ -76,17 +84,22 @@ def measured_run(captured: Sequence[CapturedRound]) -> ComparedRun:
             if o.ttft_s is not None and o.output_tokens > 1
         ),
         queue_s=spread(o.wait_s for o in outcomes),
-        workers=_measured_workers(captured),
+        workers=_measured_workers(captured, ranks),
         ttft_curve=_thinned(*distribution(np.array(ttft, dtype=np.float64))),
         cached_curve=_thinned(*cached_over_time(arrived, prompt, cached)),
     )
 
 
-def _measured_workers(captured: Sequence[CapturedRound]) -> list[WorkerShare]:
-    sums: dict[str, list[int]] = {}
+def rank_name(worker: str, rank: int) -> str:
+    """A worker's name, with the number of any rank but the first."""
+    return f"{worker}#{rank}" if rank else worker
+
+
+def _measured_workers(captured: Sequence[CapturedRound], ranks: Iterable[str]) -> list[WorkerShare]:
+    sums: dict[str, list[int]] = {name: [0, 0, 0] for name in ranks}
     for each in captured:
         rank = each.decision.prefill or each.decision.chosen
-        own = sums.setdefault(f"{rank.worker}#{rank.rank}" if rank.rank else rank.worker, [0, 0, 0])
+        own = sums.setdefault(rank_name(rank.worker, rank.rank), [0, 0, 0])
         own[0] += 1
         own[1] += each.decision.tokens
         own[2] += each.outcome.cached_tokens

@@ -1,4 +1,4 @@
-"""A process that simulates beside its parent: frames of bytes on its pipes, one task at a time."""
+"""A process that computes beside its parent: frames of bytes on its pipes, one task at a time."""
 
 import asyncio
 import contextlib
