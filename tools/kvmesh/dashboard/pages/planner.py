@@ -9,9 +9,9 @@ from nicegui import ui
 from kvmesh.bus.messages import Role, ScalingDecision
 from kvmesh.dashboard.mesh import Mesh
 from kvmesh.dashboard.pages import charts
-from kvmesh.dashboard.pages.fleet import Figures
+from kvmesh.dashboard.pages.fleet import FigureRow
 from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
-from kvmesh.dashboard.pages.table import LiveTable
+from kvmesh.dashboard.pages.table import PagedTable
 from kvmesh.dashboard.state.plan import (
     DECISIONS,
     DecisionRow,
@@ -56,13 +56,13 @@ class PlannerPage:
                 self._reason = ui.label()
                 self._latest = ui.link("Details of the latest decision", DECISION)
             self._unreachable = ui.label().classes("warn")
-            self._figures = Figures(
+            self._figures = FigureRow(
                 "ready", "wanted", "arrivals/s", "forecast/s", "requests waiting",
                 "worker-hours ready", "changes", "last decision",
             )  # fmt: skip
             self._charts = ui.element("div").classes("charts")
             heading("Decisions")
-            self._table = LiveTable(DECISIONS, self._rows, "decisions", self._href)
+            self._table = PagedTable(DECISIONS, self._rows, "decisions", self._href)
             every_one = "Also decisions that change no pool"
             self._every = ui.checkbox(every_one, on_change=lambda: self._table.refresh())
             self._every.props(f'aria-label="{every_one}"')
