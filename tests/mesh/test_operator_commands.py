@@ -179,6 +179,9 @@ def populated(nats_server: NatsServer) -> str:
         for worker in ("worker-0", "worker-1"):
             batch = m.KvBatch(worker, f"{worker}-1", 0, 0, NOW, [stored])
             await bus.store(subjects.kv(MODEL, worker), m.encode(batch), 5.0)
+        plan = await bus.js.key_value(subjects.plan_bucket)
+        idle = m.IdleModel(card=m.ModelCard(name="asleep", context=100, block_size=16, files=""))
+        await plan.put(subjects.idle_key("asleep"), m.encode(idle))
         for event in ROUTES:
             await bus.store(subjects.route(MODEL), m.encode(event), 5.0)
         added = m.SeqAdd("chat-1", "worker-0-1", 0, hashes(1), 50, 0, 9, NOW)
@@ -401,6 +404,11 @@ def test_busy_doubts_a_model_without_workers(operator: Operator) -> None:
     reason = operator.refused("busy", "demos", "--blocks", "5", status=1)
     assert reason == "nothing was stored: no worker serves demos now; did you mean demo?"
     assert operator("busy", "demos")[1] == "demos: the routers' settings apply\n"
+
+
+def test_busy_knows_idle_models(operator: Operator) -> None:
+    assert operator("busy", "asleep", "--blocks", "5") == (0, "asleep: blocks 5\n", "")
+    assert operator.lines("busy", "asleep", "--reset") == ["asleep: the routers' settings apply"]
 
 
 @pytest.mark.parametrize(
