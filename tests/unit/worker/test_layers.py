@@ -45,7 +45,7 @@ ALLOWED = {
         *("control", "enginecore", "health", "load_publisher", "lora", "model_card", "requests"),
         "roles",
     },
-    "service": {"default_model", "engine", "metrics", "model_card", "node"},
+    "service": {"default_model", "engine", "metrics", "model_card", "model_folder", "node"},
 }
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")
 

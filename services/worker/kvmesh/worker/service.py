@@ -53,8 +53,6 @@ async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
     if not (folder / "tokenizer.json").is_file():
         reason = f"{folder} is not a Hugging Face model folder: it has no tokenizer.json"
         raise StartError(reason, permanent=True)
-    if not has_chat_template(folder):
-        log.warning(NO_TEMPLATE, folder)
     return folder
 
 
@@ -68,6 +66,8 @@ async def _serve_model(service: Service, folder: Path) -> None:
         service.stopping.set()
 
     try:
+        if not has_chat_template(folder):
+            log.warning(NO_TEMPLATE, folder)
         engine = create_engine(EngineContext(settings, folder, _store_factory(service, folder)))
     except EngineError as error:
         raise StartError(str(error), permanent=True) from error
