@@ -23,7 +23,7 @@ from kvmesh.bus.permissions import inbox_prefix
 from kvmesh.settings import Settings, load
 from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
-SERVICES = ("indexer", "router", "kvbm", "worker", "frontend")
+SERVICES = ("indexer", "router", "kvbm", "worker", "frontend", "dashboard")
 IN_PLACE_OF = {"engine": "worker", "openai": "worker"}
 
 
@@ -137,10 +137,20 @@ def test_a_frontend_serves_without_keys_only_if_set_so(tmp_path: Path) -> None:
     assert keys == Path("/keys/keys.toml")
 
 
+def test_the_dashboard_requires_the_keys_of_the_frontend(tmp_path: Path) -> None:
+    seed = tmp_path / "seed"
+    assert not settings_of("dashboard", seed).dashboard.allow_anonymous
+    assert settings_of("dashboard", seed, KVMESH_ALLOW_ANONYMOUS="true").dashboard.allow_anonymous
+    keys = settings_of("dashboard", seed, KVMESH_KEYS_FILE="/keys/keys.toml").dashboard.keys_file
+    assert keys == Path("/keys/keys.toml")
+    (port,) = parsed("compose.yaml")["services"]["dashboard"]["ports"]
+    assert port == "127.0.0.1:8090:8090"
+
+
 def test_the_only_scaled_service_publishes_no_port() -> None:
     services = parsed("compose.yaml")["services"]
     published = [name for name, service in services.items() if "ports" in service]
-    assert published == ["frontend", "prometheus", "grafana"]
+    assert published == ["frontend", "dashboard", "prometheus", "grafana"]
 
 
 def test_prometheus_scrapes_the_ports_of_the_services(tmp_path: Path) -> None:

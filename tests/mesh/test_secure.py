@@ -216,15 +216,15 @@ async def test_only_permitted_users_create_missing_streams(
 
 W0, W1, KV = "worker.worker-0", "worker.worker-1", "kvbm.kv-0"
 EVERYBODY = {"frontend", "router", "indexer", W0, W1, KV, "planner", "oracle"}
-EVERYBODY |= {"operator", "observer"}
-LOOKS = {"operator", "observer"}
+EVERYBODY |= {"operator", "observer", "dashboard"}
+LOOKS = {"operator", "observer", "dashboard"}
 SENDS: dict[str, set[str]] = {
     SUBJECTS.kv("m", "worker-0"): {W0},
     SUBJECTS.kv("m", "kv-0"): {KV},
     SUBJECTS.route("m"): {"frontend", "router"},
     SUBJECTS.seq("m"): {"frontend", "router"},
-    SUBJECTS.index("m"): {"router", "indexer", KV},
-    SUBJECTS.index_at("indexer-0-1f"): {"router", "indexer"},
+    SUBJECTS.index("m"): {"router", "indexer", KV, "dashboard"},
+    SUBJECTS.index_at("indexer-0-1f"): {"router", "indexer", "dashboard"},
     SUBJECTS.index_part_at("indexer-0-1f"): {"indexer"},
     SUBJECTS.router("m"): {"frontend"},
     SUBJECTS.router_at("m", "router-0-1f"): {"frontend"},
@@ -306,8 +306,8 @@ READS: dict[str, set[str]] = {
     SUBJECTS.seq_stream: {"router", "planner", *LOOKS},
     SUBJECTS.scaling_stream: {"planner", *LOOKS},
     f"KV_{SUBJECTS.instances_bucket}": EVERYBODY,
-    f"KV_{SUBJECTS.keys_bucket}": {"frontend", "operator"},
-    f"KV_{SUBJECTS.pins_bucket}": {"frontend", "operator"},
+    f"KV_{SUBJECTS.keys_bucket}": {"frontend", "operator", "dashboard"},
+    f"KV_{SUBJECTS.pins_bucket}": {"frontend", "operator", "dashboard"},
     f"KV_{SUBJECTS.secrets_bucket}": {"frontend", "operator"},
     f"KV_{SUBJECTS.responses_bucket}": {"frontend", "operator"},
     f"KV_{SUBJECTS.router_bucket}": {"router", "operator"},

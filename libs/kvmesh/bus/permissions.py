@@ -15,7 +15,7 @@ API = "$JS.API"
 
 
 class User(StrEnum):
-    """The roles that have credentials: the services, and three for people and tools."""
+    """The roles that have credentials: the services, and those of people and tools."""
 
     FRONTEND = "frontend"
     ROUTER = "router"
@@ -26,6 +26,7 @@ class User(StrEnum):
     ORACLE = "oracle"
     OPERATOR = "operator"
     OBSERVER = "observer"
+    DASHBOARD = "dashboard"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _pattern(subject: str) -> str:
 Grant = tuple[Iterable[str], Iterable[str]]
 _LIBRARY = (f"{API}.INFO", f"{API}.STREAM.NAMES")  # nats-py requests these; they reveal no message
 _EACH = f"{ANY}-{ANY}"  # any instance
-_NO_SERVERS = (User.OPERATOR, User.OBSERVER)  # they serve no requests
+_NO_SERVERS = (User.OPERATOR, User.OBSERVER, User.DASHBOARD)  # they serve no requests
 # Replies go to these only. `allow_responses` of NATS permits any subject that a request names for
 # its reply, so a user that sends a request to itself could publish anywhere. Inboxes are random: a
 # user cannot guess another's.
@@ -169,10 +170,21 @@ def _oracle(s: Subjects, name: str) -> Grant:
 
 
 def _observer(s: Subjects, name: str) -> Grant:
-    events = (s.kv_stream, s.route_stream, s.seq_stream, s.scaling_stream)
-    streams = (*events, _kv(s.instances_bucket), _kv(s.plan_bucket))
+    streams = _seen_streams(s)
     lists = (f"{API}.STREAM.LIST", *(f"{API}.CONSUMER.LIST.{stream}" for stream in streams))
     return [*lists, *_reads(*streams, deletes=False)], _events(s)
+
+
+def _dashboard(s: Subjects, name: str) -> Grant:
+    """It sees as much as an observer and lists no consumers, so it may delete its own."""
+    stores = (_kv(s.keys_bucket), _kv(s.pins_bucket))
+    return (
+        [
+            *(s.index(ANY), s.index_shard(ANY, ANY), s.index_at(_EACH)),
+            *_reads(*_seen_streams(s), *stores),
+        ],
+        [*_events(s), s.traces],
+    )
 
 
 def _operator(s: Subjects, name: str) -> Grant:
@@ -198,6 +210,7 @@ _TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
     User.ORACLE: _oracle,
     User.OPERATOR: _operator,
     User.OBSERVER: _observer,
+    User.DASHBOARD: _dashboard,
 }
 
 
@@ -205,6 +218,12 @@ def _events(s: Subjects) -> list[str]:
     """The subjects of events, loads, starts and wakes: they contain neither tokens nor prompts."""
     streams = [s.kv_all, s.route_all, s.seq_all, s.scaling_all]
     return [*streams, s.load_all, s.starting_all, s.wake_all]
+
+
+def _seen_streams(s: Subjects) -> list[str]:
+    """The streams of those who only look: events, cards and the plan."""
+    events = (s.kv_stream, s.route_stream, s.seq_stream, s.scaling_stream)
+    return [*events, _kv(s.instances_bucket), _kv(s.plan_bucket)]
 
 
 def _startup_streams(s: Subjects) -> list[str]:

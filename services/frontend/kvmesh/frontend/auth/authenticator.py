@@ -10,8 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
+from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.frontend.auth.accounts import Account, Accounts, Key, Scope
 from kvmesh.frontend.auth.origin_check import cross_origin_fault
 from kvmesh.frontend.conversation import GenerateRequest
@@ -168,11 +168,12 @@ class Authenticator:
             log.error("API keys not reloaded: %s", reason)
 
     async def _reload(self) -> None:
-        stamp = _stamp(self._file), await self._revision()
+        revision = await self._revision()
+        stamp = _stamp(self._file), revision
         if stamp == self._stamp:
             return
         keys = read_keys(self._file) if self._file is not None else []
-        if self._use_bucket:
+        if revision:
             keys += await self._bucket_keys()
         self.accounts.replace(keys, asyncio.get_running_loop().time())
         self._stamp = stamp
@@ -181,8 +182,11 @@ class Authenticator:
     async def _revision(self) -> int:
         if not self._use_bucket:
             return 0
-        bucket = await keys_bucket(self._bus)
-        return (await bucket.status()).stream_info.state.last_seq
+        try:
+            info = await self._bus.js.stream_info(f"KV_{self._bus.subjects.keys_bucket}")
+        except NotFound:  # the first key creates it
+            return 0
+        return info.state.last_seq
 
     async def _bucket_keys(self) -> list[Key]:
         """The valid keys of the bucket; logs each invalid entry once."""
