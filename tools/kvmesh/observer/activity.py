@@ -1,7 +1,7 @@
 """Requests of the last minutes by session or tenant, in bounded memory. Pure."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from kvmesh.bus.messages import Outcome, PromptChange
 from kvmesh.frontend.namespaces import own_name
@@ -111,6 +111,18 @@ class Activity:
         return self._sums.prompt_tokens
 
     @property
+    def reused_tokens(self) -> int:
+        return self._sums.reused_tokens
+
+    @property
+    def accounted_tokens(self) -> int:
+        return self._sums.accounted_tokens
+
+    @property
+    def possible_tokens(self) -> int:
+        return self._sums.possible_tokens
+
+    @property
     def output_tokens(self) -> int:
         return self._sums.output_tokens
 
@@ -133,6 +145,11 @@ class Activity:
     @property
     def lost_tokens(self) -> int:
         return sum(self._sums.lost.values())
+
+    @property
+    def lost_by_reason(self) -> Mapping[str, int]:
+        """Lost tokens by the reason of their loss."""
+        return self._sums.lost
 
     @property
     def lost_for(self) -> str:

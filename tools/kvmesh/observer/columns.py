@@ -12,23 +12,28 @@ from kvmesh.runtime.quantities import duration
 NONE = "(none)"
 
 
-def _count(value: int | None) -> str:
+def count_text(value: int | None) -> str:
+    """A number with separators; empty if unknown."""
     return "" if value is None else f"{value:,}"
 
 
-def _rate(value: float | None) -> str:
+def rate_text(value: float | None) -> str:
+    """A rate; empty if unknown."""
     return "" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _share(value: float | None) -> str:
+def share_text(value: float | None) -> str:
+    """A share in percent; empty if unknown."""
     return "" if value is None else f"{value:.1%}"
 
 
-def _ago(value: float) -> str:
+def ago_text(value: float) -> str:
+    """The time since a Unix time."""
     return duration(max(0.0, time.time() - value))
 
 
-def _named(value: str) -> str:
+def named_text(value: str) -> str:
+    """A name that someone chose; NONE if it is empty."""
     return printable(value) or NONE
 
 
@@ -74,13 +79,13 @@ FLEET = RowView(
         RowColumn("role", "role", number=False),
         RowColumn("state", "state", number=False),
         RowColumn("model", "model", number=False),
-        RowColumn("running", "running", _count),
-        RowColumn("waiting", "waiting", _count),
-        RowColumn("kv_used", "KV used", _share),
-        RowColumn("kv_cached", "cached", _share),
-        RowColumn("reused", "reused", _share),
-        RowColumn("prompt_tokens_per_s", "in tok/s", _rate),
-        RowColumn("output_tokens_per_s", "out tok/s", _rate),
+        RowColumn("running", "running", count_text),
+        RowColumn("waiting", "waiting", count_text),
+        RowColumn("kv_used", "KV used", share_text),
+        RowColumn("kv_cached", "cached", share_text),
+        RowColumn("reused", "reused", share_text),
+        RowColumn("prompt_tokens_per_s", "in tok/s", rate_text),
+        RowColumn("output_tokens_per_s", "out tok/s", rate_text),
         RowColumn("speed", "speed", lambda v: "" if v is None else f"{v:.1f}×"),
     ),
     "instance",
@@ -89,16 +94,16 @@ FLEET = RowView(
 SESSIONS = RowView(
     "sessions",
     (
-        RowColumn("session", "session", _named, number=False),
-        RowColumn("tenant", "tenant", _named, number=False),
-        RowColumn("requests", "requests", _count),
-        RowColumn("prompt_tokens", "prompt", _count),
-        RowColumn("reused", "reused", _share),
-        RowColumn("possible", "possible", _share),
-        RowColumn("lost_tokens", "lost", _count),
+        RowColumn("session", "session", named_text, number=False),
+        RowColumn("tenant", "tenant", named_text, number=False),
+        RowColumn("requests", "requests", count_text),
+        RowColumn("prompt_tokens", "prompt", count_text),
+        RowColumn("reused", "reused", share_text),
+        RowColumn("possible", "possible", share_text),
+        RowColumn("lost_tokens", "lost", count_text),
         RowColumn("lost_for", "lost for", number=False),
         RowColumn("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
-        RowColumn("last_seen", "seen", _ago),
+        RowColumn("last_seen", "seen", ago_text),
         RowColumn("moving", "prompt changed in", number=False),
     ),
     "last_seen",
@@ -107,16 +112,16 @@ SESSIONS = RowView(
 TENANTS = RowView(
     "tenants",
     (
-        RowColumn("tenant", "tenant", _named, number=False),
-        RowColumn("requests_per_min", "req/min", _rate),
-        RowColumn("requests", "requests", _count),
-        RowColumn("prompt_tokens", "prompt", _count),
-        RowColumn("output_tokens", "output", _count),
-        RowColumn("reused", "reused", _share),
-        RowColumn("possible", "possible", _share),
+        RowColumn("tenant", "tenant", named_text, number=False),
+        RowColumn("requests_per_min", "req/min", rate_text),
+        RowColumn("requests", "requests", count_text),
+        RowColumn("prompt_tokens", "prompt", count_text),
+        RowColumn("output_tokens", "output", count_text),
+        RowColumn("reused", "reused", share_text),
+        RowColumn("possible", "possible", share_text),
         RowColumn("queue_s", "queue", lambda v: f"{v:,.1f} s"),
         RowColumn("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
-        RowColumn("errors", "errors", _count),
+        RowColumn("errors", "errors", count_text),
     ),
     "requests_per_min",
     True,

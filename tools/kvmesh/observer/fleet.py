@@ -91,6 +91,10 @@ class FleetRow:
         return self._sum("waiting")
 
     @property
+    def kv_blocks(self) -> int | None:
+        return self._sum("total_blocks")
+
+    @property
     def kv_used(self) -> float | None:
         """Share of the KV blocks that requests use."""
         return self._share("active_blocks")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kvmesh.bus.discovery.directory import READY
-from kvmesh.observer.columns import RowColumn, RowView
+from kvmesh.observer.columns import RowColumn, RowView, count_text, share_text
 from kvmesh.observer.fleet import FleetRow
 from kvmesh.runtime.logs import printable
 
@@ -40,27 +40,19 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _count(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
 POOLS = RowView(
     "pools",
     (
         RowColumn("role", "role", number=False),
         RowColumn("model", "model", printable, number=False),
-        RowColumn("processes", "processes", _count),
-        RowColumn("ready", "ready", _count),
-        RowColumn("draining", "draining", _count),
+        RowColumn("processes", "processes", count_text),
+        RowColumn("ready", "ready", count_text),
+        RowColumn("draining", "draining", count_text),
         RowColumn("others", "others", number=False),
-        RowColumn("running", "running", _count),
-        RowColumn("waiting", "waiting", _count),
-        RowColumn("kv_used", "KV used", _share),
-        RowColumn("kv_cached", "cached", _share),
+        RowColumn("running", "running", count_text),
+        RowColumn("waiting", "waiting", count_text),
+        RowColumn("kv_used", "KV used", share_text),
+        RowColumn("kv_cached", "cached", share_text),
         RowColumn("slowest", "slowest", lambda v: "" if v is None else f"{v:.1f}×"),
     ),
     "role",
