@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,12 @@ from kvmesh.bus.messages import ControlReply, Dump, Resend, encode
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.streams.configuration import StreamMissing, ensure_streams
 from kvmesh.bus.subjects import Subjects
+from kvmesh.dashboard.mesh import Mesh as DashboardMesh
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.responses.store import ResponseStore
+from kvmesh.settings import Settings
 
 CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
 
@@ -159,6 +162,33 @@ async def test_a_doctor_compares_the_index_for_an_operator_only(
     top = await asyncio.to_thread(run, server, "observer", "top", "--once", "--view", "fleet")
     assert (top.returncode, top.stderr) == (0, "")
     assert all(name in top.stdout for name in (*WORKERS, "router-0", "kv-0"))
+
+
+async def test_a_dashboard_asks_the_index_and_reads_pins_as_its_own_user_only(
+    mesh: Mesh, server: SecuredServer
+) -> None:
+    await complete(mesh, "Describe the mesh to someone who watches it. " * 20, 4)
+    for user, fault in (("dashboard", ""), ("observer", "do not permit publishing on")):
+        async with server.connected(user) as bus:
+            seen = DashboardMesh(bus, Settings())
+            async with seen.following():
+                await eventually(partial(prefixes_are_known, seen, fault), what=user)
+                await eventually(partial(pins_are_known, seen, fault), what=user)
+            assert bus.client.last_error is None or fault
+
+
+def prefixes_are_known(seen: DashboardMesh, fault: str) -> bool:
+    polled = seen.prefixes.of("kvmesh-demo")
+    snapshot = polled.poll() if polled is not None else None
+    if snapshot is None or not snapshot.tree.roots:
+        return False
+    held = [holders.held for holders in snapshot.holders.values()]
+    return fault in snapshot.fault and (None in held) == bool(fault)
+
+
+def pins_are_known(seen: DashboardMesh, fault: str) -> bool:
+    known = seen.pins.poll() is not None
+    return known if not fault else fault in seen.pins.fault
 
 
 async def test_a_planner_works_within_its_permissions(mesh: Mesh, server: SecuredServer) -> None:

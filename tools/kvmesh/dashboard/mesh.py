@@ -25,7 +25,11 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.dashboard.comparisons import Comparisons
+from kvmesh.dashboard.pins import read_pins
+from kvmesh.dashboard.polled import Polled
+from kvmesh.dashboard.prefixes import Prefixes
 from kvmesh.dashboard.state.history import FleetHistory
+from kvmesh.dashboard.state.pins import TenantNames
 from kvmesh.dashboard.state.request_rows import RunningRow, ended_rows, running_rows
 from kvmesh.dashboard.state.requests import RequestLog
 from kvmesh.dashboard.state.shared import Shared
@@ -36,6 +40,7 @@ from kvmesh.settings import Settings
 
 log = logging.getLogger(__name__)
 SAMPLE_S = 1.0
+PINS_S = 2.0
 PLAN_S = 6 * 3600.0
 MOST_DECISIONS = 10_000
 T = TypeVar("T")
@@ -66,6 +71,9 @@ class Mesh:
         self.ended_rows = self._shared(lambda: ended_rows(self.requests.ended()))
         self.session_rows = self._shared(lambda: self.sessions.rows(time.time()))
         self._cards: dict[str, Instance] = {}
+        self.prefixes = Prefixes(bus, self.requests, self._cards)
+        self.tenant_names = TenantNames()
+        self.pins = Polled(lambda: read_pins(bus), PINS_S)
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -101,7 +109,7 @@ class Mesh:
     def trouble(self) -> str:
         """The reason why the figures do not change; empty if they do."""
         if not self.bus.connected:
-            return f"No connection to NATS at {self.bus.server}; retrying. FigureRow stand still."
+            return f"No connection to NATS at {self.bus.server}; retrying. Figures stand still."
         if silent := max((reader.silent_for for reader in self._readers), default=0.0):
             return f"NATS at {self.bus.server} has sent nothing for {silent:.0f} s."
         if not all(reader.caught_up.is_set() for reader in self._readers):
@@ -144,6 +152,7 @@ class Mesh:
             at = min(message.time, time.time())  # clocks differ, and no request ended in the future
             self.sessions.add(event, at)
             self.tenants.add(event, at)
+            self.tenant_names.learn(event)
 
     def _on_sequences(self, message: StreamMessage) -> None:
         batch = _decoded(self._sequences, message)

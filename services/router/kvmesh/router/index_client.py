@@ -253,7 +253,7 @@ class IndexClient:
         self._failing = bool(failure)
         if failure:
             if not self._outage:
-                log.warning("routing %s without overlaps: %s", self._model, failure)
+                log.warning("without overlaps of %s for now: %s", self._model, failure)
             self._outage, self._failed = True, now
         elif self._outage and now - self._failed > STEADY_S:
             log.info("the index of %s replies again", self._model)

@@ -9,6 +9,7 @@ from kvmesh.dashboard.pages import charts
 from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.pages.table import PagedTable
 from kvmesh.dashboard.pages.tiles import Tiles
+from kvmesh.dashboard.state.kv_tiers import TIER_VIEW, tier_rows
 from kvmesh.dashboard.state.pools import POOLS, pools
 from kvmesh.observer.columns import FLEET
 
@@ -23,6 +24,10 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
         tiles = Tiles("Workers by KV blocks in use")
     heading("Pools")
     grouped = PagedTable(POOLS, lambda: pools(mesh.fleet_rows()), "pools", filtered=False).show()
+    heading("KV memory by tier")
+    tiers = PagedTable(
+        TIER_VIEW, lambda: tier_rows(mesh.cards, mesh.fleet_rows()), "tiers", filtered=False
+    ).show()
     heading("Processes")
     table = PagedTable(FLEET, mesh.fleet_rows, "processes").show()
 
@@ -44,6 +49,7 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
             )
         tiles.draw(mesh.fleet_rows())
         grouped.refresh()
+        tiers.refresh()
         table.refresh()
 
     every(REFRESH_S, refresh)

@@ -13,8 +13,10 @@ from kvmesh.dashboard.pages import (
     decision,
     fleet,
     planner,
+    prefixes,
     request,
     requests,
+    retention,
     session,
     sessions,
     whatif,
@@ -46,6 +48,8 @@ PAGES = (
     Page("/planner", "Planner", planner.show),
     Page("/whatif", "What if", whatif.show),
     Page("/decision", "Decision", decision.show, listed=False),
+    Page("/prefixes", "Prefixes", prefixes.show),
+    Page("/retention", "Retention", retention.show),
 )
 
 

@@ -51,24 +51,27 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """Prompts held by slots; a prompt is its packed sequence hashes, 8 bytes per block."""
+    """Prompts held by slots; a prompt is its packed sequence hashes, 8 bytes per block.
+
+    `root` is an empty run, at which all prompts begin.
+    """
 
     def __init__(self) -> None:
-        self._root = PrefixNode(b"", 0, None)
+        self.root = PrefixNode(b"", 0, None)
 
     @property
     def empty(self) -> bool:
-        return not self._root.children
+        return not self.root.children
 
     def add(self, slot: int, hashes: bytes) -> tuple[PrefixNode, int]:
         """Add a prompt to `slot`; returns its end node, for `drop`, and the blocks it adds."""
-        node, at, new = self._root, 0, 0
+        node, at, new = self.root, 0, 0
         while at < len(hashes):
             child = node.children.get(hashes[at : at + HASH_BYTES])
             if child is None:
                 child = self._grow(node, hashes[at:])
             elif not hashes.startswith(child.label, at):
-                child = self._split(child, _common(child.label, hashes, at))
+                child = self._split(child, common_prefix(child.label, hashes, at))
             if child.acquire(slot):
                 new += len(child.label) // HASH_BYTES
             node, at = child, at + len(child.label)
@@ -94,13 +97,15 @@ class PrefixTree:
     def depths(self, hashes: bytes, size: int) -> Floats:
         """Leading blocks of a prompt that each of `size` slots holds."""
         path: list[tuple[int, int]] = []
-        children, at, length = self._root.children, 0, len(hashes)
+        children, at, length = self.root.children, 0, len(hashes)
         while at < length:
             child = children.get(hashes[at : at + HASH_BYTES])
             if child is None:
                 break
             if not hashes.startswith(child.label, at):
-                path.append((child.mask, (at + _common(child.label, hashes, at)) // HASH_BYTES))
+                path.append(
+                    (child.mask, (at + common_prefix(child.label, hashes, at)) // HASH_BYTES)
+                )
                 break
             path.append((child.mask, child.depth))
             children = child.children
@@ -114,7 +119,7 @@ class PrefixTree:
 
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Split `node`'s label at `at`; the lower part stays `node`, as prompts end there."""
-        upper = self._grow(node.parent or self._root, node.label[:at])
+        upper = self._grow(node.parent or self.root, node.label[:at])
         upper.ranks = dict(node.ranks)
         upper.mask = node.mask
         node.label = node.label[at:]
@@ -154,7 +159,7 @@ def _bits(mask: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
     return np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
 
 
-def _common(label: bytes, hashes: bytes, at: int) -> int:
+def common_prefix(label: bytes, hashes: bytes, at: int) -> int:
     """Length in bytes of the common prefix of `label` and `hashes[at:]`; at least one hash."""
     low, high = 1, min(len(label), len(hashes) - at) // HASH_BYTES
     while low < high:
