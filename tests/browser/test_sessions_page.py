@@ -9,6 +9,13 @@ from support.up import Up
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LANES = "Turns of sessions over time"
+# the middle of the last bar of the first lane, in pixels
+LAST_BAR = """(element) => {
+  const chart = getElement(+element.id.slice(1)).chart;
+  const [lane, from, to] = chart.getOption().series[1].data.at(-1).value;
+  const [x, y] = chart.convertToPixel({seriesIndex: 1}, [from, lane]);
+  return [(x + chart.convertToPixel({seriesIndex: 1}, [to, lane])[0]) / 2, y];
+}"""
 
 
 async def turn(up: Up, session: str, clock: str, questions: int) -> None:
@@ -20,7 +27,7 @@ async def turn(up: Up, session: str, clock: str, questions: int) -> None:
         client.post(
             f"{up.url}/v1/chat/completions",
             json={"model": "kvmesh-demo", "messages": messages, "max_tokens": 8},
-            headers={"x-kvmesh-session-id": session},
+            headers={"x-kvmesh-session-id": session, "x-tenant-id": "team-a"},
         ) as response,
     ):
         assert response.status == 200, await response.text()
@@ -41,6 +48,7 @@ async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(
     if pictures:
         await page.screenshot(path=pictures / "sessions.png", full_page=True)
     await row.get_by_role("link").click()
+    await expect(page.get_by_role("main")).to_contain_text("moving-1 of tenant team-a")
     await expect(page.get_by_role("main")).to_contain_text("session moving-1: 3 requests")
     turns = page.get_by_role("region", name="turns").get_by_role("row")
     await expect(turns).to_have_count(4)
@@ -52,6 +60,29 @@ async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(
     await expect(page.get_by_text("tokens, which were computed again")).to_be_visible()
     await page.get_by_role("link", name="chatcmpl-").first.click()  # the turn before it
     await expect(page.get_by_role("main").get_by_role("status")).to_contain_text("Ended at")
+
+
+async def test_a_turn_tells_its_losses_under_the_pointer(
+    page: Page, up: Up, pictures: Path | None
+) -> None:
+    for clock in ("12:00", "12:01"):
+        await turn(up, "<i>pointed</i>", clock, 1)
+    await page.goto("/sessions")
+    await page.get_by_label("Session or tenant").fill("pointed")
+    status = page.get_by_role("main").get_by_role("status")
+    await expect(status).to_have_text("1 to 1 of 1 sessions")
+    lanes = page.get_by_role("img", name=LANES)
+    await lanes.hover(position={"x": 5, "y": 5})  # from now on it stands still
+    box = await lanes.bounding_box()
+    assert box is not None
+    x, y = await lanes.evaluate(LAST_BAR)
+    await page.mouse.move(box["x"] + x, box["y"] + y)
+    await expect(lanes).to_contain_text("after a change of the prompt")
+    await expect(lanes).to_contain_text("turn 2: chatcmpl-")
+    if pictures:
+        await page.screenshot(path=pictures / "lanes.png")
+    await page.mouse.click(box["x"] + x, box["y"] + y)
+    await expect(page.get_by_role("heading", level=1)).to_have_text("Request")
 
 
 async def test_lanes_are_filtered_and_their_window_chosen_by_keyboard(page: Page, up: Up) -> None:

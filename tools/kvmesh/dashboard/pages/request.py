@@ -56,24 +56,23 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
     state = ui.label().props('role="status"')
     bar = ui.element("div").props('aria-hidden="true"')  # the table of parts has the same
     content = ui.element("div")
-    shown: list[object] = []
+    seen: SeenRequest | None = None
+    shown: tuple[object, ...] = ()
 
     def refresh() -> None:
-        seen = mesh.requests.get(name) if name else None
-        if seen is None and shown:
-            return  # it has left the window, not the page
+        nonlocal seen, shown
+        # once found it stays on the page, even after it has left the window
+        seen = seen or (mesh.requests.get(name) if name else None)
         state.text = _state(seen, name, mesh.window_s)
         if seen is None:
             return
-        now = time.time()
-        parts = request_parts(seen, now, _frontend(mesh))
-        running = seen.outcome is None
-        if running or not shown:
-            _draw_bar(bar, parts)
-        known = [seen.state, len(seen.decisions), seen.instance]
+        known = seen.state, len(seen.decisions), seen.instance
+        if known == shown and seen.outcome is not None:
+            return
+        parts = request_parts(seen, time.time(), _frontend(mesh))
+        _draw_bar(bar, parts)
         if known != shown:
-            shown[:] = known
-            _draw_bar(bar, parts)
+            shown = known
             content.clear()
             with content:
                 _content(mesh, seen, parts)
@@ -135,22 +134,15 @@ def _time_table(seen: SeenRequest, parts: list[RequestPart]) -> None:
     at = seen.arrived
     rows = []
     for part in parts:
-        seconds = part.seconds
-        unknown = seconds is None
-        rows.append(
-            (
-                part.name,
-                part.process,
-                "" if unknown else clock_text(at),
-                "not reported" if seconds is None else time_text(seconds),
-                "" if seconds is None else f"{seconds / total:.1%}",
-            )
+        if part.seconds is None:
+            rows.append((part.name, part.process, "", "not reported", ""))
+            continue
+        runs = seen.outcome is None and part is parts[-1]
+        times = (
+            ("until now", "") if runs else (time_text(part.seconds), f"{part.seconds / total:.1%}")
         )
-        at += seconds or 0.0
-    if seen.outcome is None:
-        rows = [
-            (*row[:3], *("so far", "")) if n == len(rows) - 1 else row for n, row in enumerate(rows)
-        ]
+        rows.append((part.name, part.process, clock_text(at), *times))
+        at += part.seconds
     plain_table("time by part", ("part", "process", "from", "time", "share"), rows, 3)
 
 

@@ -11,6 +11,7 @@ from kvmesh.dashboard.pages.lanes import LaneChart
 from kvmesh.dashboard.pages.links import session_href
 from kvmesh.dashboard.pages.shell import every, heading
 from kvmesh.dashboard.pages.table import PagedTable
+from kvmesh.dashboard.state.lane_bars import MOST_BARS
 from kvmesh.dashboard.state.sessions import SessionLane
 from kvmesh.observer.columns import SESSIONS
 
@@ -61,6 +62,10 @@ class _Lanes:
                 "flat dense no-caps"
             )
             self._note = ui.label().classes("quiet").props('role="status"')
+        ui.label(
+            f"A lane shows its last {MOST_BARS // LANES} turns at most, and stands still under"
+            " the pointer; a click on a turn opens it."
+        ).classes("quiet")
         self._chart = LaneChart("Turns of sessions over time; the table of sessions follows")
 
     def refresh(self) -> None:
