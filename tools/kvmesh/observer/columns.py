@@ -39,12 +39,16 @@ def named_text(value: str) -> str:
 
 @dataclass(frozen=True)
 class RowColumn:
-    """A column: attribute of the row, which is its name in `--sort` and JSON, and its text."""
+    """A column: attribute of the row, which is its name in `--sort` and JSON, and its text.
+
+    Pages break the text of one that `wraps` into lines.
+    """
 
     name: str
     heading: str
     text: Callable[[Any], str] = printable
     number: bool = True
+    wraps: bool = False
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,12 @@ def _options(title: str) -> dict[str, Any]:
         "aria": {"enabled": True, "label": {"description": title}},
         "animation": False,
         "grid": {"left": 8, "right": 12, "top": 8, "bottom": 8, "containLabel": True},
-        "tooltip": {"trigger": "item", "confine": True, "extraCssText": TIP_STYLE},
+        "tooltip": {
+            "trigger": "item",
+            "confine": True,
+            "transitionDuration": 0,
+            "extraCssText": TIP_STYLE,
+        },
         "xAxis": {
             "type": "time",
             "position": "top",

@@ -56,6 +56,7 @@ class PagedTable:
                 "field": column.name,
                 "sortable": True,
                 "align": "right" if column.number else "left",
+                "classes": "words" if column.wraps else "",
             }
             for column in self.view.columns
         ]

@@ -193,7 +193,7 @@ TURNS = RowView(
         RowColumn("prompt_tokens", "prompt", _count),
         RowColumn("reused", "reused", _count),
         RowColumn("lost", "lost", _count),
-        RowColumn("lost_for", "lost for", number=False),
+        RowColumn("lost_for", "lost for", number=False, wraps=True),
         RowColumn("new", "new", _count),
         RowColumn("output_tokens", "output", _count),
         RowColumn("worker", "worker", number=False),
