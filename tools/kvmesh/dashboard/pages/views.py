@@ -43,13 +43,13 @@ PAGES = (
     Page("/", "Fleet", fleet.show),
     Page("/requests", "Requests", requests.show),
     Page("/sessions", "Sessions", sessions.show),
-    Page("/request", "Request", request.show, listed=False),
-    Page("/session", "Session", session.show, listed=False),
-    Page("/planner", "Planner", planner.show),
-    Page("/whatif", "What if", whatif.show),
-    Page("/decision", "Decision", decision.show, listed=False),
     Page("/prefixes", "Prefixes", prefixes.show),
     Page("/retention", "Retention", retention.show),
+    Page("/planner", "Planner", planner.show),
+    Page("/whatif", "What if", whatif.show),
+    Page("/request", "Request", request.show, listed=False),
+    Page("/session", "Session", session.show, listed=False),
+    Page("/decision", "Decision", decision.show, listed=False),
 )
 
 
