@@ -52,7 +52,7 @@ class PlannerPage:
             self._span = ui.select(SPANS, label="Time", value=3600, on_change=self.refresh)
             self._span.props("dense").style("min-width: 12rem")
         with ui.element("div").style("width: 100%") as self._content:
-            with ui.row().classes("items-center"):
+            with ui.row().classes("items-center").style("margin: .6rem 0"):
                 self._reason = ui.label()
                 self._latest = ui.link("Details of the latest decision", DECISION)
             self._unreachable = ui.label().classes("warn")

@@ -92,10 +92,10 @@ class WhatIfPage:
             narrow = (self._from, self._to, self._workers, self._blocks, self._speedup)
             for field in (self._model, self._span, self._policy, *narrow):
                 field.props("dense").style(f"min-width: {8 if field in narrow else 11}rem")
-            self._button = (
-                ui.button("Compare", on_click=self._start).props("no-caps").classes("act")
-            )
-            self._cancel = ui.button("Cancel", on_click=self.cancel).props("no-caps outline")
+            self._button = ui.button("Compare", on_click=self._start, color=None)
+            self._button.props("no-caps").classes("act")
+            self._cancel = ui.button("Cancel", on_click=self.cancel, color=None)
+            self._cancel.props("no-caps outline")
             self._cancel.set_visibility(False)
         self._spanned()
 
@@ -132,7 +132,7 @@ class WhatIfPage:
         since, until = now - float(self._span.value or 0), now
         if self._span.value == CUSTOM:
             since, until = await self._times()
-        asked = self._asked(round(since, 3), round(until, 3))
+        asked = self._asked(round(max(since, 0.0), 3), round(min(until, now), 3))
         age_s = self._mesh.settings.streams.route_age_s
         if wrong := problem(asked, self._policies, now, age_s):
             self._status.text = wrong

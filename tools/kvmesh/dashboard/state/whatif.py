@@ -52,10 +52,10 @@ def problem(asked: WhatIf, policies: Container[str], now: float, age_s: float) -
         return "Choose a model."
     if asked.policy and asked.policy not in policies:
         return f"No policy is named {asked.policy}."
-    if asked.since >= asked.until:
-        return "The time must end after it begins."
     if asked.since > now:
         return "The time lies in the future."
+    if asked.since >= asked.until:
+        return "The time must end after it begins."
     if asked.until < now - age_s:
         return f"The route stream keeps requests for {duration(age_s)} (streams.route_age_s)."
     for name, value, most in numbers:
