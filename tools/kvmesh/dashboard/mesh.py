@@ -109,7 +109,7 @@ class Mesh:
     def trouble(self) -> str:
         """The reason why the figures do not change; empty if they do."""
         if not self.bus.connected:
-            return f"No connection to NATS at {self.bus.server}; retrying. FigureRow stand still."
+            return f"No connection to NATS at {self.bus.server}; retrying. Figures stand still."
         if silent := max((reader.silent_for for reader in self._readers), default=0.0):
             return f"NATS at {self.bus.server} has sent nothing for {silent:.0f} s."
         if not all(reader.caught_up.is_set() for reader in self._readers):
