@@ -10,13 +10,14 @@ from kvmesh.bus.errors import BusError, NotPermitted, cause
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 DEADLINE_S = 8.0
-SHARE = 0.02  # of the time may pass in asking
+SHARE = 0.2  # of the time may pass in asking
 
 
 class Polled(Generic[T]):
     """The latest result of `ask`; `fault` says why there is no newer one, else it is empty.
 
-    `ask` may raise BusError. It runs again `every_s` seconds later at the earliest.
+    `ask` may raise BusError. It runs again `every_s` seconds later at the earliest,
+    and later if it takes long.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[T]], every_s: float) -> None:

@@ -72,7 +72,7 @@ class PrefixPage:
         self._shown: PrefixSnapshot | None = None
         self._nodes: list[dict[str, Any]] = []
         self._chosen = ""
-        self._opened = False
+        self._seen: set[str] = set()
         self._model = ui.select([], label="Model", on_change=self._on_model).props("dense")
         self._model.classes("chooser")
         self._notice = ui.label().classes("notice").props('role="status"')
@@ -123,9 +123,9 @@ class PrefixPage:
         if found != self._nodes:
             self._nodes = found
             self._tree.props["nodes"] = found
-        if found and not self._opened:
-            self._opened = True
-            self._tree.expand([run.key for run in tree.runs() if len(run.prompts) > 1])
+        shared = {run.key for run in tree.runs() if len(run.prompts) > 1}
+        self._tree.expand(sorted(shared - self._seen))  # a viewer may have closed the others
+        self._seen = shared
         lost = sum(run.passed for run in tree.runs() if snapshot.holders[run.key].held == 0)
         self._figures.set(
             f"{tree.sessions:,}",
@@ -170,7 +170,7 @@ class PrefixPage:
         return holder_rows(held, snapshot.tree.block_size)
 
     def _on_model(self, _: object) -> None:
-        self._shown, self._opened = None, False
+        self._shown = None
 
     def _on_select(self, event: events.ValueChangeEventArguments[str | None]) -> None:
         self._chosen = str(event.value or "")

@@ -29,6 +29,9 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
     def by_tenant() -> list[TenantRow]:
         return tenant_rows(mesh.tenants.rows(time.time()), pinned())
 
+    def with_losses() -> list[TenantRow]:
+        return [row for row in by_tenant() if row.lost_tokens]
+
     figures = FigureRow("tenants", "prompt tokens", "reused", "possible", "lost tokens", "pins")
     notice = ui.label().classes("notice").props('role="status"')
     heading("Tenants")
@@ -42,7 +45,7 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
         "Lost tokens are computed again: their blocks were evicted, had expired, were beyond the"
         " tenant's budget (clipped), or were in another worker."
     ).classes("quiet")
-    losses = PagedTable(TENANT_LOSSES, by_tenant, "losses").show()
+    losses = PagedTable(TENANT_LOSSES, with_losses, "losses").show()
     heading("Pins")
     pins = PagedTable(PINS, pinned, "pins").show()
     heading("KV memory by tier")
