@@ -30,6 +30,10 @@ async def test_rows_are_sorted_and_filtered_by_keyboard(page: Page) -> None:
     await expect(instance).to_have_attribute("aria-sort", "ascending")
     await instance.get_by_role("button").press("Enter")
     await expect(instance).to_have_attribute("aria-sort", "descending")
+    load = table.get_by_role("columnheader", name="running").get_by_role("button")
+    await load.focus()
+    await page.wait_for_function("window.was ??= document.activeElement, was.isConnected === false")
+    await expect(load).to_be_focused()
     await expect(table.get_by_role("row").nth(1)).to_contain_text("worker-1")
 
 
@@ -98,3 +102,21 @@ async def test_a_page_says_that_nats_is_frozen(page: Page, up: Up) -> None:
     finally:
         os.kill(nats, signal.SIGCONT)
     await expect(trouble).to_be_empty(timeout=20_000)
+
+
+@pytest.mark.usefixtures("traffic")
+async def test_a_paused_page_stands_still(page: Page) -> None:
+    await page.goto("/")
+    figure = page.locator(".figure").filter(has_text="prompt tokens/s").locator("dd")
+    await expect(figure).to_have_text(re.compile(r"^[0-9]"))
+    await page.get_by_role("button", name="Pause").press("Enter")
+    await expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    instance = page.get_by_role("region", name="processes").get_by_role("columnheader").first
+    seen = await page.locator("#content").inner_text()
+    await instance.get_by_role("button").press("Enter")
+    await expect(instance).to_have_attribute("aria-sort", "descending")
+    await instance.get_by_role("button").press("Enter")
+    await expect(instance).to_have_attribute("aria-sort", "ascending")
+    assert await figure.inner_text() in seen
+    await page.get_by_role("button", name="Resume").press("Enter")
+    await expect(page.get_by_role("button", name="Pause")).to_be_visible()

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
 from support.up import Up
+from support.wait import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 KEY = '[[key]]\nname = "{name}"\nsha256 = "{digest}"\nscopes = {scopes}\n'
@@ -55,6 +56,12 @@ async def test_a_browser_signs_in_until_its_key_is_revoked(keyed: Up, browser: B
     write_keys(keyed.folder, root=["cache"])
     await expect(page).to_have_url(f"{keyed.dashboard}/sign-in", timeout=20_000)
     write_keys(keyed.folder, root=["admin"], agent=["cache"])
+
+    async def admitted() -> bool:
+        response = await context.request.get(keyed.dashboard, headers={"x-api-key": "root"})
+        return response.ok
+
+    await eventually(admitted)
     await context.close()
 
 

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakSet
 
-from nicegui import events, ui
+from nicegui import Client, events, ui
 from starlette.requests import Request
 
 from kvmesh.dashboard.http.access import SIGN_IN, SIGN_OUT, Access
@@ -16,6 +17,8 @@ REFRESH_S = 1.0
 THEME = "kvmesh_theme"
 DARK = {"system": None, "light": False, "dark": True}
 STYLE = Path(__file__).with_name("style.css")
+FOCUS = Path(__file__).with_name("focus.js").read_text()
+_paused: WeakSet[Client] = WeakSet()
 
 
 @contextmanager
@@ -25,6 +28,8 @@ def frame(
     """The frame of a page; its content goes inside. `names` are the names of the pages by path."""
     theme = request.cookies.get(THEME, "")
     ui.add_css(STYLE)
+    ui.add_body_html(f"<script>{FOCUS}</script>")
+    ui.colors(primary="var(--accent)")
     if (slot := ui.context.client.content.parent_slot) is not None:
         slot.parent.props('role="none"')  # Quasar's page is a second <main> around all of this
     ui.html('<a class="skip" href="#content">Skip to the content</a>', sanitize=False)
@@ -37,6 +42,7 @@ def frame(
                     link.props('aria-current="page"')
         with ui.element("div").classes("end"):
             ui.label(f"mesh {mesh.bus.options.namespace}")
+            _pause_button()
             _theme_choice(theme if theme in DARK else "system")
             if access.requires_keys:
                 ui.html(
@@ -51,21 +57,24 @@ def frame(
         if access.judge("GET", headers).status:
             ui.navigate.to(SIGN_IN)
 
-    every(REFRESH_S, watch)
+    watch()
+    ui.timer(REFRESH_S, watch)
     with ui.element("main").props('id="content" tabindex="-1"'):
         heading(name, 1)
         yield
 
 
 def every(seconds: float, refresh: Callable[[], None]) -> None:
-    """Call `refresh` now and every so many seconds while the page is open.
+    """Call `refresh` now and every so many seconds while the page is open and not paused.
 
     A failure is logged once for each page that is opened, and shown there.
     """
-    failed = False
+    client, failed = ui.context.client, False
 
     def refreshing() -> None:
         nonlocal failed
+        if client in _paused:
+            return
         try:
             refresh()
         except Exception:
@@ -86,6 +95,21 @@ def heading(text: str, level: int = 2) -> ui.element:
     with element:
         ui.label(text).style("display: inline")
     return element
+
+
+def _pause_button() -> None:
+    """Stop and resume the refreshing of this page: moving figures are hard to read for many."""
+    client = ui.context.client
+
+    def turn() -> None:
+        paused = client not in _paused
+        if paused:
+            _paused.add(client)
+        else:
+            _paused.discard(client)
+        button.text = "Resume" if paused else "Pause"
+
+    button = ui.button("Pause", on_click=turn).props("flat dense no-caps size=sm")
 
 
 def _theme_choice(chosen: str) -> None:

@@ -12,14 +12,16 @@ PAGE_ROWS = 25
 MOST_TEXT = 160  # of a cell
 # a link in the first column, if the row has one
 FIRST_CELL = """
-<q-td :props="props"><a v-if="props.row.href" :href="props.row.href">{{ props.value }}</a>
+<q-td :props="props"><a v-if="props.row.href" :href="props.row.href"
+  :data-focus="'LABEL ' + props.row.key">{{ props.value }}</a>
 <template v-else>{{ props.value }}</template></q-td>
 """
 # Quasar sorts on a click of the cell; a button in it makes that reachable by keyboard
 HEADING = """
 <q-th :props="props" :aria-sort="!props.col.__thClass.includes('sorted') ? 'none'
   : props.col.__thClass.includes('sort-desc') ? 'descending' : 'ascending'">
-<button type="button" class="sort">{{ props.col.label }}</button></q-th>
+<button type="button" class="sort" :data-focus="'LABEL by ' + props.col.name">
+{{ props.col.label }}</button></q-th>
 """
 
 
@@ -63,8 +65,9 @@ class PagedTable:
         self._table = ui.table(rows=[], columns=columns, row_key="key", pagination=self._page)
         self._table.props(f'flat dense binary-state-sort role="region" aria-label="{self.label}"')
         self._table.props(f"rows-per-page-options={[self.page_rows, 100]}")
-        self._table.add_slot("header-cell", HEADING)
-        self._table.add_slot(f"body-cell-{self.view.columns[0].name}", FIRST_CELL)
+        first = f"body-cell-{self.view.columns[0].name}"
+        for slot, template in (("header-cell", HEADING), (first, FIRST_CELL)):
+            self._table.add_slot(slot, template.replace("LABEL", self.label))
         self._table.on("request", self._on_request, ["pagination"])
         return self
 
