@@ -1,8 +1,8 @@
 """Trees of prompts, one letter a block, for tests of the dashboard."""
 
 from kvmesh.bus.messages import Candidate, Decision, Hints
-from kvmesh.dashboard.state.prefix_tree import PromptTree, prompt_tree
-from kvmesh.dashboard.state.requests import RequestLog
+from kvmesh.dashboard.state.prefixes.tree import PromptTree, prompt_tree
+from kvmesh.dashboard.state.requests.log import RequestLog
 
 BLOCK = 16
 CHOSEN = Candidate(

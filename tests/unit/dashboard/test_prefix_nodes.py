@@ -4,8 +4,8 @@ import numpy as np
 from support.prompt_trees import BLOCK, tree_of
 
 from kvmesh.bus.messages import RankKey
-from kvmesh.dashboard.state.prefix_holders import UNKNOWN, holders, questions
-from kvmesh.dashboard.state.prefix_nodes import (
+from kvmesh.dashboard.state.prefixes.holders import UNKNOWN, holders, questions
+from kvmesh.dashboard.state.prefixes.nodes import (
     MOST_NAME,
     holder_rows,
     holders_text,

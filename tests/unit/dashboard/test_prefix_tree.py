@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from support.prompt_trees import BLOCK, tree_of
 
 from kvmesh.bus.messages import RankKey
-from kvmesh.dashboard.state import prefix_holders, prefix_tree
-from kvmesh.dashboard.state.prefix_holders import holders, questions
-from kvmesh.dashboard.state.prefix_tree import PrefixRun
+from kvmesh.dashboard.state.prefixes import holders as prefix_holders
+from kvmesh.dashboard.state.prefixes import tree as prefix_tree
+from kvmesh.dashboard.state.prefixes.holders import holders, questions
+from kvmesh.dashboard.state.prefixes.tree import PrefixRun
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.scoring.overlaps import Overlaps
 

@@ -18,8 +18,8 @@ from kvmesh.bus.messages import (
     SeqProgress,
     SeqWait,
 )
-from kvmesh.dashboard.state import requests
-from kvmesh.dashboard.state.requests import SILENT_S, RequestLog
+from kvmesh.dashboard.state.requests import log as requests
+from kvmesh.dashboard.state.requests.log import SILENT_S, RequestLog
 
 NOW = 1_700_000_000.0
 

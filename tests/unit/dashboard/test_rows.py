@@ -7,18 +7,18 @@ import pytest
 from kvmesh.bus.messages import CacheAccount, CacheLoss, Candidate, Decision, Hints, Outcome
 from kvmesh.dashboard.state import lane_bars as bars_module
 from kvmesh.dashboard.state.lane_bars import RUNNING, UNKNOWN, TurnGap, lane_bars, turn_text
-from kvmesh.dashboard.state.request_parts import request_parts
-from kvmesh.dashboard.state.request_rows import (
+from kvmesh.dashboard.state.requests.parts import request_parts
+from kvmesh.dashboard.state.requests.rows import (
     ENDED,
     TURNS,
     ended_rows,
     running_rows,
     turn_rows,
 )
-from kvmesh.dashboard.state.request_rows import (
+from kvmesh.dashboard.state.requests.rows import (
     RUNNING as RUNNING_VIEW,
 )
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.dashboard.state.shared import Shared
 
 NOW = 1_700_000_000.0

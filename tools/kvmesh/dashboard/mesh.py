@@ -30,8 +30,8 @@ from kvmesh.dashboard.polled import Polled
 from kvmesh.dashboard.prefixes import Prefixes
 from kvmesh.dashboard.state.history import FleetHistory
 from kvmesh.dashboard.state.pins import TenantNames
-from kvmesh.dashboard.state.request_rows import RunningRow, ended_rows, running_rows
-from kvmesh.dashboard.state.requests import RequestLog
+from kvmesh.dashboard.state.requests.log import RequestLog
+from kvmesh.dashboard.state.requests.rows import RunningRow, ended_rows, running_rows
 from kvmesh.dashboard.state.shared import Shared
 from kvmesh.observer.activity import by_session, by_tenant
 from kvmesh.observer.fleet import FleetView

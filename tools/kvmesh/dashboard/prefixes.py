@@ -13,9 +13,9 @@ from kvmesh.bus.discovery.directory import routable
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, OverlapQuery, OverlapReply, Role
 from kvmesh.dashboard.polled import Polled, fault_text
-from kvmesh.dashboard.state.prefix_holders import RunHolders, holders, questions
-from kvmesh.dashboard.state.prefix_tree import PromptTree, prompt_tree
-from kvmesh.dashboard.state.requests import RequestLog
+from kvmesh.dashboard.state.prefixes.holders import RunHolders, holders, questions
+from kvmesh.dashboard.state.prefixes.tree import PromptTree, prompt_tree
+from kvmesh.dashboard.state.requests.log import RequestLog
 from kvmesh.router.index_client import IndexClient
 from kvmesh.router.scoring.overlaps import Overlaps
 

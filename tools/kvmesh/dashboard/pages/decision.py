@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from nicegui import ui
 
 from kvmesh.bus.messages import ScalingDecision
+from kvmesh.dashboard.elements.shell import heading
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.shell import heading
 from kvmesh.dashboard.state.plan import (
     ModelPlan,
     candidate_rows,

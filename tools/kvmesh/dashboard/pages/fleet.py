@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from nicegui import ui
 
+from kvmesh.dashboard.elements import charts
+from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
+from kvmesh.dashboard.elements.table import PagedTable
+from kvmesh.dashboard.elements.tiles import Tiles
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages import charts
-from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
-from kvmesh.dashboard.pages.table import PagedTable
-from kvmesh.dashboard.pages.tiles import Tiles
 from kvmesh.dashboard.state.kv_tiers import TIER_VIEW, tier_rows
 from kvmesh.dashboard.state.pools import POOLS, pools
 from kvmesh.observer.columns import FLEET

@@ -6,14 +6,14 @@ from typing import Any
 
 from nicegui import events, ui
 
+from kvmesh.dashboard.elements.charts import COLOURS, TEXT
+from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
+from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.charts import COLOURS, TEXT
 from kvmesh.dashboard.pages.fleet import FigureRow
-from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
-from kvmesh.dashboard.pages.table import PagedTable
 from kvmesh.dashboard.prefixes import PrefixSnapshot
-from kvmesh.dashboard.state.prefix_holders import UNKNOWN
-from kvmesh.dashboard.state.prefix_nodes import (
+from kvmesh.dashboard.state.prefixes.holders import UNKNOWN
+from kvmesh.dashboard.state.prefixes.nodes import (
     HOLDERS,
     HolderRow,
     holder_rows,
@@ -23,7 +23,7 @@ from kvmesh.dashboard.state.prefix_nodes import (
     slices,
     tenant_of,
 )
-from kvmesh.dashboard.state.prefix_tree import MOST_PROMPTS, PrefixRun
+from kvmesh.dashboard.state.prefixes.tree import MOST_PROMPTS, PrefixRun
 
 STATES = {"held": COLOURS[2], "partly": COLOURS[1], "lost": COLOURS[4], "unknown": COLOURS[6]}
 KEY = (

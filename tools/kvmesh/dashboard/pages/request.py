@@ -7,14 +7,14 @@ from itertools import zip_longest
 from nicegui import ui
 
 from kvmesh.bus.messages import Decision, Outcome, Role, RouteEvent
+from kvmesh.dashboard.elements.charts import COLOURS
+from kvmesh.dashboard.elements.lanes import swatch
+from kvmesh.dashboard.elements.links import linked, session_href
+from kvmesh.dashboard.elements.plain_table import plain_table
+from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.charts import COLOURS
-from kvmesh.dashboard.pages.lanes import swatch
-from kvmesh.dashboard.pages.links import linked, session_href
-from kvmesh.dashboard.pages.plain_table import plain_table
-from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
-from kvmesh.dashboard.state.request_parts import RequestPart, request_parts
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.parts import RequestPart, request_parts
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.cache_text import account_lines
 from kvmesh.observer.decision_text import (
     TIERS,

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from nicegui import ui
 
+from kvmesh.dashboard.elements.links import request_href
+from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
+from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.links import request_href
-from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
-from kvmesh.dashboard.pages.table import PagedTable
-from kvmesh.dashboard.state.request_rows import ENDED, MOST_RUNNING, RUNNING
-from kvmesh.dashboard.state.requests import MOST_ENDED
+from kvmesh.dashboard.state.requests.log import MOST_ENDED
+from kvmesh.dashboard.state.requests.rows import ENDED, MOST_RUNNING, RUNNING
 
 
 def show(mesh: Mesh, query: Mapping[str, str]) -> None:

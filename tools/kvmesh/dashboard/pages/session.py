@@ -6,14 +6,14 @@ from typing import Any
 
 from nicegui import ui
 
+from kvmesh.dashboard.elements.charts import COLOURS, TEXT
+from kvmesh.dashboard.elements.lanes import LaneChart
+from kvmesh.dashboard.elements.links import request_href
+from kvmesh.dashboard.elements.shell import every, heading
+from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.charts import COLOURS, TEXT
-from kvmesh.dashboard.pages.lanes import LaneChart
-from kvmesh.dashboard.pages.links import request_href
-from kvmesh.dashboard.pages.shell import every, heading
-from kvmesh.dashboard.pages.table import PagedTable
-from kvmesh.dashboard.state.request_rows import TURNS, TurnRow, turn_rows
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.rows import TURNS, TurnRow, turn_rows
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.session_turns import SessionTurns
 from kvmesh.runtime.logs import printable
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from nicegui import events, ui
 
+from kvmesh.dashboard.elements.lanes import LaneChart
+from kvmesh.dashboard.elements.links import session_href
+from kvmesh.dashboard.elements.shell import every, heading
+from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.lanes import LaneChart
-from kvmesh.dashboard.pages.links import session_href
-from kvmesh.dashboard.pages.shell import every, heading
-from kvmesh.dashboard.pages.table import PagedTable
 from kvmesh.dashboard.state.lane_bars import MOST_BARS
 from kvmesh.dashboard.state.sessions import SessionLane
 from kvmesh.observer.columns import SESSIONS

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nicegui import ui
 from starlette.requests import Request
 
+from kvmesh.dashboard.elements.shell import frame
 from kvmesh.dashboard.http.access import Access
 from kvmesh.dashboard.mesh import Mesh
 from kvmesh.dashboard.pages import (
@@ -21,7 +22,6 @@ from kvmesh.dashboard.pages import (
     sessions,
     whatif,
 )
-from kvmesh.dashboard.pages.shell import frame
 
 log = logging.getLogger(__name__)
 

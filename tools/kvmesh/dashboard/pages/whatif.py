@@ -11,10 +11,10 @@ from nicegui import ui
 
 from kvmesh.bus.messages import Role
 from kvmesh.dashboard.comparisons import MOST_REQUESTS, ComparisonError
+from kvmesh.dashboard.elements import charts
+from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages import charts
 from kvmesh.dashboard.pages.decision import plain_table
-from kvmesh.dashboard.pages.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.state.whatif import (
     MOST_BLOCKS,
     MOST_WORKERS,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvmesh.bus.messages import CacheAccount
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.cache_text import change_line, reason_text
 from kvmesh.observer.decision_text import clock_text, time_text
 from kvmesh.runtime.logs import printable

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from math import inf
 
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 
 
 class SessionLane:

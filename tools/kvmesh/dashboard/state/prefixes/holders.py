@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.bus.messages import RankKey
-from kvmesh.dashboard.state.prefix_tree import PrefixRun, PromptTree
+from kvmesh.dashboard.state.prefixes.tree import PrefixRun, PromptTree
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.scoring.overlaps import TIERS, Overlaps
 

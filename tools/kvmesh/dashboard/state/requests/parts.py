@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.prefetch_uses import prompt_rank
 from kvmesh.observer.request_time import split_time
 

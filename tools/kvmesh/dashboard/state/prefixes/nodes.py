@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvmesh.dashboard.state.prefix_holders import UNKNOWN, PrefixHolder, RunHolders
-from kvmesh.dashboard.state.prefix_tree import PrefixRun, PromptTree
+from kvmesh.dashboard.state.prefixes.holders import UNKNOWN, PrefixHolder, RunHolders
+from kvmesh.dashboard.state.prefixes.tree import PrefixRun, PromptTree
 from kvmesh.observer.columns import RowColumn, RowView, count_text, share_text
 from kvmesh.runtime.logs import printable
 

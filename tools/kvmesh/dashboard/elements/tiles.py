@@ -5,7 +5,7 @@ from typing import Any
 
 from nicegui import ui
 
-from kvmesh.dashboard.pages.charts import TEXT
+from kvmesh.dashboard.elements.charts import TEXT
 from kvmesh.observer.fleet import FleetRow
 
 MOST_TILES = 4000

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree, common_prefix
 

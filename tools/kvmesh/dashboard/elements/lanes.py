@@ -7,10 +7,10 @@ from typing import Any
 
 from nicegui import events, ui
 
-from kvmesh.dashboard.pages.charts import TEXT
-from kvmesh.dashboard.pages.links import request_href
+from kvmesh.dashboard.elements.charts import TEXT
+from kvmesh.dashboard.elements.links import request_href
 from kvmesh.dashboard.state.lane_bars import RUNNING, SHARES, TurnBar, lane_bars, turn_text
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.runtime.logs import printable
 
 LANE_REM = 1.7

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.cache_text import lost_for
 from kvmesh.observer.columns import RowColumn, RowView
 from kvmesh.observer.decision_text import clock_text, time_text

@@ -15,7 +15,7 @@ from kvmesh.bus.messages import (
     SeqProgress,
     SeqWait,
 )
-from kvmesh.dashboard.state.seen_request import SeenRequest
+from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.dashboard.state.sessions import SessionLanes
 from kvmesh.observer.prefetch_uses import base_id
 

@@ -1,0 +1,1 @@
+"""Elements that pages are made of: frame, tables, charts, lanes, links."""
