@@ -7,6 +7,7 @@ from typing import Any
 from nicegui import events, ui
 
 from kvmesh.dashboard.elements.charts import COLOURS, TEXT
+from kvmesh.dashboard.elements.links import session_href
 from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.mesh import Mesh
@@ -19,11 +20,11 @@ from kvmesh.dashboard.state.prefixes.nodes import (
     holder_rows,
     nodes,
     run_name,
-    session_names,
+    short_name,
     slices,
     tenant_of,
 )
-from kvmesh.dashboard.state.prefixes.tree import MOST_PROMPTS, PrefixRun
+from kvmesh.dashboard.state.prefixes.tree import MOST_PROMPTS, PrefixRun, RecentPrompt
 
 STATES = {"held": COLOURS[2], "partly": COLOURS[1], "lost": COLOURS[4], "unknown": COLOURS[6]}
 KEY = (
@@ -55,6 +56,7 @@ HEADINGS = """
 <span class="run-holders">holders</span><span class="run-time">last</span></div>
 """
 HOLDER_ROWS = 10
+MOST_NAMES = 20
 
 
 def show(mesh: Mesh, query: Mapping[str, str]) -> None:
@@ -97,7 +99,8 @@ class PrefixPage:
         with self._name:
             self._title = ui.label().style("display: inline")
         self._facts = FigureRow("tokens", "sessions", "requests", "of all tokens", "holders")
-        self._sessions = ui.label().classes("quiet names")
+        self._sessions = ui.element("div").classes("quiet names")
+        self._named: tuple[list[tuple[str, str]], int] = [], 0
         self._table = PagedTable(HOLDERS, self._holders, "holders", page_rows=HOLDER_ROWS).show()
         self._detail.visible = False
 
@@ -154,8 +157,23 @@ class PrefixPage:
             f"{tree.share(run):.1%}",
             count,
         )
-        self._sessions.text = session_names(tree, run)
+        self._draw_sessions(tree.prompts_of(run))
         self._table.refresh()
+
+    def _draw_sessions(self, prompts: list[RecentPrompt]) -> None:
+        latest = [prompt for prompt in prompts if prompt.session][:MOST_NAMES]
+        named = sorted(latest, key=lambda prompt: prompt.session)  # a focused link stays in place
+        links = [(prompt.tenant, prompt.session) for prompt in named]
+        more = len(prompts) - len(named)
+        if (links, more) == self._named:
+            return
+        self._named = links, more
+        self._sessions.clear()
+        with self._sessions:
+            for tenant, session in links:
+                ui.link(short_name(session), session_href(tenant, session))
+            if more:
+                ui.label(f"and {more:,} more")
 
     def _run(self) -> PrefixRun | None:
         if self._shown is None or not self._chosen:
@@ -206,7 +224,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _legend() -> None:
-    with ui.element("div").classes("legend quiet"):
+    with ui.element("div").classes("states quiet"):
         for state, text in STATE_TEXTS.items():
             with ui.element("span"):
                 ui.element("i").style(f"background: {STATES[state]}")

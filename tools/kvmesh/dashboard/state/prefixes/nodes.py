@@ -10,8 +10,13 @@ from kvmesh.observer.columns import RowColumn, RowView, count_text, share_text
 from kvmesh.runtime.logs import printable
 
 MOST_NAME = 60
-MOST_NAMES = 20
 SHORT_TIERS = ("engine", "host", "disk", "remote")
+
+
+def short_name(session: str) -> str:
+    """The name of a session, cut to MOST_NAME characters."""
+    name = printable(session)
+    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 1]}…"
 
 
 def run_name(tree: PromptTree, run: PrefixRun) -> str:
@@ -20,11 +25,8 @@ def run_name(tree: PromptTree, run: PrefixRun) -> str:
         return f"{run.merged} smaller branches"
     if len(run.prompts) > 1:
         return f"{len(run.prompts)} sessions"
-    prompt = tree.prompts[run.prompts[0]]
-    name = printable(prompt.session)
-    if not name:
-        return "one request without session"
-    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 1]}…"
+    session = tree.prompts[run.prompts[0]].session
+    return short_name(session) if session else "one request without session"
 
 
 def run_state(run: PrefixRun, held: RunHolders) -> str:
@@ -76,15 +78,6 @@ def tenant_of(tree: PromptTree, run: PrefixRun) -> str:
     """The tenant of a run; tenants share no prefixes, except that merged runs may be of several."""
     names = sorted({printable(tree.prompts[number].tenant) for number in run.prompts} - {""})
     return names[0] if len(names) == 1 else f"{len(names)} tenants" if names else ""
-
-
-def session_names(tree: PromptTree, run: PrefixRun) -> str:
-    """The latest sessions of a run, as many as fit on some lines."""
-    names = [printable(tree.prompts[number].session)[:MOST_NAME] for number in run.prompts]
-    named = [name for name in names if name]
-    shown = ", ".join(named[:MOST_NAMES])
-    more = len(run.prompts) - len(named[:MOST_NAMES])
-    return f"{shown} and {more:,} more" if shown and more else shown
 
 
 class HolderRow:

@@ -79,6 +79,10 @@ class PromptTree:
         for root in self.roots:
             yield from root.runs()
 
+    def prompts_of(self, run: PrefixRun) -> list[RecentPrompt]:
+        """The prompts that pass through a run, the latest first."""
+        return [self.prompts[number] for number in run.prompts]
+
     def share(self, run: PrefixRun) -> float:
         """The share of all prompt tokens that are in this run."""
         return run.passed * self.block_size / self.tokens if self.tokens else 0.0
