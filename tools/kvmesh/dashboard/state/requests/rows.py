@@ -125,7 +125,7 @@ def _turn_row(seen: SeenRequest) -> TurnRow:
         account.new if account is not None else None,
         seen.generated,
         seen.instance,
-        lost_for(account) if outcome is not None else seen.state,
+        lost_for(account),
     )
 
 
