@@ -111,11 +111,11 @@ class CacheApi:
         pins, prefetch = self._pins, self._prefetch
         return [
             web.post("/v1/prefetch", self._with_body(prefetch_decoder, prefetch.start)),
-            web.delete("/v1/prefetch/{id}", self._without_body(prefetch.cancel)),
+            web.delete("/v1/prefetch/{id:[^/]+}", self._without_body(prefetch.cancel)),
             web.post("/v1/cache/pins", self._with_body(pin_decoder, pins.create)),
             web.get("/v1/cache/pins", self._without_body(pins.list_own)),
             web.delete("/v1/cache/pins", self._with_body(unpin_decoder, pins.delete_by_body)),
-            web.delete("/v1/cache/pins/{id}", self._without_body(pins.delete)),
+            web.delete("/v1/cache/pins/{id:[^/]+}", self._without_body(pins.delete)),
             web.post("/v1/cache/clear", self._with_body(clear_decoder, self._clear_release.clear)),
             web.post(
                 "/v1/sessions/release",
