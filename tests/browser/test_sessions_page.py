@@ -4,11 +4,16 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Locator, Page, expect
 from support.up import Up
+from support.wait import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LANES = "Turns of sessions over time"
+HAS_BOTH_TURNS = """(element) => {
+  const chart = getElement(+element.id.slice(1)).chart;
+  return !!chart && chart.getOption().series[1].data.length === 2;
+}"""
 # the middle of the last bar of the first lane, in pixels
 LAST_BAR = """(element) => {
   const chart = getElement(+element.id.slice(1)).chart;
@@ -18,7 +23,7 @@ LAST_BAR = """(element) => {
 }"""
 
 
-async def turn(up: Up, session: str, clock: str, questions: int) -> None:
+async def turn(up: Up, session: str, clock: str, questions: int, tokens: int = 8) -> None:
     """One turn of an agent whose system prompt has the time in it."""
     messages = [{"role": "system", "content": f"It is {clock}. " + "Help with the code. " * 60}]
     messages += [{"role": "user", "content": f"Question {n}."} for n in range(questions)]
@@ -26,7 +31,12 @@ async def turn(up: Up, session: str, clock: str, questions: int) -> None:
         aiohttp.ClientSession() as client,
         client.post(
             f"{up.url}/v1/chat/completions",
-            json={"model": "kvmesh-demo", "messages": messages, "max_tokens": 8},
+            json={
+                "model": "kvmesh-demo",
+                "messages": messages,
+                "max_tokens": tokens,
+                "ignore_eos": True,
+            },
             headers={"x-kvmesh-session-id": session, "x-tenant-id": "team-a"},
         ) as response,
     ):
@@ -65,24 +75,34 @@ async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(
 async def test_a_turn_tells_its_losses_under_the_pointer(
     page: Page, up: Up, pictures: Path | None
 ) -> None:
-    for clock in ("12:00", "12:01"):
-        await turn(up, "<i>pointed</i>", clock, 1)
+    await turn(up, "<i>pointed</i>", "12:00", 1)
+    await turn(up, "<i>pointed</i>", "12:01", 1, tokens=3000)  # a bar that is wide enough
     await page.goto("/sessions")
     await page.get_by_label("Session or tenant").fill("pointed")
     status = page.get_by_role("main").get_by_role("status")
     await expect(status).to_have_text("1 to 1 of 1 sessions")
     lanes = page.get_by_role("img", name=LANES)
-    await lanes.hover(position={"x": 5, "y": 5})  # from now on it stands still
-    box = await lanes.bounding_box()
-    assert box is not None
-    x, y = await lanes.evaluate(LAST_BAR)
-    await page.mouse.move(box["x"] + x, box["y"] + y)
-    await expect(lanes).to_contain_text("after a change of the prompt")
+    await eventually(lambda: lanes.evaluate(HAS_BOTH_TURNS))
+
+    async def pointed() -> bool:
+        # the chart stands still once the server knows of the pointer; until then the bar moves
+        await page.mouse.move(*await _place(lanes))
+        return "after a change of the prompt" in await lanes.inner_text()
+
+    await eventually(pointed)
     await expect(lanes).to_contain_text("turn 2: chatcmpl-")
     if pictures:
         await page.screenshot(path=pictures / "lanes.png")
-    await page.mouse.click(box["x"] + x, box["y"] + y)
+    await page.mouse.click(*await _place(lanes))
     await expect(page.get_by_role("heading", level=1)).to_have_text("Request")
+
+
+async def _place(lanes: Locator) -> tuple[float, float]:
+    """The place of the last bar on the page."""
+    box = await lanes.bounding_box()
+    assert box is not None
+    x, y = await lanes.evaluate(LAST_BAR)
+    return box["x"] + x, box["y"] + y
 
 
 async def test_lanes_are_filtered_and_their_window_chosen_by_keyboard(page: Page, up: Up) -> None:
