@@ -18,6 +18,7 @@ REASONS = {
     "elsewhere:load": "held by another worker, which cost more",
     "elsewhere:room": "held by another worker, which lacked free blocks",
     "elsewhere:busy": "held by another worker, which was past its busy threshold",
+    "elsewhere:role": "held by another worker, whose role is not to compute such prompts",
     "elsewhere:constraints": "held by another worker, which the request's constraints excluded",
     "elsewhere:excluded": "held by another worker, which had refused or lost the request",
     "elsewhere:draining": "held by another worker, which was draining",

@@ -14,7 +14,10 @@ FORGOTTEN = "forgotten"  # the session has computed them; the index does not rem
 OTHER_NAMESPACE = "other_namespace"  # the session has computed them with another salt
 DIVERGED = "diverged"  # the session's prompt has changed before them
 UNKNOWN = "unknown"  # the session has computed them; the index did not reply
-ELSEWHERE_REASONS = ("load", "room", "busy", "constraints", "excluded", "draining", "gone")
+ELSEWHERE_REASONS = (
+    *("load", "room", "busy", "role"),
+    *("constraints", "excluded", "draining", "gone"),
+)
 LOSS_REASONS = frozenset(
     (
         *kv_events.REASONS,

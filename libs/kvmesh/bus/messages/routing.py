@@ -147,8 +147,9 @@ class Elsewhere(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The rank or kvbm that holds most leading `blocks` of a prompt, if it is not the chosen one.
 
     `reason`: "load" if the policy preferred another rank, "room" if the rank lacks free capacity,
-    "busy" if it is past a threshold, "constraints" if the request's constraints exclude it,
-    "excluded" if it refused the request or was lost with it, "draining", or "gone".
+    "busy" if it is past a threshold, "role" if it does not compute such prompts, "constraints" if
+    the request's constraints exclude it, "excluded" if it refused the request or was lost with it,
+    "draining", or "gone".
     """
 
     instance: str

@@ -41,6 +41,19 @@ def test_repeated_tokens_count_once(stream: TokenStream) -> None:
     assert stream.tokens == [1, 2, 3]
 
 
+def test_cached_tokens_are_those_of_the_attempt_that_began_the_answer(stream: TokenStream) -> None:
+    stream.receive(Chunk("r", 0, [], cached=[16]), 11.0)
+    stream.next_attempt()
+    assert stream.counts_cached, "the first attempt gave no token"
+    stream.dispatched("v", 12.0)
+    stream.receive(Chunk("r.1", 0, [1], cached=[32]), 12.0)
+    stream.next_attempt()
+    assert not stream.counts_cached
+    stream.dispatched("w", 13.0)
+    stream.receive(Chunk("r.2", 1, [2], cached=[48]), 13.0)
+    assert stream.cached == [32]
+
+
 def test_a_new_attempt_keeps_the_tokens_and_gets_a_new_id(stream: TokenStream) -> None:
     stream.receive(Chunk("r", 0, [1, 2], cached=[3]), 11.0)
     stream.lose("gone")

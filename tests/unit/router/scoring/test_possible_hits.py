@@ -72,6 +72,15 @@ def test_a_rank_that_may_not_run_the_request_has_a_reason() -> None:
     assert found.reason == "gone"
 
 
+def test_a_rank_of_another_role_has_a_reason() -> None:
+    router, held = core(), overlaps({"a": (6,)})
+    router.join(worker("a", serves="decode", needs_handoff=True))
+    router.join(worker("p", serves="prefill"))
+    found = possible(router, held)
+    assert found is not None
+    assert found.elsewhere == Elsewhere(instance="a", rank=0, blocks=6, reason="role")
+
+
 def test_a_busy_rank_has_a_reason() -> None:
     router = core("a", "b", busy_blocks=1)
     place(router, "x", TEN, "a")

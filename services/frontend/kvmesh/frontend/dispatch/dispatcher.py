@@ -156,6 +156,8 @@ class Dispatcher:
             reply = await self._query_router(task, left)
             if isinstance(reply, Routed):
                 state.routed = reply
+                if task.stream.counts_cached:
+                    state.counted = reply
                 state.wait_s += reply.wait_s
                 state.index_s += reply.index_s
                 return reply

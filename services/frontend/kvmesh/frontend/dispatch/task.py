@@ -18,10 +18,11 @@ class DispatchState:
     for a worker of an idle model. `arrived` is the Unix time that orders the sequence in the
     routers' queues, the same in all queries. `exclude` lists instances that refused the sequence or
     were lost with it; `avoided` adds those that were silent when a router was last queried.
-    `refused` is set once a worker was busy or draining. `extended` is the prompt with the tokens
-    generated before a migration. `handoff` locates the KV that a prefill worker has computed.
-    `began` is the start of the dispatch on the loop's clock; `route_s` is the time in queries of
-    routers, of which `wait_s` in their queues and `index_s` for the index.
+    `routed` is the last placement, `counted` that of the attempt whose engine counted the cached
+    tokens. `refused` is set once a worker was busy or draining. `extended` is the prompt with the
+    tokens generated before a migration. `handoff` locates the KV that a prefill worker has
+    computed. `began` is the start of the dispatch on the loop's clock; `route_s` is the time in
+    queries of routers, of which `wait_s` in their queues and `index_s` for the index.
     `migration` is the span of a migration in progress.
     """
 
@@ -32,6 +33,7 @@ class DispatchState:
     avoided: list[str] = field(default_factory=list)
     refused: bool = False
     routed: Routed | None = None
+    counted: Routed | None = None
     extended: PromptTokens | None = None
     handoff: dict[str, Any] | None = None
     began: float = 0.0

@@ -113,6 +113,11 @@ class TokenStream:
         self.prefill_cached = cached
 
     @property
+    def counts_cached(self) -> bool:
+        """True if the cached tokens are those of the current attempt, not of an earlier one."""
+        return self.cached is None or not self.inherited
+
+    @property
     def fresh(self) -> int:
         """Tokens of the current attempt; its prompt is computed once there is one."""
         return len(self.tokens) - self.inherited
@@ -133,7 +138,7 @@ class TokenStream:
         skip = have - chunk.offset
         if skip < 0:
             return ChunkResult.GAP
-        if chunk.cached is not None and (self.cached is None or not self.inherited):
+        if chunk.cached is not None and self.counts_cached:
             self.cached = min(chunk.cached, self.prefill_cached or chunk.cached, key=sum)
             self.retention_outcomes = chunk.retention or self.retention_outcomes
         fresh = chunk.tokens[skip:] if skip else chunk.tokens

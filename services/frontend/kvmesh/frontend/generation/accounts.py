@@ -26,7 +26,7 @@ def prompt_account(
     prepared: PreparedRequest, stream: TokenStream, dispatch: DispatchState, index: int = 0
 ) -> CacheAccount | None:
     """The account of the prompt of the sequence `index`, as `account_of` returns it."""
-    routed, cached = dispatch.routed, stream.cached
+    counted, cached = dispatch.counted, stream.cached
     if cached is None:
         return None
     first = index == 0
@@ -34,7 +34,7 @@ def prompt_account(
         prepared.prompts[index // prepared.request.n].count,
         prepared.model.card.block_size,
         sum(cached),
-        None if routed is None else routed.possible,
+        None if counted is None else counted.possible,
         prepared.comparison if first else None,
         prepared.computed_ahead(sum(cached)) if first else None,
     )

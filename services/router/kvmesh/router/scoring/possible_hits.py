@@ -5,7 +5,7 @@ import numpy as np
 from kvmesh.bus.messages import Candidate, Elsewhere, PossibleHits
 from kvmesh.router.scoring.candidates import Candidates
 from kvmesh.router.scoring.overlaps import TIERS, Overlaps
-from kvmesh.router.state.rank_table import RankTable, Serves
+from kvmesh.router.state.rank_table import ROLES, RankTable, Serves
 
 COLUMNS = 1 + TIERS
 
@@ -72,6 +72,8 @@ def _reason(candidates: Candidates, instance: str, rank: int, serves: Serves) ->
         return "gone"
     if card.draining:
         return "draining"
+    if card.serves not in ROLES[serves]:
+        return "role"
     if slot not in table.eligible(request.placement, request.adapter, serves):
         return "constraints"
     at = candidates.index_of(instance, rank)

@@ -24,7 +24,7 @@ from kvmesh.router.state.unmet import Unmet, unmet_constraint
 TAINT = "taint."
 USABLE_SHARE = 0.95  # of a rank's blocks; the rest is for running requests, whose outputs grow
 Serves: TypeAlias = Literal["all", "prefill", "decode"]
-_ROLES: dict[Serves, tuple[str, ...]] = {
+ROLES: dict[Serves, tuple[str, ...]] = {
     "all": ("aggregated", "decode"),
     "prefill": ("prefill",),
     "decode": ("decode",),
@@ -326,7 +326,7 @@ class RankTable:
         return np.exp(-np.tanh(weights))
 
     def _serving(self, serves: Serves) -> list[Instance]:
-        roles = _ROLES[serves]
+        roles = ROLES[serves]
         return [c for c in self.cards.values() if c.serves in roles and not c.draining]
 
     def _slots_of(self, cards: Iterable[Instance], rank: int | None = None) -> Slots:
