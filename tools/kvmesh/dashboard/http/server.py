@@ -39,7 +39,7 @@ async def serve(service: Service, mesh: Mesh, keys: Authenticator) -> None:
         language="en-US",
         binding_refresh_interval=None,
         tailwind=False,
-        message_history_length=100,
+        message_history_length=20,  # for each viewer
         show_welcome_message=False,
     )
     config = uvicorn.Config(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from nicegui import ui
 
 from kvmesh.dashboard.elements import charts
+from kvmesh.dashboard.elements.figure_row import FigureRow
 from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.elements.tiles import Tiles
@@ -12,6 +13,8 @@ from kvmesh.dashboard.mesh import Mesh
 from kvmesh.dashboard.state.kv_tiers import TIER_VIEW, tier_rows
 from kvmesh.dashboard.state.pools import POOLS, pools
 from kvmesh.observer.columns import FLEET
+
+DRAW_S = 3.0  # charts are most of what a browser gets
 
 
 def show(mesh: Mesh, query: Mapping[str, str]) -> None:
@@ -31,15 +34,18 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
     heading("Processes")
     table = PagedTable(FLEET, mesh.fleet_rows, "processes").show()
 
-    def refresh() -> None:
+    def draw() -> None:
         samples = mesh.history.samples
         charts.draw(load, samples, lambda s: s.running, lambda s: s.waiting)
         charts.draw(
             tokens, samples, lambda s: s.prompt_tokens_per_s, lambda s: s.output_tokens_per_s
         )
         charts.draw(memory, samples, lambda s: 100 * s.kv_used, lambda s: 100 * s.kv_cached)
-        if samples:
-            last = samples[-1]
+        tiles.draw(mesh.fleet_rows())
+
+    def refresh() -> None:
+        if mesh.history.samples:
+            last = mesh.history.samples[-1]
             figures.set(
                 f"{last.workers:,}",
                 f"{last.running:,}",
@@ -47,28 +53,9 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
                 f"{last.prompt_tokens_per_s:,.0f}",
                 f"{last.output_tokens_per_s:,.0f}",
             )
-        tiles.draw(mesh.fleet_rows())
         grouped.refresh()
         tiers.refresh()
         table.refresh()
 
+    every(DRAW_S, draw)
     every(REFRESH_S, refresh)
-
-
-class FigureRow:
-    """A row of figures with their names."""
-
-    def __init__(self, *names: str) -> None:
-        self._values = []
-        with ui.element("dl").classes("figures"):
-            for name in names:
-                with ui.element("div").classes("figure"):
-                    with ui.element("dt"):
-                        ui.label(name)
-                    with ui.element("dd"):
-                        self._values.append(ui.label("–"))
-
-    def set(self, *texts: str) -> None:
-        """Show the values, in the order of the names."""
-        for label, text in zip(self._values, texts, strict=True):
-            label.text = text

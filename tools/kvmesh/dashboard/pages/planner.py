@@ -8,10 +8,10 @@ from nicegui import ui
 
 from kvmesh.bus.messages import Role, ScalingDecision
 from kvmesh.dashboard.elements import charts
+from kvmesh.dashboard.elements.figure_row import FigureRow
 from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.fleet import FigureRow
 from kvmesh.dashboard.state.plan import (
     DECISIONS,
     DecisionRow,

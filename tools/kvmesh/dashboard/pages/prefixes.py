@@ -7,11 +7,11 @@ from typing import Any
 from nicegui import events, ui
 
 from kvmesh.dashboard.elements.charts import COLOURS, TEXT
+from kvmesh.dashboard.elements.figure_row import FigureRow
 from kvmesh.dashboard.elements.links import session_href
 from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.fleet import FigureRow
 from kvmesh.dashboard.prefixes import PrefixSnapshot
 from kvmesh.dashboard.state.prefixes.holders import UNKNOWN
 from kvmesh.dashboard.state.prefixes.nodes import (

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 from nicegui import ui
 
+from kvmesh.dashboard.elements.figure_row import FigureRow
 from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.elements.table import PagedTable
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.fleet import FigureRow
 from kvmesh.dashboard.state.kv_tiers import TIER_VIEW, tier_rows
 from kvmesh.dashboard.state.pins import PINS, PinRow, pin_rows
 from kvmesh.dashboard.state.retention import TENANT_LOSSES, TENANT_RETENTION, TenantRow, tenant_rows

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvmesh.observer.fleet import FleetRow
 
-SAMPLES = 600
+SAMPLES = 300
 
 
 class FleetSample(NamedTuple):
