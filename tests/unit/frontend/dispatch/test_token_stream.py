@@ -44,13 +44,14 @@ def test_repeated_tokens_count_once(stream: TokenStream) -> None:
 def test_cached_tokens_are_those_of_the_attempt_that_began_the_answer(stream: TokenStream) -> None:
     stream.receive(Chunk("r", 0, [], cached=[16]), 11.0)
     stream.next_attempt()
-    assert stream.counts_cached, "the first attempt gave no token"
+    counted = [stream.counts_cached]  # the first attempt gave no token
     stream.dispatched("v", 12.0)
     stream.receive(Chunk("r.1", 0, [1], cached=[32]), 12.0)
     stream.next_attempt()
-    assert not stream.counts_cached
+    counted.append(stream.counts_cached)
     stream.dispatched("w", 13.0)
     stream.receive(Chunk("r.2", 1, [2], cached=[48]), 13.0)
+    assert counted == [True, False]
     assert stream.cached == [32]
 
 

@@ -209,7 +209,7 @@ def _show(found: Compared, mesh: Mesh) -> None:
         f" {comparison.present_fleet}; chosen {comparison.chosen_fleet}."
     )
     ui.label(fidelity(comparison))
-    heading("FigureRow")
+    heading("Figures")
     plain_table("comparison", figure_rows(comparison))
     runs = (comparison.measured, comparison.present, comparison.chosen)
     names = ("measured", f"present ({runs[1].policy})", f"chosen ({runs[2].policy})")
