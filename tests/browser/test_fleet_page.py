@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 from playwright.async_api import Browser, Page, expect
@@ -61,14 +60,11 @@ async def test_a_worker_that_starts_shows_its_phase(page: Page, up: Up) -> None:
 
 
 @pytest.mark.usefixtures("traffic")
-async def test_load_shows_within_seconds(page: Page, pictures: Path | None) -> None:
+async def test_load_shows_within_seconds(page: Page) -> None:
     await page.goto("/")
     figures = page.locator(".figure").filter(has_text="prompt tokens/s").locator("dd")
     await expect(figures).to_have_text(re.compile(r"^[1-9]"), timeout=30_000)
     await expect(page.get_by_role("img", name="Tokens per second")).to_be_visible()
-    if pictures is not None:
-        await page.wait_for_timeout(15_000)  # for lines worth looking at
-        await page.screenshot(path=pictures / "dashboard-fleet.png")
 
 
 async def test_colours_follow_the_system_or_the_choice(browser: Browser, up: Up) -> None:

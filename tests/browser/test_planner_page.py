@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -77,9 +76,7 @@ async def test_without_a_planner_the_page_names_how_to_run_one(page: Page) -> No
     await expect(page.get_by_role("region", name="decisions")).to_be_hidden()
 
 
-async def test_decisions_appear_as_they_are_made(
-    page: Page, bus: Bus, pictures: Path | None
-) -> None:
+async def test_decisions_appear_as_they_are_made(page: Page, bus: Bus) -> None:
     await page.goto("/planner")
     history = [decision(1200 - 60 * n, 1 + n // 6, 1 + n // 6 + (n % 6 == 5)) for n in range(18)]
     twin = decision(400, 7, 9, planner="planner-1.b")
@@ -91,13 +88,9 @@ async def test_decisions_appear_as_they_are_made(
     await expect(page.get_by_text("No planner runs")).to_be_visible()
     await page.get_by_label("Also decisions that change no pool").press("Space")
     await expect(table.get_by_role("row")).to_have_count(1 + len(history) + 1)
-    if pictures is not None:
-        await page.screenshot(path=pictures / "planner.png", full_page=True)
 
 
-async def test_a_decision_shows_the_fleets_that_were_considered(
-    page: Page, bus: Bus, pictures: Path | None
-) -> None:
+async def test_a_decision_shows_the_fleets_that_were_considered(page: Page, bus: Bus) -> None:
     await publish(bus, decision(2, 4, 5))
     await page.goto("/planner")
     row = page.get_by_role("region", name="decisions").get_by_role("row")
@@ -111,8 +104,6 @@ async def test_a_decision_shows_the_fleets_that_were_considered(
     )
     promises = page.get_by_role("region", name="promises")
     await expect(promises).to_contain_text("no worker can keep it")
-    if pictures is not None:
-        await page.screenshot(path=pictures / "decision.png", full_page=True)
 
 
 async def test_one_of_several_models_is_chosen(page: Page, bus: Bus) -> None:

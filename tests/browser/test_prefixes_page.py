@@ -1,7 +1,6 @@
 """The page of prefixes in a real browser: shared runs, their holders, evictions, hostile names."""
 
 import json
-from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
@@ -41,7 +40,7 @@ def node(page: Page, *sessions: str) -> Locator:
 
 
 async def test_sessions_share_a_node_that_a_worker_holds_until_it_is_cleared(
-    page: Page, up: Up, pictures: Path | None
+    page: Page, up: Up
 ) -> None:
     for session in ("ada", "ben"):
         complete(up, "tree-tenant", "Review programs with care.", session)
@@ -58,8 +57,6 @@ async def test_sessions_share_a_node_that_a_worker_holds_until_it_is_cleared(
     holders = detail.get_by_role("region", name="holders")
     await expect(holders.get_by_role("row").nth(1)).to_contain_text("worker-")
     await expect(holders.get_by_role("row").nth(1)).to_contain_text("100.0%")
-    if pictures is not None:
-        await page.screenshot(path=pictures / "prefixes.png", full_page=True)
     post(up, "/v1/cache/clear", "tree-tenant", {"model": MODEL})
     await expect(shared).to_contain_text("held by nobody", timeout=SEEN_MS)
     await expect(holders).to_contain_text("No data available")

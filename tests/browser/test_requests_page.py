@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -59,7 +58,7 @@ async def slow_stream(up: Up, session: str) -> AsyncIterator[None]:
 
 
 async def test_a_stream_grows_and_its_page_says_why_its_worker_was_chosen(
-    page: Page, up: Up, pictures: Path | None
+    page: Page, up: Up
 ) -> None:
     await page.goto("/requests")
     running = page.get_by_role("region", name="running requests")
@@ -72,8 +71,6 @@ async def test_a_stream_grows_and_its_page_says_why_its_worker_was_chosen(
 
         first = await tokens()
         await eventually(lambda: _grown(tokens, first))
-        if pictures:
-            await page.screenshot(path=pictures / "requests.png")
         await row.get_by_role("link").focus()
         await page.keyboard.press("Enter")
         status = page.get_by_role("main").get_by_role("status")
@@ -91,8 +88,6 @@ async def test_a_stream_grows_and_its_page_says_why_its_worker_was_chosen(
         "router-0"
     )
     await expect(parts.get_by_role("row").filter(has_text="decode")).to_contain_text("worker-")
-    if pictures:
-        await page.screenshot(path=pictures / "request.png", full_page=True)
     await page.get_by_role("link", name="slow-1").click()
     turns = page.get_by_role("region", name="turns")
     await expect(turns.get_by_role("row")).to_have_count(2)

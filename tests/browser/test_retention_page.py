@@ -1,7 +1,6 @@
 """The page of retention in a real browser: pins by tenant, losses, KV memory by tier."""
 
 import json
-from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
@@ -23,9 +22,7 @@ def call(up: Up, method: str, path: str, body: dict[str, object] | None = None) 
         pass
 
 
-async def test_a_pin_is_shown_under_its_tenant_until_it_is_deleted(
-    page: Page, up: Up, pictures: Path | None
-) -> None:
+async def test_a_pin_is_shown_under_its_tenant_until_it_is_deleted(page: Page, up: Up) -> None:
     prompt = {
         "model": "kvmesh-demo",
         "messages": [{"role": "user", "content": "Keep this for later. " * 30}],
@@ -43,8 +40,6 @@ async def test_a_pin_is_shown_under_its_tenant_until_it_is_deleted(
         page.get_by_role("region", name="tenants").get_by_role("row").filter(has_text="pin-tenant")
     )
     await expect(tenant.get_by_role("cell").nth(5)).to_have_text("1")
-    if pictures is not None:
-        await page.screenshot(path=pictures / "retention.png", full_page=True)
     call(up, "DELETE", f"{PINS}/later%20%7Bb%7D%20%3Cb%3Ex")
     await expect(pin).to_have_count(0, timeout=SEEN_MS)
     await expect(tenant.get_by_role("cell").nth(5)).to_have_text("0")

@@ -1,7 +1,5 @@
 """The pages of sessions in a real browser: the lanes, and a turn that lost its cached tokens."""
 
-from pathlib import Path
-
 import aiohttp
 import pytest
 from playwright.async_api import Locator, Page, expect
@@ -44,9 +42,7 @@ async def turn(up: Up, session: str, clock: str, questions: int, tokens: int = 8
         await response.read()
 
 
-async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(
-    page: Page, up: Up, pictures: Path | None
-) -> None:
+async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(page: Page, up: Up) -> None:
     for number, clock in enumerate(("12:00", "12:00", "12:01")):
         await turn(up, "moving-1", clock, number + 1)
     await page.goto("/sessions")
@@ -55,8 +51,6 @@ async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(
     row = page.get_by_role("region", name="sessions").get_by_role("row").nth(1)
     await expect(row).to_contain_text("diverged")
     await expect(row).to_contain_text("system prompt changed")
-    if pictures:
-        await page.screenshot(path=pictures / "sessions.png", full_page=True)
     await row.get_by_role("link").click()
     await expect(page.get_by_role("main")).to_contain_text("moving-1 of tenant team-a")
     await expect(page.get_by_role("main")).to_contain_text("session moving-1: 3 requests")
@@ -64,17 +58,13 @@ async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(
     await expect(turns).to_have_count(4)
     last = turns.nth(1)
     await expect(last).to_contain_text("after a change of the prompt; system prompt changed")
-    if pictures:
-        await page.screenshot(path=pictures / "session.png", full_page=True)
     await last.get_by_role("link").click()
     await expect(page.get_by_text("tokens, which were computed again")).to_be_visible()
     await page.get_by_role("link", name="chatcmpl-").first.click()  # the turn before it
     await expect(page.get_by_role("main").get_by_role("status")).to_contain_text("Ended at")
 
 
-async def test_a_turn_tells_its_losses_under_the_pointer(
-    page: Page, up: Up, pictures: Path | None
-) -> None:
+async def test_a_turn_tells_its_losses_under_the_pointer(page: Page, up: Up) -> None:
     await turn(up, "<i>pointed</i>", "12:00", 1)
     await turn(up, "<i>pointed</i>", "12:01", 1, tokens=3000)  # a bar that is wide enough
     await page.goto("/sessions")
@@ -91,8 +81,6 @@ async def test_a_turn_tells_its_losses_under_the_pointer(
 
     await eventually(pointed)
     await expect(lanes).to_contain_text("turn 2: chatcmpl-")
-    if pictures:
-        await page.screenshot(path=pictures / "lanes.png")
     await page.mouse.click(*await _place(lanes))
     await expect(page.get_by_role("heading", level=1)).to_have_text("Request")
 

@@ -65,9 +65,7 @@ async def cells(page: Page, figure: str) -> list[str]:
     return await row.get_by_role("cell").all_inner_texts()
 
 
-async def test_requests_are_compared_under_another_policy(
-    page: Page, served: Up, pictures: Path | None
-) -> None:
+async def test_requests_are_compared_under_another_policy(page: Page, served: Up) -> None:
     await page.goto("/whatif")
     await expect(page.get_by_text("Nothing in the mesh changes")).to_be_visible()
     policy = page.get_by_role("combobox", name="Policy")
@@ -86,8 +84,6 @@ async def test_requests_are_compared_under_another_policy(
     assert all(each.endswith("%") for each in shares[1:4])
     assert (await cells(page, "workers that served any"))[3] == "2"
     await expect(page.get_by_text("set router.policy to round-robin")).to_be_visible()
-    if pictures is not None:
-        await page.screenshot(path=pictures / "whatif.png", full_page=True)
 
 
 async def test_the_named_command_shows_the_same_figures(
