@@ -210,7 +210,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         hints = Hints(session=f"s{number}")
         seen.add_sequence(add(f"r{number}"), NOW)
         seen.add_route(decision(f"r{number}", sequence_hashes=b"\0" * 8000, hints=hints), NOW)
-    assert len(seen) == len(seen.lanes) == len(seen.running(NOW)) == 100_000 // 10_048
+    assert len(seen) == len(seen.lanes) == len(seen.running(NOW)) == 100_000 // (requests.REQUEST_BYTES + 8000)
     monkeypatch.setattr(requests, "MOST_REQUESTS", 3)
     monkeypatch.setattr(requests, "MOST_ENDED", 2)
     for number in range(5):
@@ -220,7 +220,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_memory_of_all_attempts_counts() -> None:
-    seen = log(most_bytes=30_000)
+    seen = log(most_bytes=32_000)
     for number in range(20):
         seen.add_route(decision(f"a.{number}", sequence_hashes=b"\0" * 3000), NOW)
     assert len(seen) == 1  # eight attempts at most

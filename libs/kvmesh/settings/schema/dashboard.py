@@ -25,7 +25,7 @@ class DashboardSettings(Section, frozen=True, kw_only=True):
     )
     window_bytes: Annotated[
         Count, Meta(description="most memory for requests and their block hashes, in bytes")
-    ] = 64 << 20
+    ] = 128 << 20
     max_viewers: Annotated[
         Count, Meta(description="pages open at once; further ones are refused")
     ] = 64

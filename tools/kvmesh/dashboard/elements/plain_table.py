@@ -27,5 +27,11 @@ def plain_table(
                             ui.label(printable(text))
 
 
+def headed_table(label: str, rows: Iterable[Sequence[str]]) -> None:
+    """Show a table whose first row has the headings, and whose first column names the rows."""
+    headings, *body = rows
+    plain_table(label, headings, body, len(headings) - 1)
+
+
 def _side(index: int, first_number: int) -> str:
     return "number" if index >= first_number else ""

@@ -1,11 +1,12 @@
 """One decision of the planner: reason, pools, the fleets it considered, and its inputs."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from nicegui import ui
 
 from kvmesh.bus.messages import ScalingDecision
+from kvmesh.dashboard.elements.plain_table import headed_table
 from kvmesh.dashboard.elements.shell import heading
 from kvmesh.dashboard.mesh import Mesh
 from kvmesh.dashboard.state.plan import (
@@ -47,33 +48,19 @@ def _show(decision: ScalingDecision, plan: ModelPlan) -> None:
             f"{switch.instance} changes its role: from pool {switch.source} to {switch.target}"
         )
     heading("Pools")
-    plain_table("pools", pool_rows(decision))
+    headed_table("pools", pool_rows(decision))
     heading("Fleets considered, with the share of requests that would keep each promise")
     if decision.candidates:
-        plain_table("fleets considered", candidate_rows(decision))
+        headed_table("fleets considered", candidate_rows(decision))
     else:
         ui.label("None: the planner evaluates fleets only when the load may need others.")
     if decision.kept or decision.unreachable:
         heading("Promises")
-        plain_table("promises", kept_rows(decision))
+        headed_table("promises", kept_rows(decision))
     heading("Signals")
-    plain_table("signals", signal_rows(decision))
+    headed_table("signals", signal_rows(decision))
 
 
 def _effect(decision: ScalingDecision) -> str:
     cost = f"{decision.cost:g} per hour" if decision.cost else "no cost"
     return f"{'changes the pools' if decision.changed else 'changes no pool'}, costs {cost}"
-
-
-def plain_table(label: str, rows: Iterable[list[str]]) -> None:
-    """A table that does not change; the first row has the headings."""
-    head, *body = rows
-    columns = [
-        {"name": str(n), "label": text, "field": str(n), "align": "right" if n else "left"}
-        for n, text in enumerate(head)
-    ]
-    cells = [
-        {"key": k, **{str(n): text for n, text in enumerate(row)}} for k, row in enumerate(body)
-    ]
-    table = ui.table(columns=columns, rows=cells, row_key="key").classes("plain")
-    table.props(f'flat dense hide-pagination role="region" aria-label="{label}"')

@@ -12,9 +12,9 @@ from nicegui import ui
 from kvmesh.bus.messages import Role
 from kvmesh.dashboard.comparisons import MOST_REQUESTS, ComparisonError
 from kvmesh.dashboard.elements import charts
+from kvmesh.dashboard.elements.plain_table import headed_table
 from kvmesh.dashboard.elements.shell import REFRESH_S, every, heading
 from kvmesh.dashboard.mesh import Mesh
-from kvmesh.dashboard.pages.decision import plain_table
 from kvmesh.dashboard.state.whatif import (
     MOST_BLOCKS,
     MOST_WORKERS,
@@ -210,7 +210,7 @@ def _show(found: Compared, mesh: Mesh) -> None:
     )
     ui.label(fidelity(comparison))
     heading("Figures")
-    plain_table("comparison", figure_rows(comparison))
+    headed_table("comparison", figure_rows(comparison))
     runs = (comparison.measured, comparison.present, comparison.chosen)
     names = ("measured", f"present ({runs[1].policy})", f"chosen ({runs[2].policy})")
     with ui.element("div").classes("charts"):

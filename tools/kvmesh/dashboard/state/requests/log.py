@@ -21,7 +21,7 @@ from kvmesh.observer.prefetch_uses import base_id
 
 MOST_REQUESTS = 20_000
 MOST_ENDED = 1_000  # of those listed as the latest
-REQUEST_BYTES = 2048  # of a request beside its hashes
+REQUEST_BYTES = 6500  # of a request beside its hashes, measured with eight candidates
 MOST_ATTEMPTS = 8  # the last ones are kept
 SILENT_S = 185.0  # a frontend reports each sequence every 60 s
 PREFILL_MARK = "#prefill"
