@@ -210,7 +210,12 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         hints = Hints(session=f"s{number}")
         seen.add_sequence(add(f"r{number}"), NOW)
         seen.add_route(decision(f"r{number}", sequence_hashes=b"\0" * 8000, hints=hints), NOW)
-    assert len(seen) == len(seen.lanes) == len(seen.running(NOW)) == 100_000 // (requests.REQUEST_BYTES + 8000)
+    assert (
+        len(seen)
+        == len(seen.lanes)
+        == len(seen.running(NOW))
+        == 100_000 // (requests.REQUEST_BYTES + 8000)
+    )
     monkeypatch.setattr(requests, "MOST_REQUESTS", 3)
     monkeypatch.setattr(requests, "MOST_ENDED", 2)
     for number in range(5):

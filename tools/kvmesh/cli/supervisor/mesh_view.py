@@ -9,7 +9,7 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import Directory, routable
-from kvmesh.bus.errors import URL_SETTING, BusError, BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.errors import URL_SETTING, BusError, BusUnavailable, NotFound, ServerUnfit, cause
 from kvmesh.bus.messages import Instance, Load, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.configuration import ensure_streams, purge_states
@@ -79,6 +79,8 @@ class MeshView:
         """True if the mesh stores API keys, or if this user may not read them."""
         try:
             return bool(await read_headers(self.bus, self.bus.subjects.keys_bucket))
+        except NotFound:  # the first key creates the bucket
+            return False
         except BusError as error:
             log.debug("cannot read API keys: %s", cause(error))
             return True
