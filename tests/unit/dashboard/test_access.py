@@ -84,6 +84,22 @@ def test_attempts_are_limited_but_not_for_ever(clock: Clock) -> None:
     assert own.sign_in("root") is not None
 
 
+def test_the_attempts_of_a_stranger_lock_nobody_else_out(clock: Clock) -> None:
+    own = access(clock, KeyRing(root=["admin"]))
+    for _ in range(ATTEMPTS_PER_MIN):
+        own.sign_in("guess", "203.0.113.9")
+    with pytest.raises(ApiError):
+        own.sign_in("root", "203.0.113.9")
+    assert own.sign_in("root", "198.51.100.7") is not None
+
+
+def test_malformed_cookies_of_other_services_on_the_host_do_no_harm(clock: Clock) -> None:
+    own = access(clock, KeyRing(root=["admin"]))
+    token = own.sign_in("root")
+    assert token is not None
+    assert status(own, cookie='state={"a": 1}; x; =;' + cookie(token)) == 0
+
+
 def test_the_number_of_sessions_is_bounded(clock: Clock) -> None:
     own = access(clock, KeyRing(root=["admin"]))
     first = own.sign_in("root")
@@ -115,6 +131,7 @@ def test_a_websocket_is_opened_by_this_page_alone(clock: Clock, keys: KeyRing) -
     assert status(own, websocket=True, origin="http://127.0.0.1:8090", **key) == 0
     assert status(own, websocket=True, origin="http://127.0.0.1:9999", **key) == 403
     assert status(own, websocket=True, origin="null", **key) == 403
+    assert status(own, websocket=True, origin="http://[", **key) == 403
 
 
 @pytest.mark.parametrize("value", ['kvmesh_dashboard="', "=;;=", "\x00", f"{COOKIE}=" + "a" * 9999])

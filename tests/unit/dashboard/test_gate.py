@@ -1,5 +1,7 @@
 """The layer before the page: it passes, redirects, refuses, signs in and out."""
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode
 
@@ -101,6 +103,16 @@ async def test_guessing_is_slowed_down(gate: Gate) -> None:
     assert "Too many attempts" in text
 
 
+async def test_pages_of_other_origins_sign_nobody_in(gate: Gate) -> None:
+    for origin in (b"http://evil.example", b"null", b"http://["):
+        foreign = (b"origin", origin)
+        status, headers, _ = await call(gate, "POST", "/sign-in", foreign, body=b"key=root")
+        assert status == 403
+        assert "set-cookie" not in headers
+    own = (b"origin", b"http://127.0.0.1:8090")
+    assert (await call(gate, "POST", "/sign-in", own, body=b"key=root"))[0] == 303
+
+
 async def test_every_answer_forbids_frames_and_sniffing(gate: Gate) -> None:
     for path in ("/", "/sign-in", "/health"):
         _, headers, _ = await call(gate, "GET", path)
@@ -152,3 +164,22 @@ async def test_viewers_are_limited(gate: Gate) -> None:
     gate.viewers = 0
     await gate(viewer.scope, viewer.receive, viewer.send)
     assert gate.viewers == 0, "it has left"
+
+
+async def test_a_viewer_whose_key_is_revoked_is_cut_off() -> None:
+    """Also one that swallows its first cancellation, as a server that still wants to write."""
+    keys = KeyRing(root=["admin"])
+    gate = Gate(stubborn, Access(keys, local=True, clock=Clock()), 1, check_s=0.01)
+    viewer = Viewer(KEY)
+    watched = asyncio.create_task(gate(viewer.scope, viewer.receive, viewer.send))
+    await asyncio.sleep(0.1)
+    assert gate.viewers == 1
+    keys.set(root=["cache"])
+    await asyncio.wait_for(watched, 5)
+    assert gate.viewers == 0
+
+
+async def stubborn(scope: Message, receive: Receive, send: Send) -> None:
+    with suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    await asyncio.Event().wait()

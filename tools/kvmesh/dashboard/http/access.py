@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -15,7 +14,8 @@ from kvmesh.runtime.lru import LruCache
 COOKIE = "kvmesh_dashboard"
 SIGNED_IN_S = 12 * 3600.0
 MOST_SIGNED_IN = 1000
-ATTEMPTS_PER_MIN = 30  # of all callers together: keys have 128 bits and more
+ATTEMPTS_PER_MIN = 30  # of one address: a stranger must not lock others out
+MOST_ADDRESSES = 10_000
 SIGN_IN, SIGN_OUT = "/sign-in", "/sign-out"
 
 
@@ -28,6 +28,7 @@ class AccessVerdict:
 
 
 PASS = AccessVerdict()
+FOREIGN = AccessVerdict(403, "This page may be opened from its own address only.")
 
 
 class KeyCheck(Protocol):
@@ -52,7 +53,7 @@ class Access:
         self._local = local
         self._clock = clock
         self._sessions: LruCache[str, tuple[str, float]] = LruCache(MOST_SIGNED_IN)
-        self._attempts: list[float] = []
+        self._attempts: LruCache[str, tuple[float, ...]] = LruCache(MOST_ADDRESSES)
 
     @property
     def requires_keys(self) -> bool:
@@ -63,25 +64,25 @@ class Access:
         self, method: str, headers: Mapping[str, str], websocket: bool = False
     ) -> AccessVerdict:
         """Judge a request by its headers, whose names are in lower case."""
-        if websocket and not _same_origin(headers):
-            return AccessVerdict(403, "This page may be opened from its own address only.")
+        if websocket and not same_origin(headers):
+            return FOREIGN
         if not self.requires_keys:
             fault = cross_origin_fault(method, headers) if self._local else None
             return PASS if fault is None else AccessVerdict(403, fault)
         secret = self._secret(headers)
         return self._judge_key(headers if secret is None else {"x-api-key": secret})
 
-    def sign_in(self, secret: str) -> str | None:
+    def sign_in(self, secret: str, address: str = "") -> str | None:
         """The token of a new session; None if the key is not valid or lacks the scope.
 
-        Raises ApiError (429) after too many attempts.
+        Raises ApiError (429) after too many attempts from the caller's `address`.
         """
         now = self._clock()
-        self._attempts = [at for at in self._attempts if now - at < 60]
-        if len(self._attempts) >= ATTEMPTS_PER_MIN:
+        attempts = tuple(at for at in self._attempts.peek(address) or () if now - at < 60)
+        if len(attempts) >= ATTEMPTS_PER_MIN:
             raise ApiError("rate_limit", "Too many attempts; try again in a minute.")
         if self._judge_key({"x-api-key": secret.strip()}).status:
-            self._attempts.append(now)
+            self._attempts.put(address, (*attempts, now))
             return None
         token = secrets.token_urlsafe(32)
         self._sessions.put(token, (secret.strip(), now))
@@ -117,15 +118,19 @@ def same_site_cookie(token: str, secure: bool, age_s: float = SIGNED_IN_S) -> st
     return f"{COOKIE}={token}; {attributes}{'; Secure' if secure else ''}"
 
 
-def _cookie(headers: Mapping[str, str]) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found is not None else ""
-
-
-def _same_origin(headers: Mapping[str, str]) -> bool:
-    """True if a WebSocket was opened by a page of this server, or by a program."""
+def same_origin(headers: Mapping[str, str]) -> bool:
+    """True if a page of this server has caused a request, or a program."""
     origin = headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == headers.get("host", "")
+    try:
+        return origin is None or urlsplit(origin).netloc == headers.get("host", "")
+    except ValueError:
+        return False
+
+
+def _cookie(headers: Mapping[str, str]) -> str:
+    """The token of the cookie; those of other services on this host may be malformed."""
+    for each in headers.get("cookie", "").split(";"):
+        name, _, value = each.strip().partition("=")
+        if name == COOKIE:
+            return value
+    return ""

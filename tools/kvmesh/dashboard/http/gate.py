@@ -1,13 +1,16 @@
 """The ASGI layer before the page: judges every request, signs in and out, bounds the viewers."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
 from kvmesh.dashboard.http.access import (
+    FOREIGN,
     SIGN_IN,
     SIGN_OUT,
     Access,
+    same_origin,
     same_site_cookie,
 )
 from kvmesh.dashboard.http.sign_in import sign_in_page
@@ -20,6 +23,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 FORM_BYTES = 4096
 POLLING = "/_nicegui_ws"  # its fallback would not count as a viewer
 POLICY_VIOLATION, TRY_LATER = 1008, 1013
+CHECK_S = 2.0
+REFUSALS = 2  # after the first one the page leads its viewer to the sign-in
+ENDING_S = 2.0
 HTML = "text/html; charset=utf-8"
 HEADERS = (
     (b"content-security-policy", b"frame-ancestors 'none'; connect-src 'self'; object-src 'none'"),
@@ -29,12 +35,18 @@ HEADERS = (
 
 
 class Gate:
-    """Lets requests to `app` pass that `access` allows, and at most `max_viewers` WebSockets."""
+    """Lets requests to `app` pass that `access` allows, and at most `max_viewers` WebSockets.
 
-    def __init__(self, app: App, access: Access, max_viewers: int) -> None:
+    A WebSocket that `access` no longer allows is closed: every `check_s` seconds it is asked.
+    """
+
+    def __init__(
+        self, app: App, access: Access, max_viewers: int, check_s: float = CHECK_S
+    ) -> None:
         self._app = app
         self._access = access
         self._max_viewers = max_viewers
+        self._check_s = check_s
         self.viewers = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -68,9 +80,13 @@ class Gate:
         if scope["method"] != "POST":
             await _answer(send, 200, sign_in_page(), HTML)
             return
+        if not same_origin(_headers(scope)):
+            await _answer(send, FOREIGN.status, sign_in_page(FOREIGN.reason), HTML)
+            return
+        address = str((scope.get("client") or ("",))[0])
         key = parse_qs((await _body(receive)).decode(errors="replace")).get("key", [""])[0]
         try:
-            token = self._access.sign_in(key)
+            token = self._access.sign_in(key, address)
         except ApiError as error:
             await _answer(send, STATUS[error.kind], sign_in_page(error.message), HTML)
             return
@@ -81,15 +97,39 @@ class Gate:
             await _redirect(send, "/", same_site_cookie(token, _secure(scope)))
 
     async def _websocket(self, scope: Message, receive: Receive, send: Send) -> None:
-        if self._access.judge("GET", _headers(scope), websocket=True).status:
+        headers = _headers(scope)
+        if self._access.judge("GET", headers, websocket=True).status:
             return await _refuse(receive, send, POLICY_VIOLATION)
         if self.viewers >= self._max_viewers:
             return await _refuse(receive, send, TRY_LATER)
         self.viewers += 1
+        viewing = asyncio.ensure_future(self._app(scope, receive, send))
         try:
-            await self._app(scope, receive, send)
+            await self._watch(viewing, headers)
+            if viewing.done():
+                viewing.result()
         finally:
             self.viewers -= 1
+            await _end(viewing)
+
+    async def _watch(self, viewing: asyncio.Future[None], headers: dict[str, str]) -> None:
+        """Return once the viewer has left or may no longer see the page."""
+        refusals = 0
+        while refusals < REFUSALS:
+            await asyncio.wait({viewing}, timeout=self._check_s)
+            if viewing.done():
+                return
+            refused = self._access.judge("GET", headers, websocket=True).status
+            refusals = refusals + 1 if refused else 0
+
+
+async def _end(viewing: asyncio.Future[None]) -> None:
+    """Cancel what serves a viewer, repeatedly: it first waits until the viewer has read."""
+    for _ in range(3):
+        if viewing.done():
+            return
+        viewing.cancel()
+        await asyncio.wait({viewing}, timeout=ENDING_S)
 
 
 async def _refuse(receive: Receive, send: Send, code: int) -> None:
