@@ -181,5 +181,5 @@ class Mesh:
 def _decoded(decoder: "msgspec.msgpack.Decoder[T]", message: StreamMessage) -> T | None:
     try:
         return decoder.decode(message.data)
-    except msgspec.MsgspecError:
-        return None  # of another version
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # of another version, or malformed

@@ -51,7 +51,9 @@ def lines(title: str, names: Sequence[str], unit: str = "", *, share: bool = Fal
         "yAxis": value_axis,
         "series": [{"type": "line", "name": n, "showSymbol": False, "data": []} for n in names],
     }
-    return ui.echart(options).classes("chart").props(f'role="img" aria-label="{title}"')
+    chart = ui.echart(options).classes("chart").props('role="img"')
+    chart.props["aria-label"] = title  # not parsed, since others choose the names in it
+    return chart
 
 
 def draw(chart: ui.echart, samples: Sequence[S], *values: Callable[[S], float | None]) -> None:
