@@ -368,6 +368,14 @@ async def test_a_rejected_card_is_logged_once_however_often_it_is_renewed(
     await directory.close()
 
 
+async def test_a_card_that_is_not_utf_8_hinders_no_start(bus: Bus, limits: StreamLimits) -> None:
+    bucket = await bus.js.key_value(bus.subjects.instances_bucket)
+    await bucket.put("worker.a.3", b"\x81\xa8instance\xa2\xff\xfe")
+    directory = Directory(bus, limits)
+    await asyncio.wait_for(directory.open(), 5)
+    await directory.close()
+
+
 async def test_an_instance_reports_only_its_own_load(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,7 +91,7 @@ class Directory:
             return
         try:
             card = _card_decoder.decode(message.data)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             if self._log_once.first(key, reason := str(error)):
                 log.warning("ignored an unreadable card at %s: %s", key, reason)
             return

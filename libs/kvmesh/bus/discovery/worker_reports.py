@@ -47,7 +47,7 @@ async def _follow(
     def receive(msg: RawMessage) -> None:
         try:
             report = decoder.decode(msg.data)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             drop(msg.subject, f"malformed: {error}")
             return
         if msg.subject == subject_of(report.instance):
