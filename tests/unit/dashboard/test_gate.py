@@ -9,7 +9,7 @@ import pytest
 from support.dashboard_keys import Clock, KeyRing
 
 from kvmesh.dashboard.http.access import ATTEMPTS_PER_MIN, COOKIE, Access
-from kvmesh.dashboard.http.gate import FORM_BYTES, Gate, Message, Receive, Send
+from kvmesh.dashboard.http.gate import FORM_BYTES, PAGES_PER_VIEWER, Gate, Message, Receive, Send
 
 HOST = (b"host", b"127.0.0.1:8090")
 BROWSER = (b"accept", b"text/html,*/*")
@@ -127,6 +127,16 @@ async def test_health_needs_no_key(gate: Gate) -> None:
 async def test_only_websockets_carry_the_live_page(gate: Gate) -> None:
     key = (b"x-api-key", b"root")
     assert (await call(gate, "POST", "/_nicegui_ws/socket.io/", key))[0] == 426
+
+
+async def test_pages_without_a_viewer_are_limited() -> None:
+    gate = Gate(page, Access(KeyRing(), local=True, clock=Clock()), 2, lambda: pages)
+    pages = PAGES_PER_VIEWER * 2 - 1
+    assert (await call(gate, "GET", "/"))[0] == 200
+    pages += 1
+    assert (await call(gate, "GET", "/"))[0] == 503
+    assert (await call(gate, "GET", "/_nicegui/3/static/nicegui.js"))[0] == 200
+    assert (await call(gate, "GET", "/health"))[0] == 200
 
 
 class Viewer:

@@ -22,10 +22,13 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 FORM_BYTES = 4096
 POLLING = "/_nicegui_ws"  # its fallback would not count as a viewer
+FILES = "/_nicegui/"
+PAGES_PER_VIEWER = 3  # a page takes memory from its request on; without a viewer, for a minute
 POLICY_VIOLATION, TRY_LATER = 1008, 1013
 CHECK_S = 2.0
 REFUSALS = 2  # after the first one the page leads its viewer to the sign-in
 ENDING_S = 2.0
+TEXT = "text/plain"
 HTML = "text/html; charset=utf-8"
 HEADERS = (
     (b"content-security-policy", b"frame-ancestors 'none'; connect-src 'self'; object-src 'none'"),
@@ -38,14 +41,22 @@ class Gate:
     """Lets requests to `app` pass that `access` allows, and at most `max_viewers` WebSockets.
 
     A WebSocket that `access` no longer allows is closed: every `check_s` seconds it is asked.
+    `pages` counts the pages in memory: with or without a viewer, PAGES_PER_VIEWER times
+    `max_viewers` at most.
     """
 
     def __init__(
-        self, app: App, access: Access, max_viewers: int, check_s: float = CHECK_S
+        self,
+        app: App,
+        access: Access,
+        max_viewers: int,
+        pages: Callable[[], int] = lambda: 0,
+        check_s: float = CHECK_S,
     ) -> None:
         self._app = app
         self._access = access
         self._max_viewers = max_viewers
+        self._pages = pages
         self._check_s = check_s
         self.viewers = 0
 
@@ -64,17 +75,23 @@ class Gate:
         elif path == SIGN_IN and self._access.requires_keys:
             await self._sign_in(scope, receive, send)
         elif path.startswith(POLLING):
-            await _answer(send, 426, "WebSocket only.\n", "text/plain")
+            await _answer(send, 426, "WebSocket only.\n", TEXT)
         elif (verdict := self._access.judge(scope["method"], headers)).status:
             if verdict.status == 401 and "text/html" in headers.get("accept", ""):
                 await _redirect(send, SIGN_IN)
             else:
-                await _answer(send, verdict.status, verdict.reason + "\n", "text/plain")
+                await _answer(send, verdict.status, verdict.reason + "\n", TEXT)
         elif path == SIGN_OUT and scope["method"] == "POST":
             self._access.sign_out(headers)
             await _redirect(send, SIGN_IN, same_site_cookie("", _secure(scope), 0))
+        elif not path.startswith(FILES) and self._full:
+            await _answer(send, 503, "Too many pages are open; try again in a minute.\n", TEXT)
         else:
             await self._app(scope, receive, send)
+
+    @property
+    def _full(self) -> bool:
+        return self._pages() >= PAGES_PER_VIEWER * self._max_viewers
 
     async def _sign_in(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":

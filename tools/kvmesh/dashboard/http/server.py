@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from nicegui import Client, ui
 from nicegui import app as nicegui_app
-from nicegui import ui
 
 from kvmesh.dashboard.http.access import Access
 from kvmesh.dashboard.http.gate import Gate
@@ -43,7 +43,7 @@ async def serve(service: Service, mesh: Mesh, keys: Authenticator) -> None:
         show_welcome_message=False,
     )
     config = uvicorn.Config(
-        Gate(app, access, own.max_viewers),
+        Gate(app, access, own.max_viewers, lambda: len(Client.instances)),
         log_config=None,
         access_log=False,
         server_header=False,
