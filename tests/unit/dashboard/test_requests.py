@@ -277,3 +277,25 @@ def test_an_outcome_names_the_session_that_the_placement_did_not() -> None:
     seen.add_route(outcome(session="t\x1fnew"), NOW)
     assert [turn.request for turn in seen.lanes.of("", "new")] == ["a"]
     assert seen.lanes.of("", "old") == []
+
+
+@pytest.mark.parametrize("told", [float("inf"), float("-inf"), float("nan"), -1e308, 1e18, 0.0])
+def test_times_of_a_broken_clock_become_those_of_now(told: float) -> None:
+    """No page could draw the others: one event would stop it for all viewers."""
+    seen = log()
+    seen.add_sequence(wait("w", deadline=told), NOW)
+    assert seen.running(NOW + SILENT_S + 1) == []
+    seen.add_route(outcome("a", time=told), NOW)
+    seen.add_route(outcome("b", total_s=told), NOW)
+    for ended in seen.ended():
+        assert ended.outcome is not None
+        assert NOW - 2 <= ended.arrived <= NOW
+        assert NOW <= ended.outcome.time <= NOW + 2
+
+
+def test_a_clock_some_hours_off_is_believed() -> None:
+    seen = log()
+    seen.add_route(outcome("a", time=NOW - 3600), NOW)
+    (ended,) = seen.ended()
+    assert ended.outcome is not None
+    assert (ended.arrived, ended.outcome.time) == (NOW - 3602, NOW - 3600)

@@ -28,6 +28,7 @@ from kvmesh.dashboard.comparisons import Comparisons
 from kvmesh.dashboard.pins import read_pins
 from kvmesh.dashboard.polled import Polled
 from kvmesh.dashboard.prefixes import Prefixes
+from kvmesh.dashboard.state.clocks import plausible
 from kvmesh.dashboard.state.history import FleetHistory
 from kvmesh.dashboard.state.pins import TenantNames
 from kvmesh.dashboard.state.requests.log import RequestLog
@@ -164,8 +165,11 @@ class Mesh:
 
     def _on_scaling(self, message: StreamMessage) -> None:
         decision = _decoded(self._scaling, message)
-        if decision is not None:
-            self.decisions.append(decision)
+        if decision is None:
+            return
+        if (decided := plausible(decision.time, message.time)) != decision.time:
+            decision = msgspec.structs.replace(decision, time=decided)
+        self.decisions.append(decision)
 
     def _reader(
         self, stream: str, subject: str, handle: Callable[[StreamMessage], None], start: Start

@@ -2,7 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from math import isfinite
+
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
     Decision,
@@ -15,6 +16,7 @@ from kvmesh.bus.messages import (
     SeqProgress,
     SeqWait,
 )
+from kvmesh.dashboard.state.clocks import plausible
 from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.dashboard.state.sessions import SessionLanes
 from kvmesh.observer.prefetch_uses import base_id
@@ -117,8 +119,7 @@ class RequestLog:
         elif not repeated or seen.state == "waiting":
             seen.state = "waiting"
             self._run(seen, event.request, now)
-            if isfinite(event.deadline):
-                seen.alive_until = max(seen.alive_until, event.deadline)
+            seen.alive_until = max(seen.alive_until, plausible(event.deadline, now))
 
     def _run(self, seen: SeenRequest, sequence: str, now: float) -> None:
         seen.sequence, seen.alive_until = sequence, now + SILENT_S
@@ -133,8 +134,7 @@ class RequestLog:
         seen = self._requests.get(request)
         if seen is None:
             # the clock of another machine may be ahead
-            valid = isfinite(arrived) and arrived <= now
-            seen = self._requests[request] = SeenRequest(request, arrived if valid else now)
+            seen = self._requests[request] = SeenRequest(request, min(plausible(arrived, now), now))
             self._bytes += _bytes(seen)
         self._requests.move_to_end(request)
         seen.seen_at = now
@@ -155,6 +155,8 @@ class RequestLog:
         seen = self._seen(base_id(outcome.request), outcome.time - outcome.total_s, now)
         if outcome.choice or seen.scoped_session != outcome.session:
             self.lanes.remove(seen)
+        if (ended := plausible(outcome.time, now)) != outcome.time:
+            outcome = replace(outcome, time=ended)
         seen.outcome, seen.state = outcome, "ended"
         seen.instance = outcome.instance or seen.instance
         seen.generated = max(seen.generated, outcome.output_tokens)
