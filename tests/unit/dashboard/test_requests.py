@@ -299,3 +299,14 @@ def test_a_clock_some_hours_off_is_believed() -> None:
     (ended,) = seen.ended()
     assert ended.outcome is not None
     assert (ended.arrived, ended.outcome.time) == (NOW - 3602, NOW - 3600)
+
+
+def test_events_that_are_larger_than_others_count_by_their_size() -> None:
+    seen = log(most_bytes=1 << 20)
+    for number in range(20):
+        seen.add_route(decision(f"d{number}"), NOW, 100_000)
+        seen.add_route(outcome(f"o{number}"), NOW, 100_000)
+    assert len(seen) == 2
+    for number in range(20):
+        seen.add_route(decision(f"small{number}"), NOW, 1500)
+    assert len(seen) == 20 + 2

@@ -44,6 +44,7 @@ SAMPLE_S = 1.0
 PINS_S = 2.0
 PLAN_S = 6 * 3600.0
 MOST_DECISIONS = 10_000
+MOST_DECISION_BYTES = 32 << 20  # of their messages
 T = TypeVar("T")
 
 
@@ -61,7 +62,9 @@ class Mesh:
         self.sessions = by_session(own.window_s)
         self.tenants = by_tenant(own.window_s)
         self.history = FleetHistory()
-        self.decisions: deque[ScalingDecision] = deque(maxlen=MOST_DECISIONS)
+        self.decisions: deque[ScalingDecision] = deque()
+        self._decision_sizes: deque[int] = deque()
+        self._decision_bytes = 0
         self._routes: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
         self._sequences = msgspec.msgpack.Decoder(SeqBatch)
         self._scaling = msgspec.msgpack.Decoder(ScalingDecision)
@@ -148,7 +151,7 @@ class Mesh:
         event = _decoded(self._routes, message)
         if event is None:
             return
-        self.requests.add_route(event, time.time())
+        self.requests.add_route(event, time.time(), len(message.data))
         if isinstance(event, Outcome):
             at = min(message.time, time.time())  # clocks differ, and no request ended in the future
             self.sessions.add(event, at)
@@ -170,6 +173,11 @@ class Mesh:
         if (decided := plausible(decision.time, message.time)) != decision.time:
             decision = msgspec.structs.replace(decision, time=decided)
         self.decisions.append(decision)
+        self._decision_sizes.append(len(message.data))
+        self._decision_bytes += len(message.data)
+        while len(self.decisions) > MOST_DECISIONS or self._decision_bytes > MOST_DECISION_BYTES:
+            self.decisions.popleft()
+            self._decision_bytes -= self._decision_sizes.popleft()
 
     def _reader(
         self, stream: str, subject: str, handle: Callable[[StreamMessage], None], start: Start

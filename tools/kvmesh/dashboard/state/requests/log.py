@@ -24,6 +24,7 @@ from kvmesh.observer.prefetch_uses import base_id
 MOST_REQUESTS = 20_000
 MOST_ENDED = 1_000  # of those listed as the latest
 REQUEST_BYTES = 6500  # of a request beside its hashes, measured with eight candidates
+OBJECT_BYTES = 4  # that objects take for a byte of a message
 MOST_ATTEMPTS = 8  # the last ones are kept
 SILENT_S = 185.0  # a frontend reports each sequence every 60 s
 PREFILL_MARK = "#prefill"
@@ -71,12 +72,13 @@ class RequestLog:
             self._leave(seen)
         return list(self._running.values())
 
-    def add_route(self, event: RouteEvent, now: float) -> None:
-        """Add a decision or an outcome."""
+    def add_route(self, event: RouteEvent, now: float, size: int = 0) -> None:
+        """Add a decision or an outcome; `size` is that of its message in bytes."""
         if isinstance(event, Outcome):
             self._end(event, now)
         elif event.prefetch is None:
             self._place(event, now)
+        self._weigh(event, size)
         self._expire(now)
 
     def add_sequence(self, event: SeqEvent, now: float) -> None:
@@ -167,6 +169,14 @@ class RequestLog:
         if not outcome.choice:
             self.lanes.add(seen)
 
+    def _weigh(self, event: RouteEvent, size: int) -> None:
+        """Count the memory of an event that is larger than others, as by a thousand candidates."""
+        hashes = 0 if isinstance(event, Outcome) else len(event.sequence_hashes)
+        beyond = OBJECT_BYTES * (size - hashes) - REQUEST_BYTES
+        if beyond > 0 and (seen := self._requests.get(base_id(event.request))) is not None:
+            seen.bytes_beyond += beyond
+            self._bytes += beyond
+
     def _expire(self, now: float) -> None:
         requests = self._requests
         while requests:
@@ -189,7 +199,8 @@ class RequestLog:
 
 
 def _bytes(seen: SeenRequest) -> int:
-    return REQUEST_BYTES + sum(len(decision.sequence_hashes) for decision in seen.decisions)
+    hashes = sum(len(decision.sequence_hashes) for decision in seen.decisions)
+    return REQUEST_BYTES + hashes + seen.bytes_beyond
 
 
 def _is_current(seen: SeenRequest, sequence: str) -> bool:

@@ -12,11 +12,13 @@ class SeenRequest:
     in Unix seconds. `generated` counts output tokens, about every block of them. `sequence` is the
     id of the last attempt. `turn` counts from 1 in its session; 0 if it has none. `seen_at` is the
     time of the last start, placement or end; no event by `alive_until`: its frontend has died.
+    `bytes_beyond` is the memory of its events beyond the usual.
     """
 
     __slots__ = (
         "alive_until",
         "arrived",
+        "bytes_beyond",
         "decisions",
         "generated",
         "instance",
@@ -39,6 +41,7 @@ class SeenRequest:
         self.state = "waiting"
         self.alive_until = self.seen_at = arrived
         self.turn = 0
+        self.bytes_beyond = 0
 
     @property
     def decision(self) -> Decision | None:
