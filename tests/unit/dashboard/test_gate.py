@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 import pytest
 from support.dashboard_keys import Clock, KeyRing
 
+from kvmesh.dashboard.http import gate as gates
 from kvmesh.dashboard.http.access import ATTEMPTS_PER_MIN, COOKIE, Access
 from kvmesh.dashboard.http.gate import FORM_BYTES, PAGES_PER_VIEWER, Gate, Message, Receive, Send
 
@@ -93,6 +94,24 @@ async def test_a_wrong_key_is_refused_in_words(gate: Gate, body: bytes) -> None:
     assert status == 401
     assert "The key is not valid, or lacks the scope admin." in text
     assert "<script>" not in text
+
+
+async def test_a_form_that_does_not_arrive_is_not_awaited(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "FORM_S", 0.01)
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/sign-in", "headers": [HOST]}
+    await asyncio.wait_for(gate(scope, receive, send), 5)
+    assert sent[0]["status"] == 408
 
 
 async def test_guessing_is_slowed_down(gate: Gate) -> None:

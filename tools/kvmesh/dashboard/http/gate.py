@@ -21,6 +21,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 FORM_BYTES = 4096
+FORM_S = 10.0
 POLLING = "/_nicegui_ws"  # its fallback would not count as a viewer
 FILES = "/_nicegui/"
 PAGES_PER_VIEWER = 3  # a page takes memory from its request on; without a viewer, for a minute
@@ -101,7 +102,13 @@ class Gate:
             await _answer(send, FOREIGN.status, sign_in_page(FOREIGN.reason), HTML)
             return
         address = str((scope.get("client") or ("",))[0])
-        key = parse_qs((await _body(receive)).decode(errors="replace")).get("key", [""])[0]
+        try:
+            async with asyncio.timeout(FORM_S):
+                body = await _body(receive)
+        except TimeoutError:
+            await _answer(send, 408, "The form did not arrive in time.\n", TEXT)
+            return
+        key = parse_qs(body.decode(errors="replace")).get("key", [""])[0]
         try:
             token = self._access.sign_in(key, address)
         except ApiError as error:

@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 from nicegui import Client, ui
 from nicegui import app as nicegui_app
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvmesh.dashboard.http.access import Access
 from kvmesh.dashboard.http.gate import Gate
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it tells of every connection
 BACKLOG = 128
 STOP_S = 2
+REQUEST_S = 10.0
 
 
 async def serve(service: Service, mesh: Mesh, keys: Authenticator) -> None:
@@ -44,6 +46,7 @@ async def serve(service: Service, mesh: Mesh, keys: Authenticator) -> None:
     )
     config = uvicorn.Config(
         Gate(app, access, own.max_viewers, lambda: len(Client.instances)),
+        http=PromptConnection,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -60,6 +63,29 @@ async def serve(service: Service, mesh: Mesh, keys: Authenticator) -> None:
     stopped.cancel()
     server.should_exit = True
     await serving
+
+
+class PromptConnection(HttpToolsProtocol):
+    """Closes a connection on which no request's head arrives within REQUEST_S seconds.
+
+    Otherwise a stranger could hold as many as the process may have open.
+    """
+
+    _last: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_S, self._check)
+
+    def _check(self) -> None:
+        if self not in self.connections:  # lost, or now a WebSocket
+            return
+        cycle: RequestResponseCycle | None = self.cycle
+        if (cycle is None or cycle.response_complete) and cycle is self._last:
+            self.transport.close()
+            return
+        self._last = cycle
+        self.loop.call_later(REQUEST_S, self._check)
 
 
 class _Server(uvicorn.Server):
