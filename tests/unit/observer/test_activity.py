@@ -44,6 +44,15 @@ def test_sums_of_a_session() -> None:
     assert (row.lost_tokens, row.lost_for, row.last_seen) == (40, "evicted", NOW + 2)
 
 
+def test_times_that_are_no_numbers_do_not_spoil_the_sums() -> None:
+    tenants = by_tenant(WINDOW_S)
+    for bad in (float("nan"), float("inf")):
+        tenants.add(outcome(ttft_s=bad, wait_s=bad), NOW)
+    tenants.add(outcome(wait_s=2.0), NOW)
+    (row,) = tenants.rows(NOW)
+    assert (row.requests, row.ttft_s, row.queue_s) == (3, 0.5, 2.0)
+
+
 def test_requests_leave_the_sums_with_the_window() -> None:
     tenants = by_tenant(WINDOW_S)
     tenants.add(outcome(cache=lossy(30, "evicted")), NOW)

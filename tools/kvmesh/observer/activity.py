@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from math import isfinite
 
 from kvmesh.bus.messages import Outcome, PromptChange
 from kvmesh.frontend.namespaces import own_name
@@ -41,14 +42,15 @@ class _Sums:
         if not outcome.choice:
             self.requests += 1
             self.errors += outcome.finish == "error"
-            if outcome.ttft_s is not None:
+            if outcome.ttft_s is not None and isfinite(outcome.ttft_s):
                 self.ttft_s += outcome.ttft_s
                 self.first_tokens += 1
         if outcome.prompt_tokens:
             self.prompt_tokens += outcome.prompt_tokens
             self.reused_tokens += outcome.cached_tokens
         self.output_tokens += outcome.output_tokens
-        self.queue_s += outcome.wait_s
+        if isfinite(outcome.wait_s):  # a sum that is not would never be again
+            self.queue_s += outcome.wait_s
         if (account := outcome.cache) is not None:
             self.accounted_tokens += account.prompt_tokens
             self.possible_tokens += account.possible
