@@ -4,6 +4,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Capacity, Instance, Load, ModelCard, Role, Starting
 from kvmesh.observer.fleet import SILENT_S, FleetRow, FleetView
+from kvmesh.router.state.rank_speeds import MeasuredSpeed
 
 CARD = Instance(
     instance="worker-0-1",
@@ -87,6 +88,13 @@ def test_loads_that_no_card_covers_are_ignored() -> None:
     view.joined(CARD, 0.0)
     view.load(load(1), 0.0)
     assert only(view, 0.0).running == 2
+
+
+def test_a_row_tells_for_how_long_its_speed_is_unusual() -> None:
+    row = FleetRow(CARD, "ready", [], MeasuredSpeed(0.25, 40.0), 100.0)
+    assert (row.speed, row.outlier_s) == (0.25, 60.0)
+    usual = FleetRow(CARD, "ready", [], MeasuredSpeed(1.0, None), 100.0)
+    assert (usual.speed, usual.outlier_s) == (1.0, None)
 
 
 def starting(phase: str) -> Starting:

@@ -91,6 +91,7 @@ FLEET = RowView(
         RowColumn("prompt_tokens_per_s", "in tok/s", rate_text),
         RowColumn("output_tokens_per_s", "out tok/s", rate_text),
         RowColumn("speed", "speed", lambda v: "" if v is None else f"{v:.1f}×"),
+        RowColumn("outlier_s", "outlier for", lambda v: "" if v is None else duration(v)),
     ),
     "instance",
     False,

@@ -6,7 +6,7 @@ from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import READY, STATE
 from kvmesh.bus.messages import Instance, Load, ModelCard, Role, Starting
 from kvmesh.bus.subjects import name_of
-from kvmesh.router.state.rank_speeds import RankSpeeds
+from kvmesh.router.state.rank_speeds import MeasuredSpeed, RankSpeeds
 
 SAMPLE_S = 1.0
 SAMPLES = 6  # the rates are those of the last five seconds
@@ -39,7 +39,11 @@ class _RankLoads:
 
 
 class FleetRow:
-    """One instance. Figures are sums over the ranks of a worker, None for other roles."""
+    """One instance. Figures are sums over the ranks of a worker, None for other roles.
+
+    `speed` is that of its slowest rank beside the median rank of the model; if that makes it an
+    outlier, it has been one for `outlier_s` seconds.
+    """
 
     __slots__ = (
         "_base",
@@ -47,19 +51,27 @@ class FleetRow:
         "_span_s",
         "instance",
         "model",
+        "outlier_s",
         "role",
         "speed",
         "state",
     )
 
     def __init__(
-        self, card: Instance, state: str, ranks: list[_RankLoads], speed: float | None, now: float
+        self,
+        card: Instance,
+        state: str,
+        ranks: list[_RankLoads],
+        speed: MeasuredSpeed | None,
+        now: float,
     ) -> None:
         self.instance = card.instance
         self.role = str(card.role) if card.serves == "aggregated" else card.serves
         self.model = card.model.name if card.model else ""
         self.state = state
-        self.speed = speed
+        self.speed = None if speed is None else speed.speed
+        since = None if speed is None else speed.since
+        self.outlier_s = None if since is None else now - since
         self._latest = [rank.latest for rank in ranks]
         spans = [span for rank in ranks if (span := rank.since(now)) is not None]
         self._base = [load for _, load in spans] if len(spans) == len(ranks) else []
@@ -189,9 +201,10 @@ class FleetView:
         for card in self._cards.values():
             ranks = self._ranks.get(card.instance, {})
             slots = (self._slots[card.instance, rank] for rank in ranks)
-            found = [measured[slot].speed for slot in slots if slot in measured]
+            found = [measured[slot] for slot in slots if slot in measured]
             state = self._state(card, ranks, now)
-            rows.append(FleetRow(card, state, list(ranks.values()), min(found, default=None), now))
+            slowest = min(found, key=lambda each: each.speed, default=None)
+            rows.append(FleetRow(card, state, list(ranks.values()), slowest, now))
         return rows + self._starting_rows(now)
 
     def _starting_rows(self, now: float) -> list[FleetRow]:
