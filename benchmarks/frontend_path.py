@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import uvloop
 from chat_load import MODEL, Connection, Timing, chat, drive, prompts
@@ -25,10 +24,10 @@ from frontend_stages import served, token_path, turn_stages
 from local_mesh import Mesh, free_port, running_mesh, wait_for_port
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import RouteReply, RouteRequest, SeqBatch, SeqFree
+from kvmesh.bus.messages import MessageDecoder, RouteReply, RouteRequest, SeqBatch, SeqFree
 from kvmesh.hashing import block_hashes, salt
 
-ROUTE_REPLY: "msgspec.msgpack.Decoder[RouteReply]" = msgspec.msgpack.Decoder(RouteReply)
+ROUTE_REPLY: MessageDecoder[RouteReply] = MessageDecoder(RouteReply)
 
 WORKERS = 4
 CONCURRENCY = 32

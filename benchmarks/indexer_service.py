@@ -14,7 +14,6 @@ import time
 from array import array
 from pathlib import Path
 
-import msgspec
 import uvloop
 from common import Report, parser, percentile
 from indexer_stage import EVENT_BLOCKS, MODEL, SALT, Fleet, Indexer, Server, connect, patiently
@@ -22,6 +21,7 @@ from indexer_stage import EVENT_BLOCKS, MODEL, SALT, Fleet, Indexer, Server, con
 from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.messages import (
     KvEvent,
+    MessageDecoder,
     OverlapQuery,
     OverlapReply,
 )
@@ -29,7 +29,7 @@ from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import sequence_hashes
 from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 
-OVERLAP_REPLY = msgspec.msgpack.Decoder(OverlapReply)
+OVERLAP_REPLY = MessageDecoder(OverlapReply)
 
 IN_FLIGHT = 64
 QUERY_S = 4.0
@@ -117,7 +117,7 @@ def echo(url: str, subject: str) -> None:
         async def answer(_: OverlapQuery, reply: Reply) -> None:
             reply(same)
 
-        await bus.serve(subject, msgspec.msgpack.Decoder(OverlapQuery), answer)
+        await bus.serve(subject, MessageDecoder(OverlapQuery), answer)
         await asyncio.Event().wait()
 
     uvloop.run(run())

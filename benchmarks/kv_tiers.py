@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
 import uvloop
 from common import Report, median, parser
@@ -27,11 +26,11 @@ from local_mesh import free_port
 
 from kvmesh.blocks.kvbm_client import TierSpeeds
 from kvmesh.bus.client import Reply
-from kvmesh.bus.messages import Finish, KvLayout, LayerLayout
+from kvmesh.bus.messages import Finish, KvLayout, LayerLayout, MessageDecoder
 from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 
-FINISH = msgspec.msgpack.Decoder(Finish)
+FINISH = MessageDecoder(Finish)
 
 GIB = 1 << 30
 BYTES = 256 << 20

@@ -25,7 +25,7 @@ from common import Report, cpu_seconds, parser, percentile, rss_bytes
 from local_mesh import NATS_SERVER, free_port
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Sampling, StepOutput, Work, WorkReply
+from kvmesh.bus.messages import MessageDecoder, Sampling, StepOutput, Work, WorkReply
 from kvmesh.bus.storage.model_files import publish_model
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
@@ -42,7 +42,7 @@ PROMPT, SHARED, OUTPUT = 1024, 768, 128
 LAG_S = 0.01
 WARM_UP_S = 3.0
 FRONTEND = "bench"
-step_decoder = msgspec.msgpack.Decoder(StepOutput)
+step_decoder = MessageDecoder(StepOutput)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Client:
         )
         self.sent[name] = time.monotonic()
         reply = await self.bus.request(
-            self.bus.subjects.work(f"w{engine}"), work, msgspec.msgpack.Decoder(WorkReply), 10
+            self.bus.subjects.work(f"w{engine}"), work, MessageDecoder(WorkReply), 10
         )
         self.faults += reply.status != "accepted"
 

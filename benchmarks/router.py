@@ -30,6 +30,7 @@ from kvmesh.bus.errors import NoResponder
 from kvmesh.bus.messages import (
     Capacity,
     Instance,
+    MessageDecoder,
     ModelCard,
     OverlapQuery,
     OverlapReply,
@@ -54,8 +55,8 @@ from kvmesh.settings.schema import RouterSettings
 BLOCK = 16
 FAMILIES = 40
 MODEL = "bench"
-_replies: "msgspec.msgpack.Decoder[Routed | Refused]" = msgspec.msgpack.Decoder(RouteReply)
-_raw = msgspec.msgpack.Decoder(msgspec.Raw)
+_replies: MessageDecoder[Routed | Refused] = MessageDecoder(RouteReply)
+_raw = MessageDecoder(msgspec.Raw)
 SERVER = Path(sys.executable).with_name("nats-server")
 
 
@@ -221,7 +222,7 @@ async def serve_index(bus: Bus, workers: int) -> None:
     def find(query: OverlapQuery) -> OverlapReply:
         return OverlapReply(answer.ranks, [answer.rows] * len(query.prompts))
 
-    decoder = msgspec.msgpack.Decoder(OverlapQuery)
+    decoder = MessageDecoder(OverlapQuery)
     await bus.serve(bus.subjects.index(MODEL), decoder, returning(find), on_malformed=str)
 
 

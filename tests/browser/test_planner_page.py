@@ -9,8 +9,7 @@ from playwright.async_api import Page, expect
 from support.up import Up
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision
-from kvmesh.bus.messages.codec import encode
+from kvmesh.bus.messages import FleetCandidate, PoolPlan, ScalingDecision, encode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TTFT = "ttft p95=2s"

@@ -24,7 +24,7 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import KvBatch, KvEvent, OverlapQuery, OverlapReply
+from kvmesh.bus.messages import KvBatch, KvEvent, MessageDecoder, OverlapQuery, OverlapReply
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.streams.publisher import KvPublisher
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
@@ -150,7 +150,7 @@ class Stage:
         for _ in range(8):  # each goes to either replica
             try:
                 reply = await self.bus.request(
-                    self.bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 5
+                    self.bus.subjects.index(MODEL), query, MessageDecoder(OverlapReply), 5
                 )
             except BusError:
                 return False

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
@@ -23,7 +22,7 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import KvBatch, KvEvent, OverlapQuery, OverlapReply, Role
+from kvmesh.bus.messages import KvBatch, KvEvent, MessageDecoder, OverlapQuery, OverlapReply, Role
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
 
@@ -158,7 +157,7 @@ class Stage:
         for _ in range(QUERIES):
             try:
                 reply = await self.bus.request(
-                    self.bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 10
+                    self.bus.subjects.index(MODEL), query, MessageDecoder(OverlapReply), 10
                 )
             except BusError:
                 return False

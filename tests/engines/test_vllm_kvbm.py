@@ -6,7 +6,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.engines import make_prefetch
@@ -16,7 +15,7 @@ from support.vllm_kvbm import KvbmRun, kvbm_run
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Fetch, KvbmRequest, Sampling
+from kvmesh.bus.messages import Fetch, KvbmRequest, MessageDecoder, Sampling
 from kvmesh.settings.schema import VllmSettings
 from kvmesh.worker.capabilities import Tiered, execute_command
 
@@ -26,7 +25,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
 ]
-DECODER: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
+DECODER: MessageDecoder[KvbmRequest] = MessageDecoder(KvbmRequest)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, RouteEvent
 
 pytestmark = [
     pytest.mark.vllm,
@@ -76,7 +75,7 @@ async def test_prefix_hits_of_a_conversation_equal_the_expected_ones(mesh: Mesh)
     async def record(event: Decision | Outcome) -> None:
         routes.append(event)
 
-    decoder: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
+    decoder: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
     await bus.subscribe(bus.subjects.route("tiny"), decoder, record)
     messages = [{"role": "user", "content": "What is a mesh? " * 20}]
     for turn in range(4):

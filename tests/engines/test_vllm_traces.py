@@ -4,7 +4,6 @@ import asyncio
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import pytest
 from mesh.test_traces import arrived, instance, post, trace_id
 from support.collector import Collector
@@ -13,7 +12,7 @@ from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Clear, ControlReply
+from kvmesh.bus.messages import Clear, ControlReply, MessageDecoder
 from kvmesh.tracing import names
 
 pytestmark = [
@@ -97,7 +96,7 @@ async def test_blocks_of_lower_tiers_are_parts_of_the_trace(
         await mesh.ready(START_S)
         bus = await Bus.connect(mesh.options, "test")
         subject = bus.subjects.ctl(instance(mesh, "worker-0"))
-        replies = msgspec.msgpack.Decoder(ControlReply)
+        replies = MessageDecoder(ControlReply)
 
         async def clear() -> None:
             assert (await bus.request(subject, Clear(tiers=[0]), replies, PATIENCE_S)).ok

@@ -4,19 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.nats import NatsServer
 from support.places.on_bus import BusPlace
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import DesiredFleet, FleetReport, encode
+from kvmesh.bus.messages import DesiredFleet, FleetReport, MessageDecoder, encode
 from kvmesh.bus.streams.configuration import ensure_streams
 from kvmesh.planner.connectors.bucket import BucketConnector
 from kvmesh.planner.connectors.interface import ConnectorError
 
-DESIRED = msgspec.msgpack.Decoder(DesiredFleet)
+DESIRED = MessageDecoder(DesiredFleet)
 
 
 @pytest_asyncio.fixture

@@ -32,6 +32,7 @@ from kvmesh.bus.messages import (
     ControlReply,
     Instance,
     Load,
+    MessageDecoder,
     Ping,
     Role,
     SeqBatch,
@@ -42,8 +43,8 @@ from kvmesh.bus.storage.model_files import fetch_model, publish_model
 from kvmesh.bus.streams.configuration import MAX_WATCHERS, StreamLimits, ensure_streams
 from kvmesh.bus.streams.reader import BATCH_S, Start, StreamMessage, StreamReader
 
-CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
-PING = msgspec.msgpack.Decoder(Ping)
+CONTROL_REPLY = MessageDecoder(ControlReply)
+PING = MessageDecoder(Ping)
 
 
 def card(name: str) -> Instance:
@@ -114,7 +115,7 @@ async def test_posts_keep_their_order_on_a_congested_connection(bus: Bus) -> Non
     def receive(event: SeqFree) -> None:
         received.append(int(event.request.rstrip("x")))
 
-    await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), receive)
+    await bus.subscribe(subject, MessageDecoder(SeqFree), receive)
     for number in range(3000):
         bus.post(subject, SeqFree(f"{number}{padding}"))
     await eventually(lambda: len(received) == 3000)
@@ -129,7 +130,7 @@ async def test_a_plain_handler_gets_all_messages_in_order_and_may_raise(bus: Bus
         if event.request == "7":
             raise ValueError("seven")
 
-    await bus.subscribe(subject, msgspec.msgpack.Decoder(SeqFree), receive)
+    await bus.subscribe(subject, MessageDecoder(SeqFree), receive)
     for number in range(0, 3000, 3):
         assert bus.client.try_publish(subject, encode(SeqFree(str(number))))
         bus.post(subject, SeqFree(str(number + 1)))
@@ -144,7 +145,7 @@ async def test_messages_posted_during_an_outage_are_sent_after_it(
     received: list[str] = []
     subject = bus.subjects.out("f")
     await bus.subscribe(
-        subject, msgspec.msgpack.Decoder(SeqFree), lambda event: received.append(event.request)
+        subject, MessageDecoder(SeqFree), lambda event: received.append(event.request)
     )
     await asyncio.to_thread(nats_server.stop)
     await eventually(lambda: not bus.connected)

@@ -28,7 +28,7 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import SeqBatch, SeqFree
+from kvmesh.bus.messages import MessageDecoder, SeqBatch, SeqFree
 from kvmesh.cli.explain import find_events, own_id
 from kvmesh.observer.prefetch_uses import PrefetchUses
 
@@ -137,7 +137,7 @@ async def stage(
     async def gather(batch: SeqBatch) -> None:
         freed.extend(event for event in batch.events if isinstance(event, SeqFree))
 
-    await bus.subscribe(bus.subjects.seq(MODEL), msgspec.msgpack.Decoder(SeqBatch), gather)
+    await bus.subscribe(bus.subjects.seq(MODEL), MessageDecoder(SeqBatch), gather)
     async with client_session() as session:
         client = Client(mesh.url, session)
 

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Clear, ControlReply
+from kvmesh.bus.messages import Clear, ControlReply, MessageDecoder
 from kvmesh.demo import model_dir
 
 LONG = "Each worker tells what it keeps, and a prompt goes where most of it is kept already. " * 8
@@ -150,9 +149,7 @@ async def test_a_real_model_has_the_same_output_with_kv_of_another_worker(
     assert "computed again" not in mesh.logs()
     bus = await Bus.connect(mesh.options, "test")
     decoder = instance(mesh, "decode-0")
-    await bus.request(
-        bus.subjects.ctl(decoder), Clear(), msgspec.msgpack.Decoder(ControlReply), PATIENCE_S
-    )
+    await bus.request(bus.subjects.ctl(decoder), Clear(), MessageDecoder(ControlReply), PATIENCE_S)
     await bus.close()
     mesh.kill("prefill-0")
     await workers(mesh, 1)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest_asyncio
 from support.frontend import MODEL, Client, client_session
 from support.mesh import Mesh
@@ -15,9 +14,9 @@ from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import ControlReply, Dump, KvBatch, Stored, encode
+from kvmesh.bus.messages import ControlReply, Dump, KvBatch, MessageDecoder, Stored, encode
 
-REPLIES = msgspec.msgpack.Decoder(ControlReply)
+REPLIES = MessageDecoder(ControlReply)
 FORGED = struct.pack("<Q", 77)
 
 

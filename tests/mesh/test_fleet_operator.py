@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Callable
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.wait import eventually
@@ -10,13 +9,13 @@ from support.wait import eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import NotFound
-from kvmesh.bus.messages import DesiredFleet, FleetReport, encode
+from kvmesh.bus.messages import DesiredFleet, FleetReport, MessageDecoder, encode
 from kvmesh.cli.supervisor.operator import FleetOperator
 from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import UpSettings
 
-REPORTS = msgspec.msgpack.Decoder(FleetReport)
+REPORTS = MessageDecoder(FleetReport)
 
 
 class Processes:

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
     Chunk,
+    MessageDecoder,
     Outcome,
     Refused,
     RouteEvent,
@@ -100,8 +101,8 @@ async def watch(stage: Stage) -> None:
         if isinstance(message, Outcome):
             stage.outcomes.append(message)
 
-    route_events: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
-    seq_batches = msgspec.msgpack.Decoder(SeqBatch)
+    route_events: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
+    seq_batches = MessageDecoder(SeqBatch)
     await stage.bus.subscribe(stage.bus.subjects.seq(MODEL), seq_batches, batch)
     await stage.bus.subscribe(stage.bus.subjects.route(MODEL), route_events, outcome)
 

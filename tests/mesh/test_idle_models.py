@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import pytest_asyncio
 from support.apis import Api, every_api
@@ -18,7 +17,7 @@ from support.nats import NatsServer, free_port
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import IdleModel, ModelCard, Wake, encode
+from kvmesh.bus.messages import IdleModel, MessageDecoder, ModelCard, Wake, encode
 from kvmesh.bus.storage.model_files import publish_model
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.cli.status.report import gather
@@ -107,9 +106,7 @@ async def shared(
         client = Client(mesh.url, session)
         stage = Stage(mesh, bus, client, impatient, IdleModel(card=card, planner="planner-1"))
         await stage.list_model()
-        await bus.subscribe(
-            bus.subjects.wake_all, msgspec.msgpack.Decoder(Wake), stage.wakes.append
-        )
+        await bus.subscribe(bus.subjects.wake_all, MessageDecoder(Wake), stage.wakes.append)
         mesh.start("router", "router-0", KVMESH_ROUTER_KV_EVENTS="false")
         mesh.start("frontend", "frontend-0")
         mesh.start("frontend", "frontend-1", KVMESH_FRONTEND_PORT=str(port), **IMPATIENT)

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
-import msgspec
 import pytest_asyncio
 from support.events import MODEL, Publisher, discard
 from support.indexing import Replicas, eventually_overlaps, find_overlaps
@@ -11,7 +10,7 @@ from support.wait import PATIENCE_S
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.messages import MessageDecoder, OverlapQuery, OverlapReply
 from kvmesh.bus.streams.configuration import StreamLimits
 
 
@@ -124,7 +123,7 @@ async def test_malformed_messages_and_queries_do_not_stop_the_service(
         assert reply.data
     query = OverlapQuery([b"odd"])
     reply_ = await bus.request(
-        bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
+        bus.subjects.index(MODEL), query, MessageDecoder(OverlapReply), PATIENCE_S
     )
     assert reply_ == OverlapReply([], [])
     await worker.store(1)

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Literal
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.events import MODEL, Publisher, depths, prompt
@@ -17,13 +16,13 @@ from support.proxy import Proxy
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.messages import MessageDecoder, OverlapQuery, OverlapReply
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.index.interface import Buffer, PrefixIndex
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import IndexerSettings as Settings
 
-OVERLAP_REPLY = msgspec.msgpack.Decoder(OverlapReply)
+OVERLAP_REPLY = MessageDecoder(OverlapReply)
 
 PROMPTS = [(i, i + 1, i + 2) for i in range(1, 40, 3)]
 

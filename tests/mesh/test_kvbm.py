@@ -28,6 +28,7 @@ from kvmesh.bus.messages import (
     Incomplete,
     Instance,
     KvLayout,
+    MessageDecoder,
     Offer,
     OverlapQuery,
     OverlapReply,
@@ -64,7 +65,7 @@ async def test_a_prompt_may_be_sent_as_a_delta(node: Node) -> None:
     empty = Offer(other.id, 70, b"", b"", b"", SALT)
     offer = msgspec.structs.replace(empty, **names.after(70, of=70))
     reply = await node.bus.request(
-        node.bus.subjects.kvbm(card.instance), offer, msgspec.msgpack.Decoder(Incomplete), 10
+        node.bus.subjects.kvbm(card.instance), offer, MessageDecoder(Incomplete), 10
     )
     assert reply == Incomplete()
     assert (await other.get(names)).tiers == [1] * 80
@@ -164,7 +165,7 @@ async def test_the_index_remembers_why_a_tier_dropped_blocks(node: Node) -> None
 
 async def ask_index(bus: Bus, names: Names) -> OverlapReply | None:
     """The index's reply about a prompt; None until the index answers."""
-    query, replies = OverlapQuery([names.sequence]), msgspec.msgpack.Decoder(OverlapReply)
+    query, replies = OverlapQuery([names.sequence]), MessageDecoder(OverlapReply)
     try:
         return await bus.request(bus.subjects.index("m"), query, replies, PATIENCE_S)
     except NoResponder:

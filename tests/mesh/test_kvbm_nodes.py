@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
 from nats.aio.msg import Msg
@@ -21,7 +20,14 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.blocks.digests import KEY_BYTES, fingerprint
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder
-from kvmesh.bus.messages import Clear, ControlReply, KvLayout, OverlapQuery, OverlapReply
+from kvmesh.bus.messages import (
+    Clear,
+    ControlReply,
+    KvLayout,
+    MessageDecoder,
+    OverlapQuery,
+    OverlapReply,
+)
 from kvmesh.bus.streams.configuration import StreamLimits
 
 
@@ -82,7 +88,7 @@ class Nodes:
     async def clear(self, worker: TestWorker, *tiers: int) -> None:
         subject = self.bus.subjects.ctl(worker.card.instance)
         await self.bus.request(
-            subject, Clear(tiers=list(tiers)), msgspec.msgpack.Decoder(ControlReply), PATIENCE_S
+            subject, Clear(tiers=list(tiers)), MessageDecoder(ControlReply), PATIENCE_S
         )
 
     def metric(self, node: str, sample: str) -> float:
@@ -107,7 +113,7 @@ class Nodes:
         async def index_matches() -> bool:
             try:
                 reply = await self.bus.request(
-                    subject, query, msgspec.msgpack.Decoder(OverlapReply), PATIENCE_S
+                    subject, query, MessageDecoder(OverlapReply), PATIENCE_S
                 )
             except NoResponder:
                 return False

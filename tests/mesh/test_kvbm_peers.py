@@ -3,14 +3,13 @@
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.kvbm import layout
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, Reply
-from kvmesh.bus.messages import Lend, Lent
+from kvmesh.bus.messages import Lend, Lent, MessageDecoder
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
@@ -64,7 +63,7 @@ async def test_a_move_ends_whatever_the_peer_replies(
     async def lend(_: Lend, reply: Reply) -> None:
         reply(lent)
 
-    decoder = msgspec.msgpack.Decoder(Lend)
+    decoder = MessageDecoder(Lend)
     serving = await bus.serve(bus.subjects.kvbm("liar"), decoder, lend)
     node.reader.open_transport()
     await eventually(lambda: node.reader.region is not None)

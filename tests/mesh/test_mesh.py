@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import openai
 import pytest
 import pytest_asyncio
@@ -21,6 +20,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
     Decision,
     KvBatch,
+    MessageDecoder,
     Outcome,
     RouteEvent,
     SeqAdd,
@@ -142,9 +142,9 @@ async def test_the_bus_shows_a_request(mesh: Mesh, client: AsyncOpenAI) -> None:
         sequences.append(batch)
 
     names = bus.subjects
-    await bus.subscribe(names.kv_all, msgspec.msgpack.Decoder(KvBatch), on_kv)
-    await bus.subscribe(names.route_all, msgspec.msgpack.Decoder(RouteEvent), on_route)
-    await bus.subscribe(names.seq_all, msgspec.msgpack.Decoder(SeqBatch), on_sequence)
+    await bus.subscribe(names.kv_all, MessageDecoder(KvBatch), on_kv)
+    await bus.subscribe(names.route_all, MessageDecoder(RouteEvent), on_route)
+    await bus.subscribe(names.seq_all, MessageDecoder(SeqBatch), on_sequence)
     await bus.flush()
     await stream(client, "Something that nobody asked before. " * 20, 8)
     await eventually(lambda: stored and any(isinstance(e, Outcome) for e in routed))
@@ -171,7 +171,7 @@ async def test_a_prompt_is_prefetched_before_its_request(mesh: Mesh) -> None:
         stored = [e for e in batch.events if isinstance(e, Stored) and e.parent is None]
         prompts.extend((batch.instance, len(event.engine) // 8) for event in stored)
 
-    await bus.subscribe(bus.subjects.kv_all, msgspec.msgpack.Decoder(KvBatch), on_kv)
+    await bus.subscribe(bus.subjects.kv_all, MessageDecoder(KvBatch), on_kv)
     await bus.flush()
     later = "What will be asked only later. " * 40
     body = {"model": MODEL, "messages": [{"role": "user", "content": later}], "compute": 160}

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import pytest_asyncio
 from msgspec.structs import replace
 from support.ended_requests import events, question
@@ -23,11 +22,11 @@ from support.planners import Planners, command
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import FleetAnswer, FleetQuestion, encode
+from kvmesh.bus.messages import FleetAnswer, FleetQuestion, MessageDecoder, encode
 from kvmesh.bus.streams.configuration import StreamLimits
 
 REQUESTS = 240
-_answers = msgspec.msgpack.Decoder(FleetAnswer)
+_answers = MessageDecoder(FleetAnswer)
 
 
 class Oracle:

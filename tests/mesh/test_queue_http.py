@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.apis import APIS, CHAT, MESSAGES, Api, Content
@@ -16,7 +15,7 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import SeqAdd, SeqBatch, SeqWait
+from kvmesh.bus.messages import MessageDecoder, SeqAdd, SeqBatch, SeqWait
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMIT = 3
@@ -83,7 +82,7 @@ async def shared(
         routed.update(e.request for e in batch.events if isinstance(e, SeqAdd | SeqWait))
 
     bus = await Bus.connect(mesh.options, "test")
-    await bus.subscribe(bus.subjects.seq_all, msgspec.msgpack.Decoder(SeqBatch), on_batch)
+    await bus.subscribe(bus.subjects.seq_all, MessageDecoder(SeqBatch), on_batch)
     await bus.flush()
     async with client_session() as session:
         yield Stage(mesh, Client(mesh.url, session), [], [], routed)

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import pytest_asyncio
 from support.nats import NatsServer
 from support.proxy import Proxy
@@ -23,6 +22,7 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import (
     Decision,
+    MessageDecoder,
     Refused,
     Routed,
     RouteRequest,
@@ -35,7 +35,7 @@ from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 
-DECISIONS: "msgspec.msgpack.Decoder[Decision]" = msgspec.msgpack.Decoder(Decision)
+DECISIONS: MessageDecoder[Decision] = MessageDecoder(Decision)
 QUEUE = {"queue_threshold": 0.5, "predicted_ttl_s": 0.0}
 DEADLINE_S = 10 * PATIENCE_S  # entries leave the ledger before their time is over
 Answers = list[asyncio.Task[Routed | Refused]]

@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
     Decision,
     Hints,
     Load,
+    MessageDecoder,
     OverlapQuery,
     OverlapReply,
     Placement,
@@ -42,8 +43,8 @@ from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel
 
 TEN = sequence(*range(10))
-DECISIONS = msgspec.msgpack.Decoder(RouteEvent)
-SEQUENCES = msgspec.msgpack.Decoder(SeqBatch)
+DECISIONS = MessageDecoder(RouteEvent)
+SEQUENCES = MessageDecoder(SeqBatch)
 
 
 def decisions(bus: Bus) -> Tail[Decision]:
@@ -99,7 +100,7 @@ async def test_an_index_outage_is_logged_and_does_not_stop_routing(
     async def never(_: OverlapQuery, __: Reply) -> None:
         return
 
-    decoder = msgspec.msgpack.Decoder(OverlapQuery)
+    decoder = MessageDecoder(OverlapQuery)
     silent = await bus.serve(bus.subjects.index("m"), decoder, never, queue="index")
     async with (
         running_workers(bus, limits, "a", "b"),
@@ -130,7 +131,7 @@ async def test_an_intermittent_index_is_logged_once(
         if next(answered) % 2:
             reply(OverlapReply([], [b""] * len(query.prompts)))
 
-    decoder = msgspec.msgpack.Decoder(OverlapQuery)
+    decoder = MessageDecoder(OverlapQuery)
     await bus.serve(bus.subjects.index("m"), decoder, at_times, queue="index")
     async with (
         running_workers(bus, limits, "a", "b"),
@@ -151,7 +152,7 @@ async def test_requests_do_not_wait_for_each_others_index_queries(
     async def hold(_: OverlapQuery, reply: Reply) -> None:
         held.append(reply)
 
-    decoder = msgspec.msgpack.Decoder(OverlapQuery)
+    decoder = MessageDecoder(OverlapQuery)
     await bus.serve(bus.subjects.index("m"), decoder, hold, queue="index")
     async with running_workers(bus, limits, "a"), running_router(options, index_timeout_s=1.0):
         await request_placement(bus, request("0", b"", tokens=3))

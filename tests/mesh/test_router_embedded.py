@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.mesh import Mesh
@@ -11,7 +10,7 @@ from support.routers import running_workers
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Load, Placement, Sampling
+from kvmesh.bus.messages import Load, MessageDecoder, Placement, Sampling
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.router.embedded import EmbeddedRouter
 from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouteError, RouterConfigError
@@ -86,7 +85,7 @@ async def test_a_caller_that_stops_iterating_stops_the_engine(mesh: Mesh) -> Non
         loads[load.instance] = load.running + load.waiting
 
     bus = await Bus.connect(mesh.options, "watch")
-    await bus.subscribe(bus.subjects.load_all, msgspec.msgpack.Decoder(Load), on_load)
+    await bus.subscribe(bus.subjects.load_all, MessageDecoder(Load), on_load)
     async with EmbeddedRouter.connect(MODEL, mesh.options, timeout=30) as router:
         stream = router.generate(PROMPT, Sampling(max_tokens=4000, ignore_eos=True))
         assert await anext(stream)

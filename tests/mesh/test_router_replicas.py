@@ -26,6 +26,7 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import (
     Decision,
     Hints,
+    MessageDecoder,
     Outcome,
     Routed,
     RouteEvent,
@@ -43,8 +44,8 @@ from kvmesh.router.policies.thompson import Thompson
 from kvmesh.router.policy_state import PolicyState
 from kvmesh.settings.schema import RouterSettings
 
-DECISIONS = msgspec.msgpack.Decoder(RouteEvent)
-SEQUENCES = msgspec.msgpack.Decoder(SeqBatch)
+DECISIONS = MessageDecoder(RouteEvent)
+SEQUENCES = MessageDecoder(SeqBatch)
 BURST = 500
 WORKERS = ("a", "b", "c", "d")
 

@@ -29,7 +29,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.connection.direct_client import PermissionDenied
 from kvmesh.bus.errors import BusError, BusUnavailable, NotPermitted
-from kvmesh.bus.messages import ControlReply, Dump, Resend, encode
+from kvmesh.bus.messages import ControlReply, Dump, MessageDecoder, Resend, encode
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.streams.configuration import StreamMissing, ensure_streams
 from kvmesh.bus.subjects import Subjects
@@ -40,7 +40,7 @@ from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.settings import Settings
 
-CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
+CONTROL_REPLY = MessageDecoder(ControlReply)
 
 WORKERS = ("worker-0", "worker-1")
 SUBJECTS = Subjects("kvmesh")
@@ -471,7 +471,7 @@ async def test_a_process_drops_messages_that_a_user_has_a_stream_deliver(
     server: SecuredServer, mesh: Mesh
 ) -> None:
     stream, piece = f"OBJ_{SUBJECTS.model_bucket}", f"$O.{SUBJECTS.model_bucket}.C.stray"
-    subject, decoder = SUBJECTS.work("worker-1-1f"), msgspec.msgpack.Decoder(Dump)
+    subject, decoder = SUBJECTS.work("worker-1-1f"), MessageDecoder(Dump)
     async with (
         server.connected("frontend") as frontend,
         server.connected("operator") as operator,

@@ -11,7 +11,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.collector import Collector, ReceivedSpan
@@ -21,7 +20,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.messages import Clear, ControlReply
+from kvmesh.bus.messages import Clear, ControlReply, MessageDecoder
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.tracing import names
 
@@ -206,7 +205,7 @@ async def test_hand_offs_and_blocks_of_lower_tiers_are_parts_of_the_trace(
     for worker in ("prefill-0", "decode-0"):
         subject, reply = (
             bus.subjects.ctl(instance(mesh, worker)),
-            msgspec.msgpack.Decoder(ControlReply),
+            MessageDecoder(ControlReply),
         )
         assert (await bus.request(subject, Clear(tiers=[0]), reply, PATIENCE_S)).ok
     await bus.close()
@@ -269,7 +268,7 @@ async def test_blocks_that_nodes_share_are_parts_of_the_trace(
 
     async def clear(process: str, *tiers: int) -> None:
         (card,) = (card for card in cards.instances if card.name == process)
-        replies = msgspec.msgpack.Decoder(ControlReply)
+        replies = MessageDecoder(ControlReply)
         subject = bus.subjects.ctl(card.instance)
         assert (await bus.request(subject, Clear(tiers=list(tiers)), replies, PATIENCE_S)).ok
 

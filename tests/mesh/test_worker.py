@@ -22,6 +22,7 @@ from kvmesh.bus.messages import (
     Clear,
     Drain,
     KvBatch,
+    MessageDecoder,
     Resend,
     Starting,
     Stored,
@@ -187,7 +188,7 @@ async def test_malformed_work_and_commands_are_answered(
 ) -> None:
     await workers.start(FAST)
     reply = await bus.request(
-        bus.subjects.work("w-1"), {"request": 3}, msgspec.msgpack.Decoder(WorkReply), PATIENCE_S
+        bus.subjects.work("w-1"), {"request": 3}, MessageDecoder(WorkReply), PATIENCE_S
     )
     assert reply.status == "invalid"
     assert not (await frontend.control("w-1", {"type": "nonsense"})).ok

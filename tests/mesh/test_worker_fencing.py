@@ -5,7 +5,6 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.mesh import Mesh, stream_env
@@ -17,7 +16,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Instance, OverlapQuery, OverlapReply, Role
+from kvmesh.bus.messages import Instance, MessageDecoder, OverlapQuery, OverlapReply, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import block_hashes
 
@@ -58,7 +57,7 @@ async def indexed_depths(bus: Bus, prompts: list[bytes]) -> list[int]:
     query = OverlapQuery([block_hashes(tokens, 16, SALT)[1] for tokens in prompts])
     try:
         reply = await bus.request(
-            bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 10
+            bus.subjects.index(MODEL), query, MessageDecoder(OverlapReply), 10
         )
     except BusError as error:
         raise AssertionError(f"no answer: {error}") from error

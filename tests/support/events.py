@@ -5,8 +5,6 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-import msgspec
-
 from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import (
@@ -17,6 +15,7 @@ from kvmesh.bus.messages import (
     Instance,
     KvBatch,
     KvEvent,
+    MessageDecoder,
     ModelCard,
     NodeStore,
     OverlapReply,
@@ -27,7 +26,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import salt, sequence_hashes
 
-DUMPS = msgspec.msgpack.Decoder(Dump)
+DUMPS = MessageDecoder(Dump)
 MODEL = "m"
 SALT = salt(MODEL)
 OPAQUE = 0x5555

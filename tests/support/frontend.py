@@ -18,6 +18,7 @@ from kvmesh.bus.messages import (
     Control,
     ControlReply,
     Instance,
+    MessageDecoder,
     ModelCard,
     Ping,
     Refused,
@@ -37,10 +38,10 @@ from support.wait import PATIENCE_S
 
 MODEL = "kvmesh-demo"
 CONTEXT = 2048
-ROUTES = msgspec.msgpack.Decoder(RouteRequest)
-WORKS = msgspec.msgpack.Decoder(Work)
-CONTROLS: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
-PINGS = msgspec.msgpack.Decoder(Ping)
+ROUTES = MessageDecoder(RouteRequest)
+WORKS = MessageDecoder(Work)
+CONTROLS: MessageDecoder[Control] = MessageDecoder(Control)
+PINGS = MessageDecoder(Ping)
 
 
 class ScriptedRouter:

@@ -4,11 +4,9 @@ import asyncio
 import struct
 from contextlib import AsyncExitStack
 
-import msgspec
-
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import OverlapQuery, OverlapReply
+from kvmesh.bus.messages import MessageDecoder, OverlapQuery, OverlapReply
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.indexer.service import IndexerService
 from kvmesh.indexer.snapshots.snapshot_store import SnapshotStore
@@ -57,9 +55,7 @@ async def find_overlaps(bus: Bus, *blocks: int) -> dict[str, int]:
     """Number of leading blocks of a prompt that each instance holds, according to the mesh."""
     query = OverlapQuery([prompt(list(blocks))])
     return depths(
-        await bus.request(
-            bus.subjects.index(MODEL), query, msgspec.msgpack.Decoder(OverlapReply), 10
-        )
+        await bus.request(bus.subjects.index(MODEL), query, MessageDecoder(OverlapReply), 10)
     )
 
 

@@ -37,6 +37,7 @@ from kvmesh.bus.messages import (
     KvbmReply,
     KvLayout,
     LayerLayout,
+    MessageDecoder,
     Offer,
     Role,
     Wanted,
@@ -46,7 +47,7 @@ from kvmesh.hashing import block_hashes
 from support.wait import eventually
 
 T = TypeVar("T")
-_replies: "msgspec.msgpack.Decoder[KvbmReply]" = msgspec.msgpack.Decoder(KvbmReply)
+_replies: MessageDecoder[KvbmReply] = MessageDecoder(KvbmReply)
 SIZE = 4
 SALT = 5
 

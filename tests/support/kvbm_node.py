@@ -3,17 +3,15 @@
 import asyncio
 import urllib.request
 
-import msgspec
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import ControlReply, Dump, Instance, KvLayout
+from kvmesh.bus.messages import ControlReply, Dump, Instance, KvLayout, MessageDecoder
 from kvmesh.bus.streams.configuration import StreamLimits
 from support.kvbm import TestWorker, find_kvbm, layout
 from support.mesh import Mesh
 from support.nats import free_port
 from support.wait import PATIENCE_S, eventually
 
-CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
+CONTROL_REPLY = MessageDecoder(ControlReply)
 
 HOST_BYTES = 4 << 20
 DISK_BYTES = 64 << 20

@@ -5,12 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
+    MessageDecoder,
     OverlapQuery,
     OverlapReply,
     Refused,
@@ -26,9 +25,9 @@ from kvmesh.settings.schema import RouterSettings, Settings, StreamSettings
 from support.routing import overlaps, worker
 from support.wait import PATIENCE_S, eventually
 
-ROUTE_REPLY: "msgspec.msgpack.Decoder[RouteReply]" = msgspec.msgpack.Decoder(RouteReply)
+ROUTE_REPLY: MessageDecoder[RouteReply] = MessageDecoder(RouteReply)
 
-QUERIES = msgspec.msgpack.Decoder(OverlapQuery)
+QUERIES = MessageDecoder(OverlapQuery)
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from kvmesh.blocks.digests import split_digests
 from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery.leases import Lease
@@ -33,6 +31,7 @@ from kvmesh.bus.messages import (
     Instance,
     KvbmRequest,
     Lend,
+    MessageDecoder,
     NodeStore,
     Offer,
     Prepare,
@@ -43,7 +42,7 @@ from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.prompt_delta.blocks import BlockHashes, BlockPromptCache
 
 KEY = bytes(range(32))
-Requests = msgspec.msgpack.Decoder[KvbmRequest]
+Requests = MessageDecoder[KvbmRequest]
 
 
 @dataclass
@@ -73,7 +72,7 @@ class SmallKvbm:
     async def start(self) -> None:
         self.arena.touch()
         os.truncate(self.arena, 1 << 22)
-        decoder: Requests = msgspec.msgpack.Decoder(KvbmRequest)
+        decoder: Requests = MessageDecoder(KvbmRequest)
         subject = self.bus.subjects.kvbm(self.instance)
         self.subscription: Subscription = await self.bus.serve(subject, decoder, self._serve)
         store = NodeStore(directory=str(self.folder), tier_bytes=[1 << 22, 0, 0])

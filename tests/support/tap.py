@@ -9,7 +9,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Decision, Outcome, Work
+from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, Work
 from kvmesh.demo import model_dir
 from support.wait import eventually
 
@@ -26,8 +26,8 @@ class Tap:
     @asynccontextmanager
     async def listening(self, options: BusOptions) -> AsyncIterator["Tap"]:
         bus = await Bus.connect(options, "tap")
-        work = msgspec.msgpack.Decoder(Work)
-        route = msgspec.msgpack.Decoder(Decision | Outcome)
+        work = MessageDecoder(Work)
+        route = MessageDecoder(Decision | Outcome)
 
         async def on_work(message: Work) -> None:
             self.works.append(self._complete(message))

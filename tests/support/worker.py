@@ -14,6 +14,7 @@ from kvmesh.bus.messages import (
     KvBatch,
     KvEvent,
     Load,
+    MessageDecoder,
     Removed,
     Sampling,
     StepOutput,
@@ -29,7 +30,7 @@ from kvmesh.worker.engine import EngineContext, EngineError, create_engine
 from kvmesh.worker.node import WorkerNode
 from support.wait import PATIENCE_S, eventually
 
-CONTROL_REPLY = msgspec.msgpack.Decoder(ControlReply)
+CONTROL_REPLY = MessageDecoder(ControlReply)
 
 FAST = MockSettings(blocks=256, speedup=50.0)
 SLOW = MockSettings(blocks=256, speedup=1.0)
@@ -107,15 +108,13 @@ class ScriptedFrontend:
             self.loads.append(load)
 
         subjects = self.bus.subjects
-        await self.bus.subscribe(
-            subjects.out("front"), msgspec.msgpack.Decoder(StepOutput), on_output
-        )
-        await self.bus.subscribe(subjects.load_all, msgspec.msgpack.Decoder(Load), on_load)
+        await self.bus.subscribe(subjects.out("front"), MessageDecoder(StepOutput), on_output)
+        await self.bus.subscribe(subjects.load_all, MessageDecoder(Load), on_load)
         await self.reader.open()
 
     async def dispatch(self, instance: str, item: Work, timeout: float = PATIENCE_S) -> WorkReply:
         return await self.bus.request(
-            self.bus.subjects.work(instance), item, msgspec.msgpack.Decoder(WorkReply), timeout
+            self.bus.subjects.work(instance), item, MessageDecoder(WorkReply), timeout
         )
 
     async def dump(self, instance: str, rank: int) -> ControlReply:

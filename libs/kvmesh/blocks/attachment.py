@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from kvmesh.blocks.arena import WORKER_LOCKS, ArenaView, LivenessLock
@@ -28,6 +27,7 @@ from kvmesh.bus.messages import (
     Done,
     Instance,
     KvLayout,
+    MessageDecoder,
     NodeStore,
     Role,
 )
@@ -67,11 +67,11 @@ class ArenaUser(Protocol):
 class Replies(NamedTuple, Generic[T]):
     """The decoder of a reply that is a T unless the kvbm declines."""
 
-    decoder: "msgspec.msgpack.Decoder[T | Declined]"
+    decoder: MessageDecoder[T | Declined]
 
 
-_attached: Replies[Attached] = Replies(msgspec.msgpack.Decoder(Attached | Declined))
-_done: Replies[Done] = Replies(msgspec.msgpack.Decoder(Done | Declined))
+_attached: Replies[Attached] = Replies(MessageDecoder(Attached | Declined))
+_done: Replies[Done] = Replies(MessageDecoder(Done | Declined))
 
 
 class Attachment:

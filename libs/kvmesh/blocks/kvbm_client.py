@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from kvmesh.blocks.arena import ArenaView
@@ -35,6 +34,7 @@ from kvmesh.bus.messages import (
     Fetched,
     Finish,
     Incomplete,
+    MessageDecoder,
     Offer,
     Retain,
     Wanted,
@@ -54,14 +54,14 @@ class _Replies(NamedTuple, Generic[T]):
     short: Replies[T | Incomplete]
 
 
-_done: Replies[Done] = Replies(msgspec.msgpack.Decoder(Done | Declined))
+_done: Replies[Done] = Replies(MessageDecoder(Done | Declined))
 _fetched: _Replies[Fetched] = _Replies(
-    Replies(msgspec.msgpack.Decoder(Fetched | Declined)),
-    Replies(msgspec.msgpack.Decoder(Fetched | Incomplete | Declined)),
+    Replies(MessageDecoder(Fetched | Declined)),
+    Replies(MessageDecoder(Fetched | Incomplete | Declined)),
 )
 _wanted: _Replies[Wanted] = _Replies(
-    Replies(msgspec.msgpack.Decoder(Wanted | Declined)),
-    Replies(msgspec.msgpack.Decoder(Wanted | Incomplete | Declined)),
+    Replies(MessageDecoder(Wanted | Declined)),
+    Replies(MessageDecoder(Wanted | Incomplete | Declined)),
 )
 
 

@@ -35,7 +35,7 @@ from kvmesh.bus.errors import (
     RequestTimeout,
     cause,
 )
-from kvmesh.bus.messages import encode
+from kvmesh.bus.messages import MessageDecoder, encode
 from kvmesh.bus.metrics import BusCounts, KvBacklog, PendingReader
 from kvmesh.bus.subjects import Subjects
 
@@ -237,7 +237,7 @@ class Bus:
         self,
         subject: str,
         message: object,
-        decoder: "msgspec.msgpack.Decoder[T]",
+        decoder: MessageDecoder[T],
         timeout: float,
     ) -> T:
         """Send a request and return its one reply.
@@ -260,7 +260,7 @@ class Bus:
     async def subscribe(
         self,
         subject: str,
-        decoder: "msgspec.msgpack.Decoder[T]",
+        decoder: MessageDecoder[T],
         handler: Callable[[T], Awaitable[None] | None],
     ) -> Subscription:
         """Call `handler` with each message, in order. Malformed ones are logged and dropped."""
@@ -295,7 +295,7 @@ class Bus:
     async def serve(
         self,
         subject: str,
-        decoder: "msgspec.msgpack.Decoder[T]",
+        decoder: MessageDecoder[T],
         handler: Callable[[T, Reply], object],
         queue: str = "",
         on_malformed: Callable[[str], object] | None = None,

@@ -5,10 +5,8 @@ import logging
 from time import monotonic
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import KeepTraces
+from kvmesh.bus.messages import KeepTraces, MessageDecoder
 from kvmesh.settings.schema import TracingSettings
 from kvmesh.tracing.endpoint import turned_on
 from kvmesh.tracing.tail import KeepRate, TailBuffer
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CLOSE_S = 3.0
 MISSING = "tracing needs %s: pip install 'kvmesh[tracing]'"
-_kept = msgspec.msgpack.Decoder(KeepTraces)
+_kept = MessageDecoder(KeepTraces)
 
 
 class TracingUnavailable(Exception):

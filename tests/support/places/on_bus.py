@@ -1,15 +1,13 @@
 """A scripted operator on a real bus, for the connectors `bucket` and `processes`."""
 
-import msgspec
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import DesiredFleet, FleetReport
+from kvmesh.bus.messages import DesiredFleet, FleetReport, MessageDecoder
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.planner.connectors.bucket import BucketConnector
 from kvmesh.planner.core.pools import Pool
 from support.places.place import POOLS, TIMEOUT_S
 
-_desired = msgspec.msgpack.Decoder(DesiredFleet)
+_desired = MessageDecoder(DesiredFleet)
 
 
 class BusPlace:

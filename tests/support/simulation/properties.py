@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import TYPE_CHECKING, TypeAlias
 
-import msgspec
-
-from kvmesh.bus.messages import KvBatch, OverlapQuery, SeqWait
+from kvmesh.bus.messages import KvBatch, MessageDecoder, OverlapQuery, SeqWait
 from kvmesh.bus.subjects import Subjects
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.indexer.queries.reply import answer
@@ -34,7 +32,7 @@ SEQ = Subjects("sim").seq_stream
 KV = Subjects("sim").kv_stream
 RankLoad: TypeAlias = tuple[float, float, float]
 LOSSY_FAULTS = {"rewind", "recreate", "purge"}  # faults that remove messages from the KV stream
-_batches = msgspec.msgpack.Decoder(KvBatch)
+_batches = MessageDecoder(KvBatch)
 
 
 def violations(world: "World") -> list[str]:

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
-
-from kvmesh.bus.messages import Parked, RouteNews
+from kvmesh.bus.messages import MessageDecoder, Parked, RouteNews
 from kvmesh.bus.subjects import Subjects
 from support.simulation import properties
 from support.simulation.callers import Caller
@@ -42,7 +40,7 @@ LOG_LINES = 300
 # a router logs this for requests whose end it did not receive
 GIVEN_UP = re.compile(r"gave up \d+ requests without events, such as (\S+)")
 P = TypeVar("P", bound=Process)
-_news: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
+_news: MessageDecoder[RouteNews] = MessageDecoder(RouteNews)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from kvmesh.bus import messages
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.cli.messages import decoding
 from kvmesh.cli.messages.decoding import KINDS, Undecodable, decode, plain
 from kvmesh.cli.messages.one_line import WIDTH, summarise
@@ -121,7 +122,7 @@ def tailed() -> dict[str, list[type[Struct]]]:
 
 @pytest.mark.parametrize("cls", STRUCTS)
 def test_a_message_with_every_field_set_round_trips(cls: type[Struct]) -> None:
-    decoder = msgspec.msgpack.Decoder(cls)
+    decoder = MessageDecoder(cls)
 
     @EXAMPLES
     @given(instances(cls))
@@ -133,7 +134,7 @@ def test_a_message_with_every_field_set_round_trips(cls: type[Struct]) -> None:
 
 @pytest.mark.parametrize("cls", STRUCTS)
 def test_a_message_of_a_newer_version_is_decoded(cls: type[Struct]) -> None:
-    decoder = msgspec.msgpack.Decoder(cls)
+    decoder = MessageDecoder(cls)
 
     @EXAMPLES
     @given(instances(cls))
@@ -150,7 +151,7 @@ def test_a_message_of_a_newer_version_is_decoded(cls: type[Struct]) -> None:
 
 @pytest.mark.parametrize("cls", STRUCTS)
 def test_a_message_of_an_older_version_gets_the_defaults(cls: type[Struct]) -> None:
-    decoder = msgspec.msgpack.Decoder(cls)
+    decoder = MessageDecoder(cls)
     names = required(cls)
 
     @EXAMPLES

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome
-from kvmesh.bus.messages.codec import encode
+from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome, encode
 from kvmesh.bus.streams.reader import StreamMessage
 from kvmesh.workload.capture import CaptureEnd, CaptureError, Recorder, assemble, fitting_block_size
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, RouteEvent
 from kvmesh.cli.units import literal_lines
 from kvmesh.observer.cache_text import account_lines
 from kvmesh.observer.decision_text import (
@@ -28,7 +28,7 @@ from kvmesh.observer.route_stream import each_message
 
 PREFETCH_ID = b"pf_"
 MAX_NAMED = 20  # requests of one id of the client
-_routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
+_routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
 
 
 def own_id(request: str) -> str:

@@ -1,16 +1,14 @@
 """Commands to running workers that a person names."""
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import Control, ControlReply, Instance, Role
+from kvmesh.bus.messages import Control, ControlReply, Instance, MessageDecoder, Role
 from kvmesh.cli.flags import did_you_mean
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
-_replies = msgspec.msgpack.Decoder(ControlReply)
+_replies = MessageDecoder(ControlReply)
 
 
 class WorkerChoiceError(Exception):

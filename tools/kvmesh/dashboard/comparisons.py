@@ -11,7 +11,7 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import Instance
+from kvmesh.bus.messages import Instance, MessageDecoder
 from kvmesh.dashboard.state.whatif import Compared, WhatIf
 from kvmesh.runtime.piped_process import PipedProcess
 from kvmesh.settings import Settings
@@ -27,7 +27,7 @@ from kvmesh.workload.capture import CaptureEnd, CaptureError, read_routes
 
 MOST_WAITING = 4
 MOST_REQUESTS = 5_000
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_replies: MessageDecoder[Reply] = MessageDecoder(Reply)
 Report = Callable[[str, float], None]
 
 

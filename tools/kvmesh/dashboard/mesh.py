@@ -17,6 +17,7 @@ from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
 from kvmesh.bus.messages import (
     Instance,
     Load,
+    MessageDecoder,
     Outcome,
     RouteEvent,
     ScalingDecision,
@@ -65,9 +66,9 @@ class Mesh:
         self.decisions: deque[ScalingDecision] = deque()
         self._decision_sizes: deque[int] = deque()
         self._decision_bytes = 0
-        self._routes: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
-        self._sequences = msgspec.msgpack.Decoder(SeqBatch)
-        self._scaling = msgspec.msgpack.Decoder(ScalingDecision)
+        self._routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
+        self._sequences = MessageDecoder(SeqBatch)
+        self._scaling = MessageDecoder(ScalingDecision)
         self._clock = asyncio.get_running_loop().time
         self._readers: list[StreamReader] = []
         self.fleet_rows = self._shared(lambda: self.fleet.rows(self._clock()))
@@ -190,8 +191,8 @@ class Mesh:
             await asyncio.sleep(SAMPLE_S)
 
 
-def _decoded(decoder: "msgspec.msgpack.Decoder[T]", message: StreamMessage) -> T | None:
+def _decoded(decoder: MessageDecoder[T], message: StreamMessage) -> T | None:
     try:
         return decoder.decode(message.data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except msgspec.MsgspecError:
         return None  # of another version, or malformed

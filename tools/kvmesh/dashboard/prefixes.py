@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import routable
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Instance, OverlapQuery, OverlapReply, Role
+from kvmesh.bus.messages import Instance, MessageDecoder, OverlapQuery, OverlapReply, Role
 from kvmesh.dashboard.polled import Polled, fault_text
 from kvmesh.dashboard.state.prefixes.holders import RunHolders, holders, questions
 from kvmesh.dashboard.state.prefixes.tree import PromptTree, prompt_tree
@@ -22,7 +20,7 @@ from kvmesh.router.scoring.overlaps import Overlaps
 EVERY_S = 4.0
 REPLY_S = 2.0
 MOST_MODELS = 100
-_replies = msgspec.msgpack.Decoder(OverlapReply)
+_replies = MessageDecoder(OverlapReply)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from kvmesh.bus.messages import CacheAccount, Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import CacheAccount, Decision, MessageDecoder, Outcome, RouteEvent
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.observer.prefetch_uses import base_id
 
-_routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
+_routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
 
 
 class Origins:

@@ -7,12 +7,11 @@ from datetime import datetime
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Outcome
-from kvmesh.bus.messages.codec import is_outcome
+from kvmesh.bus.messages import MessageDecoder, Outcome, is_outcome
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 PROGRESS_S = 10.0
-_outcomes = msgspec.msgpack.Decoder(Outcome)
+_outcomes = MessageDecoder(Outcome)
 
 
 def decoded_outcome(data: bytes) -> Outcome | None:

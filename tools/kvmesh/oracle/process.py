@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from kvmesh.bus.messages import FleetAnswer, FleetQuestion
+from kvmesh.bus.messages import FleetAnswer, FleetQuestion, MessageDecoder
 from kvmesh.oracle.evaluation import FIRST_RATE, QuestionError, answer
 from kvmesh.runtime.piped_process import PipedProcess, Send, serve_frames
 from kvmesh.settings.schema import RouterSettings
@@ -24,8 +24,8 @@ class SimulationTask(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
 
 
-_answers = msgspec.msgpack.Decoder(FleetAnswer)
-_tasks = msgspec.msgpack.Decoder(SimulationTask)
+_answers = MessageDecoder(FleetAnswer)
+_tasks = MessageDecoder(SimulationTask)
 
 
 class SimulationProcess:

@@ -10,7 +10,14 @@ import msgspec
 from kvmesh.bus.client import Reply
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
-from kvmesh.bus.messages import FleetAnswer, FleetQuestion, Instance, Role, RouteEvent
+from kvmesh.bus.messages import (
+    FleetAnswer,
+    FleetQuestion,
+    Instance,
+    MessageDecoder,
+    Role,
+    RouteEvent,
+)
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.oracle import metrics
 from kvmesh.oracle.evaluation import QuestionError, check_question
@@ -27,8 +34,8 @@ from kvmesh.settings.schema import Settings
 log = logging.getLogger(__name__)
 REPLAY_S = 30.0
 QUEUE = "oracles"
-_routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
-_questions = msgspec.msgpack.Decoder(FleetQuestion)
+_routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
+_questions = MessageDecoder(FleetQuestion)
 
 
 class OracleService:

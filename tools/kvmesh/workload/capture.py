@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Decision, Outcome, RouteEvent
-from kvmesh.bus.messages.codec import is_outcome
+from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, RouteEvent, is_outcome
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.workload.analysis.sharing import link_outputs
@@ -24,7 +23,7 @@ from kvmesh.workload.formats.mooncake import TreeBuilder
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.tree import Tree
 
-_events: msgspec.msgpack.Decoder[RouteEvent] = msgspec.msgpack.Decoder(RouteEvent)
+_events: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
 
 
 class CaptureError(WorkloadError):

@@ -11,7 +11,7 @@ from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.discovery.leases import LeaseDuration
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.messages import Instance, MessageDecoder, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import name_of
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 STATE = "state"  # label of a process that has to catch up before it is ready
 READY = "ready"
 OPEN_S = 10.0
-_card_decoder = msgspec.msgpack.Decoder(Instance)
+_card_decoder = MessageDecoder(Instance)
 
 
 def routable(card: Instance) -> bool:
@@ -91,7 +91,7 @@ class Directory:
             return
         try:
             card = _card_decoder.decode(message.data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except msgspec.MsgspecError as error:
             if self._log_once.first(key, reason := str(error)):
                 log.warning("ignored an unreadable card at %s: %s", key, reason)
             return

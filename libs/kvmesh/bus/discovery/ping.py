@@ -3,13 +3,11 @@
 A ping is not a control command, so roles without permission for commands may send it.
 """
 
-import msgspec
-
 from kvmesh.bus.client import Bus, Subscription, returning
-from kvmesh.bus.messages import ControlReply, Ping
+from kvmesh.bus.messages import ControlReply, MessageDecoder, Ping
 
-_pings = msgspec.msgpack.Decoder(Ping)
-_replies = msgspec.msgpack.Decoder(ControlReply)
+_pings = MessageDecoder(Ping)
+_replies = MessageDecoder(ControlReply)
 
 
 async def ping(bus: Bus, instance: str, timeout: float) -> None:

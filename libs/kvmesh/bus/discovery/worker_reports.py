@@ -11,11 +11,11 @@ import msgspec
 
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import Load, Starting
+from kvmesh.bus.messages import Load, MessageDecoder, Starting
 
 log = logging.getLogger(__name__)
-_loads = msgspec.msgpack.Decoder(Load)
-_starts = msgspec.msgpack.Decoder(Starting)
+_loads = MessageDecoder(Load)
+_starts = MessageDecoder(Starting)
 Report = TypeVar("Report", Load, Starting)
 
 
@@ -35,7 +35,7 @@ async def _follow(
     bus: Bus,
     pattern: str,
     subject_of: Callable[[str], str],
-    decoder: "msgspec.msgpack.Decoder[Report]",
+    decoder: MessageDecoder[Report],
     handler: Callable[[Report], object],
 ) -> Subscription:
     log_once = LogOnce()
@@ -47,7 +47,7 @@ async def _follow(
     def receive(msg: RawMessage) -> None:
         try:
             report = decoder.decode(msg.data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except msgspec.MsgspecError as error:
             drop(msg.subject, f"malformed: {error}")
             return
         if msg.subject == subject_of(report.instance):

@@ -21,7 +21,7 @@ from kvmesh.bus.messages.cache import (
     CacheLoss,
     PromptChange,
 )
-from kvmesh.bus.messages.codec import encode
+from kvmesh.bus.messages.codec import MessageDecoder, encode, is_outcome
 from kvmesh.bus.messages.control import (
     AdapterCommand,
     Cancel,
@@ -230,6 +230,7 @@ __all__ = [
     "LimitUse",
     "Load",
     "LoadAdapter",
+    "MessageDecoder",
     "ModelCard",
     "NodeStore",
     "Offer",
@@ -293,6 +294,7 @@ __all__ = [
     "encode",
     "incompatible_models",
     "is_adapter_name",
+    "is_outcome",
     "of_class",
     "owner",
     "prefill_part",

@@ -5,17 +5,15 @@ import logging
 import random
 from dataclasses import dataclass
 
-import msgspec
-
 from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import CheckIndex, ControlReply, Dump, IndexCheck, RankKey
+from kvmesh.bus.messages import CheckIndex, ControlReply, Dump, IndexCheck, MessageDecoder, RankKey
 from kvmesh.indexer.index_check import Segments, compare, describe, indexed_blocks
 from kvmesh.indexer.rank_state import RankStates
 
 log = logging.getLogger(__name__)
-questions = msgspec.msgpack.Decoder(CheckIndex)
-_replies = msgspec.msgpack.Decoder(ControlReply)
+questions = MessageDecoder(CheckIndex)
+_replies = MessageDecoder(ControlReply)
 REPLY_S = 2.0  # for a digest
 EVENTS_S = 5.0  # for the events before it
 TRIES = 3

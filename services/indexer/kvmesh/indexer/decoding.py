@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvmesh.bus.messages import KvBatch, KvEvent, Removed, Stored
+from kvmesh.bus.messages import KvBatch, KvEvent, MessageDecoder, Removed, Stored
 from kvmesh.bus.subjects import name_of, untoken
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.index.interface import TIERS
@@ -59,10 +59,10 @@ class _Envelope(NamedTuple):
     time: float
 
 
-_batch: Final = msgspec.msgpack.Decoder(KvBatch)
-_undecoded: Final = msgspec.msgpack.Decoder(tuple[str, str, int, int, float, list[msgspec.Raw]])
-_event: Final = msgspec.msgpack.Decoder(KvEvent)
-_tagged: Final = msgspec.msgpack.Decoder(list[object])
+_batch: Final = MessageDecoder(KvBatch)
+_undecoded: Final = MessageDecoder(tuple[str, str, int, int, float, list[msgspec.Raw]])
+_event: Final = MessageDecoder(KvEvent)
+_tagged: Final = MessageDecoder(list[object])
 _TAGS: Final = ("stored", "removed", "cleared")
 
 

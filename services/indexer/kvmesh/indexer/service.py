@@ -12,7 +12,7 @@ from kvmesh.bus.discovery.directory import READY, STATE, Directory
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import BusError, BusUnavailable, cause
-from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, RankKey, Role
+from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, MessageDecoder, RankKey, Role
 from kvmesh.index import create_index
 from kvmesh.indexer.checker import IndexChecker, questions
 from kvmesh.indexer.feed import Feed
@@ -30,7 +30,7 @@ from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
-_replies = msgspec.msgpack.Decoder(ControlReply)
+_replies = MessageDecoder(ControlReply)
 TICK_S = 0.05
 SWEEP_S = 1.0
 CAPACITY_CHECK_S = 10.0

@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from kvmesh.bus.messages import (
     Clear,
     Control,
     ControlReply,
     Drain,
     Dump,
+    MessageDecoder,
     Pin,
     Release,
     Unpin,
@@ -18,8 +17,8 @@ from kvmesh.bus.messages import (
 from kvmesh.kvbm.core.manager import Manager
 
 log = logging.getLogger(__name__)
-decoder: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
-dumps = msgspec.msgpack.Decoder(Dump)
+decoder: MessageDecoder[Control] = MessageDecoder(Control)
+dumps = MessageDecoder(Dump)
 
 
 class ControlServer:

@@ -5,8 +5,6 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.messages import (
     Attach,
@@ -15,6 +13,7 @@ from kvmesh.bus.messages import (
     Fetch,
     KvbmRequest,
     Lend,
+    MessageDecoder,
     Offer,
     Prepare,
 )
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 ATTACHMENT_BITS = 62
 ENDED = Declined("invalid", "the ticket has ended")
 REPLACED = Declined("invalid", "a newer request for the ticket has replaced this one")
-_decoder: "msgspec.msgpack.Decoder[KvbmRequest]" = msgspec.msgpack.Decoder(KvbmRequest)
+_decoder: MessageDecoder[KvbmRequest] = MessageDecoder(KvbmRequest)
 
 
 class WorkerServer:

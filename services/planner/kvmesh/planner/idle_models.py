@@ -6,12 +6,12 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import IdleModel, Instance, encode
+from kvmesh.bus.messages import IdleModel, Instance, MessageDecoder, encode
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.runtime.warnings import Warnings
 
 log = logging.getLogger(__name__)
-_idle = msgspec.msgpack.Decoder(IdleModel)
+_idle = MessageDecoder(IdleModel)
 
 
 class IdleModels:

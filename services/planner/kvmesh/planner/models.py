@@ -4,7 +4,7 @@ import logging
 
 import msgspec
 
-from kvmesh.bus.messages import Instance, Load, Role, RouteEvent, SeqBatch, Wake
+from kvmesh.bus.messages import Instance, Load, MessageDecoder, Role, RouteEvent, SeqBatch, Wake
 from kvmesh.bus.streams.reader import StreamMessage
 from kvmesh.bus.subjects import untoken
 from kvmesh.planner.config import check_same_pools, options_of, pools_of
@@ -14,8 +14,8 @@ from kvmesh.planner.core.pools import Pool, pool_of
 from kvmesh.runtime.warnings import Warnings
 
 log = logging.getLogger(__name__)
-_routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
-_sequences = msgspec.msgpack.Decoder(SeqBatch)
+_routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
+_sequences = MessageDecoder(SeqBatch)
 
 
 class ModelPlanners:

@@ -5,11 +5,9 @@ import logging
 from collections.abc import Callable
 from math import inf
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, NoResponder, cause
-from kvmesh.bus.messages import FleetAnswer, FleetQuestion
+from kvmesh.bus.messages import FleetAnswer, FleetQuestion, MessageDecoder
 from kvmesh.planner import metrics
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings
@@ -17,7 +15,7 @@ from kvmesh.runtime.warnings import Warnings
 log = logging.getLogger(__name__)
 GRACE_S = 5.0  # beyond the budget of a question
 RETRY_S = 5.0
-_answers = msgspec.msgpack.Decoder(FleetAnswer)
+_answers = MessageDecoder(FleetAnswer)
 
 
 class OracleClient:

@@ -4,18 +4,16 @@ import logging
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import ControlReply, Serve
+from kvmesh.bus.messages import ControlReply, MessageDecoder, Serve
 from kvmesh.planner import metrics
 from kvmesh.planner.core.groups.role_switches import SWITCH_S, PlannedSwitch
 from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 REPLY_S = 0.8 * SWITCH_S  # more than a worker takes to reply
-_replies = msgspec.msgpack.Decoder(ControlReply)
+_replies = MessageDecoder(ControlReply)
 
 
 class RoleDriver:

@@ -18,6 +18,7 @@ from kvmesh.bus.messages import (
     FleetAnswer,
     FleetQuestion,
     Instance,
+    MessageDecoder,
     Role,
     ScalingDecision,
     Wake,
@@ -51,8 +52,8 @@ RECORD_S = 60.0  # an unchanged plan is recorded this often, or twice as seldom 
 STORE_S = 5.0
 REPLAY_S = 30.0
 SEQUENCES_S = 300.0
-_wakes = msgspec.msgpack.Decoder(Wake)
-_decisions = msgspec.msgpack.Decoder(ScalingDecision)
+_wakes = MessageDecoder(Wake)
+_decisions = MessageDecoder(ScalingDecision)
 _changes = msgspec.json.Decoder(dict[str, Any])
 
 

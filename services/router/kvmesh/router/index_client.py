@@ -16,7 +16,7 @@ import numpy as np
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import MessageTooLarge
-from kvmesh.bus.messages import OverlapQuery, RankKey, Removal
+from kvmesh.bus.messages import MessageDecoder, OverlapQuery, RankKey, Removal
 from kvmesh.router.scoring.overlaps import Overlaps
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ class _Reply(msgspec.Struct, array_like=True):
     since: float = 0.0
 
 
-_replies = msgspec.msgpack.Decoder(_Reply)
-_ranks = msgspec.msgpack.Decoder(list[RankKey])
+_replies = MessageDecoder(_Reply)
+_ranks = MessageDecoder(list[RankKey])
 
 
 class OverlapResult(NamedTuple):

@@ -8,12 +8,11 @@ from functools import partial
 from random import Random
 from time import monotonic
 
-import msgspec
-
 from kvmesh.bus.client import Reply, Subscription
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Decision,
+    MessageDecoder,
     Parked,
     RankKey,
     Refused,
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 QUEUE_GROUP = "router"
 LEAVE_S = 1.0  # for refusing the requests in flight
 MOVED = Refused(code="unavailable", reason="this router is stopping", moved=True)
-_requests = msgspec.msgpack.Decoder(RouteRequest)
+_requests = MessageDecoder(RouteRequest)
 
 
 @dataclass(slots=True, eq=False)

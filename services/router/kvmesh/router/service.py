@@ -18,6 +18,7 @@ from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.messages import (
     Instance,
     Load,
+    MessageDecoder,
     ModelCard,
     RankSpeed,
     Role,
@@ -47,9 +48,9 @@ _NOTHING_FOUND = (
     "the index has no overlaps for prompts of %s that begin like earlier ones: KV events are lost,"
     " disabled, or hashed with another block size or salt"
 )
-_routes: "msgspec.msgpack.Decoder[RouteEvent]" = msgspec.msgpack.Decoder(RouteEvent)
-_questions = msgspec.msgpack.Decoder(ShowSpeeds)
-_thresholds = msgspec.msgpack.Decoder(Thresholds)
+_routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
+_questions = MessageDecoder(ShowSpeeds)
+_thresholds = MessageDecoder(Thresholds)
 
 
 class RouterService:

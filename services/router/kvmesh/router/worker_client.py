@@ -3,18 +3,25 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NoResponder, RequestTimeout
-from kvmesh.bus.messages import Cancel, Chunk, Resend, Sampling, StepOutput, Work, WorkReply
+from kvmesh.bus.messages import (
+    Cancel,
+    Chunk,
+    MessageDecoder,
+    Resend,
+    Sampling,
+    StepOutput,
+    Work,
+    WorkReply,
+)
 from kvmesh.router.errors import RouterError
 
 OFFER_TIMEOUT_S = 5.0  # longer than a frontend's: no other worker is tried
 RESEND_S = 1.0
 MAX_CHUNKS = 4096
-_replies = msgspec.msgpack.Decoder(WorkReply)
-_steps = msgspec.msgpack.Decoder(StepOutput)
+_replies = MessageDecoder(WorkReply)
+_steps = MessageDecoder(StepOutput)
 
 
 class GenerationError(RouterError):

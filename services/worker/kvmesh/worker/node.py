@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus, Subscription, returning
@@ -21,6 +20,7 @@ from kvmesh.bus.messages import (
     Instance,
     KvEvent,
     Load,
+    MessageDecoder,
     StepOutput,
     Work,
     WorkReply,
@@ -65,9 +65,9 @@ log = logging.getLogger(__name__)
 EVENT_CHECK_S = 1.0
 PUBLISH_S = 5.0
 STALL_CHECKS = 10
-_work_decoder = msgspec.msgpack.Decoder(Work)
-_dump_decoder = msgspec.msgpack.Decoder(Dump)
-_control_decoder: "msgspec.msgpack.Decoder[Control]" = msgspec.msgpack.Decoder(Control)
+_work_decoder = MessageDecoder(Work)
+_dump_decoder = MessageDecoder(Dump)
+_control_decoder: MessageDecoder[Control] = MessageDecoder(Control)
 
 
 class WorkerNode:

@@ -3,7 +3,7 @@
 import msgspec
 from support.ended_requests import distinct
 
-from kvmesh.bus.messages.codec import encode
+from kvmesh.bus.messages import encode
 from kvmesh.runtime.piped_process import PipedProcess
 from kvmesh.settings.schema import MockSettings, RouterSettings
 from kvmesh.simulator.whatif.comparison import Alternative, LiveConfiguration, WhatIfAnswer

@@ -18,6 +18,7 @@ from kvmesh.bus.messages import (
     KvbmRequest,
     LimitUse,
     Load,
+    MessageDecoder,
     OverlapQuery,
     Ping,
     RouteEvent,
@@ -41,33 +42,33 @@ REQUESTS = (
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
 CLASSES = frozenset({"fair_class"})  # a tenant's name and a class within it
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    "kv": msgspec.msgpack.Decoder(KvBatch),
-    "route": msgspec.msgpack.Decoder(RouteEvent),
-    "seq": msgspec.msgpack.Decoder(SeqBatch),
-    "scaling": msgspec.msgpack.Decoder(ScalingDecision),
-    "index": msgspec.msgpack.Decoder(OverlapQuery),
-    "indexer": msgspec.msgpack.Decoder(OverlapQuery),
-    "router": msgspec.msgpack.Decoder(RouteRequest),
-    "work": msgspec.msgpack.Decoder(Work),
-    "out": msgspec.msgpack.Decoder(StepOutput),
-    "ctl": msgspec.msgpack.Decoder(Control),
-    "ask": msgspec.msgpack.Decoder(CheckIndex | ShowSpeeds),
-    "dump": msgspec.msgpack.Decoder(Dump),
-    "ping": msgspec.msgpack.Decoder(Ping),
-    "kvbm": msgspec.msgpack.Decoder(KvbmRequest),
-    "computing": msgspec.msgpack.Decoder(ClaimAnnouncement),
-    "sessions": msgspec.msgpack.Decoder(SessionQuery),
-    "oracle": msgspec.msgpack.Decoder(FleetQuestion),
-    "limits": msgspec.msgpack.Decoder(LimitUse),
-    "traces": msgspec.msgpack.Decoder(KeepTraces),
-    "load": msgspec.msgpack.Decoder(Load),
-    "starting": msgspec.msgpack.Decoder(Starting),
-    "wake": msgspec.msgpack.Decoder(Wake),
-    "instances": msgspec.msgpack.Decoder(Instance),
+_decoders: dict[str, MessageDecoder[Any]] = {
+    "kv": MessageDecoder(KvBatch),
+    "route": MessageDecoder(RouteEvent),
+    "seq": MessageDecoder(SeqBatch),
+    "scaling": MessageDecoder(ScalingDecision),
+    "index": MessageDecoder(OverlapQuery),
+    "indexer": MessageDecoder(OverlapQuery),
+    "router": MessageDecoder(RouteRequest),
+    "work": MessageDecoder(Work),
+    "out": MessageDecoder(StepOutput),
+    "ctl": MessageDecoder(Control),
+    "ask": MessageDecoder(CheckIndex | ShowSpeeds),
+    "dump": MessageDecoder(Dump),
+    "ping": MessageDecoder(Ping),
+    "kvbm": MessageDecoder(KvbmRequest),
+    "computing": MessageDecoder(ClaimAnnouncement),
+    "sessions": MessageDecoder(SessionQuery),
+    "oracle": MessageDecoder(FleetQuestion),
+    "limits": MessageDecoder(LimitUse),
+    "traces": MessageDecoder(KeepTraces),
+    "load": MessageDecoder(Load),
+    "starting": MessageDecoder(Starting),
+    "wake": MessageDecoder(Wake),
+    "instances": MessageDecoder(Instance),
 }
 KINDS = frozenset(_decoders)
-_anything = msgspec.msgpack.Decoder()
+_anything = MessageDecoder()
 
 
 class Undecodable(Struct, frozen=True):

@@ -6,12 +6,12 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import ScalingDecision
+from kvmesh.bus.messages import MessageDecoder, ScalingDecision
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 READ_S = 30.0
 LATEST_MINUTES = 5  # a planner records a decision every two minutes at least
-_decisions = msgspec.msgpack.Decoder(ScalingDecision)
+_decisions = MessageDecoder(ScalingDecision)
 
 
 async def read_decisions(

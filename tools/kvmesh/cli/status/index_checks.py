@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import Iterable
 
-import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import routable
 from kvmesh.bus.errors import BusError, MalformedReply, NotPermitted, cause
-from kvmesh.bus.messages import CheckIndex, IndexCheck, Instance, Role
+from kvmesh.bus.messages import CheckIndex, IndexCheck, Instance, MessageDecoder, Role
 
 TIMEOUT_S = 25.0  # more than an indexer takes for its tries
 PARALLEL = 8
-_checks = msgspec.msgpack.Decoder(IndexCheck)
+_checks = MessageDecoder(IndexCheck)
 
 
 class RankCheck(Struct, frozen=True, kw_only=True):

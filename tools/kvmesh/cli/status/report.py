@@ -13,7 +13,7 @@ from kvmesh.bus.discovery.compatibility import misfits, namesakes
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import NotFound, NotPermitted
-from kvmesh.bus.messages import IdleModel, Instance, Load, RankSpeed, Role
+from kvmesh.bus.messages import IdleModel, Instance, Load, MessageDecoder, RankSpeed, Role
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import mesh_streams
 from kvmesh.cli.status.speeds import rank_speeds
@@ -23,7 +23,7 @@ from kvmesh.settings import Settings
 
 log = logging.getLogger(__name__)
 LOAD_S = 1.2
-_idle_models = msgspec.msgpack.Decoder(IdleModel)
+_idle_models = MessageDecoder(IdleModel)
 
 
 class InstanceReport(Struct, kw_only=True):

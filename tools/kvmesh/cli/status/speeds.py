@@ -8,11 +8,11 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import routable
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Instance, RankSpeed, Role, ShowSpeeds, SpeedReport
+from kvmesh.bus.messages import Instance, MessageDecoder, RankSpeed, Role, ShowSpeeds, SpeedReport
 
 TIMEOUT_S = 1.0
 ROUTERS = 3
-_reports = msgspec.msgpack.Decoder(SpeedReport)
+_reports = MessageDecoder(SpeedReport)
 
 
 async def rank_speeds(bus: Bus, cards: Iterable[Instance]) -> dict[str, dict[int, RankSpeed]]:

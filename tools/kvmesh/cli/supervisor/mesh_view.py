@@ -4,13 +4,11 @@ import asyncio
 import logging
 from collections.abc import Collection
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.errors import URL_SETTING, BusError, BusUnavailable, NotFound, ServerUnfit, cause
-from kvmesh.bus.messages import Instance, Load, adapter_name
+from kvmesh.bus.messages import Instance, Load, MessageDecoder, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.configuration import ensure_streams, purge_states
 from kvmesh.bus.streams.server_check import check_server
@@ -58,7 +56,7 @@ class MeshView:
                 f"cannot use JetStream at {redacted(self.bus.options.url)}: {error}"
             ) from error
         loads = self.bus.subjects.load_all
-        await self.bus.subscribe(loads, msgspec.msgpack.Decoder(Load), self._on_load)
+        await self.bus.subscribe(loads, MessageDecoder(Load), self._on_load)
 
     @property
     def routable(self) -> set[str]:

@@ -15,7 +15,7 @@ from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound, cause
-from kvmesh.bus.messages import DesiredFleet, encode
+from kvmesh.bus.messages import DesiredFleet, MessageDecoder, encode
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.cli.supervisor.fleet import Fleet
 from kvmesh.cli.supervisor.plan import ProcessSpec, first_worker_port, most_workers, worker_groups
@@ -24,7 +24,7 @@ from kvmesh.settings import Settings
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
 CLOSE_S = 2.0
-_desired = msgspec.msgpack.Decoder(DesiredFleet)
+_desired = MessageDecoder(DesiredFleet)
 
 
 class WorkerProcesses(Protocol):

@@ -5,6 +5,7 @@ import time
 import msgspec
 from msgspec import Struct
 
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.runtime.piped_process import Send, serve_frames
 from kvmesh.simulator.options import SimulationError
@@ -45,7 +46,7 @@ class ComparisonFailure(Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 Reply = ComparisonProgress | WhatIfAnswer | ComparisonFailure
-_tasks = msgspec.msgpack.Decoder(ComparisonTask)
+_tasks = MessageDecoder(ComparisonTask)
 
 
 def compare_task(data: bytes, send: Send) -> None:

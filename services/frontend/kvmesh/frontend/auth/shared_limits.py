@@ -2,16 +2,14 @@
 
 import asyncio
 
-import msgspec
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import KeyUse, LimitUse
+from kvmesh.bus.messages import KeyUse, LimitUse, MessageDecoder
 from kvmesh.frontend.auth.accounts import Accounts
 
 INTERVAL_S = 0.01
 HEARTBEAT_S = 0.5
 MAX_KEYS_PER_MESSAGE = 2000  # keys in a message
-_decoder = msgspec.msgpack.Decoder(LimitUse)
+_decoder = MessageDecoder(LimitUse)
 
 
 class SharedLimits:

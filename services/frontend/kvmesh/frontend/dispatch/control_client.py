@@ -4,17 +4,16 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import Control, ControlReply, Instance, Role
+from kvmesh.bus.messages import Control, ControlReply, Instance, MessageDecoder, Role
 
 TIMEOUT_S = 3.0
-_replies = msgspec.msgpack.Decoder(ControlReply)
+_replies = MessageDecoder(ControlReply)
 
 
 class InstanceReply(Struct, frozen=True):

@@ -7,12 +7,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
-from kvmesh.bus.messages import ControlReply, Instance, Resend, SeqProgress
+from kvmesh.bus.messages import ControlReply, Instance, MessageDecoder, Resend, SeqProgress
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.token_stream import TokenStream
@@ -21,7 +19,7 @@ from kvmesh.frontend.errors import ApiError
 from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
-_replies = msgspec.msgpack.Decoder(ControlReply)
+_replies = MessageDecoder(ControlReply)
 TICK_S = 0.25
 PAUSE_S = 1.0  # a tick that comes this late means that this process was stopped or stalled
 PING_AFTER_S = 1.0

@@ -19,6 +19,7 @@ from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import MessageTooLarge
 from kvmesh.bus.messages import (
     Instance,
+    MessageDecoder,
     Parked,
     Ping,
     Refused,
@@ -40,7 +41,7 @@ MARGIN_S = 1.0  # beyond the deadline, for the router's own refusal
 MAX_ABANDONED = 16_384  # abandoned attempts whose late placement is still freed
 ANY_ROUTER = ""  # in place of an instance: the queue group of all routers
 NO_ROUTER = Refused(code="unavailable", reason="no router is running")
-_replies: "msgspec.msgpack.Decoder[RouteNews]" = msgspec.msgpack.Decoder(RouteNews)
+_replies: MessageDecoder[RouteNews] = MessageDecoder(RouteNews)
 Compose = Callable[[bool, float | None], RouteRequest]
 
 

@@ -10,14 +10,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import msgspec
-
-from kvmesh.bus.messages import StepOutput
+from kvmesh.bus.messages import MessageDecoder, StepOutput
 from kvmesh.frontend.dispatch.token_stream import ChunkResult, TokenStream
 from kvmesh.frontend.errors import ApiError
 
 log = logging.getLogger(__name__)
-step_decoder = msgspec.msgpack.Decoder(StepOutput)
+step_decoder = MessageDecoder(StepOutput)
 Consumer: TypeAlias = Callable[[], None]  # renders new tokens on the event loop; must not block
 
 

@@ -5,14 +5,12 @@ import logging
 from math import inf
 from typing import NamedTuple
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.leases import delete_lease
 from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
-from kvmesh.bus.messages import Cancel, Work, WorkReply
+from kvmesh.bus.messages import Cancel, MessageDecoder, Work, WorkReply
 from kvmesh.frontend.dispatch.token_inbox import Consumer, TokenInbox
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.prompt_delta.tokens import SentPromptCache
@@ -23,7 +21,7 @@ REPLY_TIMEOUT_S = 1.0  # workers reply at once, whatever their engines do
 PROBE_S = 0.5
 REJOIN_S = 2.0  # after this process has connected, while other processes may be reconnecting
 CHECK_TIMEOUT_S = 30.0
-_replies = msgspec.msgpack.Decoder(WorkReply)
+_replies = MessageDecoder(WorkReply)
 
 
 class OfferResult(NamedTuple):

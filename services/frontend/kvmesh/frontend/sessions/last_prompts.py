@@ -8,20 +8,19 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.errors import RequestTimeout
-from kvmesh.bus.messages import PromptChange, SessionPrompt, SessionQuery, owner
+from kvmesh.bus.messages import MessageDecoder, PromptChange, SessionPrompt, SessionQuery, owner
 from kvmesh.frontend.namespaces import SEPARATOR
 from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 2000  # more than the longest name of a session
 CONVERSATIONS = 4  # of one session
 QUERY_TIMEOUT_S = 0.5
-_queries = msgspec.msgpack.Decoder(SessionQuery)
-_prompts = msgspec.msgpack.Decoder(SessionPrompt)
+_queries = MessageDecoder(SessionQuery)
+_prompts = MessageDecoder(SessionPrompt)
 
 
 class SessionKey(NamedTuple):

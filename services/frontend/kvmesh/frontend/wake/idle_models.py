@@ -8,12 +8,12 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.translation import bus_errors
-from kvmesh.bus.messages import IdleModel, ModelCard
+from kvmesh.bus.messages import IdleModel, MessageDecoder, ModelCard
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 log = logging.getLogger(__name__)
 OPEN_S = 10.0
-_entries = msgspec.msgpack.Decoder(IdleModel)
+_entries = MessageDecoder(IdleModel)
 
 
 class IdleModelReader:

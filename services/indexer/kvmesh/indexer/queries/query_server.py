@@ -5,14 +5,13 @@ import logging
 import time
 from dataclasses import dataclass
 
-import msgspec
-
 from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.discovery.directory import READY, STATE
 from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import (
     Instance,
+    MessageDecoder,
     OverlapQuery,
     OverlapReply,
     Role,
@@ -28,8 +27,8 @@ from kvmesh.tracing.tracer import continued
 log = logging.getLogger(__name__)
 QUEUE = "index"
 ANY_MODEL = "any"  # between shards the model token is unused: hashes include the model
-QUERY = msgspec.msgpack.Decoder(OverlapQuery)
-_replies = msgspec.msgpack.Decoder(OverlapReply)
+QUERY = MessageDecoder(OverlapQuery)
+_replies = MessageDecoder(OverlapReply)
 MAX_FORWARDS = 1024
 SHARD = "shard"  # label of an indexer's card: its shard
 _NO_REPLICAS = Peers(0.0)

@@ -16,6 +16,7 @@ import msgspec
 import zstandard
 from msgspec import Struct
 
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.index.interface import OverlapSegment
 from kvmesh.indexer.decoding import EventSource
 from kvmesh.indexer.rank_state import RankStates
@@ -64,9 +65,7 @@ class RankImage(Struct, frozen=True, array_like=True, tag="rank"):
     segments: list[OverlapSegment]
 
 
-_decoder: "msgspec.msgpack.Decoder[RankImage | Header]" = msgspec.msgpack.Decoder(
-    RankImage | Header
-)
+_decoder: MessageDecoder[RankImage | Header] = MessageDecoder(RankImage | Header)
 _encode = msgspec.msgpack.Encoder().encode
 
 

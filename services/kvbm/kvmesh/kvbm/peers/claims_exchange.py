@@ -7,8 +7,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from kvmesh.blocks.digests import split_digests
 from kvmesh.bus.client import Bus, Subscription
 from kvmesh.bus.discovery.directory import Directory
@@ -17,6 +15,7 @@ from kvmesh.bus.messages import (
     ClaimAnnouncement,
     Declined,
     Instance,
+    MessageDecoder,
     Prepare,
     Prepared,
     Role,
@@ -32,10 +31,8 @@ PREPARE_S = 0.25
 ANSWER_S = 0.75
 PAUSE_S = 0.05
 REST_S = 10.0
-_decoder = msgspec.msgpack.Decoder(ClaimAnnouncement)
-_replies: "msgspec.msgpack.Decoder[Prepared | Declined]" = msgspec.msgpack.Decoder(
-    Prepared | Declined
-)
+_decoder = MessageDecoder(ClaimAnnouncement)
+_replies: MessageDecoder[Prepared | Declined] = MessageDecoder(Prepared | Declined)
 
 
 class ClaimsExchange:

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import msgspec
-
 from kvmesh._native import xxh3
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import Declined, Lend, Lent, OverlapQuery, OverlapReply
+from kvmesh.bus.messages import Declined, Lend, Lent, MessageDecoder, OverlapQuery, OverlapReply
 from kvmesh.index import unpack_rows
 from kvmesh.kvbm.core.blocks.block import Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
@@ -36,8 +34,8 @@ BATCH_BLOCKS = 128
 MAX_HOLDERS = 1 << 16
 NO_SOURCE = PeerSource("", 0)
 Ends = list[tuple[Move, MoveEnd]]
-_lends: "msgspec.msgpack.Decoder[Lent | Declined]" = msgspec.msgpack.Decoder(Lent | Declined)
-_overlaps = msgspec.msgpack.Decoder(OverlapReply)
+_lends: MessageDecoder[Lent | Declined] = MessageDecoder(Lent | Declined)
+_overlaps = MessageDecoder(OverlapReply)
 
 
 class PeerHolder(NamedTuple):

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.blocks.digests import fingerprint
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.kvbm.core.blocks.journal_record import Opened, Record
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ VERSION = 1
 SUM_BYTES = 4
 HEAD_BYTES = 4 + SUM_BYTES
 _encode = msgspec.msgpack.Encoder().encode
-_decoder: "msgspec.msgpack.Decoder[Record]" = msgspec.msgpack.Decoder(Record)
+_decoder: MessageDecoder[Record] = MessageDecoder(Record)
 
 
 def opened(extent: int, key: bytes) -> Opened:

@@ -15,13 +15,13 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, Conflict, NotFound, NotPermitted, cause
-from kvmesh.bus.messages import DesiredFleet, FleetReport, encode
+from kvmesh.bus.messages import DesiredFleet, FleetReport, MessageDecoder, encode
 from kvmesh.planner.connectors.interface import ConnectorError, PoolState
 
 POLL_S = 0.1
 SILENT = "no operator has written a report into the plan bucket; `kvmesh up` is one"
-_desired = msgspec.msgpack.Decoder(DesiredFleet)
-_reports = msgspec.msgpack.Decoder(FleetReport)
+_desired = MessageDecoder(DesiredFleet)
+_reports = MessageDecoder(FleetReport)
 
 
 class BucketConnector:

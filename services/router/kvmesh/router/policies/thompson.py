@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.bus.messages import BanditStats, Decision, Outcome
+from kvmesh.bus.messages import BanditStats, Decision, MessageDecoder, Outcome
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.thompson_trust import Saturation, Trust
@@ -33,7 +33,7 @@ FORBIDDEN = 1e6
 ITL_WEIGHT = 0.5
 MAX_PROPOSED = 4096
 MAX_OFFSETS = 2048
-_stats = msgspec.msgpack.Decoder(BanditStats)
+_stats = MessageDecoder(BanditStats)
 
 
 @dataclass(slots=True)

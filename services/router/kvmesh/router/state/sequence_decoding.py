@@ -8,7 +8,7 @@ import logging
 import msgspec
 
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import SeqBatch, SeqEvent
+from kvmesh.bus.messages import MessageDecoder, SeqBatch, SeqEvent
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +20,9 @@ class _UndecodedBatch(msgspec.Struct, array_like=True):
     events: list[msgspec.Raw]
 
 
-_batch = msgspec.msgpack.Decoder(SeqBatch)
-_undecoded = msgspec.msgpack.Decoder(_UndecodedBatch)
-_event: "msgspec.msgpack.Decoder[SeqEvent]" = msgspec.msgpack.Decoder(SeqEvent)
+_batch = MessageDecoder(SeqBatch)
+_undecoded = MessageDecoder(_UndecodedBatch)
+_event: MessageDecoder[SeqEvent] = MessageDecoder(SeqEvent)
 _logged = LogOnce()
 
 

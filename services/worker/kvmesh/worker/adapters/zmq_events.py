@@ -21,6 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.worker.adapters.cache_ledger import (
     AllCleared,
     BlocksRemoved,
@@ -44,7 +45,7 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 _WHOLE_PREFIX = {None, "full_attention", "mla_attention", "sink_full_attention", "unknown"}
-_DECODER = msgspec.msgpack.Decoder()
+_DECODER = MessageDecoder()
 
 
 class EventDecoder:

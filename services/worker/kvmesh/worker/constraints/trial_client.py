@@ -9,9 +9,7 @@ from contextlib import suppress
 from subprocess import PIPE, Popen
 from typing import TypeVar
 
-import msgspec
-
-from kvmesh.bus.messages import Guided
+from kvmesh.bus.messages import Guided, MessageDecoder
 from kvmesh.worker.constraints.trial_server import Trial, Verdict, framed, unframed
 from kvmesh.worker.engine import EngineError, Rejected
 
@@ -20,7 +18,7 @@ T = TypeVar("T")
 PROCESS = "the constraint trial process"
 START_TIMEOUT_S = 120.0  # importing vLLM is slow on busy cores
 BEGIN_TIMEOUT_S = 3.0  # to begin a trial, else the process is frozen
-_verdict = msgspec.msgpack.Decoder(Verdict)
+_verdict = MessageDecoder(Verdict)
 
 
 class _Lost(Exception):

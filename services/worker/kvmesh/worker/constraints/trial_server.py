@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
-from kvmesh.bus.messages import Guided
+from kvmesh.bus.messages import Guided, MessageDecoder
 
 MAX_BYTES = 1 << 30
 STACK_BYTES = 4 << 20  # less than the stack of an engine's thread
@@ -52,7 +52,7 @@ class Verdict(msgspec.Struct):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_trial = msgspec.msgpack.Decoder(Trial)
+_trial = MessageDecoder(Trial)
 CompileConstraint = Callable[[Guided], object]
 
 

@@ -12,7 +12,7 @@ from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, cause
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.messages import Instance, MessageDecoder, Role
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.worker.engine import EngineConfigError, EngineError
@@ -20,7 +20,7 @@ from kvmesh.worker.engine import EngineConfigError, EngineError
 log = logging.getLogger(__name__)
 CHECK_S = 30.0
 PING_S = 1.0
-_cards = msgspec.msgpack.Decoder(Instance)
+_cards = MessageDecoder(Instance)
 
 
 class Membership:

@@ -4,16 +4,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, NoResponder
-from kvmesh.bus.messages import ControlReply, Instance, Role, StepOutput
+from kvmesh.bus.messages import ControlReply, Instance, MessageDecoder, Role, StepOutput
 from kvmesh.bus.streams.configuration import StreamLimits
 
 log = logging.getLogger(__name__)
-_replies = msgspec.msgpack.Decoder(ControlReply)
+_replies = MessageDecoder(ControlReply)
 CHECK_S = 1.0
 PROBE_S = 1.0
 SETTLED_S = 5.0

@@ -12,6 +12,7 @@ from msgspec import Struct
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.bus.storage.buckets import expiring_bucket, read_bucket, read_headers
 from kvmesh.frontend.errors import Unavailable
 
@@ -52,7 +53,7 @@ class StoredPin(Struct, frozen=True):
         return PinHead(self.id, self.model, *facts)
 
 
-_decoder = msgspec.msgpack.Decoder(StoredPin)
+_decoder = MessageDecoder(StoredPin)
 _heads = msgspec.json.Decoder(PinHead)
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh._native import xxh3
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.kvbm.core.blocks.block import REMOTE, Copy
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, carried_wishes
 from kvmesh.kvbm.tiers.arena import Arena
@@ -36,7 +37,7 @@ class Note(Struct, frozen=True, array_like=True):
 
 
 T = TypeVar("T")
-_note_decoder = msgspec.msgpack.Decoder(Note)
+_note_decoder = MessageDecoder(Note)
 _encode = msgspec.msgpack.Encoder().encode
 Ends = list[tuple[Move, MoveEnd]]
 

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.engine.core import EngineCore
 
-from kvmesh.bus.messages import Clear, Pin, Release, Unpin
+from kvmesh.bus.messages import Clear, MessageDecoder, Pin, Release, Unpin
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.adapters.request_origin import KEY, OriginError, request_origin
 from kvmesh.worker.engines.vllm.prometheus import UnexportedStats
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 NOT_TRACKED = None, None
 NO_TRANSFER = KVConnectorMetadata()
 REPORT_S = 1.0  # between looks for claims that have expired
-_commands = msgspec.msgpack.Decoder(Clear | Release | Pin | Unpin | QueryState | QueryOutcomes)
+_commands = MessageDecoder(Clear | Release | Pin | Unpin | QueryState | QueryOutcomes)
 
 
 class RetentionStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
