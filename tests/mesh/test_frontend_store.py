@@ -17,6 +17,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import JetStreamError
 from kvmesh.bus.messages import SessionPrompt
+from kvmesh.bus.storage.buckets import keys_bucket
 from kvmesh.bus.storage.shared_secret import SecretUnusable
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
@@ -127,7 +128,7 @@ async def test_an_invalid_entry_of_the_bucket_does_not_affect_other_keys(
 ) -> None:
     gate = Authenticator(bus, None, use_bucket=True, local=True, tenants=TenantNamespaces())
     await gate.open()
-    bucket = await bus.js.key_value(bus.subjects.keys_bucket)
+    bucket = await keys_bucket(bus)
     await bucket.put("bad", b'{"name": "bad"}')
     await bucket.put("ci", msgspec.json.encode(key("secret", "ci")))
     running = asyncio.create_task(gate.run())
@@ -152,7 +153,7 @@ async def test_keys_of_the_bucket_are_added_and_removed_live(bus: Bus) -> None:
     headers = {"x-api-key": "secret"}
     with pytest.raises(ApiError):
         gate.account(headers)
-    bucket = await bus.js.key_value(bus.subjects.keys_bucket)
+    bucket = await keys_bucket(bus)
     await bucket.put("ci", msgspec.json.encode(key("secret", "ci")))
     await eventually(lambda: knows(gate, "secret"))
     await bucket.delete("ci")

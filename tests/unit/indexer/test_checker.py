@@ -57,3 +57,26 @@ def test_malformed_fingerprints_end_no_checks(packed: bytes) -> None:
     found, _ = checker(answer)
     check = asyncio.run(found.check(W))
     assert (check.result, found.counts.index_differences) == ("failed", 0)
+
+
+def test_events_after_the_end_of_a_wait_are_applied() -> None:
+    mesh = Mesh()
+    mesh.states.joined(card("w-1"))
+    mesh.batch(0, stored(1, 2))
+    bus = AnsweringBus(ControlReply(True, digest=1, next_event=2))
+    found = IndexChecker(cast(Any, bus), mesh.states)
+
+    async def leave() -> None:
+        task = asyncio.create_task(found.check(W))
+        while not bus.asked:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        mesh.batch(1, stored(3, 4))
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(leave())
+    rank = mesh.states.rank("w-1", 0)
+    assert rank is not None
+    assert (rank.next_event, rank.checkpoint) == (2, None)

@@ -110,15 +110,22 @@ class IndexChecker:
         if not reply.ok or reply.next_event is None:
             return IndexCheck(result="failed", reason=self._refusal(key, reply))
         taken: asyncio.Future[Segments | None] = asyncio.get_running_loop().create_future()
-        if not self._states.take_at(key, reply.next_event, taken.set_result):
+
+        def take(segments: Segments | None) -> None:
+            if not taken.done():  # it is, once the wait has ended and before its checkpoint has
+                taken.set_result(segments)
+
+        if not self._states.take_at(key, reply.next_event, take):
             return IndexCheck(result="moved")
         try:
             async with asyncio.timeout(EVENTS_S):
                 segments = await taken
         except TimeoutError:
-            self._states.cancel_checkpoint(key)
             reason = f"the worker's events did not arrive in {EVENTS_S:g} s"
             return IndexCheck(result="failed", reason=reason)
+        finally:
+            if taken.cancelled():
+                self._states.cancel_checkpoint(key)
         if segments is None:
             return IndexCheck(result="unknown")
         try:
