@@ -48,6 +48,7 @@ class Replicas:
         self._stack.push_async_callback(replica.stop)
         if ready:
             await eventually(lambda: replica.indexer.ready or replica.task.done())
+            await bus.client.flush()  # the server knows its subscriptions now
         return replica
 
 
