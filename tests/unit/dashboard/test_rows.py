@@ -71,7 +71,7 @@ def texts(view: Any, row: Any) -> dict[str, str]:
 def test_a_running_row_has_its_expected_share_and_its_age() -> None:
     (row,) = running_rows([placed()], NOW + 2.5)
     shown = texts(RUNNING_VIEW, row)
-    assert (shown["age_s"], shown["expected"], shown["session"]) == ("2.5 s", "80%", "s")
+    assert (shown["age_s"], shown["expected"], shown["session"]) == ("2.5 s", "80.0%", "s")
     (waiting,) = running_rows([SeenRequest("b", NOW)], NOW - 1)
     shown = texts(RUNNING_VIEW, waiting)
     assert (shown["age_s"], shown["prompt_tokens"], shown["expected"]) == ("0.0 s", "", "")

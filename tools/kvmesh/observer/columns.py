@@ -27,6 +27,11 @@ def share_text(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
+def part_text(part: int, whole: int) -> str:
+    """The share of a part in percent; a dash if there is nothing."""
+    return share_text(part / whole) if whole else "–"
+
+
 def ago_text(value: float) -> str:
     """The time since a Unix time."""
     return duration(max(0.0, time.time() - value))

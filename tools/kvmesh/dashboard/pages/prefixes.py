@@ -25,6 +25,7 @@ from kvmesh.dashboard.state.prefixes.nodes import (
     tenant_of,
 )
 from kvmesh.dashboard.state.prefixes.tree import MOST_PROMPTS, PrefixRun, RecentPrompt
+from kvmesh.observer.columns import part_text
 
 STATES = {"held": COLOURS[2], "partly": COLOURS[1], "lost": COLOURS[4], "unknown": COLOURS[6]}
 KEY = (
@@ -133,8 +134,8 @@ class PrefixPage:
         self._figures.set(
             f"{tree.sessions:,}",
             f"{tree.tokens:,}",
-            _share(tree.shared_tokens(), tree.tokens),
-            "–" if snapshot.fault else _share(lost * tree.block_size, tree.tokens),
+            part_text(tree.shared_tokens(), tree.tokens),
+            "–" if snapshot.fault else part_text(lost * tree.block_size, tree.tokens),
             time.strftime("%H:%M:%S", time.localtime(snapshot.time)),
         )
         self._chart.options["series"][0]["data"] = slices(tree, snapshot.holders, STATES)
@@ -217,10 +218,6 @@ def _notice(snapshot: PrefixSnapshot | None, fault: str, models: list[str]) -> s
     if snapshot.tree.sessions > MOST_PROMPTS:
         return f"The tree has the prompts of the latest {MOST_PROMPTS} sessions."
     return ""
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "–"
 
 
 def _legend() -> None:

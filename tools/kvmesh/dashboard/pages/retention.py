@@ -12,6 +12,7 @@ from kvmesh.dashboard.mesh import Mesh
 from kvmesh.dashboard.state.kv_tiers import TIER_VIEW, tier_rows
 from kvmesh.dashboard.state.pins import PINS, PinRow, pin_rows
 from kvmesh.dashboard.state.retention import TENANT_LOSSES, TENANT_RETENTION, TenantRow, tenant_rows
+from kvmesh.observer.columns import part_text
 
 UNTOLD = (
     "No message of the mesh carries a tenant's budget, the blocks that it retains, or the blocks"
@@ -63,8 +64,8 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
         figures.set(
             f"{len(rows):,}",
             f"{tokens:,}",
-            _percent(sum(row.reused_tokens for row in rows), tokens),
-            _percent(sum(row.possible_tokens for row in rows), accounted),
+            part_text(sum(row.reused_tokens for row in rows), tokens),
+            part_text(sum(row.possible_tokens for row in rows), accounted),
             f"{sum(row.lost_tokens for row in rows):,}",
             "–" if mesh.pins.value is None else f"{len(pinned()):,}",
         )
@@ -74,7 +75,3 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
         tiers.refresh()
 
     every(REFRESH_S, refresh)
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "–"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.cache_text import lost_for
-from kvmesh.observer.columns import RowColumn, RowView
+from kvmesh.observer.columns import RowColumn, RowView, count_text, share_text
 from kvmesh.observer.decision_text import clock_text, time_text
 
 MOST_RUNNING = 2_000  # listed; those that began first
@@ -133,16 +133,8 @@ def _share(tokens: int | None, total: int) -> float | None:
     return None if tokens is None or not total else tokens / total
 
 
-def _count(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
 def _span(value: float | None) -> str:
     return "" if value is None else time_text(value)
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
 
 
 RUNNING = RowView(
@@ -152,9 +144,9 @@ RUNNING = RowView(
         RowColumn("session", "session", number=False),
         RowColumn("state", "state", number=False),
         RowColumn("age_s", "age", lambda v: f"{v:,.1f} s"),
-        RowColumn("generated", "tokens so far", _count),
-        RowColumn("prompt_tokens", "prompt", _count),
-        RowColumn("expected", "expected cached", _percent),
+        RowColumn("generated", "tokens so far", count_text),
+        RowColumn("prompt_tokens", "prompt", count_text),
+        RowColumn("expected", "expected cached", share_text),
         RowColumn("worker", "worker", number=False),
         RowColumn("tenant", "tenant", number=False),
         RowColumn("model", "model", number=False),
@@ -169,10 +161,10 @@ ENDED = RowView(
         RowColumn("ended", "ended", clock_text),
         RowColumn("total_s", "total", _span),
         RowColumn("ttft_s", "first token", _span),
-        RowColumn("prompt_tokens", "prompt", _count),
-        RowColumn("cached_tokens", "cached", _count),
-        RowColumn("lost_tokens", "lost", _count),
-        RowColumn("output_tokens", "output", _count),
+        RowColumn("prompt_tokens", "prompt", count_text),
+        RowColumn("cached_tokens", "cached", count_text),
+        RowColumn("lost_tokens", "lost", count_text),
+        RowColumn("output_tokens", "output", count_text),
         RowColumn("finish", "finish", number=False),
         RowColumn("worker", "worker", number=False),
         RowColumn("session", "session", number=False),
@@ -186,16 +178,16 @@ TURNS = RowView(
     "turns",
     (
         RowColumn("request", "request", number=False),
-        RowColumn("turn", "turn", _count),
+        RowColumn("turn", "turn", count_text),
         RowColumn("arrived", "arrived", clock_text),
         RowColumn("total_s", "total", _span),
         RowColumn("ttft_s", "first token", _span),
-        RowColumn("prompt_tokens", "prompt", _count),
-        RowColumn("reused", "reused", _count),
-        RowColumn("lost", "lost", _count),
+        RowColumn("prompt_tokens", "prompt", count_text),
+        RowColumn("reused", "reused", count_text),
+        RowColumn("lost", "lost", count_text),
         RowColumn("lost_for", "lost for", number=False, wraps=True),
-        RowColumn("new", "new", _count),
-        RowColumn("output_tokens", "output", _count),
+        RowColumn("new", "new", count_text),
+        RowColumn("output_tokens", "output", count_text),
         RowColumn("worker", "worker", number=False),
     ),
     "turn",
