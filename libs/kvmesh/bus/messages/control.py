@@ -101,6 +101,27 @@ class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
     traceparent: str = ""
 
 
+class ReturnForecast(Struct, frozen=True, array_like=True):
+    """A forecast of returns to the prompt of `request`, which has ended on `rank`.
+
+    `rates` are packed rates of return (`kvmesh.returns.rates`); ages count from the Unix time
+    `since`. `end` is the sequence hash of the prompt's last full block. A later forecast for the
+    same request replaces this one.
+    """
+
+    request: str
+    rank: int
+    end: int
+    since: float
+    rates: bytes
+
+
+class ExpectReturns(Struct, frozen=True, tag="expect_returns"):
+    """Order the eviction of these prompts' blocks by the forecasts. No reply is sent."""
+
+    forecasts: list[ReturnForecast]
+
+
 class LoadAdapter(Struct, frozen=True, kw_only=True, tag="load_adapter"):
     """Load the LoRA adapter in `folder`, a path on the worker's machine, within `timeout_s`.
 

@@ -230,6 +230,9 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     `prepare_s` passed from the arrival to the first query of a router, `route_s` in such queries,
     of that `wait_s` in a router's queue and `index_s` for the index, all attempts together.
     `engine_wait_s` passed in the queue of the engine that computed the prompt, if it reports that.
+    `agent` is the kind of the caller's agent. `waits_for` names what the session waits for before
+    its next prompt, from coarse to fine, such as ["tool", "Bash", "sleep"] or ["human"]; empty if
+    that is not known.
     """
 
     request: str
@@ -257,6 +260,8 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     wait_s: float = 0.0
     index_s: float = 0.0
     engine_wait_s: float | None = None
+    agent: str = ""
+    waits_for: list[str] = []
 
 
 RouteEvent: TypeAlias = Decision | Outcome

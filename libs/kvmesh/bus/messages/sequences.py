@@ -1,6 +1,6 @@
 """Events of active sequences, from which all routers compute the same load."""
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -73,3 +73,18 @@ class SeqBatch(Struct, frozen=True, array_like=True):
 
     source: str
     events: list[SeqEvent]
+
+
+class ToolEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A harness reports a tool of a session: that it started, goes on or ended.
+
+    `call` is the id of the tool call, `tool` its name. `remaining_s` is the harness's own estimate
+    of the seconds until the tool ends, from the Unix time `time` on; None if it makes none.
+    """
+
+    session: str
+    event: Literal["started", "progress", "ended"]
+    time: float
+    call: str = ""
+    tool: str = ""
+    remaining_s: float | None = None

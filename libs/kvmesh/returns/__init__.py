@@ -1,0 +1,1 @@
+"""Returns: when the prompts of sessions will be read again."""

@@ -1,0 +1,44 @@
+"""Rates of return by age: how often a prompt is read again, given the time since its last use.
+
+A rate is a hazard: the expected number of returns per second at an age, of prompts that have not
+returned before that age. A forecast is one rate for each of `BINS` bins of age, whose widths
+double. On the wire each rate is one byte, its logarithm in eighths of an octave.
+"""
+
+from collections.abc import Sequence
+from math import inf, log2
+
+BINS = 16
+FIRST_BIN_S = 0.5
+# the upper ends of the bins, in seconds: 0.5, 1, 2, … 8192, inf
+AGE_ENDS = (*(FIRST_BIN_S * 2.0**k for k in range(BINS - 1)), inf)
+_PER_OCTAVE = 8
+_ONE_PER_SECOND = 192  # the byte of the rate 1/s
+
+
+def age_bin(age_s: float) -> int:
+    """The bin of an age in seconds; a negative age counts as 0."""
+    if age_s < FIRST_BIN_S:
+        return 0
+    return min(int(log2(age_s / FIRST_BIN_S)) + 1, BINS - 1)
+
+
+def pack_rates(rates: Sequence[float]) -> bytes:
+    """Rates per second, one for each bin, as `BINS` bytes; each is off by at most 4.5 %."""
+    return bytes(_packed(rate) for rate in rates)
+
+
+def unpack_rates(packed: bytes) -> tuple[float, ...]:
+    """The rates that `pack_rates` packed; ValueError if there are not `BINS` of them."""
+    if len(packed) != BINS:
+        raise ValueError(f"{len(packed)} rates of return instead of {BINS}")
+    return tuple(_RATES[byte] for byte in packed)
+
+
+def _packed(rate: float) -> int:
+    if rate <= 0:
+        return 0
+    return min(max(round(_ONE_PER_SECOND + _PER_OCTAVE * log2(rate)), 0), 255)
+
+
+_RATES = (0.0, *(2.0 ** ((byte - _ONE_PER_SECOND) / _PER_OCTAVE) for byte in range(1, 256)))

@@ -1,0 +1,38 @@
+"""Rates of return: bins of age, and their form on the wire."""
+
+from math import inf
+
+import pytest
+
+from kvmesh.returns.rates import AGE_ENDS, BINS, age_bin, pack_rates, unpack_rates
+
+
+@pytest.mark.parametrize(
+    ("age_s", "expected"),
+    [(-1.0, 0), (0.0, 0), (0.49, 0), (0.5, 1), (0.99, 1), (1.0, 2), (8191.0, 14), (8192.0, 15)],
+)
+def test_an_age_belongs_to_the_bin_that_contains_it(age_s: float, expected: int) -> None:
+    assert age_bin(age_s) == expected
+
+
+def test_the_last_bin_has_no_end() -> None:
+    assert AGE_ENDS[-1] == inf
+    assert age_bin(1e12) == BINS - 1
+
+
+def test_rates_survive_the_wire_within_their_precision() -> None:
+    rates = [0.0, *(0.37 * 1.9**-k for k in range(BINS - 1))]
+    packed = pack_rates(rates)
+    assert len(packed) == BINS
+    assert unpack_rates(packed) == pytest.approx(rates, rel=0.045)
+
+
+def test_rates_beyond_the_range_are_clipped() -> None:
+    found = unpack_rates(pack_rates([1e-30, 1e30, *[0.0] * (BINS - 2)]))
+    assert 0 <= found[0] < 1e-7
+    assert found[1] > 200
+
+
+def test_a_forecast_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 rates of return instead of 16"):
+        unpack_rates(b"abc")
