@@ -49,8 +49,12 @@ class RouterSettings(Section, frozen=True, kw_only=True):
         Meta(description="query the index; if off, assume prompts stay where they were placed"),
     ] = True
     predicted_ttl_s: Annotated[
-        Weight, Meta(description="a placed prompt counts as cached for this long; 0: never")
-    ] = 5.0
+        Weight,
+        Meta(
+            description="a placed prompt counts as cached until this long after its first token, "
+            "when its KV events must have arrived; 0: never"
+        ),
+    ] = 1.0
     approximate_ttl_s: Annotated[Seconds, Meta(description="the same if kv_events is off")] = 120.0
     busy_blocks: Annotated[
         Annotated[int, Meta(ge=1)] | None,

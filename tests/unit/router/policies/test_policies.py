@@ -211,16 +211,27 @@ def test_a_request_may_name_another_policy() -> None:
 
 
 def test_siblings_of_a_burst_share_a_rank_before_any_event() -> None:
-    router = core("a", "b", "c", "d", predicted_ttl_s=5.0)
+    router = core("a", "b", "c", "d", predicted_ttl_s=1.0)
     first = place(router, "1", now=0.0)
-    router.apply(SeqPrefilled("1"), 0.1)
     sibling = sequence(*range(8), 55)
-    assert router.decide(request("2", sibling), None, 4.9).chosen.overlap == [8, 0, 0, 0]
-    router.apply(SeqFree("1"), 5.0)
-    router.expire(5.1)
-    later = router.decide(request("3", sibling), None, 5.1)
+    router.expire(20.0)
+    held = router.decide(request("2", sibling), None, 20.0).candidates
+    assert {c.instance: c.overlap[0] for c in held}[first.chosen.instance] == 8
+    router.apply(SeqPrefilled("1"), 20.0)
+    router.expire(20.9)
+    assert router.decide(request("2", sibling), None, 20.9).chosen.overlap == [8, 0, 0, 0]
+    router.expire(21.1)
+    later = router.decide(request("3", sibling), None, 21.1)
     assert {c.overlap[0] for c in later.candidates} == {0}
     assert first.chosen.overlap == [0, 0, 0, 0]
+
+
+def test_a_burst_forgets_a_request_that_was_never_heard_of_again() -> None:
+    router = core("a", "b", predicted_ttl_s=1.0, sequence_ttl_s=60.0)
+    place(router, "1", now=0.0)
+    router.expire(60.1)
+    later = router.decide(request("2", TEN), None, 60.1)
+    assert {c.overlap[0] for c in later.candidates} == {0}
 
 
 def test_predicted_blocks_extend_the_indexs_overlap() -> None:

@@ -60,9 +60,11 @@ def test_the_tree_counts_the_blocks_of_each_slot(steps: list[tuple[bool, int, by
 
 @given(STEPS, st.integers(0, 40))
 def test_prompts_of_a_slot_can_be_dropped(steps: list[tuple[bool, int, bytes]], gone: int) -> None:
-    predicted = PredictedPrefixes(ttl=10.0)
-    for at, (_, slot, prompt) in enumerate(steps):
-        predicted.add(slot, prompt, float(at))
+    predicted = PredictedPrefixes(ttl=10.0, patience=300.0)
+    for at, (computed, slot, prompt) in enumerate(steps):
+        predicted.add(f"r{at % 7}", slot, prompt, float(at))
+        if computed:
+            predicted.computed(f"r{at % 5}", float(at))
     predicted.forget([gone])
     for _, _, prompt in steps:
         depths = predicted.depths(prompt, 48)

@@ -13,6 +13,7 @@ from kvmesh.bus.messages import (
     SeqAdd,
     SeqEvent,
     SeqFree,
+    SeqPrefilled,
     prefill_part,
 )
 from kvmesh.hashing import HASH_BYTES
@@ -52,7 +53,7 @@ class RouterCore:
         self.epoch = epoch
         self._router = router
         ttl = settings.predicted_ttl_s if settings.kv_events else settings.approximate_ttl_s
-        self._predicted = PredictedPrefixes(ttl)
+        self._predicted = PredictedPrefixes(ttl, settings.sequence_ttl_s)
         self.overlap_watch = OverlapWatch()
         self._model = cost_model(settings)
         self._prefill_model = cost_model(settings, settings.prefill_credits)
@@ -87,6 +88,9 @@ class RouterCore:
             self._add(event, now)
             return
         self.active.apply(event, now)
+        if type(event) is SeqPrefilled or type(event) is SeqFree:
+            self._predicted.computed(event.request, now)
+            self._predicted.computed(prefill_part(event.request), now)
         if type(event) is SeqFree:
             self.policies.on_freed(event.request, now)
 
@@ -94,7 +98,7 @@ class RouterCore:
         at = min(event.time - self.epoch, now)
         slot = self.active.add(event, at)
         if slot is not None and at + self.settings.sequence_ttl_s > now:
-            self._predicted.add(slot, event.sequence_hashes, at)
+            self._predicted.add(event.request, slot, event.sequence_hashes, at)
 
     def apply_route_event(self, event: RouteEvent, now: float) -> None:
         """Pass a decision or outcome, of this router or a replica, to the policies that learn."""
