@@ -27,7 +27,7 @@ def gather(
     slots: NDArray[np.int64],
     columns: Buffer,
     node_of_slot: NDArray[np.int64] | bytes,
-    nodes: int,
+    group_of_node: NDArray[np.int64] | bytes,
     rows: Buffer,
     places: NDArray[np.int64] | bytes,
     predicted: NDArray[np.float64] | bytes,
@@ -43,7 +43,9 @@ def gather(
     `columns` (5, capacity in slots) of float64: prefill tokens and active blocks as counted, the
     corrections of both, and requests. `rows` are packed `IndexRow`s; `places` maps their ranks to a
     slot, or to the number of slots plus the number of a node; 0 if unknown. `shared` is the number
-    of leading blocks by slot that active requests hold; its length is the number of slots.
+    of leading blocks by slot that active requests hold; its length is the number of slots. Nodes
+    are numbered from 1; those of one group of `group_of_node`, by node, read each other's blocks,
+    unless the group is 0.
     `predicted`, leading blocks by slot too, may be empty, as may `node_of_slot` without nodes.
     Returns the maximum over the candidates of blocks to decode with.
     Raises ValueError if an output does not fit, IndexError for a number beyond another buffer.

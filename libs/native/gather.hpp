@@ -32,7 +32,8 @@ struct Fleet {
 
   Numbers<double> columns;
   size_t slots, nodes;
-  Numbers<int64_t> node_of_slot;  // 1 to nodes, or 0; not read if there are no nodes
+  Numbers<int64_t> node_of_slot;   // 1 to nodes, or 0; not read if there are no nodes
+  Numbers<int64_t> group_of_node;  // of each node from the first on: 1 to nodes, or 0
 
   double at(size_t row, size_t slot) const { return columns[columns.count / LOADS * row + slot]; }
   double prefill_tokens(size_t slot) const { return std::max(at(0, slot) + at(2, slot), 0.0); }
@@ -85,13 +86,19 @@ class Gathering {
  private:
   using Reach = std::array<double, TIERS>;  // leading blocks within tiers 0..t
 
-  // Blocks of any node can be read by all others: they count as the last tier.
+  // Blocks of a node can be read by the others of its group: they count as the last tier.
   void share_between_nodes() {
-    const auto nodes = reach_.begin() + fleet_.slots;
+    Reach* const nodes = reach_.data() + fleet_.slots;
     *nodes = Reach{};
-    double most = 0;
-    for (auto node = nodes; node != reach_.end(); ++node) most = std::max(most, node->back());
-    for (auto node = nodes + 1; node != reach_.end(); ++node) node->back() = most;
+    most_.assign(fleet_.nodes + 1, 0);
+    for (size_t node = 1; node <= fleet_.nodes; ++node) {
+      double& most = most_.at(fleet_.group_of_node[node - 1]);
+      most = std::max(most, nodes[node].back());
+    }
+    for (size_t node = 1; node <= fleet_.nodes; ++node) {
+      const int64_t group = fleet_.group_of_node[node - 1];
+      if (group != 0) nodes[node].back() = most_[group];
+    }
   }
 
   // A slot's own blocks, predicted ones and those of its node, whichever reach further.
@@ -109,8 +116,9 @@ class Gathering {
 
   const Fleet& fleet_;
   const Prompt& prompt_;
-  // By slot, then by node; kept to reuse its memory.
+  // Kept to reuse their memory: by slot, then by node; by group.
   static thread_local inline std::vector<Reach> reach_;
+  static thread_local inline std::vector<double> most_;
 };
 
 }  // namespace kvmesh

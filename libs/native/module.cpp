@@ -239,11 +239,11 @@ Numbers<T> numbers(const View& view) {
 
 // Too short to be worth releasing the GIL.
 double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle columns,
-              nb::handle node_of_slot, size_t nodes, nb::handle rows, nb::handle places,
+              nb::handle node_of_slot, nb::handle group_of_node, nb::handle rows, nb::handle places,
               nb::handle predicted, nb::handle shared, double blocks, double block_size) {
   View to_overlap(overlap, PyBUF_WRITABLE), to_loads(loads, PyBUF_WRITABLE);
-  const View candidates(slots), counted(columns), beside(node_of_slot), found(rows), named(places),
-      expected(predicted), active(shared);
+  const View candidates(slots), counted(columns), beside(node_of_slot), grouped(group_of_node),
+      found(rows), named(places), expected(predicted), active(shared);
   const size_t count = candidates.size() / sizeof(int64_t);
   if (to_overlap.size() != TIERS * count * sizeof(double)) {
     throw nb::value_error("overlap must have TIERS numbers for each slot");
@@ -251,8 +251,9 @@ double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle
   if (to_loads.size() != 3 * count * sizeof(double)) {
     throw nb::value_error("loads must have three numbers for each slot");
   }
-  const Fleet fleet{numbers<double>(counted), active.size() / sizeof(double), nodes,
-                    numbers<int64_t>(beside)};
+  const Fleet fleet{numbers<double>(counted), active.size() / sizeof(double),
+                    grouped.size() / sizeof(int64_t), numbers<int64_t>(beside),
+                    numbers<int64_t>(grouped)};
   const Prompt prompt{numbers<std::array<uint32_t, 1 + TIERS>>(found), numbers<int64_t>(named),
                       numbers<double>(expected), numbers<double>(active), blocks, block_size};
   return Gathering(fleet, prompt)
@@ -268,7 +269,7 @@ NB_MODULE(_native, m) {
         nb::arg("previous") = 0);
   m.def("sequence_hashes", &sequence_hashes, nb::arg("local"), nb::arg("previous") = 0);
   m.def("gather", &gather, nb::arg("overlap"), nb::arg("loads"), nb::arg("slots"),
-        nb::arg("columns"), nb::arg("node_of_slot"), nb::arg("nodes"), nb::arg("rows"),
+        nb::arg("columns"), nb::arg("node_of_slot"), nb::arg("group_of_node"), nb::arg("rows"),
         nb::arg("places"), nb::arg("predicted"), nb::arg("shared"), nb::arg("blocks"),
         nb::arg("block_size"));
   nb::class_<Index>(m, "NativePrefixIndex")

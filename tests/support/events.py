@@ -200,7 +200,13 @@ class Kvbm(Publisher):
             version="0",
             started=time.time(),
             node=self.node,
-            store=NodeStore(directory="", tier_bytes=[1 << 30, 0, 0], models=["other", MODEL]),
+            store=NodeStore(
+                directory="",
+                tier_bytes=[1 << 30, 0, 0],
+                models=["other", MODEL],
+                layouts={MODEL: ["layout"]},
+                key="key",
+            ),
         )
 
 

@@ -20,7 +20,7 @@ class Fleet(NamedTuple):
 
     columns: list[tuple[float, float, float, float, float]]
     node_of_slot: list[int]
-    nodes: int
+    groups: list[int]
     rows: list[tuple[int, int, int, int, int]]
     places: list[int]
     predicted: list[int]
@@ -32,16 +32,19 @@ class Fleet(NamedTuple):
 def expected(fleet: Fleet) -> tuple[list[list[float]], list[list[float]]]:
     """The reference, candidate by candidate."""
     size = len(fleet.columns)
-    reach: list[list[float]] = [[0] * TIERS for _ in range(size + 1 + fleet.nodes)]
+    reach: list[list[float]] = [[0] * TIERS for _ in range(size + 1 + len(fleet.groups))]
     for number, *tiers in fleet.rows:
         reach[fleet.places[number]] = list(accumulate(tiers))
     nodes = reach[size + 1 :]
-    for node in nodes:
-        node[-1] = max(other[-1] for other in nodes)
+    last = [node[-1] for node in nodes]
+    for node, group in zip(nodes, fleet.groups, strict=True):
+        if group:
+            pairs = zip(last, fleet.groups, strict=True)
+            node[-1] = max(tier for tier, other in pairs if other == group)
     reach[size] = [0] * TIERS
     overlap, loads = [], []
     for slot in fleet.slots:
-        beside = reach[size + (fleet.node_of_slot[slot] if fleet.nodes else 0)]
+        beside = reach[size + (fleet.node_of_slot[slot] if fleet.groups else 0)]
         predicted = fleet.predicted[slot] if fleet.predicted else 0
         whole = [max(predicted, *pair) for pair in zip(reach[slot], beside, strict=True)]
         overlap.append([after - before for before, after in zip([0, *whole], whole, strict=False)])
@@ -59,8 +62,8 @@ def gathered(fleet: Fleet) -> tuple[list[list[float]], list[list[float]]]:
         loads,
         np.array(fleet.slots, np.int64),
         np.array(fleet.columns, np.float64).T.tobytes(),
-        np.array(fleet.node_of_slot, np.int64) if fleet.nodes else b"",
-        fleet.nodes,
+        np.array(fleet.node_of_slot, np.int64) if fleet.groups else b"",
+        np.array(fleet.groups, np.int64),
         np.array(fleet.rows, "<u4").tobytes(),
         np.array(fleet.places, np.int64),
         np.array(fleet.predicted, np.float64),
@@ -81,7 +84,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
     return Fleet(
         columns=draw(by_slot(st.tuples(number, number, number, number, count))),
         node_of_slot=draw(by_slot(st.integers(0, nodes))),
-        nodes=nodes,
+        groups=draw(st.lists(st.integers(0, nodes), min_size=nodes, max_size=nodes)),
         rows=draw(st.lists(st.tuples(st.integers(0, ranks - 1), count, count, count, count))),
         places=draw(st.lists(st.integers(0, size + nodes), min_size=ranks, max_size=ranks)),
         predicted=draw(st.just([]) | by_slot(count)),
@@ -96,7 +99,7 @@ def test_gather_equals_the_plain_python_reference(fleet: Fleet) -> None:
     assert gathered(fleet) == expected(fleet)
 
 
-PLAIN = Fleet([(0, 0, 0, 0, 0)] * 2, [0, 0], 0, [(0, 3, 0, 0, 0)], [1], [], [0, 0], [0, 1], 4)
+PLAIN = Fleet([(0, 0, 0, 0, 0)] * 2, [0, 0], [], [(0, 3, 0, 0, 0)], [1], [], [0, 0], [0, 1], 4)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,9 @@ PLAIN = Fleet([(0, 0, 0, 0, 0)] * 2, [0, 0], 0, [(0, 3, 0, 0, 0)], [1], [], [0, 
         PLAIN._replace(places=[3]),
         PLAIN._replace(places=[-1]),
         PLAIN._replace(predicted=[1], slots=[1]),
-        PLAIN._replace(nodes=1, node_of_slot=[0, 2]),
+        PLAIN._replace(groups=[0], node_of_slot=[0, 2]),
+        PLAIN._replace(groups=[2]),
+        PLAIN._replace(groups=[-1]),
         PLAIN._replace(columns=[(0, 0, 0, 0, 0)]),
     ],
 )
@@ -121,4 +126,4 @@ def test_outputs_of_the_wrong_size_are_refused() -> None:
     slots, none = np.zeros(1, np.int64), np.zeros(1)
     for overlap, loads in ((np.empty((1, 3)), np.empty((3, 1))), (np.empty((1, 4)), np.empty(2))):
         with pytest.raises(ValueError, match="for each slot"):
-            gather(overlap, loads, slots, bytes(40), b"", 0, b"", b"", b"", none, 1, BLOCK)
+            gather(overlap, loads, slots, bytes(40), b"", b"", b"", b"", b"", none, 1, BLOCK)

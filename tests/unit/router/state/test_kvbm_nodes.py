@@ -13,8 +13,10 @@ TEN = sequence(*range(10))
 Held = dict[str, tuple[int, ...]]
 
 
-def kvbm(name: str, node: str) -> Instance:
-    store = NodeStore(directory="", tier_bytes=[1, 1, 1], models=["m"])
+def kvbm(name: str, node: str, key: str = "key", layout: str = "16 heads") -> Instance:
+    """A kvbm's card; `layout` is that of its workers, if it has any."""
+    layouts = {"m": [layout]} if layout else {}
+    store = NodeStore(directory="", tier_bytes=[1, 1, 1], models=["m"], layouts=layouts, key=key)
     return Instance(
         instance=name, role=Role.KVBM, name=name, version="0", started=0.0, node=node, store=store
     )
@@ -107,3 +109,23 @@ def test_the_credit_follows_a_kvbm_that_leaves_or_moves() -> None:
     assert rows(decision)["b1"] == (0, 2, 0, 4)
     router.join(worker("d1", node="c"))
     assert rows(router.decide(request("1", TEN), answer, 0.0))["d1"] == (0, 6, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("others", "remote"),
+    [
+        pytest.param({"key": ""}, 0, id="a node that shares nothing"),
+        pytest.param({"key": "another"}, 0, id="a node with another key"),
+        pytest.param({"layout": "8 heads"}, 0, id="a node whose workers have another layout"),
+        pytest.param({"layout": ""}, 6, id="a node without workers of the model"),
+        pytest.param({}, 6, id="a node like this one"),
+    ],
+)
+def test_a_node_is_credited_only_with_blocks_that_it_can_load(
+    others: dict[str, str], remote: int
+) -> None:
+    router = core()
+    router.join(kvbm("kb", "b", **others))
+    decision = router.decide(request("1", TEN), overlaps({"kb": (0, 6)}), 0.0)
+    assert rows(decision)["a1"] == (0, 0, 0, remote)
+    assert rows(decision)["b1"] == (0, 6, 0, 0)

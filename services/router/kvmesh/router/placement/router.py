@@ -45,7 +45,7 @@ class RouterCore:
     ) -> None:
         self.model = model
         self.settings = settings
-        self.table = RankTable()
+        self.table = RankTable(model)
         self._reports = EngineReports(self.table)
         self.speeds = RankSpeeds()
         self.active = ActiveSequences(self.table, settings.sequence_ttl_s)

@@ -55,14 +55,14 @@ def gather(
     if overlaps is not None and overlaps.rows:
         rows, row_slots = overlaps.rows, table.slots_of_keys(overlaps.ranks)
     overlap, loads = np.empty((len(slots), TIERS)), np.empty((3, len(slots)))
-    nodes = len(table.nodes)
+    nodes = len(table.nodes) > 0
     max_decode = _native.gather(
         overlap,
         loads,
         slots,
         table.load_memory,
         table.node_of_slot() if nodes else b"",
-        nodes,
+        table.nodes.groups if nodes else b"",
         rows,
         row_slots,
         b"" if predicted is None else predicted,

@@ -94,7 +94,7 @@ class RankTable:
     usable_blocks: Floats
     min_usable_blocks: float
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.size = 0
         self.ranks: list[Rank] = []
         self.cards: dict[str, Instance] = {}
@@ -107,7 +107,7 @@ class RankTable:
         self._index_version = -1
         self._node_of_slot = np.zeros(0, np.int64)
         self._nodes_version = -1
-        self.nodes = KvbmNodes()
+        self.nodes = KvbmNodes(model)
         self.version = 0
         self.disaggregated = False
         self.block_size = 0
