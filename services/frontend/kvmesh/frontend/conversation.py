@@ -157,6 +157,14 @@ class GenerateRequest(Struct, kw_only=True):
         return sum(role == "assistant" for role, _ in runs)
 
     @property
+    def returns_thinking(self) -> bool:
+        """True if the client returned the thinking of earlier answers, or there were none."""
+        answers = [message for message in self.messages if message.role == "assistant"]
+        return not answers or any(
+            isinstance(block, Thinking) for message in answers for block in message.blocks
+        )
+
+    @property
     def steers_routing(self) -> bool:
         """True if the request constrains the router's choice or changes its policy."""
         wanted = self.placement

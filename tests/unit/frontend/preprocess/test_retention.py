@@ -288,6 +288,35 @@ def test_thinking_has_a_kind_if_the_template_drops_it() -> None:
     assert all(entry.kind != "thinking" for entry in kinds(kept))
 
 
+def decode_kind(model: ServedModel, messages: list[dict[str, Any]], **body: Any) -> str | None:
+    """The kind that the output's blocks get while they are generated."""
+    call = Messages().parse(
+        json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **body}).encode(),
+        {},
+        STAMP,
+    )
+    made = asyncio.run(Preprocessor(1 << 20, TenantNamespaces()).prepare(call.request, model, None))
+    return None if made.decode is None else made.decode.kind
+
+
+THINKS = DROPPING.replace(b"assistant\n", b"assistant\n<think>\n")
+
+
+def test_an_output_that_no_later_prompt_contains_is_of_the_kind_of_thinking() -> None:
+    ask: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    silent = [*ask, {"role": "assistant", "content": "ho"}, *ask]
+    thought = {"type": "thinking", "thinking": "so"}
+    text_block = {"type": "text", "text": "ho"}
+    returned = [*ask, {"role": "assistant", "content": [thought, text_block]}, *ask]
+    model = served(THINKS)
+    assert model.dialect.grammar.begins_thinking("<think>\n")
+    assert decode_kind(model, ask) == "thinking"  # a new message must follow
+    assert decode_kind(model, ask, tools=[TOOL]) is None  # a tool's result may follow
+    assert decode_kind(model, silent, tools=[TOOL]) == "thinking"
+    assert decode_kind(model, returned, tools=[TOOL]) is None
+    assert decode_kind(served(DROPPING), silent) is None  # it may not think at all
+
+
 PIECE = st.sampled_from(
     ["", " ", "ok", "hi\n", LONG, RESULT, "</think>", "<|im_end|>", BILLING_HEADER]
 )

@@ -65,8 +65,13 @@ class OutputGrammar(Struct, frozen=True):
             return harmony.HarmonyParser(tools, new_id, eager)
         grammar = TOOL_PARSERS.get(self.tool_parser or "") if calls else None
         reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
-        thinking = reasoning is not None and _begins_thinking(reasoning, prompt)
+        thinking = self.begins_thinking(prompt)
         return GrammarParser(grammar, reasoning, tools, new_id, eager, thinking)
+
+    def begins_thinking(self, prompt: str) -> bool:
+        """True if the output after `prompt` begins with thinking, as its end shows."""
+        reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
+        return reasoning is not None and _begins_thinking(reasoning, prompt)
 
     def uses(self, token: str) -> bool:
         """True if the special token is part of the grammar and its text must reach the parser."""

@@ -292,7 +292,7 @@ class Dispatcher:
             tenant=request.cache_salt,
             parent_session=request.hints.parent_session,
             retention=task.prompt.retention,
-            decode=request.decode,
+            decode=task.prepared.decode,
             traceparent=span.traceparent,
         )
 

@@ -19,7 +19,12 @@ from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
-from kvmesh.frontend.preprocess.retention import TokenOffsets, explicit_retention, prompt_retention
+from kvmesh.frontend.preprocess.retention import (
+    TokenOffsets,
+    explicit_retention,
+    output_retention,
+    prompt_retention,
+)
 from kvmesh.frontend.preprocess.session_inference import InferredSessions
 from kvmesh.frontend.preprocess.tool_choice import (
     RequiredToolCall,
@@ -58,9 +63,10 @@ class PreparedRequest(Struct):
     """A request ready for dispatch; `max_tokens` fits the context after every prompt.
 
     `tail` is the end of the rendered prompt, which shows whether the output begins with thinking.
-    `ahead` is what a speculative prefill was to compute of the first prompt. `encoded` is the
-    rendered conversation with its tokens until `comparison` compares it with the earlier prompt,
-    one of the model `earlier_model` if that is another; `comparing` while it is looked up.
+    `decode` is the retention of the output. `ahead` is what a speculative prefill was to compute of
+    the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
+    compares it with the earlier prompt, one of the model `earlier_model` if that is another;
+    `comparing` while it is looked up.
     """
 
     request: GenerateRequest
@@ -71,6 +77,7 @@ class PreparedRequest(Struct):
     tail: str
     required_tool_call: RequiredToolCall | None
     guided: Guided | None
+    decode: Retain | None = None
     ahead: ComputedAhead | None = None
     encoded: EncodedPrompt | None = None
     comparison: PromptComparison | None = None
@@ -140,6 +147,11 @@ class Preprocessor:
         request.span.record(RENDER, began, rendered)
         request.span.record(TOKENIZE, rendered, monotonic())
         tail, guided = text[-TAIL_CHARS:], _guided(request, model, required)
+        decode = request.decode
+        if encoded is not None:
+            dialect = model.dialect
+            begins_thinking = dialect.grammar.begins_thinking(tail)
+            decode = output_retention(request, begins_thinking, dialect.template.drops_thinking)
         return PreparedRequest(
             request,
             model,
@@ -149,6 +161,7 @@ class Preprocessor:
             tail,
             required,
             guided,
+            decode,
             encoded=encoded,
         )
 

@@ -61,6 +61,22 @@ def prompt_retention(
     return [*entries, *request.retention]
 
 
+def output_retention(
+    request: GenerateRequest, begins_thinking: bool, drops_thinking: bool
+) -> Retain | None:
+    """Retention of the output: the caller's, or the kind of thinking, or none.
+
+    No later prompt contains an output whose thinking it lacks. It lacks it if the client does not
+    return thinking, or if the template drops it before the user's next message, which must follow
+    where the model has no tools to call.
+    """
+    if request.decode is not None or not begins_thinking:
+        return request.decode
+    if not request.returns_thinking or (drops_thinking and not request.tools):
+        return Retain(0, None, kind="thinking")
+    return None
+
+
 def _kinds(spans: PromptSpans, offsets: TokenOffsets, block_size: int) -> Iterator[Retain]:
     """The head and the newest MAX_KINDS spans, each shrunk to whole blocks."""
     head = offsets.at(spans.head) // block_size * block_size

@@ -34,7 +34,7 @@ def successor(request: GenerateRequest, answer: list[Block]) -> GenerateRequest 
 
     None if nothing can be predicted.
     """
-    if not _returns_thinking(request):
+    if not request.returns_thinking:
         answer = [block for block in answer if not isinstance(block, Thinking)]
     if not answer or not request.messages or request.template_args.get(CONTINUE):
         return None
@@ -43,14 +43,6 @@ def successor(request: GenerateRequest, answer: list[Block]) -> GenerateRequest 
     following = Message("tool", results) if results else Message("user", [Text(CUT)])
     messages = [*request.messages, Message("assistant", answer), following]
     return replace(request, messages=messages)
-
-
-def _returns_thinking(request: GenerateRequest) -> bool:
-    """True if the client returned the thinking of earlier answers, or there were none."""
-    answers = [message for message in request.messages if message.role == "assistant"]
-    return not answers or any(
-        isinstance(block, Thinking) for message in answers for block in message.blocks
-    )
 
 
 class Speculation(Struct, frozen=True):
