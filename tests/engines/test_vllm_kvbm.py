@@ -62,6 +62,15 @@ async def test_onboarded_blocks_are_reported_by_tier(run: KvbmRun) -> None:
     assert (counts.loaded[2:], counts.skipped, counts.corrupt) == ([0, 0], 0, 0)
 
 
+async def test_blocks_of_an_ephemeral_request_are_not_written(run: KvbmRun) -> None:
+    tokens = prompt(150, first=1500)
+    await run.generate("ephemeral", tokens, ephemeral=True)
+    await onboarded(run, prompt(150, first=1700), 128)  # written after the other would have been
+    await run.clear_cache()
+    await run.generate("again", tokens)
+    assert run.sink.cached("again") == 0
+
+
 async def test_an_answer_is_onboarded_with_its_prompt(run: KvbmRun) -> None:
     sampling = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
     for attempt in range(5):  # what is not written in time is computed, and written then

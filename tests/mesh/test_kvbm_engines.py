@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 
@@ -97,6 +98,22 @@ async def test_every_tier_in_turn(nodes: Nodes, start: Start, tmp_path: Path) ->
             tiers.update(tier for tier, held in enumerate(host.cached(name)) if held)
         await host.check_accounting()
     assert tiers >= {1, 2}
+
+
+async def test_an_ephemeral_request_leaves_nothing_in_the_tiers(nodes: Nodes, start: Start) -> None:
+    """Nor does a sibling wait for the blocks that it computes."""
+    nodes.start()
+    one, two = await start("w-1"), await start("w-2")
+    await one.run(replace(make_work("ephemeral", prompt(200, 1)), ephemeral=True))
+    await one.run(make_work("lasting", prompt(200, 2)))
+    await one.written()
+    for name, seed, held in (("again", 1, 0), ("loaded", 2, 192)):
+        await two.run(make_work(name, prompt(200, seed)))
+        assert sum(two.cached(name)) == held
+    assert await one.lower_tiers.hand_down(5.0) == 0
+    third = await start("w-3")
+    await third.run(make_work("third", prompt(200, 1)))
+    assert sum(third.cached("third")) == 192  # the second worker has written it
 
 
 @pytest.fixture

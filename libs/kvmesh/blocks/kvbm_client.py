@@ -69,7 +69,7 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
     """The full blocks of a prompt from its root: one digest and two hashes each, packed.
 
     `salt` seeds the hashes; `retention` is in tokens of the prompt. `traceparent` is that of a
-    traced request.
+    traced request. Blocks of an `ephemeral` request are loaded, but not offered.
     """
 
     request: str
@@ -81,6 +81,7 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
     session: str | None = None
     retention: list[Retain] = []
     traceparent: str = ""
+    ephemeral: bool = False
 
     @property
     def blocks(self) -> int:
@@ -170,7 +171,7 @@ class KvbmClient:
 
         Waits up to `wait_s` for blocks that other workers are computing, and at most `deadline_s`
         in all. With `computes`, this worker is recorded as computing the missing blocks until
-        `report_computed`. Close the iterator to return the blocks.
+        `report_computed`, unless it will not offer them. Close the iterator to return the blocks.
         """
         attachment = self._attacher.current
         if attachment is None:
@@ -290,7 +291,7 @@ def _fetch(
         compute_tps=speeds.compute_tps,
         load_bps=speeds.load_bps,
         wait_s=wait_s,
-        computes=computes,
+        computes=computes and not prompt.ephemeral,
         tenant=prompt.tenant,
         session=prompt.session,
         retention=prompt.retention,

@@ -58,7 +58,10 @@ class OverlapReply(Struct, frozen=True, array_like=True):
 
 
 class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The caller's hints about its request; docs/requests.md describes the effect of each."""
+    """The caller's hints about its request; docs/requests.md describes the effect of each.
+
+    `ephemeral`: no tier below the engine stores the request's blocks.
+    """
 
     priority: int = 0
     strict_priority: int = 0
@@ -69,6 +72,7 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
     session_final: bool = False
     tenant: str | None = None
     fair_class: str | None = None
+    ephemeral: bool = False
 
 
 BATCH_PRIORITY = -100  # of batch requests in engines, which compute them after all others

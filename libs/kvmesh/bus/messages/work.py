@@ -69,7 +69,8 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     isolates blocks, unique per tenant, and `owner(tenant)` is charged for them; the 64-bit `salt`
     only finds blocks. `retention` is for the prompt, where later entries win; `decode` is for the
     generated tokens. With `base`, a request whose prompt the worker has stored, the prompt is the
-    first `shared` tokens of that prompt followed by `tokens` (`kvmesh.prompt_delta`).
+    first `shared` tokens of that prompt followed by `tokens` (`kvmesh.prompt_delta`). Blocks of
+    `ephemeral` work are not written to lower tiers.
     `traceparent` is that of a traced request (W3C).
     """
 
@@ -93,6 +94,7 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     base: str = ""
     shared: int = 0
     traceparent: str = ""
+    ephemeral: bool = False
 
 
 class WorkReply(Struct, frozen=True, kw_only=True):

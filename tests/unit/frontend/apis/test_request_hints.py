@@ -53,6 +53,14 @@ def test_headers_override_the_body() -> None:
     assert made.cache_salt == "t"
 
 
+def test_a_session_is_ephemeral_by_header_or_body() -> None:
+    control = {"session_id": "s", "ephemeral": True}
+    assert request(nvext={"session_control": control}).hints.ephemeral
+    assert request(headers(x_kvmesh_session_ephemeral="true")).hints.ephemeral
+    assert not request(headers(x_kvmesh_session_ephemeral="0")).hints.ephemeral
+    assert not request().hints.ephemeral
+
+
 def test_a_trajectory_is_a_session() -> None:
     context = {"session_type_id": "research", "session_id": "run", "trajectory_id": "run:a"}
     child = {**context, "parent_trajectory_id": "run:p", "trajectory_final": True}

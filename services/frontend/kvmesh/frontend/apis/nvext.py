@@ -40,6 +40,7 @@ class SessionControl(Struct):
     session_id: str
     action: Literal["open", "bind", "close"] | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
+    ephemeral: bool = False
 
 
 class AgentContext(Struct):

@@ -22,7 +22,8 @@ HEADER_PREFIXES = ("x-kvmesh-", "x-dynamo-")
 HEADERS = frozenset(
     (
         *("priority", "strict-priority", "osl", "fair-class", "policy"),
-        *("session-id", "parent-session-id", "session-final", "worker-instance-id", "dp-rank"),
+        *("session-id", "parent-session-id", "session-final", "session-ephemeral"),
+        *("worker-instance-id", "dp-rank"),
     )
 )
 MAX_ID = 512
@@ -68,10 +69,11 @@ def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
         osl=_int(headers, "osl", agent.osl or 0) or None,
         session=_checked_id(session.id or named),
         parent_session=_checked_id(parent),
-        session_final=_is_final(headers)
+        session_final=_flag(headers, "session-final")
         or context.trajectory_final
         or bool(control and control.action == "close"),
         fair_class=fair_class,
+        ephemeral=_flag(headers, "session-ephemeral") or bool(control and control.ephemeral),
     )
 
 
@@ -148,8 +150,8 @@ def _int(headers: Headers, name: str, default: int) -> int:
     return int(text)
 
 
-def _is_final(headers: Headers) -> bool:
-    return (_header(headers, "session-final") or "").lower() in ("1", "true", "yes")
+def _flag(headers: Headers, name: str) -> bool:
+    return (_header(headers, name) or "").lower() in ("1", "true", "yes")
 
 
 def _checked_id(name: str | None) -> str | None:

@@ -294,6 +294,7 @@ class Dispatcher:
             retention=task.prompt.retention,
             decode=task.prepared.decode,
             traceparent=span.traceparent,
+            ephemeral=request.hints.ephemeral,
         )
 
     def _is_batch(self, task: SequenceTask) -> bool:

@@ -36,6 +36,7 @@ class RequestOrigin(Struct, frozen=True, kw_only=True, omit_defaults=True):
     retention: list[Retain] = []
     decode: Retain | None = None
     traceparent: str = ""
+    ephemeral: bool = False
 
     @property
     def ranges(self) -> list[Retain]:
@@ -58,6 +59,7 @@ def origin_of_work(work: Work) -> RequestOrigin:
         retention=work.retention,
         decode=work.decode,
         traceparent=work.traceparent,
+        ephemeral=work.ephemeral,
     )
 
 

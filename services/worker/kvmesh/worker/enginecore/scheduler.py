@@ -165,7 +165,7 @@ class Scheduler:
         else:
             self._count_waiting(sequence, -1)
         priority = min(max(0, sequence.request.priority), MAX_PRIORITY)
-        if self.tiers.lower:
+        if self.tiers.lower and not sequence.request.ephemeral:
             self.tiers.store(sequence, priority, self.blocks.now)
         ends = state is SequenceState.ENDED and sequence.cached_reported
         outcome = self._claim_output(sequence) if ends else None

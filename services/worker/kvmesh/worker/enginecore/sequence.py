@@ -24,7 +24,7 @@ class Request:
     The KV of the first `remote_tokens` tokens comes from another worker. The output is `source` up
     to token `target` and ends with `finish`; its first `generated` tokens are the last ones of the
     prompt. Higher priority goes first. `retention` claims blocks; blocks are shared only within
-    `tenant`.
+    `tenant`. Those of an `ephemeral` request are not stored in lower tiers.
     """
 
     id: str
@@ -41,6 +41,7 @@ class Request:
     priority: int = 0
     remote_tokens: int = 0
     retention: RetentionRequest | None = None
+    ephemeral: bool = False
 
 
 def hash_prompt(tokens: bytes, block_size: int, salt: int) -> tuple[bytes, bytes, bytes]:

@@ -54,6 +54,11 @@ def loaded(started: StartedEngine) -> list[int]:
     return counts.loaded
 
 
+async def test_blocks_of_an_ephemeral_request_stay_in_the_engine(started: StartedEngine) -> None:
+    await started.run("a", prompt(100), max_tokens=1, ephemeral=True)
+    assert blocks_by_tier(started, prompt(100)) == [6, 0, 0]
+
+
 async def test_tier_counts_report_the_moved_blocks(started: StartedEngine) -> None:
     assert started.info.capacity.tier_blocks == [96, 256]
     await started.run("a", prompt(100), max_tokens=1)

@@ -251,6 +251,7 @@ class MockEngine:
             priority=work.priority,
             remote_tokens=_remote_tokens(work),
             retention=parse_retention(work, self._block_size, self._retention.defaults),
+            ephemeral=work.ephemeral,
         )
 
     def _logprobs(self, token: int, alternatives: int) -> dict[int, float]:

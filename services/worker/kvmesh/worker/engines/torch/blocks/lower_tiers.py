@@ -286,6 +286,8 @@ class LowerTiers:
     # write-through
 
     def on_filled(self, request: EngineRequest, sequence: Sequence) -> None:
+        if request.work.ephemeral:
+            return
         held = sequence.full_blocks
         item = FullBlocks(request, sequence.sequence_hashes[:held], sequence.local_hashes[:held])
         if request.attachment != self._client.attachments:
@@ -379,4 +381,5 @@ def _make_prompt(
         session=work.session,
         retention=retention,
         traceparent=work.traceparent,
+        ephemeral=work.ephemeral,
     )

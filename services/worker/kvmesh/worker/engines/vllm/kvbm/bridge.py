@@ -146,6 +146,7 @@ class PromptChain:
                 session=origin.session,
                 retention=origin.ranges,
                 traceparent=origin.traceparent,
+                ephemeral=origin.ephemeral,
             )
             for layout in layouts
         ]

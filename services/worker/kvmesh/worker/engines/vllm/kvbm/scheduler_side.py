@@ -230,6 +230,8 @@ class SchedulerSide:
             return
         after = computed + output.num_scheduled_tokens[request]
         metadata.prefill_tokens += max(0, min(after, tracked.request.num_prompt_tokens) - computed)
+        if tracked.origin.ephemeral:
+            return
         known = len(tracked.request.all_token_ids)
         full_blocks, first = min(after, known) // self._block_size, tracked.saved_blocks
         states = self._states(tracked, full_blocks, output.kv_connector_block_state)

@@ -42,7 +42,8 @@ class RequestHint(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Retention that one request asks for; the fields are those of the mesh's `nvext`.
 
     `cache_control` retains the whole prompt. `session` names the conversation: its next prompt
-    supersedes this one. With `final` the session is released when the request ends.
+    supersedes this one. With `final` the session is released when the request ends. Blocks of an
+    `ephemeral` request are not written to lower tiers.
     """
 
     cache_control: CacheMark | None = None
@@ -50,6 +51,7 @@ class RequestHint(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     pin: PinHint | None = None
     session: Name | None = None
     final: bool = False
+    ephemeral: bool = False
 
 
 _decoder = msgspec.json.Decoder(RequestHint)
@@ -95,6 +97,7 @@ def hinted_origin(
         session=hint.session or session,
         retention=ranges,
         decode=decode,
+        ephemeral=hint.ephemeral,
     )
 
 
