@@ -235,8 +235,8 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     of that `wait_s` in a router's queue and `index_s` for the index, all attempts together.
     `engine_wait_s` passed in the queue of the engine that computed the prompt, if it reports that.
     `agent` is the kind of the caller's agent. `waits_for` names what the session waits for before
-    its next prompt, from coarse to fine, such as ["tool", "Bash", "sleep"] or ["human"]; empty if
-    that is not known.
+    its next prompt, from coarse to fine, such as ["tool", "Bash", "sleep", "64s"] or ["human"];
+    ["end"] if it has ended, and empty if that is not known (docs/requests.md).
     """
 
     request: str

@@ -113,6 +113,7 @@ class GenerateRequest(Struct, kw_only=True):
     - `owner`: fair queues for threads alternate between owners.
     - `previous_message`: id of the answer to the conversation's earlier request, for a diagnosis of
       its cache; empty for a diagnosis without one, None for none.
+    - `agent`: kind of the agent that sends the request (`apis.agent_kinds`).
     - `span`: the first span of the request's trace.
     """
 
@@ -148,6 +149,7 @@ class GenerateRequest(Struct, kw_only=True):
     tenant_name: str = ""
     key_name: str = ""
     client_id: str = ""
+    agent: str = ""
     span: TraceSpan = NO_SPAN
 
     @property

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.bus.messages import Hints, Placement
+from kvmesh.frontend.apis.agent_kinds import agent_kind
 from kvmesh.frontend.apis.base import Headers
 from kvmesh.frontend.apis.nvext import (
     AgentContext,
@@ -48,6 +49,7 @@ def apply_hints(
         check_name(tenant, "x-tenant-id")
         request.cache_salt = tenant
     request.hints = _hints(headers, nvext, cache_key)
+    request.agent = agent_kind(headers, request.hints.parent_session is not None)
     request.placement = _placement(headers, nvext)
     request.policy = _header(headers, "policy") or request.policy
 

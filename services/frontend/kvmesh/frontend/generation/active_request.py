@@ -174,8 +174,8 @@ class ActiveRequest:
         for task in self.tasks:
             self._runner.dispatcher.release(task)
             if task.stream.instance:
-                calls_tools = self._choices[task.index].calls_tools
-                reporter.report(task, self.started, calls_tools, tenant)
+                calls = self._choices[task.index].calls
+                reporter.report(task, self.started, calls, tenant)
 
 
 def _prefill_publisher(events: SequenceEventPublisher, model: str) -> Callable[[TokenStream], None]:

@@ -6,8 +6,9 @@ from typing import Protocol
 
 from kvmesh.frontend.apis.base import Ending, Renderer, TokenLogprob
 from kvmesh.frontend.apis.transcript import Transcript
-from kvmesh.frontend.conversation import AnswerEvent, ToolCallStart
+from kvmesh.frontend.conversation import AnswerEvent
 from kvmesh.frontend.dispatch.token_stream import TokenStream
+from kvmesh.frontend.generation.awaited import AnswerCalls
 from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.tokenizer.detokenizer import TokenTexts
 
@@ -56,7 +57,7 @@ class AnswerContext:
 class Choice:
     """Renders new tokens of `stream` into the answer's sink at each `flush`.
 
-    `calls_tools` is True once the answer has called a tool.
+    `calls` are the tool calls of the answer so far.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Choice:
         self._prefilled = ""
         self._opened = False
         self._rendered = 0
-        self.calls_tools = False
+        self.calls = AnswerCalls()
 
     def flush(self) -> None:
         """Render tokens that have arrived, if the reader keeps up."""
@@ -115,8 +116,8 @@ class Choice:
         if self._transcript is not None:
             for event in events:
                 self._transcript.add(event)
-        if not self.calls_tools:
-            self.calls_tools = any(type(event) is ToolCallStart for event in events)
+        for event in events:
+            self.calls.add(event)
         frame = self._renderer.events(self._index, events, logprobs)
         if self._opened:
             return frame

@@ -8,6 +8,7 @@ from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.generation.accounts import account_of, count_tokens
+from kvmesh.frontend.generation.awaited import AnswerCalls, waits_for
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.nvext import all_outcomes
 from kvmesh.frontend.tenant_figures import TenantUse
@@ -21,12 +22,12 @@ class OutcomeReporter:
         self._expectations = expectations
 
     def report(
-        self, task: SequenceTask, started: float, calls_tools: bool, key_tenant: str | None
+        self, task: SequenceTask, started: float, calls: AnswerCalls, key_tenant: str | None
     ) -> None:
         """Publish and count; `started` is the request's arrival on the loop's clock.
 
-        `key_tenant` is the tenant of the caller's key. An answer that `calls_tools` before it
-        stops finishes with "tool_calls".
+        `key_tenant` is the tenant of the caller's key. An answer with tool `calls` that stops
+        finishes with "tool_calls".
         """
         now, stream = asyncio.get_running_loop().time(), task.stream
         account = account_of(task)
@@ -35,7 +36,7 @@ class OutcomeReporter:
         request, dispatch = task.prepared.request, task.dispatch
         first, cached = stream.first_token_at, sum(stream.cached or [])
         finish = stream.finish or "cancelled"
-        if finish == "stop" and calls_tools:
+        if finish == "stop" and calls:
             finish = "tool_calls"
         self._events.outcome(
             task.model,
@@ -65,6 +66,8 @@ class OutcomeReporter:
                 wait_s=dispatch.wait_s,
                 index_s=dispatch.index_s,
                 engine_wait_s=stream.engine_wait_s,
+                agent=request.agent,
+                waits_for=waits_for(request, finish, calls),
             ),
         )
         _measure(task, started, now)
