@@ -74,6 +74,7 @@ def _frontend(s: Subjects, name: str) -> Grant:
         [
             *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.ping(_EACH)),
             *(s.sessions, s.limits, s.traces, s.seq(ANY), s.route(ANY), s.wake(ANY)),
+            s.tool(ANY),
             *_lease(s, User.FRONTEND, name),
             *_lease(s, User.WORKER, ANY),  # to delete leases of dead workers
             *(entry for bucket in stores for entry in _write(bucket)),
@@ -95,7 +96,10 @@ def _router(s: Subjects, name: str) -> Grant:
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
         ],
-        [s.router(ANY), s.router_at(ANY, own), s.ask(own), s.ping(own), s.load_all, s.traces],
+        [
+            *(s.router(ANY), s.router_at(ANY, own), s.ask(own), s.ping(own)),
+            *(s.load_all, s.tool_all, s.traces),
+        ],
     )
 
 
@@ -215,9 +219,9 @@ _TABLE: dict[User, Callable[[Subjects, str], Grant]] = {
 
 
 def _events(s: Subjects) -> list[str]:
-    """The subjects of events, loads, starts and wakes: they contain neither tokens nor prompts."""
+    """The subjects of events, loads, starts, wakes and tools: neither tokens nor prompts."""
     streams = [s.kv_all, s.route_all, s.seq_all, s.scaling_all]
-    return [*streams, s.load_all, s.starting_all, s.wake_all]
+    return [*streams, s.load_all, s.starting_all, s.wake_all, s.tool_all]
 
 
 def _seen_streams(s: Subjects) -> list[str]:

@@ -8,6 +8,7 @@ ROOT = "kvm"  # the first token of every subject
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 # kinds of subjects that end with an instance
 INSTANCE_KINDS = frozenset(("work", "out", "ctl", "dump", "ping", "kvbm", "load", "starting"))
+MAX_SESSION_TOKEN = 512  # characters: a server bounds the length of subjects
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 
 
@@ -247,6 +248,14 @@ class Subjects:
     @property
     def wake_all(self) -> str:
         return self._of("wake", "*")
+
+    def tool(self, session: str) -> str:
+        """Reports of harnesses on the tools of a session; a long name is cut."""
+        return self._of("tool", token(session)[:MAX_SESSION_TOKEN])
+
+    @property
+    def tool_all(self) -> str:
+        return self._of("tool", "*")
 
     # one process each
 

@@ -51,7 +51,6 @@ NOT_TAILED = {
     messages.SessionPrompt,
     messages.SpeedReport,
     messages.Thresholds,
-    messages.ToolEvent,
     messages.Wanted,
     messages.WorkReply,
 }

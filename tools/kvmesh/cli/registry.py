@@ -174,6 +174,7 @@ COMMANDS = (
     Command(
         "keys", "add, list, revoke and rotate API keys", "kvmesh.cli.commands.keys", sections=BUS
     ),
+    Command("tool", "report a tool that a session of an agent runs", "kvmesh.cli.commands.tool"),
     Command("replay", "send a trace to a mesh and measure latencies", "kvmesh.cli.commands.replay"),
     Command(
         "workload",

@@ -146,6 +146,7 @@ from kvmesh.bus.messages.sequences import (
     SeqProgress,
     SeqWait,
     ToolEvent,
+    ToolState,
     prefill_part,
 )
 from kvmesh.bus.messages.work import (
@@ -289,6 +290,7 @@ __all__ = [
     "SwitchedRole",
     "Thresholds",
     "ToolEvent",
+    "ToolState",
     "UnloadAdapter",
     "Unpin",
     "Wake",

@@ -75,15 +75,18 @@ class SeqBatch(Struct, frozen=True, array_like=True):
     events: list[SeqEvent]
 
 
+ToolState: TypeAlias = Literal["started", "progress", "awaiting_approval", "ended"]
+
+
 class ToolEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A harness reports a tool of a session: that it started, goes on or ended.
+    """A harness reports a tool of a session: that it started, goes on, ended or waits for a person.
 
     `call` is the id of the tool call, `tool` its name. `remaining_s` is the harness's own estimate
     of the seconds until the tool ends, from the Unix time `time` on; None if it makes none.
     """
 
     session: str
-    event: Literal["started", "progress", "ended"]
+    event: ToolState
     time: float
     call: str = ""
     tool: str = ""

@@ -29,6 +29,7 @@ from kvmesh.bus.messages import (
     ShowSpeeds,
     Starting,
     StepOutput,
+    ToolEvent,
     Wake,
     Work,
 )
@@ -65,6 +66,7 @@ _decoders: dict[str, MessageDecoder[Any]] = {
     "load": MessageDecoder(Load),
     "starting": MessageDecoder(Starting),
     "wake": MessageDecoder(Wake),
+    "tool": MessageDecoder(ToolEvent),
     "instances": MessageDecoder(Instance),
 }
 KINDS = frozenset(_decoders)

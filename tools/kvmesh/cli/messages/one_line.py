@@ -7,6 +7,7 @@ import msgspec
 
 from kvmesh.bus import messages as m
 from kvmesh.cli.messages.decoding import Undecodable, hashes, hexadecimal, plain
+from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES, TOKEN_BYTES
 
 SHOWN = 4
@@ -140,6 +141,15 @@ def _wake(wake: m.Wake) -> str:
     )
 
 
+def _tool(event: m.ToolEvent) -> str:
+    parts = [f"{own_name(event.session)} {event.tool or 'a tool'} {event.event}"]
+    if event.call:
+        parts.append(event.call)
+    if event.remaining_s is not None:
+        parts.append(f"{event.remaining_s:g} s remain")
+    return "  ".join(parts)
+
+
 def _scaling(decision: m.ScalingDecision) -> str:
     pools = _some([f"{name} {p.ready}→{p.wanted}" for name, p in decision.pools.items()])
     signals = decision.signals
@@ -219,6 +229,7 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     m.Load: _load,
     m.Starting: _starting,
     m.Wake: _wake,
+    m.ToolEvent: _tool,
     m.ScalingDecision: _scaling,
     m.FleetQuestion: _fleet_question,
     m.OverlapQuery: _query,

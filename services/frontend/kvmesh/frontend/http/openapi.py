@@ -19,6 +19,7 @@ from kvmesh.frontend.apis.completions import CompletionBody
 from kvmesh.frontend.apis.messages.body import MessagesBody
 from kvmesh.frontend.apis.responses.body import ResponsesBody
 from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
+from kvmesh.frontend.apis.tool_events import ClaudeCodeHook, ToolBody
 from kvmesh.frontend.http.bodies import JSON
 from kvmesh.runtime.service import VERSION
 
@@ -80,6 +81,15 @@ ENDPOINTS = [
         "post", "/v1/cache/clear", "Drop cached blocks that are not in use", ClearBody
     ),
     EndpointDescription("post", "/v1/sessions/release", "Release ended sessions", ReleaseBody),
+    EndpointDescription(
+        "post",
+        "/v1/sessions/{id}/tools",
+        "Report that a tool of a session started, goes on, ended or awaits approval; also a list",
+        ToolBody,
+    ),
+    EndpointDescription(
+        "post", "/v1/hooks/claude-code", "Report a tool as a hook of Claude Code", ClaudeCodeHook
+    ),
     EndpointDescription("get", "/v1/models", "List the models that live workers serve"),
     EndpointDescription("get", "/v1/models/{id}", "One model"),
     EndpointDescription("get", "/health", "Readiness to serve requests"),

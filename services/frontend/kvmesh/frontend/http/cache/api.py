@@ -1,4 +1,4 @@
-"""The cache API: prefetch, pins, clear and release, and the session hooks of every request."""
+"""The cache API: prefetch, pins, clear, release, tools; and the session hooks of every request."""
 
 from time import monotonic
 from typing import TypeVar
@@ -16,6 +16,8 @@ from kvmesh.frontend.apis.cache_body import (
     release_decoder,
     unpin_decoder,
 )
+from kvmesh.frontend.apis.tool_events import hook_decoder, tool_decoder
+from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.dispatch.control_client import ControlClient, held_models
 from kvmesh.frontend.dispatch.route_client import RouteClient
@@ -25,6 +27,7 @@ from kvmesh.frontend.http.cache.pin_store import PinStore
 from kvmesh.frontend.http.cache.pins import PinEndpoints
 from kvmesh.frontend.http.cache.prefetch import PrefetchEndpoint
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver
+from kvmesh.frontend.http.cache.tool_events import ToolEventEndpoints
 from kvmesh.frontend.http.endpoint import Action, EndpointFactory
 from kvmesh.frontend.http.middleware import Handler
 from kvmesh.frontend.models import ModelRegistry
@@ -61,6 +64,7 @@ class CacheApi:
         self._prefetch = PrefetchEndpoint(route_client, prompts, control, events)
         self._pins = PinEndpoints(prompts, control, PinStore(service.bus))
         self._clear_release = ClearReleaseEndpoints(registry, control, tenants)
+        self._tools = ToolEventEndpoints(service.bus)
         self._joined_at: dict[str, float] | None = None  # by instance; None before `open`
         self.session_hooks = SessionHooks(
             self._sessions, control, preprocessor, settings.speculative_tokens
@@ -107,8 +111,8 @@ class CacheApi:
 
     @property
     def routes(self) -> list[web.RouteDef]:
-        """Routes of the endpoints; all require the scope "cache"."""
-        pins, prefetch = self._pins, self._prefetch
+        """Routes of the endpoints; all but the reports on tools require the scope "cache"."""
+        pins, prefetch, tools = self._pins, self._prefetch, self._tools
         return [
             web.post("/v1/prefetch", self._with_body(prefetch_decoder, prefetch.start)),
             web.delete("/v1/prefetch/{id:[^/]+}", self._without_body(prefetch.cancel)),
@@ -121,10 +125,16 @@ class CacheApi:
                 "/v1/sessions/release",
                 self._with_body(release_decoder, self._clear_release.release),
             ),
+            web.post(
+                "/v1/sessions/{id:.+}/tools", self._with_body(tool_decoder, tools.report, None)
+            ),
+            web.post("/v1/hooks/claude-code", self._with_body(hook_decoder, tools.hook, None)),
         ]
 
-    def _with_body(self, decoder: msgspec.json.Decoder[T], act: Action[T]) -> Handler:
-        return self._endpoints.with_body(lambda body, *_: decode(decoder, body), act, "cache")
+    def _with_body(
+        self, decoder: msgspec.json.Decoder[T], act: Action[T], scope: Scope | None = "cache"
+    ) -> Handler:
+        return self._endpoints.with_body(lambda body, *_: decode(decoder, body), act, scope)
 
     def _without_body(self, act: Action[None]) -> Handler:
         return self._endpoints.without_body(act, "cache")
