@@ -1,4 +1,4 @@
-"""`kvmesh explain --session`: prints the turns of a session, and where its cached tokens went."""
+"""`kvmesh explain --session`: prints a session's turns and pauses, and its cached tokens."""
 
 import argparse
 import sys
@@ -17,6 +17,8 @@ from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.units import literal, literal_lines
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.observer.cache_text import lost_for
+from kvmesh.observer.decision_text import time_text
+from kvmesh.observer.pauses import UNKNOWN, pauses_after, wait_text
 from kvmesh.observer.route_stream import each_outcome
 from kvmesh.observer.session_turns import SessionTurns
 from kvmesh.settings import Settings
@@ -47,16 +49,18 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def render(turns: Iterable[Outcome]) -> Table:
-    """A row for each turn, the oldest first."""
+    """A row for each turn, the oldest first, with the pause after it."""
+    shown = list(turns)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("request", "ended"):
         table.add_column(heading, no_wrap=True)
     for heading in ("prompt", "reused", "lost", "new"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("first token", justify="right", no_wrap=True)
-    for heading in ("worker", "lost for"):
+    for heading in ("worker", "lost for", "then waits for"):
         table.add_column(heading)
-    for outcome in turns:
+    table.add_column("returns after", justify="right", no_wrap=True)
+    for outcome, pause in zip(shown, pauses_after(shown), strict=True):
         account, ttft = outcome.cache, outcome.ttft_s
         table.add_row(
             outcome.request,
@@ -66,6 +70,8 @@ def render(turns: Iterable[Outcome]) -> Table:
             "–" if ttft is None else f"{ttft * 1000:,.0f} ms",
             outcome.instance,
             literal(lost_for(account)),
+            literal(wait_text(outcome.waits_for)),
+            UNKNOWN if pause is None else time_text(pause),
         )
     return table
 

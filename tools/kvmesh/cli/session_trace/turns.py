@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from kvmesh.bus.messages import Decision
 from kvmesh.frontend.namespaces import own_name
+from kvmesh.observer.pauses import wait_text
 from kvmesh.observer.prefetch_uses import base_id
 from kvmesh.workload.capture import CapturedRound
 
@@ -17,7 +18,7 @@ class SessionTurn(Struct, frozen=True, kw_only=True):
 
     The frontend received it at `start`; a router had it from `routed` to `placed`. `after` is the
     end of the session's previous turn, if that was before the start, and `waits_for` the reason of
-    the pause: tools that the previous answer called, or the user.
+    the pause: the tool that the previous answer called, or the user.
     """
 
     session: str
@@ -101,4 +102,8 @@ def session_turns(rounds: Iterable[CapturedRound]) -> Iterator[SessionTurn]:
 
 
 def _reason(before: CapturedRound) -> str:
-    return TOOLS if before.outcome.finish == "tool_calls" else USER
+    """In words; the outcome of an older frontend tells tools from the user only."""
+    outcome = before.outcome
+    if outcome.waits_for:
+        return wait_text(outcome.waits_for)
+    return TOOLS if outcome.finish == "tool_calls" else USER

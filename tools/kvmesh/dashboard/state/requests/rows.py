@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.cache_text import lost_for
 from kvmesh.observer.columns import RowColumn, RowView, count_text, share_text
 from kvmesh.observer.decision_text import clock_text, time_text
+from kvmesh.observer.pauses import pauses, wait_text
 
 MOST_RUNNING = 2_000  # listed; those that began first
 
@@ -46,7 +48,7 @@ class EndedRow(NamedTuple):
 
 
 class TurnRow(NamedTuple):
-    """A turn of a session; one that runs has no account yet."""
+    """A turn of a session; one that runs has no account yet. `pause_s` follows it."""
 
     request: str
     turn: int
@@ -60,6 +62,8 @@ class TurnRow(NamedTuple):
     output_tokens: int
     worker: str
     lost_for: str
+    waits_for: str
+    pause_s: float | None
 
 
 def running_rows(requests: Iterable[SeenRequest], now: float) -> list[RunningRow]:
@@ -106,11 +110,14 @@ def ended_rows(requests: Iterable[SeenRequest]) -> list[EndedRow]:
 
 
 def turn_rows(turns: Iterable[SeenRequest]) -> list[TurnRow]:
-    """A row for each turn."""
-    return [_turn_row(seen) for seen in turns]
+    """A row for each turn of one session."""
+    shown = list(turns)
+    ends = [inf if seen.outcome is None else seen.outcome.time for seen in shown]
+    after = pauses(ends, (seen.arrived for seen in shown))
+    return [_turn_row(seen, pause_s) for seen, pause_s in zip(shown, after, strict=True)]
 
 
-def _turn_row(seen: SeenRequest) -> TurnRow:
+def _turn_row(seen: SeenRequest, pause_s: float | None) -> TurnRow:
     outcome = seen.outcome
     account = outcome.cache if outcome is not None else None
     return TurnRow(
@@ -126,6 +133,8 @@ def _turn_row(seen: SeenRequest) -> TurnRow:
         seen.generated,
         seen.instance,
         lost_for(account),
+        wait_text(outcome.waits_for) if outcome is not None else "",
+        pause_s,
     )
 
 
@@ -189,6 +198,8 @@ TURNS = RowView(
         RowColumn("new", "new", count_text),
         RowColumn("output_tokens", "output", count_text),
         RowColumn("worker", "worker", number=False),
+        RowColumn("waits_for", "then waits for", number=False),
+        RowColumn("pause_s", "returns after", _span),
     ),
     "turn",
     True,
