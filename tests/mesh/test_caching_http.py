@@ -368,8 +368,11 @@ async def test_a_prefetched_prompt_is_cached_in_the_engine(stage: Stage, api: Ap
 async def test_speculative_prefill_raises_what_the_next_turn_finds_cached(
     stage: Stage, api: Api
 ) -> None:
-    async def next_turn(hint: bool) -> int:
-        """Cached tokens of the second turn, whose prompt lacks the thinking of the first."""
+    async def caches_the_answer(hint: bool) -> bool:
+        """True if the second turn, whose prompt lacks the first's thinking, finds more than that.
+
+        Without speculation it finds at most the prompt of the first turn.
+        """
         earlier: list[Json] = [
             {"role": "user", "content": unique()},
             {"role": "assistant", "content": "Yes?"},
@@ -381,14 +384,12 @@ async def test_speculative_prefill_raises_what_the_next_turn_finds_cached(
         answer = {"role": "assistant", "content": first.text}
         await asyncio.sleep(0.3)
         later = [*earlier, answer, {"role": "user", "content": "Thank you."}]
-        return (await stage.send(api, api.body("", 4, messages=later))).cached
+        second = await stage.send(api, api.body("", 4, messages=later))
+        return second.cached >= first.prompt + 3 * BLOCK
 
-    plain = await next_turn(False)
-
-    async def caches_more() -> bool:
-        return await next_turn(True) >= plain + 4 * BLOCK
-
-    await eventually(caches_more, what="the next turn's prompt is prefilled")
+    hinted, unhinted = partial(caches_the_answer, True), partial(caches_the_answer, False)
+    await eventually(hinted, what="the next turn's prompt is prefilled")
+    await eventually(unhinted, what="it is prefilled without a hint, since that paid")
 
 
 async def test_a_rewritten_history_supersedes_the_session_s_earlier_prompt(stage: Stage) -> None:

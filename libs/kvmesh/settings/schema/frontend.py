@@ -99,6 +99,13 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     session_prompts_bytes: Annotated[
         int, Meta(ge=0, description="memory for the last prompt of each session, for prefetching")
     ] = 32 << 20
+    speculative_prefill: Annotated[
+        Literal["auto", "hinted", "off"],
+        Meta(
+            description="prefill predicted prompts: after answers where that pays, which trials "
+            "measure, or only where requests ask for it, or never"
+        ),
+    ] = "auto"
     speculative_tokens: Annotated[
         int, Meta(ge=0, description="most tokens of one speculative prefill")
     ] = 8192

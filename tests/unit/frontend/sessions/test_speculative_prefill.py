@@ -26,6 +26,7 @@ from kvmesh.frontend.conversation import (
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
+from kvmesh.frontend.sessions.speculation_gate import FollowUp, FollowUpFamily
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
     Speculation,
@@ -36,6 +37,7 @@ from kvmesh.frontend.sessions.speculative_prefill import (
 from kvmesh.hashing import block_hashes
 
 FILES = {file.name: file.read_bytes() for file in model_dir().iterdir()}
+FOLLOW_UP = FollowUp(FollowUpFamily("m", "", True), "user")
 ASK = {"role": "user", "content": "Read the file, please."}
 SPOKEN: list[AnswerEvent] = [TextDelta("It says "), TextDelta("nothing at all.\n")]
 CALLING: list[AnswerEvent] = [
@@ -194,7 +196,18 @@ NOTHING: Any = [None] * 8  # fields that do not matter here
 def made(sequence: bytes, base: int, expires: float = 9.0) -> Speculation:
     known = sequence[(base - 1) * 8 : base * 8]
     return Speculation(
-        "id", "t", "w", "m", known, base, sequence[-8:], len(sequence) // 8, 3, "r", expires
+        "id",
+        "t",
+        "w",
+        "m",
+        known,
+        base,
+        sequence[-8:],
+        len(sequence) // 8,
+        3,
+        "r",
+        FOLLOW_UP,
+        expires,
     )
 
 

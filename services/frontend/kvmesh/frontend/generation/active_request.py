@@ -77,7 +77,7 @@ class ActiveRequest:
         states = [DispatchState(started + runner.route_timeout) for _ in streams]
         diagnose = partial(diagnostics, prepared, streams[0], states[0])
         self._counter = UsageCounter(prepared, streams, self._pipelines, diagnose)
-        self.transcript = Transcript() if request.speculative and count == 1 else None
+        self.transcript = Transcript() if prepared.speculates and count == 1 else None
         texts = (
             prepared.model.dialect.token_texts if request.sampling.logprobs is not None else None
         )

@@ -63,7 +63,8 @@ class PreparedRequest(Struct):
     """A request ready for dispatch; `max_tokens` fits the context after every prompt.
 
     `tail` is the end of the rendered prompt, which shows whether the output begins with thinking.
-    `decode` is the retention of the output. `ahead` is what a speculative prefill was to compute of
+    `decode` is the retention of the output. `speculates`: the next prompt may be prefilled after
+    the answer, which is recorded for that. `ahead` is what a speculative prefill was to compute of
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
     compares it with the earlier prompt, one of the model `earlier_model` if that is another;
     `comparing` while it is looked up.
@@ -78,6 +79,7 @@ class PreparedRequest(Struct):
     required_tool_call: RequiredToolCall | None
     guided: Guided | None
     decode: Retain | None = None
+    speculates: bool = False
     ahead: ComputedAhead | None = None
     encoded: EncodedPrompt | None = None
     comparison: PromptComparison | None = None

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release
 from kvmesh.frontend import metrics
-from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.conversation import GenerateRequest, ToolCall
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.errors import ApiError
@@ -20,6 +20,13 @@ from kvmesh.frontend.namespaces import inferred
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.histories import Histories
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
+from kvmesh.frontend.sessions.speculation_gate import (
+    FollowUp,
+    FollowUpFamily,
+    PlannedSpeculation,
+    SpeculationGate,
+    Waits,
+)
 from kvmesh.frontend.sessions.speculative_prefill import (
     CUT,
     LIFETIME_S,
@@ -40,11 +47,15 @@ DEADLINE_S = 30.0
 
 
 class HookedRequest(Struct):
-    """A request, the session under which its prompt is stored, and the speculation made for it."""
+    """A request and the session under which its prompt is stored.
+
+    `speculation` was made for it; `planned` is the one that may follow its answer.
+    """
 
     prepared: PreparedRequest
     session: str | None
     speculation: Speculation | None = None
+    planned: PlannedSpeculation | None = None
 
 
 class SessionHooks:
@@ -55,30 +66,37 @@ class SessionHooks:
         last_prompts: LastPrompts,
         control: ControlClient,
         preprocessor: Preprocessor,
+        gate: SpeculationGate,
         max_tokens: int,
     ) -> None:
         self._histories = Histories(last_prompts)
         self._control = control
         self._preprocessor = preprocessor
+        self._gate = gate
         self._max_tokens = max_tokens
         self._speculations = SpeculativePrefills()
         self._tasks = BackgroundTasks()
 
     def begin(self, prepared: PreparedRequest) -> HookedRequest:
         """Store the session's prompt and cancel the speculative prefill made for it."""
-        prompt = prepared.prompts[0]
-        session = self._histories.begin(prepared)
-        tenant = prepared.request.cache_salt
-        speculation = self._speculations.pop(tenant, prompt.sequence_hashes)
+        prompt, request = prepared.prompts[0], prepared.request
+        hooked = HookedRequest(prepared, self._histories.begin(prepared))
+        if request.messages and request.n == 1:
+            name = prepared.model.card.name
+            family = FollowUpFamily(name, request.agent, request.returns_thinking)
+            hooked.planned = self._gate.plan(family, request.speculative)
+            prepared.speculates = hooked.planned is not None
+        speculation = self._speculations.pop(request.cache_salt, prompt.sequence_hashes)
         if speculation is None:
-            return HookedRequest(prepared, session)
+            return hooked
         self._start(self._control.request(speculation.instance, Cancel(speculation.id)))
         fits = speculation.fits(prompt.sequence_hashes)
         prepared.ahead = speculation.ahead(fits, prepared.model.card.block_size)
         if fits:
-            return HookedRequest(prepared, session, speculation)
-        _count(speculation, 0)
-        return HookedRequest(prepared, session)
+            hooked.speculation = speculation
+        else:
+            self._count(speculation, 0)
+        return hooked
 
     def end(self, hooked: HookedRequest, active: ActiveRequest, in_order: bool) -> None:
         """Release the session if it is final, or prefill its next prompt; after any outcome.
@@ -91,15 +109,19 @@ class SessionHooks:
         request, transcript = prepared.request, active.transcript
         ahead = prepared.computed_ahead(sum(stream.cached or []))
         if hooked.speculation is not None and ahead is not None:
-            _count(hooked.speculation, ahead.used)
+            self._count(hooked.speculation, ahead.used)
         if request.hints.session_final and request.hints.session is not None:
             cards = self._control.holders_of([prepared.model.card.name])
             command = Release(sessions=[request.hints.session])
             self._control.post(cards, command)
-        elif transcript is not None and stream.finish == "stop":
+        elif hooked.planned and transcript is not None and stream.finish == "stop":
             blocks = transcript.blocks(in_order)
-            if (following := successor(request, blocks)) is not None:
-                self._start(self._speculate(active, following))
+            calls = any(isinstance(block, ToolCall) for block in blocks)
+            waits: Waits = "tools" if calls else "user"
+            following = successor(request, blocks)
+            if following is not None and self._gate.allows(hooked.planned, waits):
+                follow_up = FollowUp(hooked.planned.family, waits)
+                self._start(self._speculate(active, following, follow_up))
 
     async def run(self) -> None:
         """Count speculations whose prompt has not arrived as wasted, until cancelled."""
@@ -107,21 +129,27 @@ class SessionHooks:
         while True:
             await asyncio.sleep(LIFETIME_S / 60)
             for speculation in self._speculations.expire(loop.time()):
-                _count(speculation, 0)
+                self._count(speculation, 0)
 
     async def close(self) -> None:
         await self._histories.close()
         await self._tasks.close()
 
-    async def _speculate(self, active: ActiveRequest, following: GenerateRequest) -> None:
+    async def _speculate(
+        self, active: ActiveRequest, following: GenerateRequest, follow_up: FollowUp
+    ) -> None:
         span = linked(active.prepared.request.span, SPECULATIVE_PREFILL)
         try:
-            await self._predict(active, following, span)
+            await self._predict(active, following, follow_up, span)
         finally:
             span.end()
 
     async def _predict(
-        self, active: ActiveRequest, following: GenerateRequest, span: TraceSpan
+        self,
+        active: ActiveRequest,
+        following: GenerateRequest,
+        follow_up: FollowUp,
+        span: TraceSpan,
     ) -> None:
         prepared, task = active.prepared, active.tasks[0]
         try:
@@ -135,56 +163,69 @@ class SessionHooks:
         base = common_blocks(block_hashes(held, size, salt)[1], predicted)
         missing = len(predicted) // HASH_BYTES - base
         requested = min(missing, self._max_tokens // size) * size
-        if base and requested > 0:
-            await self._prefill(active, tokens, predicted, base, requested, span)
+        if not base or requested <= 0:
+            self._gate.record(follow_up, 0, 0)
+            return
+        rank = _prompt_rank(task)
+        speculation = Speculation(
+            id=inferred(prepared.request.cache_salt, f"sp_{secrets.token_hex(12)}"),
+            tenant=prepared.request.cache_salt,
+            instance=rank.instance,
+            model=prepared.model.card.name,
+            base_hash=predicted[(base - 1) * HASH_BYTES : base * HASH_BYTES],
+            base_blocks=base,
+            end_hash=predicted[-HASH_BYTES:],
+            blocks=len(predicted) // HASH_BYTES,
+            requested_tokens=requested,
+            after=prepared.request.id,
+            follow_up=follow_up,
+            expires=asyncio.get_running_loop().time() + LIFETIME_S,
+        )
+        await self._prefill(active, speculation, rank, tokens, predicted, span)
 
     async def _prefill(
         self,
         active: ActiveRequest,
+        speculation: Speculation,
+        rank: RankKey,
         tokens: bytes,
         sequence_hashes: bytes,
-        base_blocks: int,
-        requested_tokens: int,
         span: TraceSpan,
     ) -> None:
         """Have the worker that computed the prompt compute the missing tokens of the next one."""
         prepared, task = active.prepared, active.tasks[0]
-        hints, tenant = prepared.request.hints, prepared.request.cache_salt
-        rank = _prompt_rank(task)
-        speculation = Speculation(
-            id=inferred(tenant, f"sp_{secrets.token_hex(12)}"),
-            tenant=tenant,
-            instance=rank.instance,
-            model=prepared.model.card.name,
-            base_hash=sequence_hashes[(base_blocks - 1) * HASH_BYTES : base_blocks * HASH_BYTES],
-            base_blocks=base_blocks,
-            end_hash=sequence_hashes[-HASH_BYTES:],
-            blocks=len(sequence_hashes) // HASH_BYTES,
-            requested_tokens=requested_tokens,
-            after=prepared.request.id,
-            expires=asyncio.get_running_loop().time() + LIFETIME_S,
-        )
         for replaced in self._speculations.add(speculation):
-            _count(replaced, 0)
+            self._count(replaced, 0)
         command = Prefetch(
             id=speculation.id,
             tokens=tokens,
             salt=task.prompt.salt,
-            tenant=tenant,
+            tenant=speculation.tenant,
             adapter=prepared.adapter,
-            session=hints.session,
+            session=prepared.request.hints.session,
             deadline_s=DEADLINE_S,
-            compute=requested_tokens,
+            compute=speculation.requested_tokens,
             rank=rank.rank,
             traceparent=span.traceparent,
         )
         reply = await self._control.request(rank.instance, command)
         span.set(STATUS, "accepted" if reply.ok else "refused")
+        hinted = prepared.request.speculative
         if not reply.ok:
-            log.info("%s refuses a speculative prefill: %s", rank.instance, reply.reason)
-            self._speculations.pop(tenant, sequence_hashes)
+            level = logging.INFO if hinted else logging.DEBUG
+            log.log(level, "%s refuses a speculative prefill: %s", rank.instance, reply.reason)
+            self._speculations.pop(speculation.tenant, sequence_hashes)
+            self._gate.record(speculation.follow_up, speculation.requested_tokens, 0)
             return
-        active.charge(requested_tokens)
+        if hinted:
+            active.charge(speculation.requested_tokens)
+
+    def _count(self, speculation: Speculation, useful: int) -> None:
+        """Count the tokens of a speculation, of which the next prompt used `useful`."""
+        requested = speculation.requested_tokens
+        self._gate.record(speculation.follow_up, requested, useful)
+        metrics.speculative_tokens.labels(speculation.model, "useful").inc(useful)
+        metrics.speculative_tokens.labels(speculation.model, "wasted").inc(requested - useful)
 
     def _start(self, work: Coroutine[Any, Any, object]) -> None:
         if len(self._tasks) >= MAX_TASKS:
@@ -192,12 +233,6 @@ class SessionHooks:
             log.warning("skipped the work after a request: %d tasks are running", MAX_TASKS)
             return
         self._tasks.start(work)
-
-
-def _count(speculation: Speculation, useful: int) -> None:
-    wasted = speculation.requested_tokens - useful
-    metrics.speculative_tokens.labels(speculation.model, "useful").inc(useful)
-    metrics.speculative_tokens.labels(speculation.model, "wasted").inc(wasted)
 
 
 def _prompt_rank(task: SequenceTask) -> RankKey:

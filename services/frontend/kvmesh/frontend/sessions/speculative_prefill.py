@@ -21,6 +21,7 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects.templates.chat_template import CONTINUE
+from kvmesh.frontend.sessions.speculation_gate import FollowUp
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.session_blocks import common_prefix
 
@@ -50,7 +51,7 @@ class Speculation(Struct, frozen=True):
 
     The engine had the first `base_blocks` already; `base_hash` is the sequence hash of the last of
     them (packed), `end_hash` that of the last block of all. The engine was to compute
-    `requested_tokens` after the request `after`.
+    `requested_tokens` after the request `after`, in whose follow-ups it counts as `follow_up`.
     """
 
     id: str
@@ -63,6 +64,7 @@ class Speculation(Struct, frozen=True):
     blocks: int
     requested_tokens: int
     after: str
+    follow_up: FollowUp
     expires: float
 
     def fits(self, sequence_hashes: bytes) -> bool:

@@ -35,6 +35,7 @@ from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
+from kvmesh.frontend.sessions.speculation_gate import SpeculationGate
 from kvmesh.runtime.service import Service
 
 T = TypeVar("T")
@@ -67,7 +68,11 @@ class CacheApi:
         self._tools = ToolEventEndpoints(service.bus)
         self._joined_at: dict[str, float] | None = None  # by instance; None before `open`
         self.session_hooks = SessionHooks(
-            self._sessions, control, preprocessor, settings.speculative_tokens
+            self._sessions,
+            control,
+            preprocessor,
+            SpeculationGate(settings.speculative_prefill),
+            settings.speculative_tokens,
         )
 
     async def open(self, present: list[Instance]) -> None:

@@ -1,0 +1,83 @@
+"""Speculative prefills go on where they pay, and stop by themselves where they do not."""
+
+from typing import Literal
+
+import pytest
+
+from kvmesh.frontend.sessions.speculation_gate import (
+    MAX_FAMILIES,
+    MIN_TRIALS,
+    TRIAL_EVERY,
+    FollowUp,
+    FollowUpFamily,
+    SpeculationGate,
+    SpeculationMode,
+)
+
+FAMILY = FollowUpFamily("m", "codex", False)
+Waits = Literal["tools", "user"]
+
+
+def share(gate: SpeculationGate, waits: Waits, useful: int, hinted: bool = False) -> float:
+    """The share of 400 answers that a speculation follows; `useful` of 100 tokens are used."""
+    made = 0
+    for _ in range(400):
+        planned = gate.plan(FAMILY, hinted)
+        if planned is not None and gate.allows(planned, waits):
+            made += 1
+            gate.record(FollowUp(FAMILY, waits), 100, useful)
+    return made / 400
+
+
+@pytest.mark.parametrize(
+    ("mode", "hinted", "useful", "low", "high"),
+    [
+        pytest.param("auto", False, 100, 1.0, 1.0, id="from the trials on"),
+        pytest.param("auto", False, 50, 0.08, 0.1, id="trials only where half is wasted"),
+        pytest.param("auto", False, 0, 0.08, 0.1, id="trials only where nothing is used"),
+        pytest.param("auto", True, 100, 1.0, 1.0, id="all that are hinted and pay"),
+        pytest.param("auto", True, 50, 0.05, 0.08, id="hints are followed until they do not pay"),
+        pytest.param("hinted", False, 100, 0.0, 0.0, id="no trials if only hints count"),
+        pytest.param("hinted", True, 100, 1.0, 1.0, id="hints if only hints count"),
+        pytest.param("off", True, 100, 0.0, 0.0, id="never"),
+    ],
+)
+def test_the_share_of_answers_with_a_speculation(
+    mode: SpeculationMode, hinted: bool, useful: int, low: float, high: float
+) -> None:
+    assert low <= share(SpeculationGate(mode), "tools", useful, hinted) <= high
+
+
+def test_tools_and_people_are_judged_apart() -> None:
+    gate = SpeculationGate("auto")
+    share(gate, "tools", 100)
+    assert share(gate, "user", 0) == pytest.approx(1 / TRIAL_EVERY, abs=0.02)
+    planned = gate.plan(FAMILY, False)
+    assert planned is not None
+    assert gate.allows(planned, "tools")
+
+
+def test_a_follow_up_without_missing_tokens_does_not_pay() -> None:
+    gate = SpeculationGate("auto")
+    for _ in range(3 * MIN_TRIALS):
+        gate.record(FollowUp(FAMILY, "tools"), 0, 0)
+    assert share(gate, "tools", 0) <= 0.1
+
+
+def test_what_stops_paying_ends_and_what_pays_again_resumes() -> None:
+    gate = SpeculationGate("auto")
+    share(gate, "tools", 100)
+    assert share(gate, "tools", 0) < 0.1
+    assert share(gate, "tools", 100) > 0.0
+    for _ in range(10):
+        share(gate, "tools", 100)
+    assert share(gate, "tools", 100) == 1.0
+
+
+def test_the_number_of_families_is_bounded() -> None:
+    gate = SpeculationGate("auto")
+    for number in range(2 * MAX_FAMILIES):
+        family = FollowUpFamily(f"m{number}", "", True)
+        gate.plan(family, False)
+        gate.record(FollowUp(family, "user"), 1, 1)
+    assert len(gate._records) == len(gate._answers) == MAX_FAMILIES
