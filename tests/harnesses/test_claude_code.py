@@ -1,6 +1,7 @@
 """Claude Code, headless, on /v1/messages."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,39 @@ async def test_a_subagent_belongs_to_its_parent(
     assert_grows(tap.of(helper))
     hints = [(d.hints.session, d.hints.parent_session) for d in tap.decisions]
     assert hints == [(session, None), (helper, session), (helper, session), (session, None)]
+
+
+async def test_its_hooks_report_its_tools(
+    recorder: Recorder, tap: Tap, workspace: Workspace
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/requests.md").read_text()
+    (example,) = (block for block in page.split("```json\n") if block.startswith('{\n  "hooks"'))
+    folder = workspace.home / ".claude"
+    folder.mkdir()
+    hooks = example.partition("```")[0].replace("http://127.0.0.1:8000", recorder.url)
+    (folder / "settings.json").write_text(hooks)
+    done = await claude(recorder.url, workspace, "Ask a helper", "--allowedTools", "Agent")
+    result = done.events[-1]
+    assert result["result"] == "There are none.", done
+    session = result["session_id"]
+    (helper,) = {work.session for work in tap.works if work.session} - {session}
+    assert [(event.session, event.tool, event.event) for event in tap.tools] == [
+        (session, "Agent", "started"),
+        (helper, "Bash", "started"),
+        (helper, "Bash", "ended"),
+        (session, "Agent", "ended"),
+    ]
+    calls = [event.call for event in tap.tools]
+    assert (calls[0], calls[1]) == (calls[3], calls[2])
+    asked = json.dumps(recorder.requests_to("/v1/messages")[-1].body)
+    assert f'"tool_use_id": "{calls[0]}"' in asked
+    last = await tap.outcome(tap.works[-1])
+    assert [(o.agent, o.waits_for) for o in [*tap.outcomes[:3], last]] == [
+        ("claude-code", ["tool", "Agent"]),
+        ("claude-code/subagent", ["tool", "Bash", "echo"]),
+        ("claude-code/subagent", ["end"]),
+        ("claude-code", ["human"]),
+    ]
 
 
 async def test_tools_loaded_later_do_not_change_the_prompt_before_them(

@@ -80,6 +80,11 @@ async def test_it_uses_a_tool_and_answers(
     assert [seen.status for seen in recorder.requests] == [200, 200]
     works = tap.of(done.events[0]["thread_id"])
     assert_grows(works)
+    outcomes = [await tap.outcome(work) for work in works]
+    assert [(outcome.agent, outcome.waits_for) for outcome in outcomes] == [
+        ("codex", ["tool", "exec_command", "echo"]),
+        ("codex", ["human"]),
+    ]
     usage = done.events[-1]["usage"]
     assert usage["cached_input_tokens"] > len(works[0].tokens) // 4 - 16
     assert usage["reasoning_output_tokens"] > 0
@@ -115,6 +120,8 @@ async def test_a_subagent_belongs_to_its_parent(
     done = await codex(recorder.url, workspace, "Spawn one")
     assert "The other has counted." in agent_messages(done)
     parent = done.events[0]["thread_id"]
+    kinds = {((await tap.outcome(work)).agent, work.session == parent) for work in tap.works}
+    assert kinds == {("codex", True), ("codex/subagent", False)}
     items = (item for seen in recorder.requests for item in seen.body["input"])
     call = next(item for item in items if item["type"] == "function_call")
     assert (call["namespace"], call["name"]) == ("multi_agent_v1", "spawn_agent")

@@ -62,7 +62,16 @@ async def test_it_uses_a_tool_and_answers(
     assert (workspace.repository / "opencode.txt").read_text() == "made-by-opencode\n"
     assert {(seen.path, seen.status) for seen in recorder.requests} == {(PATHS[package], 200)}
     works = tap.of(done.events[0]["sessionID"])
-    assert_grows([work for work in works if "You are a title generator" not in tap.text(work)])
+    titles = [work for work in works if "You are a title generator" in tap.text(work)]
+    turns = [work for work in works if work not in titles]
+    assert_grows(turns)
+    outcomes = [await tap.outcome(work) for work in (*turns, *titles)]
+    assert {outcome.agent for outcome in outcomes} == {"opencode"}
+    assert [outcome.waits_for for outcome in outcomes] == [
+        ["tool", "bash", "echo"],
+        ["human"],
+        *[["human", "no_tools"]] * len(titles),
+    ]
     steps = [event["part"]["tokens"] for event in done.events if event["type"] == "step_finish"]
     assert steps[-1]["cache"]["read"] > steps[-1]["input"]
 

@@ -1,4 +1,4 @@
-"""Work that frontends send and decisions of routers, as visible on the bus."""
+"""Work and tool events that frontends send and decisions of routers, as visible on the bus."""
 
 from array import array
 from collections.abc import AsyncIterator
@@ -9,18 +9,19 @@ import msgspec
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, Work
+from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, ToolEvent, Work
 from kvmesh.demo import model_dir
 from support.wait import eventually
 
 
 class Tap:
-    """Work of all frontends and decisions of all routers, in order."""
+    """Work and tool events of all frontends and decisions of all routers, in order."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
         self.decisions: list[Decision] = []
         self.outcomes: list[Outcome] = []
+        self.tools: list[ToolEvent] = []
         self._tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 
     @asynccontextmanager
@@ -38,6 +39,7 @@ class Tap:
 
         await bus.subscribe(bus.subjects.expand("work.>"), work, on_work)
         await bus.subscribe(bus.subjects.route_all, route, on_route)
+        await bus.subscribe(bus.subjects.tool_all, MessageDecoder(ToolEvent), self.tools.append)
         yield self
         await bus.close()
 
