@@ -165,6 +165,8 @@ async def test_a_report_reaches_the_bus_under_the_name_of_its_session(stage: Sta
     assert (event.event, event.call, event.tool) == ("started", "toolu_1", "Bash")
     assert event.remaining_s == 90.0
     assert abs(event.time - outcome.time) < 600
+    counted = stage.mesh.metrics()['kvmesh_frontend_tool_events_total{event="started"}']
+    assert counted >= 1.0
 
 
 @pytest.mark.parametrize("path", ["main/agent-1", "main%2Fagent-1"])

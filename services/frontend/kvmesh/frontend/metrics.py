@@ -46,6 +46,9 @@ output_tokens = Counter("kvmesh_frontend_output_tokens", "Tokens generated", ["m
 migrations = Counter(
     "kvmesh_frontend_migrations", "Sequences continued on another worker after a loss", ["model"]
 )
+tool_events = Counter(
+    "kvmesh_frontend_tool_events", "Reports of harnesses on the tools of their sessions", ["event"]
+)
 reroutes = Counter(
     "kvmesh_frontend_reroutes",
     "Dispatches that a worker did not accept; away: this frontend had just lost its connection",

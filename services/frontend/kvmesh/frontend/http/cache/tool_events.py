@@ -4,6 +4,7 @@ from time import time
 from typing import Any
 
 from kvmesh.bus.client import Bus
+from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.tool_events import (
     ClaudeCodeHook,
     ToolBodies,
@@ -44,4 +45,5 @@ class ToolEventEndpoints:
         events = tool_events(bodies, scoped(tenant, session), time())
         for event in events:
             self._bus.post(self._bus.subjects.tool(event.session), event)
+            metrics.tool_events.labels(event.event).inc()
         return len(events)
