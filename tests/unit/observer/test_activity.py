@@ -75,6 +75,13 @@ def test_the_prompt_that_moves_is_named() -> None:
     assert sessions.rows(NOW)[0].moving == ""
 
 
+def test_a_session_waits_for_what_its_last_answer_awaits() -> None:
+    sessions = by_session(WINDOW_S)
+    sessions.add(outcome(waits_for=["tool", "Bash", "ls"]), NOW)
+    sessions.add(outcome(waits_for=["human"]), NOW + 1)
+    assert [row.waits_for for row in sessions.rows(NOW + 1)] == ["user"]
+
+
 def test_sessions_of_two_tenants_stay_apart() -> None:
     sessions = by_session(WINDOW_S)
     for tenant in ("red", "blue"):

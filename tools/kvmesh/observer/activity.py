@@ -7,6 +7,7 @@ from math import isfinite
 from kvmesh.bus.messages import Outcome, PromptChange
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.observer.cache_text import part
+from kvmesh.observer.pauses import wait_text
 from kvmesh.runtime.lru import LruCache
 
 SLICES = 30  # of a window: a request leaves the sums at most so much of the window late
@@ -67,9 +68,14 @@ class _Sums:
 
 
 class Activity:
-    """The requests of one session or tenant that ended within the window."""
+    """The requests of one session or tenant that ended within the window.
 
-    __slots__ = ("_slices", "_sums", "change", "last_seen", "session", "tenant", "window_s")
+    `waits_for` says in words what the session waits for since its last one.
+    """
+
+    __slots__ = (
+        *("_slices", "_sums", "change", "last_seen", "session", "tenant", "waits_for", "window_s"),
+    )
 
     def __init__(self, tenant: str, session: str, window_s: float) -> None:
         self.tenant = tenant
@@ -77,6 +83,7 @@ class Activity:
         self.window_s = window_s
         self.last_seen = 0.0
         self.change: PromptChange | None = None
+        self.waits_for = ""
         self._sums = _Sums()
         self._slices: deque[tuple[int, _Sums]] = deque()
 
@@ -87,6 +94,7 @@ class Activity:
         self._slices[-1][1].add(outcome)
         self._sums.add(outcome)
         self.last_seen = max(self.last_seen, time)
+        self.waits_for = wait_text(outcome.waits_for) if self.session else ""
         if outcome.cache is not None:
             self.change = outcome.cache.change
 

@@ -114,6 +114,7 @@ SESSIONS = RowView(
         RowColumn("lost_for", "lost for", number=False),
         RowColumn("ttft_s", "first token", lambda v: "" if v is None else f"{v * 1000:,.0f} ms"),
         RowColumn("last_seen", "seen", ago_text),
+        RowColumn("waits_for", "waits for", number=False),
         RowColumn("moving", "prompt changed in", number=False),
     ),
     "last_seen",
