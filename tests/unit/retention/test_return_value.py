@@ -1,0 +1,85 @@
+"""Value of held blocks by age, against a search over all times to hold them."""
+
+from math import exp, inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.retention.return_value import LAST, WIDTHS, Expectation, TypicalReturn, values_by_age
+from kvmesh.returns.rates import BINS
+
+RATES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 10.0)), min_size=BINS, max_size=BINS).map(
+    tuple
+)
+
+
+def best(rates: tuple[float, ...], at: int) -> float:
+    """The greatest number of returns per second of holding from the start of bin `at`."""
+    found, alive, returns, seconds = 0.0, 1.0, 0.0, 0.0
+    for rate, width in zip(rates[at:], WIDTHS[at:], strict=True):
+        if rate:
+            share = 1.0 - exp(-rate * width)
+            returns += alive * share
+            seconds += alive * share / rate
+            alive *= 1.0 - share
+        else:
+            seconds += alive * width
+        found = max(found, returns / seconds if seconds < inf else 0.0)
+    return found
+
+
+@given(RATES)
+def test_a_value_is_the_most_returns_per_second_of_holding(rates: tuple[float, ...]) -> None:
+    values = values_by_age(rates)
+    assert values == pytest.approx([best(rates, at) for at in range(BINS)], rel=1e-6, abs=1e-9)
+
+
+def test_the_value_of_a_falling_rate_is_the_rate() -> None:
+    rates = tuple(2.0**-k for k in range(BINS))
+    assert values_by_age(rates) == rates
+
+
+def test_a_rate_that_rises_later_counts_before() -> None:
+    """A tool that takes a minute: the longer it has run, the sooner the prompt returns."""
+    rates = [0.0] * BINS
+    rates[8] = 0.1  # from 64 to 128 seconds
+    values = values_by_age(rates)
+    assert 0 < values[0] < values[5] < values[7] < values[8] == 0.1
+    assert values[9] == 0.0
+
+
+@given(st.lists(RATES, min_size=1, max_size=40))
+def test_a_typical_value_never_rises_with_age(forecasts: list[tuple[float, ...]]) -> None:
+    typical = TypicalReturn()
+    for rates in forecasts:
+        typical.learn(rates)
+    assert list(typical.values) == sorted(typical.values, reverse=True)
+
+
+def test_the_typical_prompt_is_one_that_has_not_returned() -> None:
+    """Nine of ten return at once; a prompt of an hour's age is one of the others."""
+    typical, quick, slow = TypicalReturn(), [5.0] * BINS, [1e-4] * BINS
+    for number in range(100):
+        typical.learn(slow if number % 10 == 0 else quick)
+    assert typical.value(0.0) > 4.0
+    assert typical.value(3600.0) == pytest.approx(1e-4, rel=0.01)
+    assert TypicalReturn().value(0.0) == 0.0
+
+
+def test_an_expectation_changes_at_the_ends_of_bins() -> None:
+    values = tuple(float(BINS - k) for k in range(BINS))
+    expectation = Expectation(10.0, values)
+    assert expectation.at(3.0) == (16.0, 10.5)
+    assert expectation.at(10.5) == (15.0, 11.0)
+    assert expectation.at(1e9) == (values[LAST], inf)
+    expectation.over = True
+    assert expectation.at(10.5) == (0.0, inf)
+
+
+@given(st.floats(0, 1e9), st.integers(0, LAST - 1))
+def test_the_next_change_is_always_later(since: float, at: int) -> None:
+    now = since
+    for _ in range(at + 1):
+        now = Expectation(since, (0.0,) * BINS).at(now)[1]
+    assert Expectation(since, (0.0,) * BINS).at(now)[1] > now
