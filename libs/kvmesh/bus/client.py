@@ -35,6 +35,7 @@ from kvmesh.bus.errors import (
     RequestTimeout,
     cause,
 )
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, encode
 from kvmesh.bus.metrics import BusCounts, KvBacklog, PendingReader
 from kvmesh.bus.subjects import Subjects
@@ -302,16 +303,20 @@ class Bus:
     ) -> Subscription:
         """Call `handler` with each request and a function that replies, now or later, once.
 
-        `on_malformed` gets the reason why a request cannot be decoded and returns the reply.
+        `on_malformed` gets the reason why a request cannot be decoded and returns the reply; each
+        reason is logged once.
         Among the processes that share a `queue`, one handles each request. A plain handler
         blocks the read loop; a coroutine function delays only this subscription's next request.
         """
+
+        logged = LogOnce()  # a sender of a newer version repeats what this one does not know
 
         def decode(msg: Msg) -> tuple[T, Reply] | None:
             try:
                 message = decoder.decode(msg.data)
             except msgspec.MsgspecError as error:
-                log.warning("refused a malformed request on %s: %s", msg.subject, error)
+                if logged.first(str(error)):
+                    log.warning("refused a malformed request on %s: %s", msg.subject, error)
                 if on_malformed is not None and msg.reply:
                     self.post(msg.reply, on_malformed(str(error)))
                 return None
