@@ -8,6 +8,7 @@ from kvmesh.bus.messages import CacheAccount, CacheLoss, PromptChange
 TIERS = ("engine memory", "host memory", "disk", "remote store")
 REASONS = {
     "evicted": "evicted as the least recently used",
+    "unlikely": "evicted, as their return was worth less than that of the other blocks",
     "expired": "evicted after their retention had expired",
     "clipped": "evicted, as the tenant's budget did not cover their retention",
     "released": "dropped with their session",

@@ -156,7 +156,17 @@ class Ping(Struct, frozen=True, tag="ping"):
 
 AdapterCommand: TypeAlias = LoadAdapter | UnloadAdapter
 Control: TypeAlias = (
-    Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch | AdapterCommand | Serve
+    Cancel
+    | Resend
+    | Drain
+    | Clear
+    | Release
+    | Pin
+    | Unpin
+    | ExpectReturns
+    | Prefetch
+    | AdapterCommand
+    | Serve
 )
 
 

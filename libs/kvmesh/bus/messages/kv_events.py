@@ -5,6 +5,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 EVICTED = "evicted"  # the least recently used, to make space
+UNLIKELY = "unlikely"  # to make space: their return was forecast to be worth the least
 EXPIRED = "expired"  # evicted once its retention had expired
 CLIPPED = "clipped"  # evicted, as the tenant's budget did not cover its retention
 RELEASED = "released"  # only an ended session used it
@@ -12,7 +13,9 @@ SUPERSEDED = "superseded"  # only an earlier prompt of a session used it
 CLEARED = "cleared"  # on command
 CORRUPT = "corrupt"  # their content was wrong or unreadable
 WORKER_GONE = "worker_gone"
-REASONS = (EVICTED, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, CORRUPT, WORKER_GONE)
+REASONS = (
+    *(EVICTED, UNLIKELY, EXPIRED, CLIPPED, RELEASED, SUPERSEDED, CLEARED, CORRUPT, WORKER_GONE),
+)
 
 
 class Stored(Struct, frozen=True, array_like=True, tag="stored"):

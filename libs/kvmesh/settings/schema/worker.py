@@ -89,6 +89,12 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
             description="default retention by kind of token, KIND=PRIORITY or KIND=PRIORITY/SECONDS"
         ),
     ] = []
+    eviction: Annotated[
+        Literal["forecast", "lru"],
+        Meta(
+            description="order of blocks without directives: by forecasts of their return or by use"
+        ),
+    ] = "forecast"
     session_idle_s: Annotated[
         Seconds, Meta(description="a session without a request for this long is forgotten")
     ] = 3600.0

@@ -2,6 +2,7 @@
 
 from kvmesh.worker.capabilities import (
     AdapterLoading,
+    Expecting,
     Prefetching,
     Releasing,
     Retaining,
@@ -13,36 +14,44 @@ from kvmesh.worker.engine import Engine, EngineInfo
 DIRECTIVES = "retention directives"
 OUTCOMES = "outcomes, pins, clearing by namespace"
 RELEASE = "release of sessions"
+FORECASTS = "eviction by forecasts of return"
 PREFETCH = "prefetch"
 TIERS = "lower tiers"
 HANDOFF = "handoff of prompts"
 ROLES = "change of role at run time"
 ADAPTERS = "adapters at run time"
 TAGS = "structural tags"
-ABILITIES = (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS)
+ABILITIES = (
+    *(DIRECTIVES, OUTCOMES, RELEASE, FORECASTS),
+    *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS),
+)
 
 ALWAYS = "yes"
+ORDER = "`worker.eviction`, the default"
 PLUGIN = "with [the plugin](vllm-plugin.md)"
 # Of each engine, with the condition of each ability, in Markdown.
 DECLARED: dict[str, dict[str, str]] = {
     "mock": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS), ALWAYS),
+        FORECASTS: ORDER,
         TIERS: "`mock.host_blocks`",
         ADAPTERS: "`worker.max_adapters`",
     },
     "torch": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS), ALWAYS),
+        FORECASTS: ORDER,
         TIERS: "a [block manager](kvbm.md) on its node",
     },
     "vllm": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), "`vllm.retention`, the default"),
+        FORECASTS: "`vllm.retention` and `worker.eviction`, the defaults",
         TIERS: "`vllm.kvbm`",
         **dict.fromkeys((HANDOFF, ROLES), "`worker.serves`"),
         ADAPTERS: "`worker.max_adapters`",
         **dict.fromkeys((PREFETCH, TAGS), ALWAYS),
     },
     "openai": {
-        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE), PLUGIN),
+        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, FORECASTS), PLUGIN),
         TIERS: "`remote.kvbm`",
         PREFETCH: "vLLM's `--enable-prompt-tokens-details`",
         ADAPTERS: "vLLM's `VLLM_ALLOW_RUNTIME_LORA_UPDATING`",
@@ -71,6 +80,7 @@ def abilities(engine: Engine, info: EngineInfo) -> set[str]:
         OUTCOMES: info.reports_outcomes,
         RELEASE: info.reports_outcomes
         or (isinstance(engine, Releasing) and not isinstance(engine, Retaining)),
+        FORECASTS: info.expects_returns and isinstance(engine, Expecting),
         PREFETCH: isinstance(engine, Prefetching),
         TIERS: isinstance(engine, Tiered) and engine.tier_counts() is not None,
         HANDOFF: info.supports_handoff,

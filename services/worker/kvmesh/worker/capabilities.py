@@ -11,7 +11,16 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
 
-from kvmesh.bus.messages import Clear, ControlReply, Pin, Prefetch, Release, Unpin, Work
+from kvmesh.bus.messages import (
+    Clear,
+    ControlReply,
+    Pin,
+    Prefetch,
+    Release,
+    ReturnForecast,
+    Unpin,
+    Work,
+)
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import TIERS
 from kvmesh.worker.engine import Engine, EngineError, EngineInfo, Unsupported
@@ -76,6 +85,18 @@ class Retaining(Releasing, Protocol):
 
     def retention(self) -> list[RetentionState]:
         """Return the retention state of each rank."""
+        ...
+
+
+@runtime_checkable
+class Expecting(Protocol):
+    """Engine that evicts unclaimed blocks by forecasts of the return of their prompts."""
+
+    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
+        """Apply forecasts, with `since` in Unix time; those of unknown requests have no effect.
+
+        Raises EngineError.
+        """
         ...
 
 

@@ -1,27 +1,35 @@
 """Commands on a worker's control subject."""
 
+import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable
 
 from kvmesh.bus.client import Reply
+from kvmesh.bus.errors import cause
 from kvmesh.bus.messages import (
     AdapterCommand,
     Cancel,
     Control,
     ControlReply,
     Drain,
+    ExpectReturns,
     LoadAdapter,
     Resend,
+    ReturnForecast,
     Serve,
     UnloadAdapter,
 )
 from kvmesh.runtime.background import BackgroundTasks
-from kvmesh.worker.capabilities import EngineCommand, execute_command
-from kvmesh.worker.engine import Engine
+from kvmesh.worker.capabilities import COMMAND_S, EngineCommand, Expecting, execute_command
+from kvmesh.worker.engine import Engine, EngineError
 from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.requests.handler import RequestHandler
 from kvmesh.worker.roles import RoleSwitch
 
+log = logging.getLogger(__name__)
 MAX_COMMANDS = 256
+MAX_FORECASTS = 8192
 
 
 class ControlHandler:
@@ -47,6 +55,7 @@ class ControlHandler:
         self._roles = roles
         self._on_drain = on_drain
         self._tasks = BackgroundTasks()
+        self._forecasts = ForecastFeed(engine) if isinstance(engine, Expecting) else None
 
     def handle(self, command: Control, reply: Reply) -> None:
         """Execute a command and reply, at once or when the engine has executed it."""
@@ -58,6 +67,9 @@ class ControlHandler:
             case Drain():
                 self._on_drain()
                 reply(ControlReply(True))
+            case ExpectReturns(forecasts):
+                if self._forecasts is not None:
+                    self._forecasts.put(forecasts)
             case _ if len(self._tasks) >= MAX_COMMANDS:
                 reply(ControlReply(False, "the engine is busy with other commands"))
             case LoadAdapter() | UnloadAdapter():
@@ -71,6 +83,8 @@ class ControlHandler:
         """Cancel the commands in execution."""
         await self._tasks.close()
         await self._adapters.close()
+        if self._forecasts is not None:
+            await self._forecasts.close()
 
     async def _adapt(self, command: AdapterCommand, reply: Reply) -> None:
         reply(await self._adapters.execute(command))
@@ -80,6 +94,43 @@ class ControlHandler:
 
     async def _execute(self, command: EngineCommand, reply: Reply) -> None:
         reply(await execute_command(self._engine, self._name, command))
+
+
+class ForecastFeed:
+    """Passes forecasts to an engine, one call at a time; waiting ones go together.
+
+    The latest MAX_FORECASTS wait. Failures are logged until a call succeeds, once.
+    """
+
+    def __init__(self, engine: Expecting) -> None:
+        self._engine = engine
+        self._waiting: deque[ReturnForecast] = deque(maxlen=MAX_FORECASTS)
+        self._tasks = BackgroundTasks()
+        self._failing = False
+
+    def put(self, forecasts: list[ReturnForecast]) -> None:
+        """Pass on forecasts; returns at once."""
+        self._waiting += forecasts
+        if self._waiting and not len(self._tasks):
+            self._tasks.start(self._send(), "forecasts of returns")
+
+    async def close(self) -> None:
+        """Cancel the call in execution."""
+        await self._tasks.close()
+
+    async def _send(self) -> None:
+        while self._waiting:
+            forecasts = list(self._waiting)
+            self._waiting.clear()
+            try:
+                async with asyncio.timeout(COMMAND_S):
+                    await self._engine.expect_returns(forecasts)
+            except (EngineError, TimeoutError) as error:
+                if not self._failing:
+                    log.warning("the engine takes no forecasts of returns: %s", cause(error))
+                self._failing = True
+            else:
+                self._failing = False
 
 
 def _request_reply(known: bool) -> ControlReply:

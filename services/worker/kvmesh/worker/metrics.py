@@ -40,6 +40,26 @@ COUNTERS = {
         "engine steps that computed prompt tokens (mock, torch, and vLLM with vllm.retention)",
     ),
 }
+RETENTION_COUNTERS = (
+    (
+        "evicted",
+        "evicted_blocks",
+        "order",
+        "blocks evicted for others by what chose them: a forecast, recency, or a claim's rank",
+    ),
+    (
+        "forecasts",
+        "forecasts",
+        "result",
+        "forecasts of returns: applied, unknown (no ended request here yet), malformed",
+    ),
+    (
+        "returns",
+        "returns",
+        "blocks",
+        "prompts with a forecast whose session came back: all blocks held, or some evicted",
+    ),
+)
 _RANK = ["model", "worker", "rank"]
 
 
@@ -100,6 +120,14 @@ class RetentionCollector(Collector):
             for outcome, count in state.outcomes.items():
                 counter.add_metric([*self._labels, str(state.rank), outcome], count)
         yield counter
+        for field, name, label, text in RETENTION_COUNTERS:
+            counter = CounterMetricFamily(
+                f"kvmesh_worker_retention_{name}", text, labels=[*_RANK, label]
+            )
+            for state in states:
+                for value, count in getattr(state, field).items():
+                    counter.add_metric([*self._labels, str(state.rank), value], count)
+            yield counter
 
 
 class TierCollector(Collector):

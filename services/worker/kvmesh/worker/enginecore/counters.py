@@ -1,7 +1,8 @@
 """Counters and retention state that an engine core reports."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+BY_FORECAST, BY_RECENCY, BY_CLAIM = EVICTION_ORDERS = "forecast", "recency", "claim"
 RECENT = 0.05  # weight of one step in the moving mean
 
 
@@ -41,7 +42,9 @@ def variance(count: int, total: int, squares: int) -> float:
 class RetentionState:
     """Retention on one rank now; `outcomes` counts explicit directives since the start.
 
-    `charged_blocks` are charged to the budgets of tenants.
+    `charged_blocks` are charged to the budgets of tenants. Since the start, `evicted` counts
+    evicted blocks by what ordered them, `forecasts` the forecasts by what came of them, and
+    `returns` the prompts with a forecast that returned, by what had become of their blocks.
     """
 
     rank: int
@@ -49,3 +52,6 @@ class RetentionState:
     pins: int
     charged_blocks: int
     outcomes: dict[str, int]
+    evicted: dict[str, int] = field(default_factory=dict)
+    forecasts: dict[str, int] = field(default_factory=dict)
+    returns: dict[str, int] = field(default_factory=dict)

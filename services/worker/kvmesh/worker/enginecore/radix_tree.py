@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from kvmesh.retention.claims import BlockRetention
+from kvmesh.retention.return_value import Expectation
 
 
 class BlockRun:
@@ -17,11 +18,14 @@ class BlockRun:
     `hashes` and `local_hashes` have one entry per block. `children` continue after the last block,
     by the first hash of each. `salt` and `tenant` are meaningful only without a `parent`.
     `retention` is None if nothing is requested for the run; `lapsed` is EXPIRED or CLIPPED if the
-    retention requested at its last use has expired or was refused.
+    retention requested at its last use has expired or was refused. `used` is the time of its last
+    use in seconds, and `expected` what is expected of the prompts that it is part of. A run of no
+    blocks has been evicted.
     """
 
     __slots__ = (
         "children",
+        "expected",
         "hashes",
         "lapsed",
         "local_hashes",
@@ -30,6 +34,7 @@ class BlockRun:
         "retention",
         "salt",
         "tenant",
+        "used",
     )
 
     def __init__(
@@ -48,6 +53,8 @@ class BlockRun:
         self.refs = 0
         self.retention: BlockRetention | None = None
         self.lapsed: str | None = None
+        self.used = 0.0
+        self.expected: tuple[Expectation, ...] = ()
         self.children: dict[int, BlockRun] = {}
 
     def __len__(self) -> int:
@@ -147,6 +154,7 @@ class RadixTree:
         upper.refs = run.refs
         upper.retention = run.retention.copy() if run.retention is not None else None
         upper.lapsed = run.lapsed
+        upper.used, upper.expected = run.used, run.expected
         del run.hashes[:at]
         del run.local_hashes[:at]
         run.parent = upper
@@ -158,9 +166,9 @@ class RadixTree:
         del self._by_end[run.hashes[-1]]
         left = len(run.hashes) - count
         gone = run.hashes[left:]
+        del run.hashes[left:]
+        del run.local_hashes[left:]
         if left:
-            del run.hashes[left:]
-            del run.local_hashes[left:]
             self._by_end[run.hashes[-1]] = run
         else:
             del self.children_of(run.parent)[gone[0]]

@@ -18,7 +18,9 @@ from kvmesh.bus.messages import (
     EXPIRED,
     RELEASED,
     SUPERSEDED,
+    UNLIKELY,
     Pin,
+    ReturnForecast,
     owner,
 )
 from kvmesh.retention.budget import RetentionBudget
@@ -38,9 +40,16 @@ from kvmesh.retention.token_ranges import (
     DEFAULTS,
     RetentionSegment,
 )
-from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.enginecore.counters import (
+    BY_CLAIM,
+    BY_FORECAST,
+    BY_RECENCY,
+    EVICTION_ORDERS,
+    RetentionState,
+)
 from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
 from kvmesh.worker.enginecore.retention_request import NO_RETENTION, RetentionRequest
+from kvmesh.worker.enginecore.run_returns import RunReturns, end_use, on_evicted
 
 log = logging.getLogger(__name__)
 PINNED = RetentionWish(MAX_LEVEL)
@@ -53,13 +62,15 @@ class RetentionOptions:
     `defaults` are the claims for each kind of token without an explicit directive. Sessions without
     a request for `session_idle_s` seconds are forgotten, as are claims without an end on blocks
     unused for as long. The oldest sessions are forgotten when all recorded prompts have more than
-    `session_blocks` hashes per block of the rank.
+    `session_blocks` hashes per block of the rank. Unclaimed blocks are evicted by forecasts of
+    their return if `by_forecast`, else by recency.
     """
 
     budget: float = 0.5
     session_idle_s: float = 3600.0
     session_blocks: int = 64
     defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
+    by_forecast: bool = True
 
 
 class RetentionManager:
@@ -90,6 +101,8 @@ class RetentionManager:
         )
         self._pins: PinTable[int] = PinTable()
         self._has_claims = False
+        self._returns = RunReturns(self.evictable) if options.by_forecast else None
+        self._evicted = dict.fromkeys(EVICTION_ORDERS, 0)
 
     def state(self, rank: int, now: float) -> RetentionState:
         """The state at `now`, reported as rank `rank`."""
@@ -101,6 +114,9 @@ class RetentionManager:
             pins=len(self._pins),
             charged_blocks=sum(self.budget.charged.values()),
             outcomes={str(outcome): count for outcome, count in counts.items()},
+            evicted=dict(self._evicted),
+            forecasts=dict(self._returns.forecasts) if self._returns is not None else {},
+            returns=dict(self._returns.returns) if self._returns is not None else {},
         )
 
     def eviction_rank(self, run: BlockRun, now: float) -> EvictionRank:
@@ -119,6 +135,7 @@ class RetentionManager:
         if run.retention is not None:
             run.retention.renew(now)
         if not run.refs:
+            end_use(run, now)
             self.evictable.add(run, self.eviction_rank(run, now))
 
     def evict(self, count: int, now: float) -> None:
@@ -126,6 +143,13 @@ class RetentionManager:
         while count > 0:
             run = self.evictable.next_victim(now)
             part, reason = min(count, len(run.hashes)), run.lapsed or EVICTED
+            if self.evictable.is_valued(run):
+                self._evicted[BY_FORECAST] += part
+                reason = run.lapsed or UNLIKELY
+            else:
+                self._evicted[BY_CLAIM if run.retention is not None else BY_RECENCY] += part
+            if run.expected:
+                on_evicted(run, part)
             if run.retention is not None:
                 self.budget.on_evicted(run.retention, part, now)
             if part == len(run.hashes):
@@ -175,7 +199,10 @@ class RetentionManager:
     def record_prompt(self, session: str | None, prompt: "array[int]", now: float) -> None:
         """Record a session's newest prompt; drop blocks that only its superseded prompts used."""
         if session is not None:
-            self._drop_tails(self._sessions.record(session, prompt, now), SUPERSEDED)
+            tails = self._sessions.record(session, prompt, now)
+            if self._returns is not None:
+                self._returns.on_prompt(session, [prompt, *(tail.prompt for tail in tails)])
+            self._drop_tails(tails, SUPERSEDED)
 
     def finish_request(
         self, held: "array[int]", request: RetentionRequest, now: float, first: int
@@ -229,7 +256,24 @@ class RetentionManager:
 
     def release(self, sessions: Sequence[str]) -> int:
         """Forget sessions and drop blocks that only they used; return the number of blocks."""
+        if self._returns is not None:
+            self._returns.release(sessions)
         return self._drop_tails(self._sessions.release(sessions), RELEASED)
+
+    # returns
+
+    def end_request(
+        self, request: str, session: str | None, held: "array[int]", now: float
+    ) -> None:
+        """Note the end of a request with the locked full blocks `held`, at least one."""
+        run = self._tree.run_ending_at(held[-1])
+        if self._returns is not None and run is not None:
+            self._returns.end_prompt(request, session, held, run, now)
+
+    def expect_returns(self, forecasts: Iterable[ReturnForecast], now: float) -> None:
+        """Order eviction by forecasts, with `since` on the engine's clock."""
+        if self._returns is not None:
+            self._returns.expect(forecasts, now)
 
     def clear(self, salt: int | None, tenant: str = "") -> int:
         """Drop unused blocks, pinned or not, of all or one namespace; return their number."""

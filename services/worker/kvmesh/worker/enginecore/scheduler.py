@@ -3,6 +3,7 @@
 import heapq
 import logging
 import secrets
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -169,8 +170,11 @@ class Scheduler:
             self.tiers.store(sequence, priority, self.blocks.now)
         ends = state is SequenceState.ENDED and sequence.cached_reported
         outcome = self._claim_output(sequence) if ends else None
+        held = sequence.sequence_hashes[: sequence.full_blocks]
+        if held and state is SequenceState.ENDED:
+            self._note_end(sequence, held)
         self.blocks.free_private(sequence.private_blocks)
-        self.blocks.unlock(sequence.sequence_hashes[: sequence.full_blocks], priority)
+        self.blocks.unlock(held, priority)
         sequence.private_blocks = sequence.full_blocks = sequence.free_slots = sequence.computed = 0
         sequence.state = state
         if state is SequenceState.ENDED:
@@ -285,6 +289,11 @@ class Scheduler:
         return self.blocks.retention.finish_request(
             held, claims, self.blocks.now, sequence.claimed_blocks
         )
+
+    def _note_end(self, sequence: Sequence, held: "array[int]") -> None:
+        request = sequence.request
+        session = request.retention.session if request.retention is not None else None
+        self.blocks.retention.end_request(request.id, session, held, self.blocks.now)
 
     def _all_running(self) -> list[Sequence]:
         return [*self.loading, *self.prefilling, *self.decoding.members]

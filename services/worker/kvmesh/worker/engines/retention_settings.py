@@ -13,5 +13,8 @@ def retention_options(worker: WorkerSettings) -> RetentionOptions:
     except RetentionError as error:
         raise EngineConfigError(f"worker.retention: {error}") from error
     return RetentionOptions(
-        budget=worker.tenant_share, session_idle_s=worker.session_idle_s, defaults=defaults
+        budget=worker.tenant_share,
+        session_idle_s=worker.session_idle_s,
+        defaults=defaults,
+        by_forecast=worker.eviction == "forecast",
     )

@@ -6,8 +6,9 @@ import time
 from collections.abc import Container
 from pathlib import Path
 
-from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, Work
+from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, ReturnForecast, Work
 from kvmesh.hashing import TOKEN_BYTES
+from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import MockSettings
 from kvmesh.step_times.profile import StepProfileError
@@ -190,6 +191,12 @@ class MockEngine:
 
         return sum(rank.drop_blocks(change, tiers) for rank in self._ranks)
 
+    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
+        now = asyncio.get_running_loop().time()
+        own = on_clock(forecasts, time.time(), now)
+        for rank in self._ranks:
+            rank.core.expect_returns([one for one in own if one.rank == rank.rank])
+
     def retention(self) -> list[RetentionState]:
         now = asyncio.get_running_loop().time()
         return [rank.core.blocks.retention.state(rank.rank, now) for rank in self._ranks]
@@ -308,6 +315,7 @@ class MockEngine:
         options = self._options
         return EngineInfo(
             reports_outcomes=True,
+            expects_returns=self._retention.by_forecast,
             name="mock",
             version=VERSION,
             context=self._context,

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,7 +12,17 @@ from pathlib import Path
 
 import torch
 
-from kvmesh.bus.messages import Capacity, Guided, KvEvent, Load, Pin, Prefetch, Work
+from kvmesh.bus.messages import (
+    Capacity,
+    Guided,
+    KvEvent,
+    Load,
+    Pin,
+    Prefetch,
+    ReturnForecast,
+    Work,
+)
+from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
@@ -91,6 +102,7 @@ class TorchEngine:
         self._task = asyncio.create_task(self._run(core, sink), name="torch engine")
         return EngineInfo(
             reports_outcomes=True,
+            expects_returns=self._worker.eviction == "forecast",
             name="torch",
             version=torch.__version__,
             context=core.context,
@@ -232,6 +244,11 @@ class TorchEngine:
         if ENGINE not in tiers:
             return 0
         return self._change_retention(lambda manager, _: manager.clear(salt, tenant))
+
+    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
+        now = asyncio.get_running_loop().time()
+        own = on_clock([one for one in forecasts if one.rank == RANK], time.time(), now)
+        self._core.blocks.retention.expect_returns(own, now)
 
     def retention(self) -> list[RetentionState]:
         return [self._core.blocks.retention.state(RANK, asyncio.get_running_loop().time())]
