@@ -14,7 +14,18 @@ from pathlib import Path
 
 import aiohttp
 
-from kvmesh.bus.messages import Capacity, Clear, Load, Pin, Prefetch, Release, Unpin, Work
+from kvmesh.bus.messages import (
+    Capacity,
+    Clear,
+    ExpectReturns,
+    Load,
+    Pin,
+    Prefetch,
+    Release,
+    ReturnForecast,
+    Unpin,
+    Work,
+)
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.adapters import sglang_fields as sglang
@@ -48,6 +59,7 @@ log = logging.getLogger(__name__)
 MISSED_PROBES = 3
 ENGINE = 0  # the tier
 LINE_BYTES = 1 << 20
+FORECASTS = 16  # of a request: the server takes no step meanwhile
 NO_CONNECTOR = "the server's metrics have no series of KvmeshConnector"
 NO_CACHED_TOKENS = "the server does not report cached tokens (--enable-prompt-tokens-details)"
 
@@ -190,6 +202,12 @@ class RemoteEngine(PrefetchingAdapter):
             return 0
         return await self._retaining_server().execute(Clear(salt=salt, tenant=tenant))
 
+    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
+        if self._retention is None or not self._retention.expects_returns:
+            return
+        for start in range(0, len(forecasts), FORECASTS):
+            await self._retention.execute(ExpectReturns(forecasts[start : start + FORECASTS]))
+
     def retention(self) -> list[RetentionState]:
         return self._retention.states if self._retention is not None else []
 
@@ -252,6 +270,7 @@ class RemoteEngine(PrefetchingAdapter):
         return EngineInfo(
             name="openai",
             reports_outcomes=self._retention is not None,
+            expects_returns=self._retention is not None and self._retention.expects_returns,
             warnings=self._warnings,
             version=f"{info.owner} {info.version}".strip(),
             context=worker.context or info.context or self._context,

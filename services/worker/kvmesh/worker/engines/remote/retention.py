@@ -7,7 +7,7 @@ import aiohttp
 import msgspec
 
 from kvmesh.bus.errors import cause
-from kvmesh.bus.messages import Clear, Pin, Release, Unpin
+from kvmesh.bus.messages import Clear, ExpectReturns, Pin, Release, Unpin
 from kvmesh.settings import redacted
 from kvmesh.worker.engine import EngineError
 from kvmesh.worker.enginecore.counters import RetentionState
@@ -42,6 +42,11 @@ class ServerRetention:
         self.states: list[RetentionState] = []
         self.problem = ""
 
+    @property
+    def expects_returns(self) -> bool:
+        """True if the plugin orders eviction by forecasts: a former version counts none."""
+        return any(state.forecasts for state in self.states)
+
     async def find(self) -> bool:
         """True if the server has the plugin and its connector; `problem` is what a plugin lacks."""
         try:
@@ -68,7 +73,7 @@ class ServerRetention:
         except (aiohttp.ClientError, TimeoutError):
             return
 
-    async def execute(self, command: Clear | Pin | Release | Unpin) -> int:
+    async def execute(self, command: Clear | Pin | Release | Unpin | ExpectReturns) -> int:
         """Execute a command; the number of blocks affected. Raises EngineError."""
         content = await self._call("POST", "/command", _encode(command))
         try:

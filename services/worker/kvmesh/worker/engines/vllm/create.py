@@ -58,7 +58,7 @@ def create(context: EngineContext) -> "VllmEngine":
         raise EngineConfigError(str(error)) from error
     on_cpu = current_platform.is_cpu()
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
-    return engine_type(
+    engine = engine_type(
         arguments,
         VllmAdapters(adapters),
         served,
@@ -66,6 +66,8 @@ def create(context: EngineContext) -> "VllmEngine":
         tiered=vllm.kvbm,
         warnings={NO_RETENTION: no_retention(changed)} if changed else {},
     )
+    engine.expects_returns = engine_type.retains and worker.eviction == "forecast"
+    return engine
 
 
 def _register(name: str, module: str) -> None:

@@ -63,10 +63,12 @@ _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 class VllmEngine(PrefetchingAdapter):
     """One `AsyncLLM` with one or more data-parallel ranks.
 
-    `retains`: `KvmeshRetentionConnector` receives the origin of each request.
+    `retains`: `KvmeshRetentionConnector` receives the origin of each request. `expects_returns`: it
+    orders eviction by forecasts.
     """
 
     retains = False
+    expects_returns = False
 
     def __init__(
         self,
@@ -232,6 +234,7 @@ class VllmEngine(PrefetchingAdapter):
         scheduler = config.scheduler_config
         return EngineInfo(
             reports_outcomes=self.retains,
+            expects_returns=self.expects_returns,
             name="vllm",
             version=vllm_version,
             context=config.model_config.max_model_len,

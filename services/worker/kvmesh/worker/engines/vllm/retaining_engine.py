@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.bus.messages import Clear, Pin, Release, Unpin
+from kvmesh.bus.messages import Clear, ExpectReturns, Pin, Release, ReturnForecast, Unpin
 from kvmesh.worker.engine import EngineError
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.engines.vllm.engine import VllmEngine
@@ -13,6 +13,7 @@ from kvmesh.worker.engines.vllm.retention.settings import STATE
 
 _encode = msgspec.msgpack.Encoder().encode
 ENGINE = 0
+FORECASTS = 16  # of a command: each takes up to milliseconds, in which vLLM takes no step
 
 
 class RetainingVllmEngine(VllmEngine):
@@ -34,10 +35,14 @@ class RetainingVllmEngine(VllmEngine):
             return 0
         return await self._execute(Clear(salt=salt, tenant=tenant))
 
+    async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
+        for start in range(0, len(forecasts), FORECASTS):
+            await self._execute(ExpectReturns(forecasts[start : start + FORECASTS]))
+
     def retention(self) -> list[RetentionState]:
         return [_state(stats.retention, rank) for rank, stats in enumerate(self._stats)]
 
-    async def _execute(self, command: Clear | Release | Pin | Unpin) -> int:
+    async def _execute(self, command: Clear | Release | Pin | Unpin | ExpectReturns) -> int:
         client = self._llm.engine_core
         packed = _encode(command)
         if len(self._stats) > 1:
@@ -59,4 +64,7 @@ def _state(data: dict[str, Any], rank: int) -> RetentionState:
         pins=data.get("pins", 0),
         charged_blocks=data.get("charged_blocks", 0),
         outcomes=data.get("outcomes", {}),
+        evicted=data.get("evicted", {}),
+        forecasts=data.get("forecasts", {}),
+        returns=data.get("returns", {}),
     )

@@ -3,17 +3,20 @@
 It has the methods of `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Blocks without claims are
 in one list by recency, as in vLLM; those with claims are in their runs. A rank below the default
 comes before the list, a higher one after it. Blocks without content, which vLLM puts at the start
-of the list, precede all others.
+of the list, precede all others. Blocks of which a forecast expects something are in runs that are
+ordered by its value; those of the list have the value of a typical prompt at their age.
 """
 
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvmesh.retention.claims import DEFAULT_LEVEL
+from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL
+from kvmesh.worker.enginecore.counters import BY_RECENCY
 from kvmesh.worker.engines.vllm.retention.block_runs import FreeList, RetainedRun, RetainedRuns
 
 PLAIN = (DEFAULT_LEVEL, 0.0)
+LAST = (MAX_LEVEL + 1, 0.0)
 
 
 class RetainingBlockQueue:
@@ -28,6 +31,7 @@ class RetainingBlockQueue:
         self._runs = runs
         self._clock = clock
         self._stamps = array("Q", bytes(8 * len(runs.by_block)))
+        self._used = array("d", bytes(8 * len(runs.by_block)))
 
     @property
     def fake_free_list_head(self) -> Any:
@@ -50,6 +54,7 @@ class RetainingBlockQueue:
         taken: list[Any] = []
         if not self._runs.retained:
             taken = self._plain.take(n)
+            self._runs.evictions[BY_RECENCY] += _with_content(taken)
         now = self._clock() if len(taken) < n else 0.0
         while len(taken) < n:
             taken += self._take(n - len(taken), now)
@@ -109,26 +114,44 @@ class RetainingBlockQueue:
         self.prepend_n(free)
 
     def _take(self, limit: int, now: float) -> list[Any]:
-        run = self._runs.lowest(now)
-        if not self._plain:
-            assert run is not None  # blocks are free, and none of them in the list
-            return self._runs.evict(run, limit, now)
-        if run is None or run.entry is None or run.entry[:2] > PLAIN:
-            return self._plain.take(limit)
         empty = self._plain.empty(limit)
         if empty:
             return self._plain.take(empty)
-        if run.entry[:2] < PLAIN or self._first_stamp() > run.stamp:
+        run, valued = self._runs.lowest(now), self._runs.lowest_valued(now)
+        rank = run.entry[:2] if run is not None and run.entry is not None else LAST
+        if run is not None and rank < PLAIN:
             return self._runs.evict(run, limit, now)
-        return self._plain.take(1)
-
-    def _first_stamp(self) -> int:
-        block_id: int = self._plain.head.next_free_block.block_id
-        return self._stamps[block_id]
+        oldest = self._plain.head.next_free_block.block_id if self._plain else -1
+        if run is not None and rank == PLAIN and (oldest < 0 or self._stamps[oldest] > run.stamp):
+            stamp, used = run.stamp, run.used
+        elif oldest >= 0:
+            stamp, used = self._stamps[oldest], self._used[oldest]
+        elif valued is not None:
+            return self._runs.evict(valued.key, limit, now)
+        else:
+            assert run is not None  # blocks are free, and none of them in the list
+            return self._runs.evict(run, limit, now)
+        if valued is not None:
+            value = self._runs.typical.value(now - used)
+            if (valued.value, valued.stamp) < (value, stamp):
+                return self._runs.evict(valued.key, limit, now)
+        if run is not None and rank == PLAIN and stamp == run.stamp:
+            return self._runs.evict(run, limit, now)
+        taken = self._plain.take(limit if valued is None and rank > PLAIN else 1)
+        self._runs.evictions[BY_RECENCY] += len(taken)
+        return taken
 
     def _add(self, blocks: Sequence[Any], run: RetainedRun | None, now: float) -> None:
         if run is None or not self._runs.end_use(run, blocks, now):
-            stamp, stamps = self._runs.next_stamp(), self._stamps
+            stamp, stamps, used = self._runs.next_stamp(), self._stamps, self._used
             for block in blocks:
                 stamps[block.block_id] = stamp
+                used[block.block_id] = now
             self._plain.append(blocks)
+
+
+def _with_content(blocks: Sequence[Any]) -> int:
+    """The number of blocks with content, which follow those without any."""
+    if blocks and blocks[0].block_hash is not None:
+        return len(blocks)
+    return sum([block.block_hash is not None for block in blocks])

@@ -1,8 +1,10 @@
 """Runs: blocks of vLLM with the same claims, in the order in which they are evicted.
 
-A block belongs to at most one run; blocks without claims belong to none. The free blocks of a run
-are a linked list through vLLM's own fields, as vLLM's free queue is, so that vLLM removes a block
-from either in the same way. Claims, ranks and expiry cost one operation per run, not per block.
+A block belongs to at most one run; blocks without claims, of which nothing is expected, belong to
+none. Runs without claims of which something is expected are ordered by its value. The free blocks
+of a run are a linked list through vLLM's own fields, as vLLM's free queue is, so that vLLM removes
+a block from either in the same way. Claims, ranks and expiry cost one operation per run, not per
+block.
 """
 
 import heapq
@@ -11,9 +13,18 @@ from itertools import count
 from math import inf
 from typing import Any, TypeAlias
 
-from kvmesh.bus.messages import CLIPPED, EXPIRED
+from kvmesh.bus.messages import CLIPPED, EXPIRED, UNLIKELY
+from kvmesh.retention.awaited_prompts import still_expected, with_expectation
 from kvmesh.retention.budget import RetentionBudget
-from kvmesh.retention.claims import BlockRetention, EvictionRank
+from kvmesh.retention.claims import UNCLAIMED, BlockRetention, EvictionRank
+from kvmesh.retention.return_value import Expectation, TypicalReturn
+from kvmesh.retention.valued_keys import ValuedKey, ValuedKeys
+from kvmesh.worker.enginecore.counters import (
+    BY_CLAIM,
+    BY_FORECAST,
+    BY_RECENCY,
+    EVICTION_ORDERS,
+)
 
 SLACK = 64
 NO_FLOOR = EvictionRank(-100, 0.0)
@@ -88,16 +99,19 @@ class RetainedRun:
     """`size` blocks with equal claims; those in `free` are unused.
 
     `floor` is the rank of blocks that depend on these: none of a run is evicted before them. Once
-    freed, a run has a `stamp` of its last use, and an `entry` in the order of eviction.
+    freed, a run has a `stamp` of its last use, at the time `used`, and an `entry` in the order of
+    eviction, unless the value of what is `expected` decides.
     """
 
-    __slots__ = ("entry", "floor", "free", "retention", "size", "stamp")
+    __slots__ = ("entry", "expected", "floor", "free", "retention", "size", "stamp", "used")
 
     def __init__(self, retention: BlockRetention, free: FreeList) -> None:
         self.retention = retention
         self.free = free
         self.size = 0
         self.stamp = 0
+        self.used = 0.0
+        self.expected: tuple[Expectation, ...] = ()
         self.floor = NO_FLOOR
         self.entry: Entry | None = None
 
@@ -114,7 +128,8 @@ class RetainedRuns:
     """The runs of a pool of vLLM's blocks, by block id, charged to the tenants' budgets.
 
     `lapsed` has the reason, EXPIRED or CLIPPED, for the blocks of the latest eviction whose
-    retention had ended or was refused, by vLLM's hash.
+    retention had ended or was refused, or UNLIKELY, by vLLM's hash. `evictions` counts evicted
+    blocks by what ordered them. `typical` is the value of blocks of which nothing is known.
     """
 
     def __init__(self, blocks: Sequence[Any], budget: RetentionBudget) -> None:
@@ -129,6 +144,9 @@ class RetainedRuns:
         self._heap: list[Entry] = []
         self._expiries: list[tuple[float, int, Entry]] = []
         self._entries = 0
+        self._valued: ValuedKeys[RetainedRun] = ValuedKeys()
+        self.typical = TypicalReturn()
+        self.evictions = dict.fromkeys(EVICTION_ORDERS, 0)
 
     def next_stamp(self) -> int:
         """A number that grows with time, for the order of last uses."""
@@ -149,13 +167,27 @@ class RetainedRuns:
             heapq.heappop(heap)
         return None
 
+    def lowest_valued(self, now: float) -> ValuedKey[RetainedRun] | None:
+        """The run with free blocks of the lowest value at `now`; None if no run has any."""
+        while (lowest := self._valued.lowest(now)) is not None and not lowest.key.free:
+            self._valued.discard(lowest.key)
+        return lowest
+
     def evict(self, run: RetainedRun, limit: int, now: float) -> list[Any]:
         """Remove and return up to `limit` free blocks of a run, last of the prompt first."""
         taken = run.free.take(limit)
         for block in taken:
             self.by_block[block.block_id] = None
-        if not run.retention.eviction_rank(now).until:
-            self.lapsed.update(dict.fromkeys((block.block_hash for block in taken), EXPIRED))
+        if run in self._valued:
+            self.evictions[BY_FORECAST] += len(taken)
+            reason = UNLIKELY
+        else:
+            self.evictions[BY_CLAIM if run.retention else BY_RECENCY] += len(taken)
+            reason = "" if run.retention.eviction_rank(now).until else EXPIRED
+        if reason:
+            self.lapsed.update(dict.fromkeys((block.block_hash for block in taken), reason))
+        for expectation in run.expected:
+            expectation.evicted += len(taken)
         self._budget.on_evicted(run.retention, len(taken), now)
         self._shrink(run, len(taken))
         return taken
@@ -191,12 +223,13 @@ class RetainedRuns:
         False if the run has no claims any more: then its freed blocks have left it.
         """
         self._budget.expire(run.retention, run.size, now)
-        if not run.retention:
+        run.expected = still_expected(run.expected)
+        if not run.retention and not run.expected:
             self.forget(block.block_id for block in freed)
             return False
         run.retention.renew(now)
         run.free.append(freed)
-        run.stamp = self.next_stamp()
+        run.stamp, run.used = self.next_stamp(), now
         self._enter(run, now)
         return True
 
@@ -209,7 +242,14 @@ class RetainedRuns:
                 self._budget.on_dropped(run.retention, 1)
                 self._shrink(run, 1)
 
-    # claims
+    # claims and expectations
+
+    def expect(
+        self, run: RetainedRun, blocks: Sequence[int], expectation: Expectation, now: float
+    ) -> None:
+        """Expect the return of a run; `blocks` are all of it."""
+        run.expected = with_expectation(run.expected, expectation, now)
+        self.update(run, blocks, now)
 
     def segments(self, blocks: Sequence[int]) -> Iterator[tuple[int, int, RetainedRun | None]]:
         """Divide block ids where the run changes: (start, end, run), in order."""
@@ -231,7 +271,7 @@ class RetainedRuns:
             return run
         else:
             made = RetainedRun(run.retention.copy(), FreeList(self._block_type))
-            made.floor = run.floor
+            made.floor, made.expected, made.used = run.floor, run.expected, run.used
             run.size -= len(blocks)
         self._move(blocks, made)
         made.size = len(blocks)
@@ -244,6 +284,7 @@ class RetainedRuns:
         self._move(blocks, into)
         into.size += run.size
         run.size, run.entry = 0, None
+        self._valued.discard(run)
 
     def update(self, run: RetainedRun, blocks: Sequence[int], now: float) -> None:
         """Rank a run whose claims have changed; `blocks` are all of it.
@@ -253,7 +294,7 @@ class RetainedRuns:
         if run.free:
             run.stamp = run.stamp or self.next_stamp()
             self._enter(run, now)
-        elif not run.retention:
+        elif not run.retention and not run.expected:
             self.forget(blocks)
 
     def mergeable(self, one: RetainedRun, other: RetainedRun) -> bool:
@@ -264,6 +305,7 @@ class RetainedRuns:
             and a.tenant == b.tenant
             and a.charged == b.charged
             and a.pins == b.pins
+            and one.expected == other.expected
             and not one.free
             and not other.free
         )
@@ -288,9 +330,15 @@ class RetainedRuns:
         self.retained -= blocks
         if not run.size:
             run.entry = None
+            self._valued.discard(run)
 
     def _enter(self, run: RetainedRun, now: float) -> None:
         rank = run.eviction_rank(now)
+        if rank == UNCLAIMED and run.expected:
+            run.entry = None
+            self._valued.put(run, run.expected, run.stamp)
+            return
+        self._valued.discard(run)
         entry = (rank.level, rank.until, run.stamp, run)
         run.entry = entry
         heapq.heappush(self._heap, entry)
