@@ -23,7 +23,7 @@ CORES = {
         "rank_table",
     ],
     "services/worker/kvmesh/worker/enginecore": ["*"],
-    "services/worker/kvmesh/worker/engines/mock": ["core", "decode_plan", "timing"],
+    "services/worker/kvmesh/worker/engines/mock": ["core", "decode_plan", "node_tiers", "timing"],
     "tools/kvmesh/simulator": [
         "active_round",
         "cache_accounting",

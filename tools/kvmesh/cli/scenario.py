@@ -14,11 +14,13 @@ from rich.progress import Progress
 from kvmesh.cli.arguments import positive, result_file, seconds
 from kvmesh.planner.config import plan_options
 from kvmesh.planner.errors import PlannerConfigError
+from kvmesh.retention.token_ranges import RetentionError
 from kvmesh.router.config import check_settings
 from kvmesh.settings import Settings
 from kvmesh.simulator.autoscaler import Autoscaler
 from kvmesh.simulator.engines import Fleet, of_size
 from kvmesh.simulator.mesh import Simulation
+from kvmesh.simulator.nodes.options import NodeOptions, node_options
 from kvmesh.simulator.options import (
     Fault,
     Network,
@@ -70,9 +72,26 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
     parser.add_argument(
         "--block-size", type=positive, metavar="N", help=f"tokens per KV block ({block_size})"
     )
+    _add_nodes(parser)
     _add_network(parser)
     _add_planner(parser)
     _add_reports(parser)
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="nodes with a kvbm, as [kvbm] describes it, over which the engines are spread (none)",
+    )
+    parser.add_argument(
+        "--remote-bytes-per-s",
+        type=positive,
+        default=5_000_000_000,
+        metavar="N",
+        help="bandwidth between a node and the remote store, if it has one (%(default)s)",
+    )
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:
@@ -164,9 +183,25 @@ def _scenario(
         seed=arguments.seed,
         autoscaler=_planner(settings, fleet) if arguments.planner else None,
         startup_s=arguments.startup,
+        nodes=_nodes(arguments, settings),
     )
     options.check()
     return options
+
+
+def _nodes(arguments: argparse.Namespace, settings: Settings) -> NodeOptions | None:
+    if arguments.nodes is None:
+        return None
+    try:
+        return node_options(
+            arguments.nodes,
+            settings.kvbm,
+            settings.mock,
+            settings.worker,
+            arguments.remote_bytes_per_s,
+        )
+    except RetentionError as error:
+        raise SimulationError(f"kvbm: {error}") from error
 
 
 def _planner(settings: Settings, fleet: Fleet) -> Callable[[], Autoscaler]:
@@ -203,6 +238,7 @@ class _Group(msgspec.Struct, forbid_unknown_fields=True):
     serves: Serves = "aggregated"
     speedup: Annotated[float, msgspec.Meta(gt=0)] | None = None
     blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    node: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 def _group(text: str, core: CoreOptions) -> WorkerOptions:
@@ -215,7 +251,7 @@ def _group(text: str, core: CoreOptions) -> WorkerOptions:
         own = replace(
             core, speedup=group.speedup or core.speedup, blocks=group.blocks or core.blocks
         )
-        return WorkerOptions(int(count), own, group.serves)
+        return WorkerOptions(int(count), own, group.serves, node=group.node)
     except (ValueError, msgspec.ValidationError) as error:
         raise SimulationError(f"--group {text}: {error}") from None
 

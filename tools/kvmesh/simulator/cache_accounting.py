@@ -18,12 +18,14 @@ class CacheAccounting:
     All are numbers of cached leading tokens of the prompt: `computed` and `ideal` in an infinite
     cache shared by all workers, at the placement and at the end of the prefill; `best_rank` and
     `chosen_rank` on the rank with the longest overlap and on the chosen rank, at the placement.
+    `kvbm_of` maps a worker's instance to that of the kvbm whose blocks it can load.
     """
 
     def __init__(self, workload: Workload, records: Records, block_size: int) -> None:
         self._rounds = workload.rounds
         self._records = records
         self._size = block_size
+        self.kvbm_of: dict[str, str] = {}
         self._infinite_cache = InfiniteCache(workload.tree, block_size)
 
     def on_placed(self, index: int, decision: Decision, overlaps: Overlaps | None) -> None:
@@ -36,13 +38,15 @@ class CacheAccounting:
         if overlaps is None:
             return
         chosen = decision.prefill or decision.chosen
+        kvbm = self.kvbm_of.get(chosen.instance)
         for number, *tiers in _ROWS.iter_unpack(overlaps.rows):
             tokens = sum(tiers) * self._size
             if tokens > records.best_rank[index]:
                 records.best_rank[index] = tokens
             rank = overlaps.ranks[number]
-            if rank.instance == chosen.instance and rank.rank == chosen.rank:
-                records.chosen_rank[index] = tokens
+            own = rank.instance == chosen.instance and rank.rank == chosen.rank
+            if own or rank.instance == kvbm:
+                records.chosen_rank[index] = max(records.chosen_rank[index], tokens)
 
     def on_prefilled(self, index: int) -> None:
         """Add the prompt, which an engine has computed, to the infinite cache."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
+from typing import Protocol
 
 from kvmesh.bus.messages import Capacity, Instance, KvEvent, Load, ModelCard, Role
 from kvmesh.indexer.decoding import EventSource
@@ -15,6 +17,22 @@ from kvmesh.worker.engines.mock.decode_plan import DecodePlan
 MODEL = "simulated"
 Deliver = Callable[["SimulatedWorker", list[MockOutput]], None]
 Publish = Callable[["SimulatedWorker", list[KvEvent]], None]
+
+
+class NodeAttachment(Protocol):
+    """A worker's attachment to the block manager of its node."""
+
+    def poll(self) -> None:
+        """Called after a step was planned."""
+        ...
+
+    def settle(self, seconds: float) -> None:
+        """Called after a step of `seconds`."""
+        ...
+
+    def ended(self, request: str) -> None:
+        """Called with each request that has left the engine."""
+        ...
 
 
 class BlankText:
@@ -47,6 +65,7 @@ class SimulatedWorker:
         self.core = core
         self.alive = True
         self.draining = False
+        self.attachment: NodeAttachment | None = None
         self.event_id = 0
         self.record = WorkerRecord(card.name)
         self.source = EventSource(MODEL, card.name)
@@ -55,6 +74,7 @@ class SimulatedWorker:
         self._publish = publish
         self._horizon = horizon
         self._stepping = False
+        self._waits = 0
         self._step_start = 0.0
         self._batch: DecodePlan | None = None
         self._released: list[str] = []
@@ -62,8 +82,8 @@ class SimulatedWorker:
 
     @property
     def busy(self) -> bool:
-        """A step is running; sequences that end with it have already left the core."""
-        return self._stepping
+        """True if it steps or has requests; those that end with the step have left the core."""
+        return self._stepping or self.core.busy
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next step; raises ValueError if it exceeds the capacity."""
@@ -72,9 +92,25 @@ class SimulatedWorker:
         if not self._stepping:
             self._begin_step()
         elif self._batch is not None:
-            rest = self._batch.until(self._clock.now - self._step_start)
-            if rest.steps < self._batch.steps:
-                self._schedule_batch(rest)
+            self._cut(self._batch)
+
+    def wake(self) -> None:
+        """Take the next step if the worker waits."""
+        if not self._stepping:
+            self._begin_step()
+
+    def may_change_blocks(self) -> bool:
+        """True unless planned steps depend on the blocks; these end early then, and settle."""
+        if self._batch is None:
+            return True
+        self._cut(self._batch)
+        return False
+
+    def _cut(self, batch: DecodePlan) -> None:
+        """End a batch with the running step."""
+        rest = batch.until(self._clock.now - self._step_start)
+        if rest.steps < batch.steps:
+            self._schedule_batch(rest)
 
     def release(self, session: str) -> None:
         """Release the blocks that only this session uses, at the end of the running step."""
@@ -97,10 +133,27 @@ class SimulatedWorker:
             return
         self._step_start = self._clock.now
         result = self.core.plan(self._step_start, self._horizon)
+        if self.attachment is not None:
+            self.attachment.poll()
         if isinstance(result, DecodePlan):
             self._schedule_batch(result)
-        else:
+        elif result.steps:
             self._clock.after(result.duration, partial(self._end_step, result))
+        else:
+            self._wait(result)
+
+    def _wait(self, result: StepResult) -> None:
+        """Wait for KV from elsewhere; a request or `wake` ends the wait."""
+        self._stepping = False
+        self._waits += 1
+        if result.events:
+            self._publish(self, result.events)
+        if 0.0 < result.duration < inf:
+            self._clock.after(result.duration, partial(self._end_wait, self._waits))
+
+    def _end_wait(self, number: int) -> None:
+        if number == self._waits:
+            self.wake()
 
     def _schedule_batch(self, batch: DecodePlan) -> None:
         self._batch = batch
@@ -116,17 +169,29 @@ class SimulatedWorker:
             return
         if result.events:
             self._publish(self, result.events)
+        if self.attachment is not None:
+            self._settle(self.attachment, result)
         if result.outputs:
             self._deliver(self, result.outputs)
         if self._released:
             self._release_sessions()
         self._begin_step()
 
+    def _settle(self, attachment: NodeAttachment, result: StepResult) -> None:
+        attachment.settle(result.duration)
+        for output in result.outputs:
+            if output.finish is not None:
+                attachment.ended(output.request)
+
     def _release_sessions(self) -> None:
         self._load = None
         released, self._released = self._released, []
         if self.core.blocks.retention.release(released):
             self._publish(self, self.core.take_events())
+
+    def dump(self) -> list[KvEvent]:
+        """All blocks of the core as events."""
+        return self.core.dump()
 
     def load(self) -> Load:
         """The load message that a live worker would publish now."""
@@ -135,8 +200,8 @@ class SimulatedWorker:
         return self._load
 
 
-def make_card(number: int, incarnation: int, group: WorkerOptions) -> Instance:
-    """The card of worker `number`; `incarnation` counts its starts from 0."""
+def make_card(number: int, incarnation: int, group: WorkerOptions, node: str = "") -> Instance:
+    """The card of worker `number` on a node; `incarnation` counts its starts from 0."""
     options = group.core
     limits = options.limits
     name = f"worker-{number}"
@@ -148,6 +213,7 @@ def make_card(number: int, incarnation: int, group: WorkerOptions) -> Instance:
         started=0.0,
         engine="mock",
         serves=group.serves,
+        node=node,
         model=ModelCard(
             name=MODEL,
             context=0,  # groups with different capacities serve one model

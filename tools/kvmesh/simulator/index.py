@@ -3,18 +3,32 @@
 from collections import deque
 from collections.abc import Mapping
 from random import Random
+from typing import Protocol
 
 from kvmesh.bus.messages import Instance, KvEvent, RankKey, Removed
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import create_index
-from kvmesh.indexer.decoding import Events
+from kvmesh.indexer.decoding import Events, EventSource
 from kvmesh.indexer.rank_state import RankStates
 from kvmesh.router.scoring.overlaps import Overlaps
-from kvmesh.simulator.fleet import SimulatedWorker
 from kvmesh.simulator.options import Network
+from kvmesh.simulator.records import WorkerRecord
 from kvmesh.simulator.virtual_clock import VirtualClock
 
 NO_RANK = RankKey("", 0)
+
+
+class EventPublisher(Protocol):
+    """A worker or a kvbm; `event_id` is the id of its next event."""
+
+    source: EventSource
+    instance: str
+    event_id: int
+    record: WorkerRecord
+
+    def dump(self) -> list[KvEvent]:
+        """All its blocks as events, after a `Cleared`."""
+        ...
 
 
 class SimulatedIndex:
@@ -26,13 +40,13 @@ class SimulatedIndex:
     def __init__(
         self,
         clock: VirtualClock,
-        workers: Mapping[str, SimulatedWorker],
+        publishers: Mapping[str, EventPublisher],
         network: Network,
         seed: int,
     ) -> None:
         self.rank_states = RankStates(create_index())
         self._clock = clock
-        self._workers = workers
+        self._publishers = publishers
         self._network = network
         self._losses = Random(f"{seed} losses")
         self._in_transit: deque[tuple[float, Events]] = deque()
@@ -48,18 +62,18 @@ class SimulatedIndex:
         self.rank_states.left(card)
         self._ranks_size = (0, 0)
 
-    def publish(self, worker: SimulatedWorker, events: list[KvEvent]) -> None:
-        """Put a worker's KV events in transit, or drop them as lost."""
-        first = worker.event_id
-        worker.event_id += len(events)
+    def publish(self, publisher: EventPublisher, events: list[KvEvent]) -> None:
+        """Put KV events in transit, or drop them as lost."""
+        first = publisher.event_id
+        publisher.event_id += len(events)
         for event in events:
             if isinstance(event, Removed):
-                worker.record.evicted_blocks += len(event.engine) // HASH_BYTES
+                publisher.record.evicted_blocks += len(event.engine) // HASH_BYTES
         network = self._network
         if network.event_loss and self._losses.random() < network.event_loss:
             return
         now = self._clock.now
-        batch = Events(worker.source, worker.instance, 0, first, now, events)
+        batch = Events(publisher.source, publisher.instance, 0, first, now, events)
         self._in_transit.append((now + network.kv_events, batch))
 
     def find(self, sequence_hashes: bytes) -> Overlaps:
@@ -74,9 +88,9 @@ class SimulatedIndex:
         if not self._network.event_loss:
             return
         for key in self.rank_states.due_dumps(now, self._network.dump):
-            worker = self._workers.get(key.instance)
-            if worker is not None:
-                self.publish(worker, worker.core.dump())
+            publisher = self._publishers.get(key.instance)
+            if publisher is not None:
+                self.publish(publisher, publisher.dump())
 
     def _ranks(self) -> list[RankKey]:
         """Keys of the ranks by index slot; a new list whenever the ranks change."""

@@ -26,7 +26,9 @@ from kvmesh.simulator.active_round import ActiveRound, output_limit
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
 from kvmesh.simulator.fleet_control import FleetControl
-from kvmesh.simulator.index import SimulatedIndex
+from kvmesh.simulator.index import EventPublisher, SimulatedIndex
+from kvmesh.simulator.nodes.fleet import SimulatedNodes
+from kvmesh.simulator.nodes.options import NodeOptions
 from kvmesh.simulator.options import Fault, SimulationOptions
 from kvmesh.simulator.prompts import SimulatedPrompts
 from kvmesh.simulator.records import LoadSample, Records, WorkerRecord
@@ -58,7 +60,8 @@ class Simulation:
         self.workers: dict[str, SimulatedWorker] = {}
         self.worker_records: dict[str, WorkerRecord] = {}
         self.clock = VirtualClock()
-        self.index = SimulatedIndex(self.clock, self.workers, options.network, options.seed)
+        self._publishers: dict[str, EventPublisher] = {}
+        self.index = SimulatedIndex(self.clock, self._publishers, options.network, options.seed)
         self._block_size = options.block_size
         self._accounting = CacheAccounting(workload, self.records, self._block_size)
         self._progress = progress
@@ -94,11 +97,22 @@ class Simulation:
             self._leave,
             self._switch,
         )
+        self.nodes: SimulatedNodes | None = None
+        if options.nodes is not None:
+            self.nodes = self._add_nodes(options.nodes)
         self._autoscaler = None if options.autoscaler is None else options.autoscaler()
         if self._autoscaler is not None:
             self.routers.on_sequences = self._autoscaler.on_sequences
             self.routers.on_route = self._autoscaler.on_route
         self._populate()
+
+    def _add_nodes(self, options: NodeOptions) -> SimulatedNodes:
+        nodes = SimulatedNodes(MODEL, self.clock, self.index, options, self._block_size)
+        for node in nodes.nodes:
+            self._publishers[node.instance] = node
+            self.index.join(node.card)
+            self.routers.join(node.card)
+        return nodes
 
     def run(self) -> Records:
         """Advance the clock until every round has ended."""
@@ -171,7 +185,9 @@ class Simulation:
         core = group.core
         incarnation = self._incarnations.get(number, 0)
         self._incarnations[number] = incarnation + 1
-        card = make_card(number, incarnation, group)
+        place = number if group.node is None else group.node
+        node = "" if self.nodes is None else self.nodes.of_worker(place).node
+        card = make_card(number, incarnation, group, node)
         worker = SimulatedWorker(
             self.clock,
             card,
@@ -182,6 +198,10 @@ class Simulation:
             group,
         )
         self.workers[card.instance] = self._live[number] = worker
+        self._publishers[card.instance] = worker
+        if self.nodes is not None:
+            attachment = worker.attachment = self.nodes.attach(worker, place)
+            self._accounting.kvbm_of[card.instance] = attachment.node.instance
         self._group_of[card.instance] = index
         self._numbers[card.instance] = len(self.worker_records)
         self.worker_records[card.instance] = worker.record
@@ -216,7 +236,9 @@ class Simulation:
         if self._autoscaler is not None:
             self._autoscaler.left(worker.card)
         self._complete_record(worker)
-        del self.workers[worker.instance]
+        if self.nodes is not None:
+            self.nodes.detach(worker.instance)
+        del self.workers[worker.instance], self._publishers[worker.instance]
 
     def _die(self, worker: SimulatedWorker) -> None:
         for request, generated in worker.progress():
@@ -366,6 +388,7 @@ class Simulation:
                 records.first_token[index] = self.clock.now + self.options.network.overhead
                 records.prefiller[index] = self._numbers[worker.instance]
                 records.cached[index] = sum(output.cached)
+                records.tiers[index] = output.cached
                 self._accounting.on_prefilled(index)
         active.generated = output.offset + len(output.tokens)
         if output.finish is None:
@@ -425,6 +448,8 @@ class Simulation:
             session = self.workload.sessions[self.workload.rounds[index].session].name
             for worker in self.workers.values():
                 worker.release(session)
+            if self.nodes is not None:
+                self.nodes.release(session)
         self._remaining -= 1
         self._progress()
         for successor in self._successors[index]:

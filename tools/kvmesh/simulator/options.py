@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.autoscaler import Autoscaler
+from kvmesh.simulator.nodes.options import NodeOptions
 from kvmesh.worker.engines.mock.core import CoreOptions
 
 MIN_SPEED = 1e-6
@@ -21,13 +22,15 @@ class SimulationError(Exception):
 class WorkerOptions:
     """One group of identical workers; `serves` is their role in disaggregated serving.
 
-    `cost` is that of a worker per hour, in any unit.
+    `cost` is that of a worker per hour, in any unit. With nodes, all run on node `node`; None
+    spreads them.
     """
 
     count: int = 4
     core: CoreOptions = field(default_factory=CoreOptions)
     serves: Serves = "aggregated"
     cost: float = 1.0
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class SimulationOptions:
     `horizon_s` bounds a batch of decode steps; it affects the simulator's speed, not its results.
     The run ends once `ended_share` of the rounds have ended.
     `autoscaler` makes the one that changes the fleet; a new worker takes `startup_s` to start.
+    With `nodes`, the workers of a node share a kvbm.
     """
 
     router: RouterSettings = field(default_factory=RouterSettings)
@@ -75,6 +79,7 @@ class SimulationOptions:
     ended_share: float = 1.0
     autoscaler: Callable[[], Autoscaler] | None = None
     startup_s: float = 60.0
+    nodes: NodeOptions | None = None
 
     @property
     def block_size(self) -> int:
@@ -93,6 +98,17 @@ class SimulationOptions:
             raise SimulationError(f"speed must be at least {MIN_SPEED:g} and finite")
         self._check_network()
         self._check_faults()
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        nodes = self.nodes
+        for group in self.workers:
+            if group.node is not None and (nodes is None or group.node >= nodes.count):
+                raise SimulationError(f"there is no node {group.node}")
+            if nodes is not None and (group.core.tiers.host_blocks or group.core.tiers.disk_blocks):
+                raise SimulationError("nodes replace the mock's own tiers: leave those out")
+        if nodes is not None and self.block_size * nodes.bytes_per_token > nodes.host_bytes:
+            raise SimulationError("the memory of a node does not hold one block")
 
     def _check_network(self) -> None:
         network = self.network

@@ -14,6 +14,7 @@ class Records:
 
     `placed` is the time of the first placement. `prefiller` is the worker of the first token,
     `worker` that of the last attempt; each incarnation has a number, in the order of joining.
+    `tiers` divides `cached` by tier.
     """
 
     def __init__(self, rounds: int) -> None:
@@ -22,6 +23,7 @@ class Records:
         self.first_token = [NEVER] * rounds
         self.ended = [NEVER] * rounds
         self.cached = [0] * rounds
+        self.tiers: list[list[int]] = [[]] * rounds
         self.ideal = [0] * rounds
         self.computed = [0] * rounds
         self.best_rank = [0] * rounds

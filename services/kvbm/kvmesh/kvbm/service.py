@@ -6,40 +6,16 @@ from kvmesh.blocks.digests import KEY_BYTES
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusUnavailable
 from kvmesh.bus.storage.shared_secret import SecretUnusable, parse_secret, shared_secret
-from kvmesh.kvbm.core.blocks.block import ARENA, DISK
-from kvmesh.kvbm.core.blocks.store import RemoteTierConfig
-from kvmesh.kvbm.core.config import KvbmConfig
+from kvmesh.kvbm.core.config import manager_config
 from kvmesh.kvbm.core.errors import InUse, KvbmError
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.metrics import ManagerCollector
 from kvmesh.kvbm.node import KvbmNode
 from kvmesh.kvbm.tiers.remote.interface import RemoteError
 from kvmesh.kvbm.tiers.storage import Storage
-from kvmesh.retention.token_ranges import RetentionError, parse_defaults
+from kvmesh.retention.token_ranges import RetentionError
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.settings.schema import KvbmSettings
-
-MAX_REMOTE_BLOCKS = 1 << 20
-PEER_LEASE_S = 10.0
-
-
-def manager_config(settings: KvbmSettings) -> KvbmConfig:
-    """The manager's configuration; raises RetentionError."""
-    shares = bool(settings.remote_url)
-    lease_s = settings.remote_lease_s if shares else PEER_LEASE_S
-    disk = {DISK: settings.disk_bytes} if settings.disk_path is not None else {}
-    return KvbmConfig(
-        capacities={ARENA: settings.host_bytes, **disk},
-        tenant_share=settings.tenant_share,
-        disk_frequency=settings.disk_frequency,
-        remote=RemoteTierConfig(MAX_REMOTE_BLOCKS, lease_s) if shares or settings.peers else None,
-        shares=shares,
-        remote_frequency=settings.remote_frequency,
-        decay_s=settings.decay_s,
-        patience_s=settings.compute_patience_s,
-        defaults=parse_defaults(settings.retention),
-    )
 
 
 async def main(service: Service) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import msgspec
 
 from kvmesh.settings.schema import RouterSettings
+from kvmesh.simulator.nodes.options import NodeOptions
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
+from kvmesh.simulator.report.tiers import GIB
 from kvmesh.step_times.profile import StepProfile
 
 DEFAULTS = RouterSettings()
@@ -16,6 +18,8 @@ def conditions(options: SimulationOptions) -> Iterator[tuple[str, str]]:
     yield "policy", options.router.policy
     for number, group in enumerate(options.workers):
         yield "workers" if not number else "and", _group(group)
+    if options.nodes is not None:
+        yield "nodes", _nodes(options.nodes)
     yield "tokens per block", f"{options.block_size:,}"
     yield "routers", f"{options.replicas:,}"
     yield "speed of arrivals", f"{options.speed:g} ×"
@@ -33,6 +37,22 @@ def conditions(options: SimulationOptions) -> Iterator[tuple[str, str]]:
         if name != "policy" and value != getattr(DEFAULTS, name):
             shown = value if isinstance(value, str) else msgspec.json.encode(value).decode()
             yield f"router.{name}", shown
+
+
+def _nodes(nodes: NodeOptions) -> str:
+    links = nodes.links
+    parts = [
+        f"{nodes.count:,}, each with {nodes.host_bytes / GIB:,.1f} GiB of memory",
+        f"{nodes.disk_bytes / GIB:,.1f} GiB of disk at {links.disk / 1e9:g} GB/s",
+        f"{links.host / 1e9:g} GB/s to each engine",
+        *([f"{links.network / 1e9:g} GB/s between nodes"] if nodes.peers else []),
+        *(
+            [f"a remote store of {nodes.remote_bytes / GIB:,.1f} GiB at {links.store / 1e9:g} GB/s"]
+            if nodes.remote_bytes
+            else []
+        ),
+    ]
+    return ", ".join(parts)
 
 
 def _group(group: WorkerOptions) -> str:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.records import Column, Records
+from kvmesh.simulator.report.tiers import TierFigures, tier_figures
 from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.workload.replay.summary import Spread, spread
 
@@ -106,6 +107,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     latency: LatencyFigures
     by_priority: dict[str, LatencyFigures]
     cache: CacheFigures
+    tiers: TierFigures
     sessions: Spread | None
     workers: list[WorkerFigures]
     imbalance: float
@@ -135,6 +137,7 @@ def figures(simulation: Simulation) -> Figures:
         latency=_latency(simulation, done),
         by_priority=_by_priority(simulation, done),
         cache=_cache(simulation, done),
+        tiers=tier_figures(simulation, done, int(_prompts(simulation)[done].sum())),
         sessions=_sessions(simulation, done),
         workers=workers,
         imbalance=max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,

@@ -12,7 +12,7 @@ from kvmesh.simulator.report.conditions import conditions
 from kvmesh.simulator.report.curves import cached_over_time, distribution
 from kvmesh.simulator.report.figures import Figures
 from kvmesh.simulator.report.plots import COLOURS, STYLE, Line, plot
-from kvmesh.simulator.report.tables import ROWS, notes
+from kvmesh.simulator.report.tables import notes, rows
 
 
 def page(title: str, runs: Sequence[tuple[Simulation, Figures]]) -> str:
@@ -41,11 +41,11 @@ def page(title: str, runs: Sequence[tuple[Simulation, Figures]]) -> str:
 
 def _table(runs: Sequence[Figures]) -> str:
     head = "".join(f"<th>{escape(run.policy)}</th>" for run in runs)
-    rows = (
+    body = (
         f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(cell(run))}</td>' for run in runs)}"
-        for name, cell in ROWS
+        for name, cell in rows(runs)
     )
-    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
+    return f"<table><tr><th></th>{head}</tr>{''.join(body)}</table>"
 
 
 def _settings(runs: Sequence[SimulationOptions]) -> str:

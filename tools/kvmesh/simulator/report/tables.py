@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmesh.simulator.report.figures import Figures, LatencyFigures
+from kvmesh.simulator.report.tiers import TierFigures, tier_rows
 from kvmesh.workload.replay.summary import Spread
 
 Row = tuple[str, Callable[[Figures], str]]
@@ -26,6 +27,7 @@ def _lost(part: str, figures: Figures) -> str:
     return f"{getattr(cache.lost, part) / max(ideal, 1):.1%}"
 
 
+CACHED_SHARE = "cached share"
 ROWS: tuple[Row, ...] = (
     ("requests", lambda f: f"{f.rounds:,}"),
     ("failed", lambda f: f"{f.failed:,}"),
@@ -43,7 +45,7 @@ ROWS: tuple[Row, ...] = (
     ("latency p99, ms", _ms(lambda x: x.total_s, "p99")),
     ("slowdown p50", lambda f: f"{f.latency.slowdown.p50:,.2f}" if f.latency.slowdown else "–"),
     ("queue wait p99, ms", _ms(lambda x: x.queue_s, "p99")),
-    ("cached share", lambda f: f"{f.cache.cached_share:.1%}"),
+    (CACHED_SHARE, lambda f: f"{f.cache.cached_share:.1%}"),
     ("ideal share", lambda f: f"{f.cache.ideal_share:.1%}"),
     ("share of ideal", lambda f: f"{f.cache.share_of_ideal:.1%}"),
     ("read/write", lambda f: f"{f.cache.read_write:.2f}"),
@@ -66,13 +68,25 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+def rows(runs: Sequence[Figures]) -> list[Row]:
+    """The rows of a table of runs; those of lower tiers only if a run has used them."""
+    own, tiers = list(ROWS), [_of_tiers(*row) for row in tier_rows([run.tiers for run in runs])]
+    by_tier = sum(name.startswith("· from") for name, _ in tiers)
+    after = next(n for n, (name, _) in enumerate(own, 1) if name == CACHED_SHARE)
+    return [*own[:after], *tiers[:by_tier], *own[after:], *tiers[by_tier:]]
+
+
+def _of_tiers(name: str, cell: Callable[[TierFigures], str]) -> Row:
+    return name, lambda figures: cell(figures.tiers)
+
+
 def show(runs: Sequence[Figures], console: Console) -> None:
     """Print one column per run, then priorities and errors, if any."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for run in runs:
         table.add_column(run.policy, justify="right")
-    for name, cell in ROWS:
+    for name, cell in rows(runs):
         table.add_row(name, *(cell(run) for run in runs))
     console.print(table)
     for run in runs:

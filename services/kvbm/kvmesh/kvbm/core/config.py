@@ -3,9 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvmesh.kvbm.core.blocks.block import ARENA, DISK
 from kvmesh.kvbm.core.blocks.store import RemoteTierConfig
 from kvmesh.retention.claims import RetentionWish
-from kvmesh.retention.token_ranges import DEFAULTS
+from kvmesh.retention.token_ranges import DEFAULTS, parse_defaults
+from kvmesh.settings.schema import KvbmSettings
+
+MAX_REMOTE_BLOCKS = 1 << 20
+PEER_LEASE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -25,3 +30,21 @@ class KvbmConfig:
     patience_s: float = 30.0
     max_moves: int = 32
     defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
+
+
+def manager_config(settings: KvbmSettings) -> KvbmConfig:
+    """The manager's configuration; raises RetentionError."""
+    shares = bool(settings.remote_url)
+    lease_s = settings.remote_lease_s if shares else PEER_LEASE_S
+    disk = {DISK: settings.disk_bytes} if settings.disk_path is not None else {}
+    return KvbmConfig(
+        capacities={ARENA: settings.host_bytes, **disk},
+        tenant_share=settings.tenant_share,
+        disk_frequency=settings.disk_frequency,
+        remote=RemoteTierConfig(MAX_REMOTE_BLOCKS, lease_s) if shares or settings.peers else None,
+        shares=shares,
+        remote_frequency=settings.remote_frequency,
+        decay_s=settings.decay_s,
+        patience_s=settings.compute_patience_s,
+        defaults=parse_defaults(settings.retention),
+    )

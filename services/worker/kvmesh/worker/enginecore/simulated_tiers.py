@@ -150,9 +150,10 @@ class SimulatedTiers:
     def match_prefix(self, reusable: "array[int]", hits: int, remote: int = 0) -> TierMatch:
         """Find the blocks of a prefix by tier.
 
-        The engine holds the first `hits`; the first `remote` can come by handoff.
+        The engine holds the first `hits`; the first `remote` can come by handoff, which leaves the
+        kvbm aside.
         """
-        queried = hits < len(reusable) and self._has_kvbm()
+        queried = hits < len(reusable) and not remote and self._has_kvbm()
         if not self.lower and not remote:
             return TierMatch(hits, 0, 0, 0, queried)
         below = [0] * len(TIERS)

@@ -15,6 +15,7 @@ from kvmesh.worker.enginecore.scheduler import ScheduledChunk, Scheduler, Schedu
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
 from kvmesh.worker.engines.mock.decode_plan import DecodePlan
+from kvmesh.worker.engines.mock.node_tiers import NodeTiers
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 
 
@@ -76,7 +77,7 @@ class CoreOptions:
 class MockCore:
     """Block manager, scheduler and performance model of one rank, advanced by `step`.
 
-    Injected faults multiply step times by `slowdown`.
+    Injected faults multiply step times by `slowdown`. `node_tiers` is the kvbm of the node, if any.
     """
 
     def __init__(self, options: CoreOptions) -> None:
@@ -84,8 +85,14 @@ class MockCore:
         self.blocks = BlockManager(options.blocks, options.retention)
         size, retention = options.limits.block_size, options.retention
         self.tiers = SimulatedTiers(
-            options.tiers, size, options.speedup, self.blocks, retention=retention
+            options.tiers,
+            size,
+            options.speedup,
+            self.blocks,
+            self._has_node_tiers,
+            retention=retention,
         )
+        self.node_tiers: NodeTiers | None = None
         self.scheduler = Scheduler(options.limits, self.blocks, self.tiers)
         self.counters = EngineCounters()
         self.slowdown = 1.0
@@ -181,6 +188,28 @@ class MockCore:
         self.counters.count_steps(steps, seconds * steps)
         return StepResult(seconds * steps, steps, outputs, self.take_events())
 
+    def finish_loading(self, sequence: Sequence, loaded: list[int], now: float) -> None:
+        """Let a sequence that waits for the node's tiers continue from the blocks held now.
+
+        `loaded` counts the blocks loaded for it by tier.
+        """
+        if sequence.state is not SequenceState.LOADING:
+            return
+        before = sequence.sequence_hashes[: sequence.full_blocks]
+        sequence.full_blocks = self.blocks.lock_prefix(sequence.reusable)
+        self.blocks.unlock(before)
+        size = self.options.limits.block_size
+        sequence.computed = sequence.full_blocks * size
+        if not sequence.cached_reported:
+            tiers = [sequence.full_blocks - sum(loaded[1:]), *loaded[1:]]
+            while len(tiers) > 1 and not tiers[-1]:
+                tiers.pop()
+            sequence.cached = [blocks * size for blocks in tiers]
+        sequence.ready_at = now
+
+    def _has_node_tiers(self) -> bool:
+        return self.node_tiers is not None and self.node_tiers.available
+
     def load(self, instance: str, rank: int) -> Load:
         """The load of this core as rank `rank` of `instance`."""
         counters, scheduler, blocks = self.counters, self.scheduler, self.blocks
@@ -254,6 +283,8 @@ class MockCore:
             self.scheduler.allocate_overrun(full)
         for sequence in full:
             self.scheduler.promote(sequence)
+            if self.node_tiers is not None:
+                self.node_tiers.on_filled(sequence)
             if sequence.remaining:
                 batch.resume(sequence)
                 continue
@@ -265,8 +296,12 @@ class MockCore:
         sequence = chunk.sequence
         self.scheduler.record_computed(sequence, chunk.tokens)
         self.counters.computed_tokens += chunk.tokens
+        if self.node_tiers is not None:
+            self.node_tiers.on_filled(sequence)
         if sequence.computed < sequence.length:
             return
+        if self.node_tiers is not None:
+            self.node_tiers.on_prompt(sequence)
         first = _output(sequence, 0, 1)
         outputs.append(first)
         sequence.generated += 1
