@@ -1,5 +1,6 @@
 """The simulator predicts the live mesh's results for the same trace and the same engines."""
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -107,8 +108,13 @@ async def test_the_simulator_agrees_with_the_mesh(
     assert times[0] * 0.9 <= ttft <= times[-1] * 1.1, report
 
 
-async def overhead(mesh: Mesh, folder: Path, seed: str) -> float:
+async def overhead(
+    mesh: Mesh,
+    folder: Path,
+    seed: str,
+    simulate: Callable[[Path, int, float], Figures] = simulated,
+) -> float:
     """Present overhead in seconds of the path around an idle engine, to the first token."""
     probed = await replay(mesh, folder, probes(), "--seed", seed)
-    bare = median_ttft(simulated(folder / "trace.jsonl", 0, overhead=0.0))
+    bare = median_ttft(simulate(folder / "trace.jsonl", 0, 0.0))
     return max(0.0, float(probed["ttft_s"]["p50"]) - bare)

@@ -23,7 +23,7 @@ NOT_SIMULATED: frozenset[OptionKey] = frozenset(
         *(("mock", key) for key in ("output_tokens", "reasoning_tokens")),
         *(("mock", key) for key in ("think_open", "think_close")),
         *(("mock", key) for key in ("crash_step", "hang_step", "slow_step", "slow_factor")),
-        ("mock", "lose_every"),
+        *(("mock", key) for key in ("lose_every", "kvbm")),
         *(("kvbm", key) for key in ("name", "node", "directory", "key", "remote_group")),
         *(("kvbm", key) for key in ("disk_free_bytes", "disk_threads", "remote_timeout_s")),
         *(("kvbm", key) for key in ("metrics_port", "metrics_host")),

@@ -46,6 +46,10 @@ class MockSettings(Section, frozen=True, kw_only=True):
     disk_blocks: Annotated[
         int, Meta(ge=0, description="KV blocks of a disk tier below each rank; 0: none")
     ] = 0
+    kvbm: Annotated[
+        bool,
+        Meta(description="keep stand-ins for KV blocks in the kvbm of the node, in modelled time"),
+    ] = False
     kv_bytes_per_token: Annotated[Count, Meta(description="size of the KV of one token")] = 131072
     host_bytes_per_s: Annotated[
         float, Meta(gt=0, description="bandwidth between the engine and its host tier")

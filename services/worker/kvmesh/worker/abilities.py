@@ -34,7 +34,7 @@ DECLARED: dict[str, dict[str, str]] = {
     "mock": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS), ALWAYS),
         FORECASTS: ORDER,
-        TIERS: "`mock.host_blocks`",
+        TIERS: "`mock.host_blocks` or `mock.kvbm`",
         ADAPTERS: "`worker.max_adapters`",
     },
     "torch": {

@@ -8,6 +8,7 @@ import numpy as np
 from kvmesh.bus.messages import KvLayout, LayerLayout, Retain
 from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
 from kvmesh.worker.enginecore.sequence import Sequence
+from kvmesh.worker.engines.mock.node_tiers import retained
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,7 @@ def node_prompt(sequence: Sequence, blocks: int) -> NodePrompt:
         salt=request.salt,
         tenant=request.tenant,
         session=claims.session if claims is not None else None,
-        retention=[
-            Retain(
-                segment.first * sequence.block_size,
-                None if segment.end is None else segment.end * sequence.block_size,
-                segment.wish.level,
-                segment.wish.ttl_s,
-            )
-            for segment in (claims.segments if claims is not None else ())
-        ],
+        retention=retained(sequence),
     )
 
 

@@ -23,6 +23,7 @@ from kvmesh.worker.engine import (
     OutputDelta,
     Rejected,
     Sink,
+    StoreFactory,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions
@@ -32,6 +33,12 @@ from kvmesh.worker.enginecore.sequence import Request, hash_prompt
 from kvmesh.worker.enginecore.simulated_tiers import TIERS, tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.faults import Faults
+from kvmesh.worker.engines.mock.kvbm_tiers import (
+    KvbmTiers,
+    NoArenaUser,
+    WaitLimits,
+    stand_in_layout,
+)
 from kvmesh.worker.engines.mock.prefetch import MockLoader
 from kvmesh.worker.engines.mock.rank import MockRank
 from kvmesh.worker.engines.mock.text.author import AnswerOptions, AnswerWriter
@@ -52,7 +59,18 @@ def create(context: EngineContext) -> "MockEngine":
     longest = worker.context or model_context(context.folder)
     fits = min(longest, mock.blocks * worker.block_size)
     retention = retention_options(worker)
-    return MockEngine(mock, context.folder, worker.block_size, fits, worker.adapters, retention)
+    if mock.kvbm and (mock.host_blocks or mock.disk_blocks):
+        raise EngineConfigError("mock.kvbm excludes mock.host_blocks and mock.disk_blocks")
+    deadline_s = worker.hang_timeout_s / 3
+    limits = WaitLimits(
+        wait_s=min(worker.shared_wait_s, deadline_s),
+        deadline_s=deadline_s,
+        queue=worker.write_through_blocks,
+    )
+    store = context.store if mock.kvbm else None
+    return MockEngine(
+        mock, context.folder, worker.block_size, fits, worker.adapters, retention, store, limits
+    )
 
 
 class MockEngine:
@@ -66,6 +84,8 @@ class MockEngine:
         context: int,
         adapters: list[str],
         retention: RetentionOptions,
+        store: StoreFactory | None,
+        limits: WaitLimits,
     ) -> None:
         self._options = options
         self._folder = folder
@@ -73,7 +93,10 @@ class MockEngine:
         self._context = context
         self._adapters = adapters
         self._retention = retention
+        self._store = store
+        self._limits = limits
         self._ranks: list[MockRank] = []
+        self._kvbms: list[KvbmTiers] = []
         self._live: dict[str, _Live] = {}
         self._writer: AnswerWriter | None = None
         self._sink: Sink | None = None
@@ -89,9 +112,19 @@ class MockEngine:
         for rank in range(options.dp_ranks):
             core = MockCore(core_options)
             self._ranks.append(MockRank(rank, core, self, _faults(options), options.tick_s))
+        if self._store is not None:
+            await self._open_kvbms(self._store)
         for started in self._ranks:
             started.start()
         return self._info()
+
+    async def _open_kvbms(self, store: StoreFactory) -> None:
+        for rank in self._ranks:
+            client = store(stand_in_layout(self._block_size), NoArenaUser())
+            kvbm = KvbmTiers(rank, client, self._limits)
+            self._kvbms.append(kvbm)
+            await kvbm.open()
+            rank.kvbm = kvbm
 
     def submit(self, work: Work) -> None:
         if not 0 <= work.rank < len(self._ranks):
@@ -134,6 +167,8 @@ class MockEngine:
         """Nothing to prepare: each request says what another worker computes of it."""
 
     def tier_counts(self) -> TierCounts | None:
+        if self._kvbms:
+            return _total([kvbm.counts for kvbm in self._kvbms])
         tiers = [rank.core.tiers for rank in self._ranks]
         if not any(rank.lower for rank in tiers):
             return None
@@ -205,8 +240,13 @@ class MockEngine:
         for rank in self._ranks:
             await rank.idle.wait()
 
+    async def hand_down(self, timeout_s: float) -> int:
+        return sum(await asyncio.gather(*(kvbm.hand_down(timeout_s) for kvbm in self._kvbms)))
+
     async def close(self) -> None:
         await self._prefetches.close()
+        for kvbm in self._kvbms:
+            await kvbm.close()
         for rank in self._ranks:
             await rank.stop()
 
@@ -323,6 +363,7 @@ class MockEngine:
             adapters=self._adapters,
             structural_tags=True,
             supports_handoff=True,
+            tiered=self._store is not None,
             capacity=Capacity(
                 blocks=options.blocks,
                 max_sequences=options.max_sequences,
@@ -354,6 +395,15 @@ def _tier_blocks(options: MockSettings) -> list[int]:
     if options.disk_blocks:
         return [options.host_blocks, options.disk_blocks]
     return [options.host_blocks] if options.host_blocks else []
+
+
+def _total(counts: list[TierCounts]) -> TierCounts:
+    return TierCounts(
+        loaded=[sum(tier) for tier in zip(*(each.loaded for each in counts), strict=True)],
+        written=sum(each.written for each in counts),
+        skipped=sum(each.skipped for each in counts),
+        corrupt=sum(each.corrupt for each in counts),
+    )
 
 
 def _faults(options: MockSettings) -> Faults:

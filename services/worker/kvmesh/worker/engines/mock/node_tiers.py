@@ -34,7 +34,9 @@ class OnboardedPrefix:
 
     def __init__(self, blocks: BlockManager, sequence: Sequence) -> None:
         request = sequence.request
-        self.hashes: array[int] = sequence.reusable
+        reusable = sequence.reusable
+        foreign = reusable and blocks.is_foreign(reusable[0], request.tenant)
+        self.hashes: array[int] = reusable[:0] if foreign else reusable
         self.local: array[int] = sequence.local_hashes[: len(self.hashes)]
         self._blocks = blocks
         self._salt, self._tenant = request.salt, request.tenant
@@ -58,6 +60,8 @@ class OnboardedPrefix:
     def commit(self, reserved: int, valid: int) -> None:
         """Promote the first `valid` reserved blocks as the next of the prefix; free the rest."""
         first, blocks = self.held, self._blocks
+        if valid and blocks.is_foreign(self.hashes[0], self._tenant):
+            valid = 0
         blocks.free_private(reserved - valid)
         if not valid:
             return
@@ -74,3 +78,17 @@ class OnboardedPrefix:
 
     def release(self) -> None:
         self._blocks.unlock(self.hashes[: self.held])
+
+
+def retained(sequence: Sequence) -> list[Retain]:
+    """The retention that a request asks for, in tokens."""
+    claims, size = sequence.request.retention, sequence.block_size
+    return [
+        Retain(
+            segment.first * size,
+            None if segment.end is None else segment.end * size,
+            segment.wish.level,
+            segment.wish.ttl_s,
+        )
+        for segment in (claims.segments if claims is not None else ())
+    ]

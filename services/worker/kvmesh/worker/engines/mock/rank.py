@@ -4,7 +4,8 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable, Container
-from typing import TypeAlias
+from math import isinf
+from typing import Protocol, TypeAlias
 
 from kvmesh.bus.messages import KvEvent, Load, Removed
 from kvmesh.worker.engine import EngineError, OutputDelta, Sink
@@ -17,6 +18,22 @@ from kvmesh.worker.engines.mock.faults import Faults, InjectedCrash
 log = logging.getLogger(__name__)
 LATE_S = 1.0
 Change: TypeAlias = Callable[[RetentionManager, float], int]
+
+
+class KvbmLink(Protocol):
+    """The rank's link to the kvbm of its node."""
+
+    def poll(self) -> None:
+        """Called after a step was taken in the core."""
+        ...
+
+    def settle(self, seconds: float) -> None:
+        """Called after the `seconds` of the steps."""
+        ...
+
+    def ended(self, request: str) -> None:
+        """Called with each request that has left the engine."""
+        ...
 
 
 class MockRank:
@@ -42,6 +59,7 @@ class MockRank:
         self._unpublished: list[KvEvent] = []
         self._batches = 0
         self._task: asyncio.Task[None] | None = None
+        self.kvbm: KvbmLink | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"mock rank {self.rank}")
@@ -62,9 +80,15 @@ class MockRank:
         """Make the next step fail: "crash" ends the engine, any other effect hangs it."""
         self._poisoned = effect
 
+    def wake(self) -> None:
+        """End a wait for KV to arrive."""
+        self._wake.set()
+
     def abort(self, request: str) -> bool:
         """Drop a request; the output of the step in progress for it is discarded."""
         self._aborted.add(request)
+        if self.kvbm is not None:
+            self.kvbm.ended(request)
         return self.core.abort(request)
 
     def change_retention(self, change: Change) -> int:
@@ -112,6 +136,8 @@ class MockRank:
             self.core.slowdown = self._faults.slowdown(self.core.counters.steps + 1)
             behind = 0.0 if self._counts_steps else clock() - at
             result = self.core.step(at, max(self._tick_s, behind))
+            if self.kvbm is not None:
+                self.kvbm.poll()
             if not result.steps:
                 self._unpublished = result.events
                 self._deliver(result)
@@ -124,6 +150,8 @@ class MockRank:
             await asyncio.sleep(max(0.0, -late))
             if late > LATE_S:
                 at = clock()
+            if self.kvbm is not None:
+                self._settle(self.kvbm, result)
             self._deliver(result)
 
     async def _maybe_fail(self) -> None:
@@ -139,10 +167,16 @@ class MockRank:
         """Wait `duration` seconds for KV to arrive, or until a request arrives."""
         self._wake.clear()
         try:
-            async with asyncio.timeout(duration):
+            async with asyncio.timeout(None if isinf(duration) else duration):
                 await self._wake.wait()
         except TimeoutError:
             return
+
+    def _settle(self, kvbm: KvbmLink, result: StepResult) -> None:
+        kvbm.settle(result.duration)
+        for output in result.outputs:
+            if output.finish is not None:
+                kvbm.ended(output.request)
 
     def _deliver(self, result: StepResult) -> None:
         self.publish_events()

@@ -1,0 +1,332 @@
+"""Blocks of a mock engine in the kvbm of its node: a small stand-in for each, in modelled time.
+
+A stand-in has `STORED_BYTES` that follow from the block's digest. Copying one between engine and
+arena takes as long as the KV of the block would, so the kvbm decides as it does for real blocks.
+"""
+
+import asyncio
+import logging
+from array import array
+from contextlib import aclosing
+from hashlib import blake2b
+from typing import NamedTuple
+
+from kvmesh._native import xxh3
+from kvmesh.blocks.arena import ArenaView
+from kvmesh.blocks.digests import root_digest
+from kvmesh.blocks.kvbm_client import (
+    FetchedPart,
+    KvbmClient,
+    KvbmPrompt,
+    PendingWrite,
+    TierSpeeds,
+    digest_of,
+)
+from kvmesh.blocks.write_through import WriteThrough
+from kvmesh.bus.messages import KvLayout, LayerLayout
+from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
+from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
+from kvmesh.worker.capabilities import TierCounts
+from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
+from kvmesh.worker.enginecore.simulated_tiers import TIERS, Link
+from kvmesh.worker.engines.mock.node_tiers import OnboardedPrefix, retained
+from kvmesh.worker.engines.mock.rank import MockRank
+
+log = logging.getLogger(__name__)
+STORED_BYTES = 4096
+
+
+class WaitLimits(NamedTuple):
+    """A load waits up to `wait_s` for blocks that other workers compute, and ends after
+    `deadline_s`. Up to `queue` blocks wait for write-through."""
+
+    wait_s: float
+    deadline_s: float
+    queue: int
+
+
+class MockBlocks(NamedTuple):
+    """Leading full blocks of a request."""
+
+    request: str
+    hashes: "array[int]"
+    local: "array[int]"
+    sequence: Sequence
+
+
+class NoArenaUser:
+    """Uses an arena without preparation."""
+
+    async def adopt(self, arena: ArenaView) -> None:
+        pass
+
+    async def release(self, arena: ArenaView) -> None:
+        pass
+
+
+def stand_in_layout(block_size: int) -> KvLayout:
+    """The layout of stand-ins for blocks of `block_size` tokens."""
+    token = LayerLayout(heads=1, key_size=max(1, STORED_BYTES // block_size), value_size=0)
+    return KvLayout(
+        weights="mock", dtype="mock", item_bytes=1, block_size=block_size, layers=[token]
+    )
+
+
+class KvbmTiers:
+    """Moves blocks between a rank and its node's kvbm; implements `NodeTiers` for the rank's core.
+
+    `client` is connected with `stand_in_layout`.
+    """
+
+    def __init__(self, rank: MockRank, client: KvbmClient, limits: WaitLimits) -> None:
+        self._rank = rank
+        self._core = rank.core
+        self._client = client
+        self._limits = limits
+        options = rank.core.options
+        speed = options.tiers.host_bytes_per_s * options.speedup
+        self._to_engine, self._from_engine = Link(speed), Link(speed)
+        self._stored_bytes = client.worker.layout.block_bytes
+        self.writer: WriteThrough[MockBlocks] = WriteThrough(client, self, limits.queue)
+        self._filled: dict[str, MockBlocks] = {}
+        self._offered: dict[str, int] = {}
+        self._prompted: list[str] = []
+        self._looked_up: set[str] = set()
+        self._tasks: dict[Sequence, asyncio.Task[None]] = {}
+        self._touches = BackgroundTasks()
+        self._loaded = [0] * len(TIERS)
+        self._corrupt = 0
+        self._attachments = 0
+        self._computed_tokens = 0
+        self._compute_speed = Throughput()
+        self._load_speed = Throughput()
+
+    async def open(self) -> None:
+        await self._client.open()
+        self.writer.start()
+        self._core.node_tiers = self
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._touches.close()
+        await self.writer.close()
+        await self._client.close()
+
+    @property
+    def counts(self) -> TierCounts:
+        return TierCounts(
+            loaded=self._loaded,
+            written=self.writer.written,
+            skipped=self.writer.skipped,
+            corrupt=self._corrupt,
+        )
+
+    # the core's side
+
+    @property
+    def available(self) -> bool:
+        return self._client.key is not None
+
+    def on_filled(self, sequence: Sequence) -> None:
+        request, full = sequence.request.id, sequence.full_blocks
+        if self.available and request not in self._looked_up:
+            self._looked_up.add(request)
+            self._touches.start(self._touch(sequence), "touch")
+        hashes, local = sequence.sequence_hashes[:full], sequence.local_hashes[:full]
+        self._filled[request] = MockBlocks(request, hashes, local, sequence)
+
+    def on_prompt(self, sequence: Sequence) -> None:
+        self._prompted.append(sequence.request.id)
+
+    def poll(self) -> None:
+        """Start onboarding for sequences that wait; cancel it for those that no longer do."""
+        for sequence in [s for s in self._tasks if s.state is not SequenceState.LOADING]:
+            self._tasks.pop(sequence).cancel()
+        for sequence in self._core.scheduler.loading:
+            if sequence not in self._tasks and sequence.ready_at == float("inf"):
+                self._looked_up.add(sequence.request.id)
+                task = asyncio.create_task(self._onboard(sequence), name="onboarding")
+                self._tasks[sequence] = task
+
+    def settle(self, seconds: float) -> None:
+        """Offer the blocks that became full in steps of `seconds`, which have ended."""
+        computed = self._core.counters.computed_tokens
+        tokens, self._computed_tokens = computed - self._computed_tokens, computed
+        if tokens >= MIN_MEASURED_TOKENS:
+            self._compute_speed.record(tokens, seconds)
+        if self._attachments != self._client.attachments:
+            self._attachments = self._client.attachments
+            self._offered.clear()
+        filled, self._filled = self._filled, {}
+        for request, item in filled.items():
+            first, end = self._offered.get(request, 0), len(item.hashes)
+            if end > first and self.writer.put(request, item, first, end):
+                self._offered[request] = end
+        prompted, self._prompted = self._prompted, []
+        for request in prompted:
+            self.writer.end(request)
+
+    def ended(self, request: str) -> None:
+        """Forget a request that has left the engine."""
+        self._offered.pop(request, None)
+        self._looked_up.discard(request)
+
+    # onboarding
+
+    @property
+    def _speeds(self) -> TierSpeeds:
+        return TierSpeeds(compute_tps=self._compute_speed.value, load_bps=self._load_speed.value)
+
+    async def _touch(self, sequence: Sequence) -> None:
+        """Let the kvbm record the use of a prompt that did not wait for it."""
+        hashes = sequence.reusable
+        item = MockBlocks(
+            sequence.request.id, hashes, sequence.local_hashes[: len(hashes)], sequence
+        )
+        prompt = self._describe(item)
+        if prompt is not None:
+            loading = self._client.load(prompt, len(hashes), self._speeds, 0.0, 0.0)
+            async with aclosing(loading) as parts:
+                async for _ in parts:
+                    break
+
+    async def _onboard(self, sequence: Sequence) -> None:
+        prefix = OnboardedPrefix(self._core.blocks, sequence)
+        loaded = [0] * len(TIERS)
+        request = sequence.request.id
+        try:
+            prompt = self._describe(MockBlocks(request, prefix.hashes, prefix.local, sequence))
+            if prompt is not None:
+                await self._load(prompt, prefix, loaded)
+        except (RuntimeError, ValueError, OSError) as error:
+            log.error("request %s: cannot load blocks: %s", request, error)
+        finally:
+            if self._tasks.get(sequence) is asyncio.current_task():
+                del self._tasks[sequence]
+                now = asyncio.get_running_loop().time()
+                self._core.finish_loading(sequence, loaded, now)
+            prefix.release()
+            self._rank.publish_events()
+            self._rank.wake()
+
+    async def _load(self, prompt: KvbmPrompt, prefix: OnboardedPrefix, loaded: list[int]) -> None:
+        limits = self._limits
+        loading = self._client.load(
+            prompt, prefix.held, self._speeds, limits.wait_s, limits.deadline_s
+        )
+        async with aclosing(loading) as parts:
+            async for part in parts:
+                skipped, valid = await self._load_part(prompt, part, prefix)
+                for tier in part.tiers[skipped : skipped + valid]:
+                    loaded[tier] += 1
+                    self._loaded[tier] += 1
+                prefix.inherit(part.retention, self._core.options.limits.block_size)
+                if not prefix.covers(part.first + len(part.offsets)):
+                    break
+
+    async def _load_part(
+        self, prompt: KvbmPrompt, part: FetchedPart, prefix: OnboardedPrefix
+    ) -> tuple[int, int]:
+        """Load the missing blocks of a part; returns how many it skipped and how many it loaded."""
+        skipped = prefix.extend(part.first) - part.first
+        if skipped < 0:
+            return 0, 0
+        reserved = prefix.reserve(len(part.offsets) - skipped)
+        valid = 0
+        try:
+            start = asyncio.get_running_loop().time()
+            await self._pass_time(self._to_engine, reserved)
+            valid = self._count_valid(prompt, part, skipped, reserved)
+            took = asyncio.get_running_loop().time() - start
+            self._load_speed.record(valid * self._stored_bytes, took)
+        finally:
+            prefix.commit(reserved, valid)
+            self._rank.publish_events()
+        if valid < reserved:
+            self._corrupt += 1
+            block = part.first + skipped + valid
+            log.warning("request %s: block %d has a wrong checksum", prompt.request, block)
+            self._client.report_corrupt(part, digest_of(prompt, block))
+        return skipped, valid
+
+    def _count_valid(self, prompt: KvbmPrompt, part: FetchedPart, skipped: int, count: int) -> int:
+        """Number of leading blocks whose content is that of their digests."""
+        for index in range(skipped, skipped + count):
+            view = part.arena.view(part.offsets[index], self._stored_bytes)
+            if view != self._content(digest_of(prompt, part.first + index)):
+                return index - skipped
+        return count
+
+    async def _pass_time(self, link: Link, blocks: int) -> None:
+        """Wait as long as the KV of `blocks` takes over a link, behind other transfers."""
+        now = asyncio.get_running_loop().time()
+        await asyncio.sleep(link.reserve(now, blocks * self._core.tiers.block_bytes) - now)
+
+    # write-through, as `BlockSource`
+
+    async def hand_down(self, timeout_s: float) -> int:
+        """Write the blocks that wait; returns the number of those left after `timeout_s`."""
+        if not self.available:
+            return 0
+        return await self.writer.flush({}, lambda item: len(item.hashes), timeout_s)
+
+    def hold(self, item: MockBlocks, key: bytes) -> KvbmPrompt | None:
+        held = self._core.blocks.lock_prefix(item.hashes)
+        if held < len(item.hashes):
+            self._core.blocks.unlock(item.hashes[:held])
+            return None
+        return self._describe(item)
+
+    async def copy(self, item: MockBlocks, writing: PendingWrite) -> "array[int]":
+        await self._pass_time(self._from_engine, len(writing.blocks))
+        digests = self._digests(item)
+        checksums = array("Q")
+        for block, offset in zip(writing.blocks, writing.offsets, strict=True):
+            content = self._content(digests[DIGEST_BYTES * block : DIGEST_BYTES * (block + 1)])
+            writing.arena.view(offset, self._stored_bytes)[:] = content
+            checksums.append(xxh3(content))
+        return checksums
+
+    def release(self, item: MockBlocks) -> None:
+        self._core.blocks.unlock(item.hashes)
+        self._rank.wake()
+
+    def drop(self, item: MockBlocks) -> None:
+        pass
+
+    def _describe(self, item: MockBlocks) -> KvbmPrompt | None:
+        if self._client.key is None:
+            return None
+        request, claims = item.sequence.request, item.sequence.request.retention
+        return KvbmPrompt(
+            request=item.request,
+            digests=self._digests(item),
+            sequence_hashes=item.hashes.tobytes(),
+            local=item.local.tobytes(),
+            salt=request.salt,
+            tenant=request.tenant,
+            session=claims.session if claims is not None else None,
+            retention=retained(item.sequence),
+        )
+
+    def _digests(self, item: MockBlocks) -> bytes:
+        """Packed digests: the sequence hash of each block, and a keyed digest of its namespace.
+
+        They are no stronger than the hashes, by which the mock matches blocks in its own memory,
+        too: its answers depend on no block.
+        """
+        worker = self._client.worker
+        tenant = item.sequence.request.tenant
+        root = root_digest(self._client.key or b"", worker.model, "", tenant, worker.layout)
+        rest = root[: DIGEST_BYTES - HASH_BYTES]
+        return b"".join([value.to_bytes(HASH_BYTES, "little") + rest for value in item.hashes])
+
+    def _content(self, digest: bytes) -> bytes:
+        """The bytes of a block's stand-in."""
+        seed = blake2b(digest, digest_size=32).digest()
+        return (seed * (self._stored_bytes // len(seed) + 1))[: self._stored_bytes]
