@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -189,3 +190,30 @@ def test_messages_of_another_version_are_counted() -> None:
     recorder.read(b"?")
     with pytest.raises(CaptureError, match="cannot decode 1"):
         recorder.check()
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "wait", "wait_class"),
+    [
+        ([], "pause", ""),
+        (["end"], "pause", ""),
+        (["human"], "human", ""),
+        (["tool"], "tool", ""),
+        (["tool", "Bash", "ls"], "Bash", "ls"),
+    ],
+)
+def test_a_round_is_named_by_what_its_session_waited_for(
+    waits_for: list[str], wait: str, wait_class: str
+) -> None:
+    first = msgspec.structs.replace(ended("a", 1002.0), agent="coder", waits_for=waits_for)
+    recorder = recorded(
+        decided("a", 1000.0, range(4), 64, SESSION),
+        first,
+        decided("b", 1003.5, range(8), 130, SESSION),
+        ended("b", 1004.0),
+    )
+    workload = assemble(recorder.rounds)
+    assert workload.sessions[0].kind == "coder"
+    after = workload.rounds[1]
+    assert (after.wait, after.wait_class) == (wait, wait_class)
+    assert after.waited_for() == ([] if wait == "pause" else waits_for)

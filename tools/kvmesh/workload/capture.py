@@ -20,7 +20,7 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.workload.analysis.sharing import link_outputs
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.formats.mooncake import TreeBuilder
-from kvmesh.workload.model import Round, Session, Workload
+from kvmesh.workload.model import Round, Session, Workload, wait_of
 from kvmesh.workload.tree import Tree
 
 _events: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
@@ -129,44 +129,51 @@ class _Writer:
         self._origin = origin
         self._builder = TreeBuilder(self.tree, block_size)
         self._known: dict[str, int] = {}
-        self._last: dict[int, tuple[int, float]] = {}
+        self._last: dict[int, tuple[int, CapturedRound]] = {}
 
     def add(self, captured: CapturedRound) -> None:
         decision, outcome = captured.decision, captured.outcome
-        session = self._session(decision)
+        session = self._session(decision, outcome.agent)
         if decision.hints.session_final:
             self.sessions[session] = msgspec.structs.replace(self.sessions[session], ends=True)
         hashes = memoryview(decision.sequence_hashes).cast("Q").tolist()
         branch = self._builder.add(hashes)
         before = self._last.get(session)
-        follows = before is not None and before[1] <= captured.arrival
-        self._last[session] = (len(self.rounds), captured.end)
+        self._last[session] = (len(self.rounds), captured)
         tokens = max(1, decision.tokens)
-        self.rounds.append(
-            Round(
-                session=session,
-                branch=branch,
-                output_branch=self.tree.fork(branch, tokens),
-                input_tokens=tokens,
-                output_tokens=outcome.output_tokens,
-                at_s=captured.arrival - (before[1] if before and follows else self._origin),
-                after=(before[0],) if before and follows else (),
-                wait="pause" if follows else "",
-                priority=decision.hints.priority,
-                fair_class=decision.hints.fair_class or "",
-                abort_after=_abort_after(outcome),
-            )
+        round_ = Round(
+            session=session,
+            branch=branch,
+            output_branch=self.tree.fork(branch, tokens),
+            input_tokens=tokens,
+            output_tokens=outcome.output_tokens,
+            at_s=captured.arrival - self._origin,
+            osl=decision.hints.osl or 0,
+            priority=decision.hints.priority,
+            fair_class=decision.hints.fair_class or "",
+            abort_after=_abort_after(outcome),
         )
+        if before is not None and before[1].end <= captured.arrival:
+            round_ = _following(round_, before[0], captured.arrival - before[1].end, before[1])
+        self.rounds.append(round_)
 
-    def _session(self, decision: Decision) -> int:
+    def _session(self, decision: Decision, kind: str) -> int:
         name = decision.hints.session
         if name is not None and name in self._known:
             return self._known[name]
         parent = self._known.get(decision.hints.parent_session or "")
-        self.sessions.append(Session(name=name or decision.request, parent=parent))
+        self.sessions.append(Session(name=name or decision.request, kind=kind, parent=parent))
         if name is not None:
             self._known[name] = len(self.sessions) - 1
         return len(self.sessions) - 1
+
+
+def _following(round_: Round, index: int, wait_s: float, before: CapturedRound) -> Round:
+    """A round that starts `wait_s` seconds after its session's round `index`, named as then."""
+    wait, wait_class = wait_of(before.outcome.waits_for)
+    return msgspec.structs.replace(
+        round_, at_s=wait_s, after=(index,), wait=wait, wait_class=wait_class
+    )
 
 
 def _abort_after(outcome: Outcome) -> int | None:

@@ -4,7 +4,8 @@ It holds no text and no token ids: only the prefixes that prompts share, the len
 outputs, and the time or the rounds that each request waits for. docs/workloads.md has examples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -18,6 +19,7 @@ SomeTokens = Annotated[int, Meta(ge=1, le=LIMIT)]
 Seconds = Annotated[float, Meta(ge=0, le=LIMIT)]
 Milliseconds = Annotated[float, Meta(ge=0, le=LIMIT * 1e3)]
 Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
+HUMAN, TOOL, PAUSE = "human", "tool", "pause"
 
 
 class Round(Struct, frozen=True, kw_only=True):
@@ -28,7 +30,14 @@ class Round(Struct, frozen=True, kw_only=True):
 
     The prompt is `(branch, input_tokens)`; after generation the engine holds `(output_branch,
     input_tokens + output_tokens)`. `output_branch == branch` means that later prompts contain the
-    output as generated. `wait` names the client's activity before this round ("human" or a tool).
+    output as generated.
+
+    `wait` names the client's activity before this round ("human", a tool's name, "tool" for any
+    tool, or "pause" if it is not known), `wait_class` the class of that tool's arguments. A human
+    takes `approval_s` of `at_s` to approve the tool call.
+
+    `marks` are the client's cache marks: (prompt tokens up to the mark, time to live
+    in seconds). `osl` is the output length that the client expects, 0 if it says nothing.
     `fair_class` is the class that the client names in the header `x-kvmesh-fair-class`.
     After `abort_after` output tokens the client disconnects.
     """
@@ -41,10 +50,31 @@ class Round(Struct, frozen=True, kw_only=True):
     at_s: Seconds = 0.0
     after: tuple[int, ...] = ()
     wait: str = ""
+    wait_class: str = ""
+    approval_s: Seconds = 0.0
+    marks: tuple[tuple[SomeTokens, Seconds], ...] = ()
+    osl: Tokens = 0
     priority: Priority = 0
     fair_class: str = ""
     thinking_tokens: Tokens = 0
     abort_after: SomeTokens | None = None
+
+    def waited_for(self) -> list[str]:
+        """The wait before this round as a live frontend names it: from coarse to fine."""
+        if self.wait == HUMAN:
+            return [HUMAN]
+        if self.wait in ("", PAUSE):
+            return []
+        return [TOOL, *[part for part in (self.wait, self.wait_class) if part not in ("", TOOL)]]
+
+
+def wait_of(waits_for: Sequence[str]) -> tuple[str, str]:
+    """`wait` and `wait_class` of the round that ends a wait given as in `Outcome.waits_for`."""
+    kind = waits_for[0] if waits_for else PAUSE
+    if kind != TOOL:
+        return HUMAN if kind == HUMAN else PAUSE, ""
+    name = waits_for[1] if len(waits_for) > 1 else TOOL
+    return name, waits_for[2] if len(waits_for) > 2 else ""
 
 
 class Session(Struct, frozen=True, kw_only=True):
@@ -90,6 +120,14 @@ class Workload(Struct, kw_only=True):
         for index, round_ in enumerate(self.rounds):
             members[round_.session].append(index)
         return iter(members)
+
+    def following(self) -> list[int | None]:
+        """The index of the next round of the same session, for each round."""
+        following: list[int | None] = [None] * len(self.rounds)
+        for members in self.by_session():
+            for index, after in pairwise(members):
+                following[index] = after
+        return following
 
     def final_rounds(self) -> set[int]:
         """Indices of the rounds that clients mark as their session's final one."""

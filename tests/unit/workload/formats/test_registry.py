@@ -100,6 +100,37 @@ def test_mooncake_reports_losses(tmp_path: Path) -> None:
     ]
 
 
+def test_a_supervised_agents_file_is_lossless_only_in_the_native_format(tmp_path: Path) -> None:
+    supervised = AgentGenerator(load_profile("approving-agents"), 1).workload(6)
+    assert save(supervised, tmp_path / "w.json") == []
+    again, _ = load(str(tmp_path / "w.json"))
+    assert again.rounds == supervised.rounds
+    assert any(round_.approval_s for round_ in again.rounds)
+    losses = save(supervised, tmp_path / "w.jsonl", 512)
+    expected = ["cache marks", "expected output lengths", "classes of tool calls and approvals"]
+    assert losses[-3:] == expected
+
+
+def test_a_mark_after_the_end_of_the_prompt_is_a_defect(tmp_path: Path, agents: Workload) -> None:
+    longer = agents.rounds[0].input_tokens + 1
+    rounds = [structs.replace(agents.rounds[0], marks=((longer, 300.0),)), *agents.rounds[1:]]
+    native.write(structs.replace(agents, rounds=rounds), tmp_path / "w.json")
+    with pytest.raises(TraceError, match="a cache mark after the end of the prompt"):
+        load(str(tmp_path / "w.json"))
+
+
+def test_files_without_the_newer_fields_are_readable(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    file.write_text(
+        '{"format": "kvmesh.workload.v1", "block_size": 1, "branches": [[-1, 0]], "sessions":'
+        ' [{"name": "a"}], "rounds": [{"session": 0, "branch": 0, "output_branch": 0,'
+        ' "input_tokens": 5, "output_tokens": 2, "wait": "human"}]}'
+    )
+    workload, _ = load(str(file))
+    assert workload.rounds[0].waited_for() == ["human"]
+    assert workload.rounds[0].marks == ()
+
+
 def test_mooncake_keeps_open_loop_sessions(tmp_path: Path) -> None:
     trace, again = tmp_path / "t.jsonl", tmp_path / "again.jsonl"
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], %s}\n'

@@ -211,3 +211,61 @@ def test_limits_and_constants() -> None:
     bounded = Quantiles(p50=10, p90=100, min=5, max=50)
     assert all(5 <= bounded.sample(rng) <= 50 for _ in range(1000))
     assert Quantiles(p50=7).sample(rng) == 7
+
+
+CLASSES = """
+description = "classes and approvals"
+sessions = 20
+per_minute = 60.0
+
+[[agents]]
+name = "coder"
+share = 1.0
+prompt_tokens = 1000
+task = 50
+steps = 12
+output = 20
+result = 100
+osl = 25
+marks = { prompt = "1h", last = "5m" }
+
+[[agents.tools]]
+name = "Bash"
+weight = 1.0
+classes = [
+    { name = "ls", weight = 3.0, wait_s = 0.5 },
+    { name = "push", weight = 1.0, wait_s = 2.0, approval = 1.0, result = 7 },
+]
+
+[agents.human]
+turns = 2
+approval_s = 60.0
+"""
+
+
+def test_calls_of_a_tool_differ_by_the_class_of_their_arguments(tmp_path: Path) -> None:
+    rounds = generate(tmp_path, CLASSES).rounds
+    calls = {r.wait_class: (r.at_s, r.approval_s) for r in rounds if r.wait == "Bash"}
+    assert calls == {"ls": (0.5, 0.0), "push": (62.0, 60.0)}
+    named = {tuple(r.waited_for()) for r in rounds}
+    assert named == {(), ("human",), ("tool", "Bash", "ls"), ("tool", "Bash", "push")}
+
+
+def test_results_of_a_class_replace_the_agents(tmp_path: Path) -> None:
+    workload = generate(tmp_path, CLASSES)
+    for members in workload.by_session():
+        for before, after in pairwise(workload.rounds[index] for index in members):
+            result = after.input_tokens - before.input_tokens - before.output_tokens
+            assert result == {"ls": 100, "push": 7, "": 60}[after.wait_class]
+
+
+def test_clients_mark_their_prompts_and_state_the_expected_output(tmp_path: Path) -> None:
+    for round_ in generate(tmp_path, CLASSES).rounds:
+        assert round_.marks == ((1000, 3600.0), (round_.input_tokens, 300.0))
+        assert round_.osl == 25
+
+
+def test_a_tool_without_a_wait_is_rejected(tmp_path: Path) -> None:
+    text = CLASSES.replace(", wait_s = 0.5", "")
+    with pytest.raises(AgentProfileError, match="tool 'ls' has no wait_s"):
+        generate(tmp_path, text)

@@ -8,11 +8,12 @@ import numpy as np
 from msgspec import Struct
 
 from kvmesh.workload.analysis.sharing import InfiniteCache, ideal_hits
-from kvmesh.workload.model import Workload
+from kvmesh.workload.model import HUMAN, PAUSE, TOOL, Workload
 from kvmesh.workload.replay.summary import Spread, spread
 
 VISITS = (1, 2, 10, 100)
 BINS = 24
+APPROVAL = "approval"
 
 
 class Analysis(Struct, frozen=True, kw_only=True):
@@ -133,10 +134,12 @@ def _layers(passes: list[tuple[int, int]]) -> Iterable[tuple[int, int]]:
 
 
 def _waits(workload: Workload) -> dict[str, Spread]:
-    kinds: dict[str, list[float]] = {"tool": [], "human": []}
+    kinds: dict[str, list[float]] = {TOOL: [], APPROVAL: [], HUMAN: [], PAUSE: []}
     for round_ in workload.rounds:
-        if round_.wait:
-            kinds["human" if round_.wait == "human" else "tool"].append(round_.at_s)
+        if round_.approval_s:
+            kinds[APPROVAL].append(round_.at_s)
+        elif round_.wait:
+            kinds[(round_.waited_for() or [PAUSE])[0]].append(round_.at_s)
     return {kind: found for kind, values in kinds.items() if (found := spread(values))}
 
 

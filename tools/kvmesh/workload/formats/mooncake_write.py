@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from kvmesh.workload.formats.mooncake import BLOCK_SIZE, MooncakeRow
-from kvmesh.workload.model import Round, Workload
+from kvmesh.workload.model import HUMAN, Round, Workload
 from kvmesh.workload.tree import mix
 
 
@@ -60,7 +60,7 @@ def _time(row: MooncakeRow, round_: Round) -> None:
     milliseconds = round(round_.at_s * 1e3, 3)
     if not round_.after:
         row.timestamp = milliseconds
-    elif round_.wait in ("", "human"):
+    elif round_.wait in ("", HUMAN):
         row.delay = milliseconds
     else:
         row.tool_wait_ms = milliseconds

@@ -72,6 +72,8 @@ def _defect(document: NativeDocument, tree: Tree, index: int, round_: Round) -> 
     if any(not ROOT < before < index for before in round_.after):
         return "waits for a round that does not precede it"
     tokens = round_.input_tokens
+    if any(end > tokens for end, _ in round_.marks):
+        return "a cache mark after the end of the prompt"
     same = round_.output_branch == round_.branch
     if not same and tree.shared(round_.branch, round_.output_branch, tokens) < tokens:
         return "the output branch does not continue the prompt"

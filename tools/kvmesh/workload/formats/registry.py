@@ -62,4 +62,10 @@ def save(workload: Workload, file: Path, block_size: int | None = None) -> list[
         losses.append("session kinds")
     if any(session.ends for session in workload.sessions):
         losses.append("session ends")
+    if any(round_.marks for round_ in workload.rounds):
+        losses.append("cache marks")
+    if any(round_.osl for round_ in workload.rounds):
+        losses.append("expected output lengths")
+    if any(round_.wait_class or round_.approval_s for round_ in workload.rounds):
+        losses.append("classes of tool calls and approvals")
     return losses

@@ -4,9 +4,16 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
+from kvmesh.retention.hints import seconds
 from kvmesh.workload.generate.distributions import draw, draw_int
-from kvmesh.workload.generate.profile import Agent, AgentProfile, AgentProfileError, Spawn
-from kvmesh.workload.model import Round, Session, Workload
+from kvmesh.workload.generate.profile import (
+    Agent,
+    AgentProfile,
+    AgentProfileError,
+    Spawn,
+    ToolCalls,
+)
+from kvmesh.workload.model import HUMAN, Round, Session, Workload
 from kvmesh.workload.tree import Tree
 
 TOKEN_S, REQUEST_S = 0.02, 0.5
@@ -26,6 +33,9 @@ class RoundDraft:
     start_s: float
     agent: Agent
     wait: str = ""
+    wait_class: str = ""
+    approval_s: float = 0.0
+    base_tokens: int = 0
     abort_after: int | None = None
     index: int = -1
 
@@ -50,6 +60,8 @@ class SessionState:
     wait: str
     after: list[RoundDraft]
     compacts: bool
+    wait_class: str = ""
+    approval_s: float = 0.0
     step: int = 0
     last: list[RoundDraft] = field(default_factory=list)
 
@@ -137,7 +149,7 @@ class AgentGenerator:
     def _add_message(self, state: SessionState) -> None:
         state.tokens += draw_int(state.agent.human.message, self._rng, 1)
         state.wait_s = draw(state.agent.human.wait_s, self._rng)
-        state.wait = "human"
+        state.wait, state.wait_class, state.approval_s = HUMAN, "", 0.0
 
     def _run_turn(self, state: SessionState) -> bool:
         """Generate the steps of one turn; False if the prompt has outgrown the context."""
@@ -180,11 +192,15 @@ class AgentGenerator:
             start_s=state.ready_s + (state.wait_s if state.after else 0.0),
             agent=state.agent,
             wait=state.wait,
+            wait_class=state.wait_class,
+            approval_s=state.approval_s,
+            base_tokens=state.base_tokens,
             abort_after=abort,
         )
         self._drafts.append(draft)
         state.after = state.last = [draft]
         state.ready_s, state.wait_s, state.wait = draft.end_s, 0.0, ""
+        state.wait_class, state.approval_s = "", 0.0
         return draft
 
     def _use_tool(self, state: SessionState) -> None:
@@ -193,10 +209,21 @@ class AgentGenerator:
             state.tokens += draw_int(state.agent.result, self._rng)
             return
         tool = self._rng.choices(tools, [tool.weight for tool in tools])[0]
-        result = state.agent.result if tool.result is None else tool.result
+        calls: ToolCalls = tool
+        if tool.classes:
+            weights = [calls.weight for calls in tool.classes]
+            calls = self._rng.choices(tool.classes, weights)[0]
+            state.wait_class = calls.name
+        results = (calls.result, tool.result, state.agent.result)
+        result = next(each for each in results if each is not None)
         state.tokens += draw_int(result, self._rng)
-        state.wait_s = draw(tool.wait_s, self._rng)
+        assert calls.wait_s is not None
+        state.wait_s = draw(calls.wait_s, self._rng)
         state.wait = tool.name
+        approval = max(tool.approval, calls.approval)
+        if approval and self._rng.random() < approval:
+            state.approval_s = draw(state.agent.human.approval_s, self._rng)
+            state.wait_s += state.approval_s
 
     def _compact(self, state: SessionState) -> bool:
         """Continue from a summary of the prompt; False if the session does not compact."""
@@ -250,7 +277,18 @@ def _round(draft: RoundDraft) -> Round:
         at_s=draft.wait_s,
         after=tuple(sorted(before.index for before in draft.after)),
         wait=draft.wait,
+        wait_class=draft.wait_class,
+        approval_s=draft.approval_s,
+        marks=_marks(draft),
+        osl=draft.agent.osl or 0,
         priority=draft.agent.priority,
         thinking_tokens=round(draft.output * draft.agent.thinking),
         abort_after=draft.abort_after,
     )
+
+
+def _marks(draft: RoundDraft) -> tuple[tuple[int, float], ...]:
+    """The cache marks of a prompt: (tokens, seconds)."""
+    marks = draft.agent.marks
+    given = ((draft.base_tokens, marks.prompt), (draft.tokens, marks.last))
+    return tuple((tokens, seconds(ttl)) for tokens, ttl in given if ttl is not None)

@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from kvmesh.retention.hints import Duration
 from kvmesh.workload.errors import WorkloadError
 from kvmesh.workload.generate.distributions import Amount, Quantiles
 from kvmesh.workload.model import LIMIT, Priority
@@ -24,21 +25,50 @@ class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class that rejects unknown keys by name."""
 
 
-class ToolProfile(_Section, frozen=True, kw_only=True):
-    """A tool: relative call frequency, latency (s) and size of its result (tokens)."""
+class ToolCalls(_Section, frozen=True, kw_only=True):
+    """Calls of a tool: relative frequency, latency (s) and size of the result (tokens).
+
+    A human has to approve a share of `approval` of them before they run.
+    """
 
     name: str
     weight: Annotated[float, Meta(gt=0, le=LIMIT)]
-    wait_s: Amount
+    wait_s: Amount | None = None
     result: Amount | None = None
+    approval: Share = 0.0
+
+
+class ToolProfile(ToolCalls, frozen=True, kw_only=True):
+    """A tool, whose calls differ by the class of their arguments if it has `classes`."""
+
+    classes: list[ToolCalls] = []
+
+    def __post_init__(self) -> None:
+        for calls in self.classes or [self]:
+            if calls.wait_s is None:
+                raise ValueError(f"tool {calls.name!r} has no wait_s")
 
 
 class Human(_Section, frozen=True, kw_only=True):
-    """The user: turns per session, wait before each (s), tokens per message."""
+    """The user: turns per session, wait before each (s), tokens per message.
+
+    `approval_s` is the time until a tool call is approved, in seconds.
+    """
 
     turns: Amount = 1
     wait_s: Amount = Quantiles(p50=84, p90=1236, p99=50_000)
     message: Amount = 60
+    approval_s: Amount = Quantiles(p50=20, p90=300, p99=3600)
+
+
+class MarkedPrompts(_Section, frozen=True, kw_only=True):
+    """Cache marks (`cache_control`) in each prompt, with their times to live such as "5m".
+
+    `prompt` is after the system prompt with its tools, `last` after the last message.
+    """
+
+    prompt: Duration | None = None
+    last: Duration | None = None
 
 
 class Compaction(_Section, frozen=True, kw_only=True):
@@ -71,7 +101,8 @@ class Agent(_Section, frozen=True, kw_only=True):
     `share` is its weight among root sessions. Agents with the same `prompt` share its first
     `prompt_tokens` tokens, in `prompt_variants` versions. `thinking` is the share of the output
     that is reasoning; later prompts contain it only with `keep_thinking`. Clients of a share of
-    `ends` mark the final request of their session.
+    `ends` mark the final request of their session. With `osl`, they state with each request that
+    they expect so many output tokens.
     """
 
     name: str
@@ -87,6 +118,8 @@ class Agent(_Section, frozen=True, kw_only=True):
     keep_thinking: bool = True
     abort: Share = 0.0
     ends: Share = 0.0
+    marks: MarkedPrompts = MarkedPrompts()
+    osl: Count | None = None
     priority: Priority = 0
     context: Count = 200_000
     human: Human = Human()
