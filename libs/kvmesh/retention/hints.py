@@ -1,5 +1,7 @@
 """Retention as callers write it in the body of a request: marks, token ranges, durations."""
 
+from collections.abc import Iterable
+from math import inf
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -77,6 +79,21 @@ def to_directives(retention: Retention | None) -> tuple[list[Retain], Retain | N
     if decode is not None:
         output = Retain(0, None, decode.priority, decode.duration_s, "decode", True)
     return [_retain(entry, index) for index, entry in enumerate(given.ranges)], output
+
+
+def retained_prefixes(marks: Iterable[tuple[int | None, float]]) -> list[Retain]:
+    """Directives for cache marks: (tokens before the mark, time to live in seconds).
+
+    None is a mark after the whole prompt. There is one directive per time to live, up to the last
+    mark with it; the one with the longest comes last.
+    """
+    ends: dict[float, float] = {}
+    for end, ttl_s in marks:
+        ends[ttl_s] = max(inf if end is None else end, ends.get(ttl_s, 0))
+    return [
+        Retain(0, None if end == inf else int(end), RETAIN_PRIORITY, ttl_s, explicit=True)
+        for ttl_s, end in sorted(ends.items())
+    ]
 
 
 def _retain(entry: TokenRange, index: int) -> Retain:

@@ -1,9 +1,11 @@
 """State of one round in flight, across all its attempts."""
 
 from kvmesh.bus.messages import BATCH_PRIORITY
+from kvmesh.retention.hints import retained_prefixes
+from kvmesh.retention.token_ranges import DEFAULTS
 from kvmesh.simulator.fleet import BlankText
 from kvmesh.simulator.prompts import RoundHashes
-from kvmesh.worker.enginecore.retention_request import RetentionRequest
+from kvmesh.worker.enginecore.retention_request import RetentionRequest, request_claims
 from kvmesh.worker.enginecore.sequence import Request
 from kvmesh.workload.model import Round
 
@@ -72,7 +74,7 @@ class ActiveRound:
         self.reported = self.generated
         self.next_attempt()
 
-    def request(self, salt: int, batch: bool = False) -> Request:
+    def request(self, salt: int, block_size: int, batch: bool = False) -> Request:
         """The engine's request; the hashes cover prompt and output, both known in advance."""
         round_ = self.round
         return Request(
@@ -88,13 +90,23 @@ class ActiveRound:
             salt=salt,
             priority=BATCH_PRIORITY if batch else round_.priority,
             remote_tokens=self.remote,
-            retention=self._retention(),
+            retention=self._retention(block_size),
         )
 
-    def _retention(self) -> RetentionRequest | None:
-        """The retention request that a live frontend sends for a request with a session."""
-        if self.session is None:
+    def _retention(self, block_size: int) -> RetentionRequest | None:
+        """The retention request that a live worker derives from a request with a session or marks.
+
+        Prompts of migrated requests end before the tokens generated so far, as live ones do.
+        """
+        marks = self.round.marks
+        if self.session is None and not marks:
             return None
-        return RetentionRequest(
-            segments=[], directives=[], prompt_directives=0, tenant="", session=self.session
+        return request_claims(
+            retained_prefixes(marks),
+            None,
+            self.round.input_tokens,
+            block_size,
+            DEFAULTS,
+            "",
+            self.session,
         )

@@ -24,6 +24,7 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.simulator.active_round import ActiveRound, output_limit
 from kvmesh.simulator.cache_accounting import CacheAccounting
+from kvmesh.simulator.clients.harness import Harness
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
 from kvmesh.simulator.fleet_control import FleetControl
 from kvmesh.simulator.index import EventPublisher, SimulatedIndex
@@ -77,6 +78,7 @@ class Simulation:
         if not self._remaining:
             self.clock.stop()
         self._final = workload.final_rounds()
+        self._harness = Harness(workload)
         self._unfinished_before = [len(round_.after) for round_ in workload.rounds]
         self._successors: list[list[int]] = [[] for _ in workload.rounds]
         self.routers = SimulatedRouters(
@@ -329,7 +331,7 @@ class Simulation:
                 session=active.session,
                 parent_session=parent,
                 session_final=active.index in self._final,
-                osl=None,
+                osl=round_.osl or None,
             ),
             placement=ANYWHERE,
         )
@@ -363,7 +365,8 @@ class Simulation:
         active.instance = instance
         self.records.worker[active.index] = self._numbers[instance]
         try:
-            request = active.request(self._prompts.salt, self._is_batch(active.round))
+            batch = self._is_batch(active.round)
+            request = active.request(self._prompts.salt, self._block_size, batch)
             self.workers[instance].submit(request)
         except ValueError as error:
             del self._active[active.attempt_id]
@@ -437,6 +440,8 @@ class Simulation:
                 ttft_s=records.first_token[index] - records.arrived[index],
                 total_s=now - records.arrived[index],
                 finish=finish,
+                agent=self._harness.agent(index),
+                waits_for=self._harness.waits_for(index),
             )
         )
         self._end(index, None)

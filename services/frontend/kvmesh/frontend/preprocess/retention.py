@@ -7,7 +7,7 @@ from kvmesh.bus.messages import Retain
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.preprocess.prompt_spans import PromptSpans
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
-from kvmesh.retention.hints import RETAIN_PRIORITY
+from kvmesh.retention.hints import retained_prefixes
 
 MAX_KINDS = 64
 UNSUPPORTED = "unsupported"
@@ -49,16 +49,21 @@ class TokenOffsets:
 
 def explicit_retention(request: GenerateRequest) -> list[Retain]:
     """Directives that the caller gave for the whole prompt or for token ranges."""
-    whole = [] if request.prompt_ttl_s is None else [_retain_prefix(None, request.prompt_ttl_s)]
-    return [*whole, *request.retention]
+    return [*retained_prefixes(_whole(request)), *request.retention]
 
 
 def prompt_retention(
     request: GenerateRequest, spans: PromptSpans, offsets: TokenOffsets, block_size: int
 ) -> list[Retain]:
     """Kinds of the prompt's parts, then the caller's directives, which override them."""
-    entries = [*_kinds(spans, offsets, block_size), *_marks(request, spans, offsets)]
-    return [*entries, *request.retention]
+    marks = [(end, ttl) for offset, ttl in spans.marks if (end := offsets.at(offset))]
+    retained = retained_prefixes([*marks, *_whole(request)])
+    return [*_kinds(spans, offsets, block_size), *retained, *request.retention]
+
+
+def _whole(request: GenerateRequest) -> list[tuple[None, float]]:
+    """The mark for the whole prompt, if the caller gave one."""
+    return [] if request.prompt_ttl_s is None else [(None, request.prompt_ttl_s)]
 
 
 def output_retention(
@@ -98,19 +103,3 @@ def directive_outcomes(
         (entry, reported[index] if index < len(reported) else UNSUPPORTED)
         for index, entry in enumerate(explicit)
     ]
-
-
-def _marks(request: GenerateRequest, spans: PromptSpans, offsets: TokenOffsets) -> Iterator[Retain]:
-    """One entry per TTL, from 0 to the last mark with that TTL; the longest TTL comes last."""
-    ends: dict[float, int | None] = {}
-    for offset, ttl in spans.marks:
-        if end := offsets.at(offset):
-            ends[ttl] = max(end, ends.get(ttl) or 0)
-    if request.prompt_ttl_s is not None:
-        ends[request.prompt_ttl_s] = None
-    for ttl in sorted(ends):
-        yield _retain_prefix(ends[ttl], ttl)
-
-
-def _retain_prefix(end: int | None, ttl_s: float) -> Retain:
-    return Retain(0, end, RETAIN_PRIORITY, ttl_s, explicit=True)

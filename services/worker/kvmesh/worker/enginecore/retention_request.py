@@ -69,13 +69,27 @@ def parse_retention(
     if work.session is None and not work.retention and work.decode is None:
         return None
     prompt = len(work.tokens) // TOKEN_BYTES - work.generated
-    payer = owner(work.tenant)
-    explicit = directives(work.retention, payer)
-    for_output = directives([work.decode] if work.decode is not None else [], payer)
+    return request_claims(
+        work.retention, work.decode, prompt, block_size, defaults, owner(work.tenant), work.session
+    )
+
+
+def request_claims(
+    retention: Sequence[Retain],
+    decode: Retain | None,
+    prompt_tokens: int,
+    block_size: int,
+    defaults: Mapping[str, RetentionWish],
+    payer: str,
+    session: str | None,
+) -> RetentionRequest:
+    """The claims of a prompt of `prompt_tokens` tokens and of the output, charged to `payer`."""
+    explicit = directives(retention, payer)
+    for_output = directives([decode] if decode is not None else [], payer)
     return RetentionRequest(
-        segments=with_prefix(segments(work.retention, work.decode, prompt, block_size, defaults)),
+        segments=with_prefix(segments(retention, decode, prompt_tokens, block_size, defaults)),
         directives=explicit + for_output,
         prompt_directives=len(explicit),
         tenant=payer,
-        session=work.session,
+        session=session,
     )

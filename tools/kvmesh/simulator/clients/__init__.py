@@ -1,0 +1,1 @@
+"""Simulated clients of the mesh."""
