@@ -68,6 +68,13 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
         metavar="X",
         help="arrivals and waits X times faster (%(default)s)",
     )
+    parser.add_argument(
+        "--speculative-prefill",
+        choices=["off", "hinted", "auto"],
+        default="off",
+        help="frontends have the start of sessions' next prompts computed, up to the [frontend] "
+        "settings' speculative_tokens: of all (hinted), or where it pays (auto)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
     parser.add_argument(
         "--block-size", type=positive, metavar="N", help=f"tokens per KV block ({block_size})"
@@ -178,6 +185,8 @@ def _scenario(
             event_loss=arguments.event_loss,
             replicas=arguments.sync_delay,
         ),
+        speculative_prefill=arguments.speculative_prefill,
+        speculative_tokens=settings.frontend.speculative_tokens,
         faults=tuple(_fault(text) for text in arguments.fault),
         speed=arguments.speed,
         seed=arguments.seed,

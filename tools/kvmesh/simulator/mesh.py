@@ -25,6 +25,7 @@ from kvmesh.router.placement.ticket import Ticket
 from kvmesh.simulator.active_round import ActiveRound, output_limit
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.clients.harness import Harness
+from kvmesh.simulator.clients.speculation import SpeculatingFrontends
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
 from kvmesh.simulator.fleet_control import FleetControl
 from kvmesh.simulator.index import EventPublisher, SimulatedIndex
@@ -79,6 +80,15 @@ class Simulation:
             self.clock.stop()
         self._final = workload.final_rounds()
         self._harness = Harness(workload)
+        self.speculation = SpeculatingFrontends(
+            workload,
+            self._prompts,
+            self.workers,
+            self._harness,
+            self._block_size,
+            options.speculative_prefill,
+            options.speculative_tokens,
+        )
         self._unfinished_before = [len(round_.after) for round_ in workload.rounds]
         self._successors: list[list[int]] = [[] for _ in workload.rounds]
         self.routers = SimulatedRouters(
@@ -299,6 +309,8 @@ class Simulation:
             self._end(index, f"does not fit into {self._max_tokens // self._block_size} blocks")
             return
         hashes = self._prompts.hashes(round_)
+        if self.options.speculative_prefill != "off":
+            self.speculation.begin(index, hashes, self.clock.now)
         session = self.workload.sessions[round_.session].name
         self._route(ActiveRound(index, round_, hashes, session))
 
@@ -393,6 +405,7 @@ class Simulation:
                 records.cached[index] = sum(output.cached)
                 records.tiers[index] = output.cached
                 self._accounting.on_prefilled(index)
+                self.speculation.prefilled(index, records.cached[index])
         active.generated = output.offset + len(output.tokens)
         if output.finish is None:
             return
@@ -444,7 +457,17 @@ class Simulation:
                 waits_for=self._harness.waits_for(index),
             )
         )
+        self._speculate(worker, active, finish)
         self._end(index, None)
+
+    def _speculate(self, worker: SimulatedWorker, active: ActiveRound, finish: str) -> None:
+        """Have the start of the session's next prompt computed, as frontends do if asked."""
+        mode = self.options.speculative_prefill
+        if mode == "off" or active.index in self._final or finish == "abort":
+            return
+        if worker.card.serves == "aggregated" and not worker.draining:
+            instance = worker.instance
+            self.speculation.ended(active.index, instance, active.generated, self.clock.now)
 
     def _end(self, index: int, error: str | None) -> None:
         self.records.error[index] = error

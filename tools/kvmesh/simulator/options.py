@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvmesh.frontend.sessions.speculation_gate import SpeculationMode
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.autoscaler import Autoscaler
 from kvmesh.simulator.nodes.options import NodeOptions
@@ -61,6 +62,9 @@ class Network:
 class SimulationOptions:
     """A scenario. `speed` divides the workload's times; `deadline_s` bounds queueing.
 
+    Frontends have up to `speculative_tokens` of the next prompt computed after an answer, by
+    `speculative_prefill`; with "hinted", every request asks for it.
+
     `horizon_s` bounds a batch of decode steps; it affects the simulator's speed, not its results.
     The run ends once `ended_share` of the rounds have ended.
     `autoscaler` makes the one that changes the fleet; a new worker takes `startup_s` to start.
@@ -75,6 +79,8 @@ class SimulationOptions:
     speed: float = 1.0
     seed: int = 0
     deadline_s: float = 600.0
+    speculative_prefill: SpeculationMode = "off"
+    speculative_tokens: int = 8192
     horizon_s: float = 0.5
     ended_share: float = 1.0
     autoscaler: Callable[[], Autoscaler] | None = None

@@ -28,15 +28,20 @@ class SimulatedPrompts:
         self.salt = salt(model, "", "")
 
     def hashes(self, round_: Round) -> RoundHashes:
-        local = self._local(round_)
+        """Hashes of a round's prompt and output."""
+        return self.prefix(round_.output_branch, round_.input_tokens + round_.output_tokens)
+
+    def prefix(self, branch: int, total: int) -> RoundHashes:
+        """Hashes of the full blocks of the first `total` tokens along a branch."""
+        local = self._local(branch, total)
         return RoundHashes(local, sequence_hashes(local, self.salt))
 
-    def _local(self, round_: Round) -> bytes:
-        size, total = self._size, round_.input_tokens + round_.output_tokens
+    def _local(self, branch: int, total: int) -> bytes:
+        size = self._size
         if len(self._zeros) < total // size * HASH_BYTES:
             self._zeros = bytes(total // size * HASH_BYTES)
         parts = [
             sequence_hashes(self._zeros[: (end // size - start // size) * HASH_BYTES], branch)
-            for branch, start, end in self._workload.tree.reversed_path(round_.output_branch, total)
+            for branch, start, end in self._workload.tree.reversed_path(branch, total)
         ]
         return b"".join(reversed(parts))

@@ -27,13 +27,8 @@ from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.speculation_gate import FollowUp, FollowUpFamily
-from kvmesh.frontend.sessions.speculative_prefill import (
-    CUT,
-    Speculation,
-    SpeculativePrefills,
-    common_blocks,
-    successor,
-)
+from kvmesh.frontend.sessions.speculations import Speculation, SpeculativePrefills, common_blocks
+from kvmesh.frontend.sessions.speculative_prefill import CUT, successor
 from kvmesh.hashing import block_hashes
 
 FILES = {file.name: file.read_bytes() for file in model_dir().iterdir()}

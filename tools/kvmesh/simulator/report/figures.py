@@ -88,6 +88,14 @@ class FleetFigures(Struct, frozen=True, kw_only=True):
     removals: int
 
 
+class AheadFigures(Struct, frozen=True, kw_only=True):
+    """Speculative prefills, the tokens that they were to compute, and those that were used."""
+
+    prefills: int
+    requested_tokens: int
+    useful_tokens: int
+
+
 class Figures(Struct, frozen=True, kw_only=True):
     """One run. `imbalance` is the busiest worker's busy time over the mean.
 
@@ -112,6 +120,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     workers: list[WorkerFigures]
     imbalance: float
     fleet: FleetFigures
+    ahead: AheadFigures | None = None
 
 
 def figures(simulation: Simulation) -> Figures:
@@ -142,6 +151,18 @@ def figures(simulation: Simulation) -> Figures:
         workers=workers,
         imbalance=max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
         fleet=_fleet(simulation),
+        ahead=_ahead(simulation),
+    )
+
+
+def _ahead(simulation: Simulation) -> AheadFigures | None:
+    record = simulation.speculation.record
+    if simulation.options.speculative_prefill == "off":
+        return None
+    return AheadFigures(
+        prefills=record.prefills,
+        requested_tokens=record.requested_tokens,
+        useful_tokens=record.useful_tokens,
     )
 
 

@@ -95,7 +95,7 @@ def show(runs: Sequence[Figures], console: Console) -> None:
 
 
 def notes(run: Figures) -> Iterator[str]:
-    """Lines below the table: latency by priority, errors with counts."""
+    """Lines below the table: latency by priority, speculative prefills, errors with counts."""
     for level, latency in run.by_priority.items():
         if latency.ttft_s and latency.total_s:
             yield (
@@ -103,5 +103,11 @@ def notes(run: Figures) -> Iterator[str]:
                 f"TTFT p50 {latency.ttft_s.p50 * 1000:,.1f} ms, "
                 f"latency p50 {latency.total_s.p50 * 1000:,.1f} ms"
             )
+    if run.ahead is not None:
+        share = run.ahead.useful_tokens / max(run.ahead.requested_tokens, 1)
+        yield (
+            f"{run.policy}: {run.ahead.prefills:,} speculative prefills of "
+            f"{run.ahead.requested_tokens:,} tokens, {share:.1%} of them used by the next prompt"
+        )
     for error, count in run.errors.items():
         yield f"{run.policy}: {count:,}× {error}"

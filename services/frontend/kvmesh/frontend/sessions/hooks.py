@@ -27,14 +27,13 @@ from kvmesh.frontend.sessions.speculation_gate import (
     SpeculationGate,
     Waits,
 )
-from kvmesh.frontend.sessions.speculative_prefill import (
-    CUT,
+from kvmesh.frontend.sessions.speculations import (
     LIFETIME_S,
     Speculation,
     SpeculativePrefills,
     common_blocks,
-    successor,
 )
+from kvmesh.frontend.sessions.speculative_prefill import CUT, successor
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.tracing.names import SPECULATIVE_PREFILL, STATUS

@@ -1,0 +1,162 @@
+"""Speculative prefill: simulated frontends have the start of each session's next prompt computed.
+
+It mirrors the session hooks of a live frontend, with the same gate and open speculations.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvmesh.frontend.sessions.speculation_gate import (
+    FollowUp,
+    FollowUpFamily,
+    SpeculationGate,
+    SpeculationMode,
+    Waits,
+)
+from kvmesh.frontend.sessions.speculations import (
+    LIFETIME_S,
+    Speculation,
+    SpeculativePrefills,
+)
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.retention.token_ranges import DEFAULTS
+from kvmesh.simulator.active_round import BLANK_TEXT
+from kvmesh.simulator.clients.harness import Harness
+from kvmesh.simulator.fleet import MODEL, SimulatedWorker
+from kvmesh.simulator.prompts import RoundHashes, SimulatedPrompts
+from kvmesh.worker.adapters.prefetching.queue import PREFETCH_PRIORITY
+from kvmesh.worker.enginecore.retention_request import request_claims
+from kvmesh.worker.enginecore.sequence import Request
+from kvmesh.workload.model import TOOL, Workload
+
+
+@dataclass
+class SpeculationRecord:
+    """Speculative prefills of a run, and their tokens: requested, and used by the next prompts."""
+
+    prefills: int = 0
+    requested_tokens: int = 0
+    useful_tokens: int = 0
+
+
+@dataclass
+class SpeculatingFrontends:
+    """Speculates after the answers that the gate allows, `most_tokens` tokens at most.
+
+    The predicted prompt is the last one with the visible part of its answer: its thinking is not
+    part of it if later prompts do not contain the answer as generated.
+    """
+
+    workload: Workload
+    prompts: SimulatedPrompts
+    workers: Mapping[str, SimulatedWorker]
+    harness: Harness
+    block_size: int
+    mode: SpeculationMode
+    most_tokens: int
+    record: SpeculationRecord = field(default_factory=SpeculationRecord)
+    _open: SpeculativePrefills = field(default_factory=SpeculativePrefills)
+    _used_by: dict[int, Speculation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._gate = SpeculationGate(self.mode)
+
+    def begin(self, index: int, hashes: RoundHashes, now: float) -> None:
+        """A round arrives: stop the speculation on its prompt, which it computes itself."""
+        for expired in self._open.expire(now):
+            self._count(expired, 0)
+        blocks = self.workload.rounds[index].input_tokens // self.block_size
+        prompt = hashes.sequence_hashes[: blocks * HASH_BYTES]
+        speculation = self._open.pop("", prompt)
+        if speculation is None:
+            return
+        self._abort(speculation)
+        if speculation.fits(prompt):
+            self._used_by[index] = speculation
+        else:
+            self._count(speculation, 0)
+
+    def prefilled(self, index: int, cached: int) -> None:
+        """The prompt of a round is computed; `cached` tokens of it were."""
+        speculation = self._used_by.pop(index, None)
+        if speculation is not None:
+            first = speculation.base_blocks * self.block_size
+            used = min(max(cached - first, 0), speculation.requested_tokens)
+            self._count(speculation, used)
+
+    def ended(self, index: int, instance: str, generated: int, now: float) -> None:
+        """An answer of `generated` tokens has ended: have the next prompt's start computed."""
+        round_, size = self.workload.rounds[index], self.block_size
+        follow_up = self._follow_up(index)
+        if follow_up is None:
+            return
+        visible = generated
+        if round_.output_branch != round_.branch:
+            visible = max(generated - round_.thinking_tokens, 0)
+        known = self.prompts.prefix(round_.branch, round_.input_tokens + visible)
+        shared = round_.input_tokens if visible < generated else round_.input_tokens + generated
+        base, blocks = shared // size, len(known.sequence_hashes) // HASH_BYTES
+        missing = min(blocks - base, self.most_tokens // size)
+        if not base or missing <= 0:
+            self._gate.record(follow_up, 0, 0)
+            return
+        hashes = known.sequence_hashes
+        speculation = Speculation(
+            id=f"ahead.{index}",
+            tenant="",
+            instance=instance,
+            model=MODEL,
+            base_hash=hashes[(base - 1) * HASH_BYTES : base * HASH_BYTES],
+            base_blocks=base,
+            end_hash=hashes[-HASH_BYTES:],
+            blocks=blocks,
+            requested_tokens=missing * size,
+            after=str(index),
+            follow_up=follow_up,
+            expires=now + LIFETIME_S,
+        )
+        for replaced in self._open.add(speculation):
+            self._abort(replaced)
+            self._count(replaced, 0)
+        self.record.prefills += 1
+        self.record.requested_tokens += speculation.requested_tokens
+        session = self.workload.sessions[round_.session].name or None
+        self.workers[instance].submit(self._request(speculation, known, base + missing, session))
+
+    def _follow_up(self, index: int) -> FollowUp | None:
+        """The follow-up of an answer; None if the gate does not allow a speculation on it."""
+        round_ = self.workload.rounds[index]
+        keeps = round_.output_branch == round_.branch
+        family = FollowUpFamily(MODEL, self.harness.agent(index), keeps)
+        planned = self._gate.plan(family, self.mode == "hinted")
+        waits: Waits = "tools" if TOOL in self.harness.waits_for(index) else "user"
+        if planned is None or not self._gate.allows(planned, waits):
+            return None
+        return FollowUp(family, waits)
+
+    def _count(self, speculation: Speculation, useful: int) -> None:
+        self.record.useful_tokens += useful
+        self._gate.record(speculation.follow_up, speculation.requested_tokens, useful)
+
+    def _abort(self, speculation: Speculation) -> None:
+        worker = self.workers.get(speculation.instance)
+        if worker is not None:
+            worker.abort(speculation.id)
+
+    def _request(
+        self, speculation: Speculation, known: RoundHashes, blocks: int, session: str | None
+    ) -> Request:
+        """The engine's request for the first blocks of a predicted prompt, behind all others."""
+        tokens, end = blocks * self.block_size, blocks * HASH_BYTES
+        return Request(
+            id=speculation.id,
+            length=tokens,
+            local_hashes=known.local[:end],
+            sequence_hashes=known.sequence_hashes[:end],
+            tail=b"",
+            source=BLANK_TEXT,
+            target=1,
+            salt=self.prompts.salt,
+            priority=PREFETCH_PRIORITY,
+            retention=request_claims([], None, tokens, self.block_size, DEFAULTS, "", session),
+        )
