@@ -187,12 +187,15 @@ class Managed:
     """
 
     def __init__(self, most: int, told: bool) -> None:
-        self._blocks = BlockManager(ENDLESS, RetentionOptions(session_idle_s=inf))
+        self.blocks = BlockManager(ENDLESS, RetentionOptions(session_idle_s=inf))
         self._most = most
         self._told = told
 
+    def on_use(self, use: Use) -> None:
+        """Called after each use, before evictions."""
+
     def run(self, uses: list[Use]) -> Held:
-        blocks, before = self._blocks, 0.0
+        blocks, before = self.blocks, 0.0
         hits, idle = 0, 0.0
         for use in uses:
             idle += blocks.cached * (use.at - before)
@@ -206,6 +209,7 @@ class Managed:
                 blocks.retention.start_request(
                     use.blocks[: use.prompt], use.blocks, _asked(use), use.at
                 )
+            self.on_use(use)
             if blocks.cached > self._most:
                 blocks.retention.evict(blocks.cached - self._most, use.at)
             blocks.take_events()
@@ -213,14 +217,14 @@ class Managed:
 
     def _fill(self, use: Use, first: int) -> None:
         new = use.blocks[first : use.prompt if use.begins else None]
-        self._blocks.allocate(len(new))
-        self._blocks.promote(use.blocks[first - 1] if first else None, 0, new, new)
+        self.blocks.allocate(len(new))
+        self.blocks.promote(use.blocks[first - 1] if first else None, 0, new, new)
 
     def _end(self, use: Use) -> None:
-        keeping = self._blocks.retention
+        keeping = self.blocks.retention
         if self._told:
             keeping.finish_request(use.blocks, _asked(use), use.at, use.prompt)
-        self._blocks.unlock(use.blocks)
+        self.blocks.unlock(use.blocks)
         if self._told and use.last:
             keeping.release([str(use.round.session)])
 
