@@ -12,6 +12,7 @@ from agentic_orders import Belady, CostRule, Idleness, Order, OrderedRun, Recenc
 from common import median, percentile
 from numpy.typing import NDArray
 
+from kvmesh.frontend.sessions.speculation_gate import SpeculationMode
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
@@ -90,8 +91,7 @@ class Policy:
 
     Engines that are not `told` know no sessions. `order` makes the order of eviction; None is the
     mesh's own. `ttl_s` is a time to live with which clients mark each prompt. `filtered`: lower
-    tiers take only blocks that were used before. `ahead` bounds the tokens of each speculative
-    prefill.
+    tiers take only blocks that were used before. `ahead` is the mode of speculative prefill.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Policy:
     pooled: bool = False
     endless: bool = False
     filtered: bool = False
-    ahead: int = 0
+    ahead: SpeculationMode = "off"
     router: RouterSettings = field(default_factory=RouterSettings)
 
 
@@ -146,7 +146,7 @@ CONTINUUM = Policy("Continuum's times to live", order=_continuum)
 MORI = Policy("MORI's idleness", order=_mori)
 COST = Policy("cost rule", order=_cost_rule)
 OURS = Policy("kvmesh")
-AHEAD = Policy("kvmesh, speculative prefill", ahead=8192)
+AHEAD = Policy("kvmesh, speculative prefill", ahead="auto")
 FILTERED = Policy("LRU, only reused blocks below", told=False, order=_recency, filtered=True)
 BELADY = Policy("Bélády", order=_belady)
 BELADY_POOLED = Policy("Bélády, one pooled engine", order=_belady, pooled=True)
@@ -180,7 +180,7 @@ def play(workload: Workload, scene: Scene, policy: Policy, seed: int) -> Result:
     if policy.pooled:
         scene = scene.pooled()
     times = ENDLESS_TIMES if policy.endless else 1
-    options = replace(scene.options(policy.router, seed, times), speculative_tokens=policy.ahead)
+    options = replace(scene.options(policy.router, seed, times), speculative_prefill=policy.ahead)
     simulation = Simulation(_as_told(workload, policy), options)
     for worker in simulation.workers.values():
         if policy.filtered:
