@@ -7,10 +7,14 @@ block for that long after its last use. The engines' own block manager gets capa
 idle blocks that reach the same hits: without hints, and with hints about sessions, their ends,
 rewritten tails and dropped thinking. Idle blocks that are used again are the minimum, which even a
 policy that knows the length of each wait cannot avoid.
+
+Last, the block manager gets the same capacity with and without forecasts of returns: the rates of
+all waits, those of waits below and above a minute, and those of the bin of age of each wait. The
+forecasts are of hindsight; a router has to learn them.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -19,8 +23,10 @@ import numpy as np
 from common import Report, parser
 from numpy.typing import NDArray
 
+from kvmesh.bus.messages import ReturnForecast
 from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import RetentionSegment
+from kvmesh.returns.rates import AGE_ENDS, BINS, age_bin, pack_rates
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.retention import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import RetentionRequest
@@ -33,6 +39,9 @@ PER_MINUTE = 10.0
 TIMES = {"1 min": 60.0, "5 min": 300.0, "1 h": 3600.0}
 FIELD = {"1 min": ("85", "0.74"), "5 min": ("94", "1.9"), "1 h": ("98.6", "5.07")}
 STEPS = 9
+MINUTE_S = 60.0
+LONGEST_S = 20_000.0
+CAPACITIES = (0.5, 1.0, 2.0)
 ENDLESS = 1 << 40
 
 
@@ -183,10 +192,14 @@ def _numbered(uses: list[Use]) -> tuple[list[NDArray[np.int64]], int]:
 class Managed:
     """The engines' block manager under the same uses, with at most `most` idle blocks.
 
-    `told`: it receives sessions and kinds.
+    `told`: it receives sessions and kinds. `forecast` returns packed rates of return at the end of
+    a round.
     """
 
-    def __init__(self, most: int, told: bool) -> None:
+    def __init__(
+        self, most: int, told: bool, forecast: Callable[[Use], bytes] | None = None
+    ) -> None:
+        self._forecast = forecast
         self.blocks = BlockManager(ENDLESS, RetentionOptions(session_idle_s=inf))
         self._most = most
         self._told = told
@@ -224,7 +237,13 @@ class Managed:
         keeping = self.blocks.retention
         if self._told:
             keeping.finish_request(use.blocks, _asked(use), use.at, use.prompt)
+        request = str(use.index)
+        keeping.end_request(request, str(use.round.session), use.blocks, use.at)
         self.blocks.unlock(use.blocks)
+        if self._forecast is not None:
+            rates = self._forecast(use)
+            forecast = ReturnForecast(request, 0, use.blocks[-1], use.at, rates)
+            keeping.expect_returns([forecast], use.at)
         if self._told and use.last:
             keeping.release([str(use.round.session)])
 
@@ -279,6 +298,70 @@ def rows(report: Report, uses: list[Use]) -> Iterator[tuple[float, float, float]
         yield shares[0], shares[1], shares[2]
 
 
+class Hindsight:
+    """Forecasts from the waits that follow, in seconds by round; a last round has none."""
+
+    def __init__(self, uses: list[Use]) -> None:
+        ends = {use.index: use.at for use in uses if not use.begins}
+        self._waits: dict[int, float] = {}
+        for use in uses:
+            if use.begins:
+                for before in use.round.after:
+                    wait = use.at - ends[before]
+                    self._waits[before] = min(wait, self._waits.get(before, inf))
+        waits = [self._waits.get(index, inf) for index in ends]
+        self._all = life_table(waits)
+        self._short = life_table([wait for wait in waits if wait < MINUTE_S])
+        self._long = life_table([wait for wait in waits if wait >= MINUTE_S])
+
+    def of_all(self, use: Use) -> bytes:
+        return self._all
+
+    def of_class(self, use: Use) -> bytes:
+        return self._short if self._waits.get(use.index, inf) < MINUTE_S else self._long
+
+    def of_bin(self, use: Use) -> bytes:
+        rates = [0.0] * BINS
+        wait = self._waits.get(use.index)
+        if wait is not None:
+            rates[age_bin(wait)] = 3.0 / max(wait, 0.5)
+        return pack_rates(rates)
+
+
+def life_table(waits: Sequence[float]) -> bytes:
+    """Packed rates of return by age: returns over the seconds waited, in each bin."""
+    rates, start = [], 0.0
+    for end in AGE_ENDS:
+        returns = sum(start <= wait < end for wait in waits)
+        waited = sum(min(wait, end, LONGEST_S) - start for wait in waits if wait > start)
+        rates.append(returns / waited if returns else 0.0)
+        start = end
+    return pack_rates(rates)
+
+
+def forecast_rows(report: Report, uses: list[Use]) -> str:
+    """Adds hits by forecasts at equal capacity; returns those in words."""
+    ideal, active, hindsight = Timed(uses, inf).run().hits, in_use(uses), Hindsight(uses)
+    told = []
+    for share in CAPACITIES:
+        most = int(share * active)
+        runs = {
+            "recency": Managed(most, True),
+            "rates of all waits": Managed(most, True, hindsight.of_all),
+            "rates of short and long waits": Managed(most, True, hindsight.of_class),
+            "the bin of each wait": Managed(most, True, hindsight.of_bin),
+        }
+        hits = {name: 100 * run.run(uses).hits / ideal for name, run in runs.items()}
+        recency = f"{hits['recency']:.1f} by recency"
+        for name, value in hits.items():
+            baseline = recency if name != "recency" else ""
+            report.add(f"at most {share:g} × those idle: {name}", value, "% of ideal", baseline)
+        told.append(
+            " to ".join(f"{value:.1f}" for value in (min(hits.values()), max(hits.values())))
+        )
+    return f"hits with at most {CAPACITIES} × the blocks in use idle: {', '.join(told)} %"
+
+
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--sessions", type=int, default=200)
@@ -289,14 +372,15 @@ def main() -> None:
     profile = msgspec.structs.replace(profile, per_minute=given.per_minute)
     uses = schedule(AgentGenerator(profile, given.seed).workload(given.sessions))
     title = f"Memory per hit: {len(uses) // 2:,} rounds of coding agents, blocks of {BLOCK} tokens"
-    report = Report(title, "in the field")
+    report = Report(title, "baseline, in the field")
     short, lru, known = (
         ", ".join(f"{share:.0f}" for share in shares)
         for shares in zip(*rows(report, uses), strict=True)
     )
+    hits = forecast_rows(report, uses)
     report.finish(
-        f"of the idle blocks of times to live of {', '.join(TIMES)}, the same need {short} % if "
-        f"told what ended, and LRU for the same hits {lru} %; whoever knew how long each wait "
+        f"{hits}; of the idle blocks of times to live of {', '.join(TIMES)}, the same need {short}"
+        f" % if told what ended, and LRU for the same hits {lru} %; who knew how long each wait "
         f"will be would need {known} %: the rest is kept for waits that turn out too long",
         given.json,
     )

@@ -4,7 +4,7 @@
 
 Needs vLLM. A round allocates 64 blocks and frees them with content, and hits 64 cached blocks and
 frees them; both queues do the same rounds alternately. Prints microseconds (median over the rounds)
-and the ratio to vLLM's queue: with no block claimed, and with all claimed.
+and the ratio to vLLM's queue: with no block claimed, with all claimed, and with all forecast.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import RetentionWish
+from kvmesh.retention.return_value import Expectation
+from kvmesh.returns.rates import BINS
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 
@@ -26,9 +28,13 @@ LEVELS = (50, 60, 80, 90)
 
 
 class Subject:
-    """A block pool whose blocks are all cached and free; `retaining` has the new queue."""
+    """A block pool whose blocks are all cached and free; `retaining` has the new queue.
 
-    def __init__(self, blocks: int, retaining: bool, claimed: bool) -> None:
+    `expected`: something is expected of each block.
+    """
+
+    def __init__(self, blocks: int, retaining: bool, claimed: bool, expected: bool = False) -> None:
+        self.expected = expected
         self.pool = BlockPool(blocks, True, 16)
         self.runs: RetainedRuns | None = None
         self.budget = RetentionBudget(blocks)
@@ -61,15 +67,27 @@ class Subject:
         self.pool.free_blocks(reversed(blocks))
 
     def _claim(self, blocks: list[Any]) -> None:
-        if self.runs is None or not self.claimed:
+        if self.runs is None or not (self.claimed or self.expected):
             return
         ids = [block.block_id for block in blocks]
+        if self.expected:
+            self._expect(self.runs, ids)
+            return
         wish, now = RetentionWish(LEVELS[ids[0] // BATCH % len(LEVELS)]), time.monotonic()
         for start, stop, run in list(self.runs.segments(ids)):
             part = ids[start:stop]
             made = self.runs.isolate(part, run, "tenant")
             self.budget.claim(made.retention, len(part), wish, now)
             self.runs.update(made, part, now)
+
+    def _expect(self, runs: RetainedRuns, ids: list[int]) -> None:
+        """Of each request another rate, which falls with age."""
+        now = time.monotonic()
+        rate = 2.0 ** -(ids[0] // BATCH % 12)
+        expectation = Expectation(now, tuple(rate * 0.5**k for k in range(BINS)))
+        for start, stop, run in list(runs.segments(ids)):
+            part = ids[start:stop]
+            runs.expect(runs.isolate(part, run, ""), part, expectation, now)
 
 
 def measure(subject: Subject, blocks: int) -> tuple[float, float]:
@@ -94,6 +112,7 @@ def main() -> None:
         "vLLM's queue": Subject(options.blocks, False, False),
         "retaining, none claimed": Subject(options.blocks, True, False),
         "retaining, all claimed": Subject(options.blocks, True, True),
+        "retaining, all forecast": Subject(options.blocks, True, False, expected=True),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
     for _ in range(options.rounds):
