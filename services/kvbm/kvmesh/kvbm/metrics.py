@@ -78,6 +78,11 @@ class ManagerCollector(Collector):
             ("written_blocks", "Blocks written by workers", counts.written),
             ("corrupt_blocks", "Blocks dropped for a wrong checksum", counts.corrupt),
             ("declined_blocks", "Blocks not loaded as computing them is faster", counts.declined),
+            (
+                "outwaited_blocks",
+                "Blocks no longer waited for as computing them was faster",
+                counts.outwaited,
+            ),
             ("lent_blocks", "Blocks lent to other nodes", counts.lent),
             ("prepared_blocks", "Blocks made ready for other nodes", counts.prepared),
             ("waits", "Fetches that waited for another worker of the node", counts.waits),

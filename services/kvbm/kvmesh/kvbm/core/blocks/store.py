@@ -66,6 +66,7 @@ class StoreCounts:
     onboarded: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     corrupt: int = 0
     declined: int = 0
+    outwaited: int = 0
     waits: int = 0
     peer_waits: int = 0
     lent: int = 0

@@ -51,8 +51,20 @@ class BlockLoader:
                 self.advance(ticket)
 
     def expire(self, ticket: ReadTicket) -> None:
-        """Shorten a ticket that timed out to the blocks that are available."""
-        if ticket.awaited is None or not ticket.timed_out(self._store.now):
+        """Shorten a ticket that timed out to the blocks that are available.
+
+        Blocks that are being loaded are given up once computing them would have been faster.
+        """
+        if ticket.awaited is None:
+            return
+        now, loads = self._store.now, bool(ticket.loading) and ticket.loading[0].inbound
+        if loads and ticket.outwaited(now):
+            self._store.counts.outwaited += len(ticket.loading)
+            self._release_loading(ticket)
+            self._cut(ticket, ticket.loading_end)
+            self.advance(ticket)
+            return
+        if not ticket.timed_out(now):
             return
         if ticket.lookup_pending and ticket.peer is not None:
             self._cut(ticket, ticket.end)

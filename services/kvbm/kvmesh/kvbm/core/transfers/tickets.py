@@ -29,6 +29,7 @@ class ReadTicket:
     ticket waits for blocks that others compute until `wait_s` after its `last_progress`. During a
     lookup beyond this node, `peer` is the node that the lookup queries, if any. `request` is set
     if the worker computes the missing blocks. The worker knows the number of an `issued` ticket.
+    The ticket was `started` at that time, for the blocks from `first` on.
     """
 
     number: int
@@ -50,6 +51,11 @@ class ReadTicket:
     lookup_pending: bool = False
     peer: PeerSource | None = None
     parked_until: float | None = None
+    started: float = field(init=False)
+    first: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started, self.first = self.last_progress, self.next_index
 
     @property
     def loading_end(self) -> int:
@@ -64,6 +70,11 @@ class ReadTicket:
     def timed_out(self, now: float) -> bool:
         """True if the ticket made no progress for `wait_s`."""
         return now - self.last_progress > self.wait_s
+
+    def outwaited(self, now: float) -> bool:
+        """True if the worker could have computed all blocks up to `end` since the start."""
+        tokens = (self.end - self.first) * self.prompt.space.layout.block_size
+        return 0 < tokens < self.engine.compute_tps * (now - self.started)
 
     def due(self, now: float) -> bool:
         """True if the reply to the parked request is due."""
