@@ -6,7 +6,7 @@ import pytest
 from support.wait import eventually
 
 from kvmesh.bus.messages import ReturnForecast
-from kvmesh.worker.control import MAX_FORECASTS, ForecastFeed
+from kvmesh.worker.control import FORECASTS, MAX_FORECASTS, ForecastFeed
 from kvmesh.worker.engine import EngineError
 
 
@@ -29,7 +29,7 @@ class SlowEngine:
             raise self.error
 
 
-async def test_forecasts_that_wait_go_together_and_are_bounded() -> None:
+async def test_forecasts_that_wait_are_bounded_and_go_in_small_calls() -> None:
     engine = SlowEngine()
     feed = ForecastFeed(engine)
     feed.put(forecasts(1))
@@ -38,9 +38,11 @@ async def test_forecasts_that_wait_go_together_and_are_bounded() -> None:
     for start in range(0, 2 * MAX_FORECASTS, 64):
         feed.put(forecasts(*range(start, start + 64)))
     engine.gate.set()
-    await eventually(lambda: len(engine.calls) == 2)
-    assert len(engine.calls[1]) == MAX_FORECASTS
-    assert engine.calls[1][-1] == f"r-{2 * MAX_FORECASTS - 1}"
+    calls = MAX_FORECASTS // FORECASTS
+    await eventually(lambda: len(engine.calls) == 1 + calls)
+    assert {len(call) for call in engine.calls[1:]} == {FORECASTS}
+    assert engine.calls[1][0] == f"r-{MAX_FORECASTS}"
+    assert engine.calls[-1][-1] == f"r-{2 * MAX_FORECASTS - 1}"
     await feed.close()
 
 

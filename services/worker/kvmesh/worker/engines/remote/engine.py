@@ -59,7 +59,6 @@ log = logging.getLogger(__name__)
 MISSED_PROBES = 3
 ENGINE = 0  # the tier
 LINE_BYTES = 1 << 20
-FORECASTS = 16  # of a request: the server takes no step meanwhile
 NO_CONNECTOR = "the server's metrics have no series of KvmeshConnector"
 NO_CACHED_TOKENS = "the server does not report cached tokens (--enable-prompt-tokens-details)"
 
@@ -203,10 +202,8 @@ class RemoteEngine(PrefetchingAdapter):
         return await self._retaining_server().execute(Clear(salt=salt, tenant=tenant))
 
     async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
-        if self._retention is None or not self._retention.expects_returns:
-            return
-        for start in range(0, len(forecasts), FORECASTS):
-            await self._retention.execute(ExpectReturns(forecasts[start : start + FORECASTS]))
+        if self._retention is not None and self._retention.expects_returns:
+            await self._retention.execute(ExpectReturns(forecasts))
 
     def retention(self) -> list[RetentionState]:
         return self._retention.states if self._retention is not None else []

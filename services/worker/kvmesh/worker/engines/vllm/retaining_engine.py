@@ -13,7 +13,6 @@ from kvmesh.worker.engines.vllm.retention.settings import STATE
 
 _encode = msgspec.msgpack.Encoder().encode
 ENGINE = 0
-FORECASTS = 16  # of a command: each takes up to milliseconds, in which vLLM takes no step
 
 
 class RetainingVllmEngine(VllmEngine):
@@ -36,8 +35,7 @@ class RetainingVllmEngine(VllmEngine):
         return await self._execute(Clear(salt=salt, tenant=tenant))
 
     async def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
-        for start in range(0, len(forecasts), FORECASTS):
-            await self._execute(ExpectReturns(forecasts[start : start + FORECASTS]))
+        await self._execute(ExpectReturns(forecasts))
 
     def retention(self) -> list[RetentionState]:
         return [_state(stats.retention, rank) for rank, stats in enumerate(self._stats)]
