@@ -1,4 +1,4 @@
-"""The speed of the simulator: requests per CPU second, and a fleet of a thousand engines."""
+"""The speed of the simulator: requests per CPU second, with nodes, and with a thousand engines."""
 
 import resource
 import time
@@ -8,8 +8,9 @@ from random import Random
 from common import Report, parser
 
 from kvmesh.cli.commands.version import cores
-from kvmesh.settings.schema import RouterSettings
+from kvmesh.settings.schema import KvbmSettings, MockSettings, RouterSettings, WorkerSettings
 from kvmesh.simulator.mesh import Simulation
+from kvmesh.simulator.nodes.options import NodeOptions, node_options
 from kvmesh.simulator.options import Network, SimulationOptions, WorkerOptions
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
@@ -44,12 +45,14 @@ def families(requests: int, per_second: float, count: int = 2000, seed: int = 0)
     return Workload(tree=tree, sessions=sessions, rounds=rounds)
 
 
-def speed(workload: Workload, workers: int, block: int) -> float:
+def speed(workload: Workload, workers: int, block: int, nodes: NodeOptions | None = None) -> float:
     """Requests per CPU second."""
     core = CoreOptions(TOKENS // block, SchedulerLimits(block_size=block))
     fleet = (WorkerOptions(workers, core),)
     network = Network(loads=0.25 if workers < 100 else 2.0)
-    options = SimulationOptions(router=RouterSettings(policy="kv"), workers=fleet, network=network)
+    options = SimulationOptions(
+        router=RouterSettings(policy="kv"), workers=fleet, network=network, nodes=nodes
+    )
     begun = time.process_time()
     Simulation(workload, options).run()
     return len(workload) / (time.process_time() - begun)
@@ -68,6 +71,11 @@ def main() -> None:
             runs = [speed(trace.first(4000), 4, block) for _ in range(chosen.runs)]
             name = f"conversation trace, 4 workers, block {block}"
             report.add_runs(name, runs, "requests/CPU s", PEER, "≥ 5,000")
+        kvbm = KvbmSettings(host_bytes=128 << 30, disk_path=Path("unused"), disk_bytes=1 << 40)
+        nodes = node_options(2, kvbm, MockSettings(), WorkerSettings(), store_bps=5e9)
+        for block in (512, 64):
+            runs = [speed(trace.first(1000), 4, block, nodes) for _ in range(chosen.runs)]
+            report.add_runs(f"… on 2 nodes, block {block}", runs, "requests/CPU s", "", "")
     else:
         print("skipping the conversation trace: --trace names none")
     begun = time.process_time()
