@@ -11,7 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from kvmesh.bus.messages import Instance
 from kvmesh.cli.arguments import positive, result_file, seconds
+from kvmesh.cli.flags import settings_flags
 from kvmesh.planner.config import plan_options
 from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.retention.token_ranges import RetentionError
@@ -20,7 +22,7 @@ from kvmesh.settings import Settings
 from kvmesh.simulator.autoscaler import Autoscaler
 from kvmesh.simulator.engines import Fleet, of_size
 from kvmesh.simulator.mesh import Simulation
-from kvmesh.simulator.nodes.options import NodeOptions, node_options
+from kvmesh.simulator.nodes.options import NodeOptions, like_live, node_options
 from kvmesh.simulator.options import (
     Fault,
     Network,
@@ -39,8 +41,10 @@ from kvmesh.workload.model import Workload
 Run = tuple[Simulation, Figures]
 
 
-def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str) -> None:
-    """Add the flags of fleet, network and reports; `workers` and `block_size` describe defaults."""
+def add_scenario(
+    parser: argparse.ArgumentParser, workers: str, block_size: str, nodes: str
+) -> None:
+    """Add the flags of fleet, network and reports; the other arguments describe defaults."""
     parser.add_argument(
         "--policy",
         "--compare",
@@ -79,18 +83,18 @@ def add_scenario(parser: argparse.ArgumentParser, workers: str, block_size: str)
     parser.add_argument(
         "--block-size", type=positive, metavar="N", help=f"tokens per KV block ({block_size})"
     )
-    _add_nodes(parser)
+    _add_nodes(parser, nodes)
     _add_network(parser)
     _add_planner(parser)
     _add_reports(parser)
 
 
-def _add_nodes(parser: argparse.ArgumentParser) -> None:
+def _add_nodes(parser: argparse.ArgumentParser, nodes: str) -> None:
     parser.add_argument(
         "--nodes",
         type=positive,
         metavar="N",
-        help="nodes with a kvbm, as [kvbm] describes it, over which the engines are spread (none)",
+        help=f"nodes, each with the kvbm of [kvbm], over which the engines are spread ({nodes})",
     )
     parser.add_argument(
         "--remote-bytes-per-s",
@@ -160,19 +164,27 @@ def _add_reports(parser: argparse.ArgumentParser) -> None:
 
 
 def scenarios(
-    arguments: argparse.Namespace, settings: Settings, default: Fleet
+    arguments: argparse.Namespace,
+    settings: Settings,
+    default: Fleet,
+    kvbms: Sequence[Instance] = (),
 ) -> list[SimulationOptions]:
     """The options of each policy; raises SimulationError, RouterConfigError, StepProfileError.
 
     `default` is the fleet without fleet flags; its first group is the template of their engines.
+    With the cards of live `kvbms`, there are as many nodes of their sizes without flags.
     """
     names = (arguments.policy or settings.router.policy).split(",")
-    fleet = _fleet(arguments, default)
-    return [_scenario(arguments, settings, name.strip(), fleet) for name in names]
+    fleet, nodes = _fleet(arguments, default), _nodes(arguments, settings, default, kvbms)
+    return [_scenario(arguments, settings, name.strip(), fleet, nodes) for name in names]
 
 
 def _scenario(
-    arguments: argparse.Namespace, settings: Settings, policy: str, fleet: Fleet
+    arguments: argparse.Namespace,
+    settings: Settings,
+    policy: str,
+    fleet: Fleet,
+    nodes: NodeOptions | None,
 ) -> SimulationOptions:
     router = msgspec.structs.replace(settings.router, policy=policy)
     check_settings(router)
@@ -192,22 +204,24 @@ def _scenario(
         seed=arguments.seed,
         autoscaler=_planner(settings, fleet) if arguments.planner else None,
         startup_s=arguments.startup,
-        nodes=_nodes(arguments, settings),
+        nodes=nodes,
     )
     options.check()
     return options
 
 
-def _nodes(arguments: argparse.Namespace, settings: Settings) -> NodeOptions | None:
-    if arguments.nodes is None:
+def _nodes(
+    arguments: argparse.Namespace, settings: Settings, fleet: Fleet, kvbms: Sequence[Instance]
+) -> NodeOptions | None:
+    count = arguments.nodes or len(kvbms)
+    if not count:
         return None
+    fixed = {key for section, key in settings_flags(arguments) if section == "kvbm"}
+    block_bytes = fleet[0].core.limits.block_size * settings.mock.kv_bytes_per_token
+    kvbm = like_live(settings.kvbm, kvbms, block_bytes, fixed)
     try:
         return node_options(
-            arguments.nodes,
-            settings.kvbm,
-            settings.mock,
-            settings.worker,
-            arguments.remote_bytes_per_s,
+            count, kvbm, settings.mock, settings.worker, arguments.remote_bytes_per_s
         )
     except RetentionError as error:
         raise SimulationError(f"kvbm: {error}") from error

@@ -4,16 +4,19 @@ import json
 from argparse import ArgumentTypeError
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvmesh.bus.messages import Capacity, Instance, ModelCard, Role
+from kvmesh.bus.messages import Capacity, Instance, ModelCard, NodeStore, Role
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.commands import whatif
 from kvmesh.cli.flags import FlagParser, add_flags, settings_flags
 from kvmesh.cli.main import main
 from kvmesh.cli.registry import NOT_SIMULATED
 from kvmesh.settings import load, options
+from kvmesh.settings.schema import KvbmSettings
 from kvmesh.simulator.engines import Fleet
+from kvmesh.simulator.nodes.options import like_live
 
 FEW = ("simulate", "demo", "--limit", "40", "--block-size", "64")
 
@@ -69,6 +72,16 @@ def test_groups_of_different_engines(tmp_path: Path) -> None:
     assert run["failed"] == 0
 
 
+def test_nodes_share_their_memory_and_disk(tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    sizes = ("--kvbm-host-bytes", str(1 << 30), "--kvbm-disk-path", str(tmp_path / "none"))
+    assert simulate("--nodes", "2", *sizes, "--kvbm-peers", "--json", str(file)) == 0
+    (run,) = json.loads(file.read_text())
+    assert run["tiers"]["moved"]["from_engines"] > 0
+    assert not (tmp_path / "none").exists()
+    assert simulate("--nodes", "2", "--kvbm-retention", "nonsense") == 2
+
+
 def live(name: str, serves: str, blocks: int, ranks: int = 1) -> Instance:
     return Instance(
         instance=f"{name}-x",
@@ -112,6 +125,31 @@ def test_whatif_flags_override_the_cards() -> None:
     assert (decode.core.blocks, prefill.core.blocks) == (77, 77)
     assert decode.core.limits.block_size == 64
     assert decode.core.limits.max_sequences == 8
+
+
+def live_kvbm(node: str, blocks: list[int], key: str = "") -> Instance:
+    return Instance(
+        instance=f"kv-{node}",
+        role=Role.KVBM,
+        name="kv",
+        version="1",
+        started=0.0,
+        node=node,
+        store=NodeStore(directory="", tier_bytes=[], tier_blocks=blocks, key=key),
+    )
+
+
+def test_whatif_nodes_have_the_sizes_of_the_smallest_live_one() -> None:
+    cards = [live_kvbm("a", [100, 50, 0], "k"), live_kvbm("b", [80, 90, 0], "k")]
+    found = like_live(KvbmSettings(), cards, 1 << 20)
+    assert (found.host_bytes, found.disk_bytes) == (80 << 20, 50 << 20)
+    assert found.disk_path is not None
+    assert found.peers
+    own = like_live(KvbmSettings(host_bytes=7 << 20), cards, 1 << 20, {"host_bytes"})
+    assert (own.host_bytes, own.disk_bytes) == (7 << 20, 50 << 20)
+    assert like_live(KvbmSettings(), [], 1 << 20) == KvbmSettings()
+    tiered = msgspec.structs.replace(live("w", "aggregated", 10), node="b")
+    assert whatif.used_kvbms([*cards, tiered], [tiered]) == [cards[1]]
 
 
 def test_there_are_no_flags_without_effect(capsys: pytest.CaptureFixture[str]) -> None:

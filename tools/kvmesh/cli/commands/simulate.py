@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
     parser.add_argument("--repair", action="store_true", help="repair an invalid trace")
-    add_scenario(parser, str(WORKERS), str(BLOCK_SIZE))
+    add_scenario(parser, str(WORKERS), str(BLOCK_SIZE), "none")
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.messages import Instance
+from kvmesh.bus.messages import Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.cli.arguments import moment, positive
 from kvmesh.cli.bus_session import run_on_bus
@@ -40,12 +40,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
     parser.add_argument("--model", metavar="NAME", help="only requests of this model")
-    add_scenario(parser, "as many as live ranks", "that of the live workers")
+    add_scenario(parser, "as many as live ranks", "that of the live workers", "the live kvbms")
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     captured: list[CapturedRound] = []
     workers: list[Instance] = []
+    kvbms: list[Instance] = []
 
     async def read(bus: Bus) -> int:
         end = CaptureEnd(
@@ -54,18 +55,28 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         )
         recorder = await capture(bus, arguments.since, arguments.model, end=end)
         captured.extend(recorder.rounds)
-        workers.extend(await _workers(bus, arguments.model))
+        cards = await _cards(bus)
+        model = arguments.model
+        workers.extend(c for c in cards if c.model is not None and model in (None, c.model.name))
+        kvbms.extend(used_kvbms(cards, workers))
         return 0
 
-    return run_on_bus("whatif", settings, read) or _compare(arguments, settings, captured, workers)
+    failed = run_on_bus("whatif", settings, read)
+    return failed or _compare(arguments, settings, captured, workers, kvbms)
 
 
-async def _workers(bus: Bus, model: str | None) -> list[Instance]:
+async def _cards(bus: Bus) -> list[Instance]:
     directory = Directory(bus, StreamLimits())
     await directory.open()
     cards = directory.instances
     await directory.close()
-    return [c for c in cards if c.model is not None and model in (None, c.model.name)]
+    return cards
+
+
+def used_kvbms(cards: list[Instance], workers: list[Instance]) -> list[Instance]:
+    """The kvbms of the nodes of workers that load from them."""
+    nodes = {worker.node for worker in workers if worker.node}
+    return [card for card in cards if card.role is Role.KVBM and card.node in nodes]
 
 
 def _compare(
@@ -73,10 +84,11 @@ def _compare(
     settings: Settings,
     captured: list[CapturedRound],
     workers: list[Instance],
+    kvbms: list[Instance],
 ) -> int:
     try:
         workload = assemble(captured)
-        options = scenarios(arguments, settings, fleet(arguments, settings, workers))
+        options = scenarios(arguments, settings, fleet(arguments, settings, workers), kvbms)
         runs = [simulate(workload, each) for each in options]
     except (WorkloadError, SimulationError, RouterConfigError, StepProfileError, OSError) as error:
         print(f"kvmesh whatif: {error}", file=sys.stderr)

@@ -1,7 +1,12 @@
 """Options of simulated nodes: the block manager's configuration, its workers' waits, and links."""
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
+
+from kvmesh.bus.messages import Instance
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK
 from kvmesh.kvbm.core.config import KvbmConfig, manager_config
 from kvmesh.settings.schema import KvbmSettings, MockSettings, WorkerSettings
@@ -79,3 +84,25 @@ def node_options(
         deadline_s=deadline_s,
         queue=worker.write_through_blocks,
     )
+
+
+def like_live(
+    kvbm: KvbmSettings, cards: Sequence[Instance], block_bytes: int, fixed: Container[str] = ()
+) -> KvbmSettings:
+    """The settings with the sizes of the smallest live kvbm, except for those in `fixed`.
+
+    The sizes are in blocks, since a stand-in of a mock has fewer bytes than its block. A kvbm that
+    reads from beyond its node counts as one with peers unless the settings have a remote store.
+    """
+    stores = [card.store for card in cards if card.store is not None and card.store.tier_blocks]
+    if not stores:
+        return kvbm
+    host, disk = (min(store.tier_blocks[tier] for store in stores) for tier in (0, 1))
+    live = {
+        "host_bytes": max(1 << 20, host * block_bytes),
+        "disk_path": Path("live") if disk else None,
+        "disk_bytes": max(1 << 20, disk * block_bytes),
+        "peers": not kvbm.remote_url and all(store.key for store in stores),
+    }
+    own = {key: value for key, value in live.items() if key not in fixed}
+    return msgspec.structs.replace(kvbm, **own)
