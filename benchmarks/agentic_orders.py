@@ -40,6 +40,7 @@ class Idle:
     waits_for: tuple[str, ...] | None = None
     tokens: int = 0
     returns_at: float = inf
+    engine: str = ""
     gone: bool = False
     arrived: float = 0.0
     cycles: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=CYCLES))
@@ -55,6 +56,7 @@ class Order:
     def __init__(self) -> None:
         self.sessions: defaultdict[int, Idle] = defaultdict(Idle)
         self._users: dict[BlockRun, set[int]] = {}
+        self._engines: dict[BlockRun, str] = {}
 
     def value(self, session: Idle, now: float) -> float:
         """The value of holding the blocks of a session that does not run."""
@@ -84,19 +86,27 @@ class Order:
         """The session has ended for good."""
         self.sessions[session].gone = True
 
-    def use(self, session: int, runs: Sequence[BlockRun]) -> None:
-        """The session's prompt contains these runs."""
+    def use(self, session: int, runs: Sequence[BlockRun], engine: str = "") -> None:
+        """The session's prompt contains these runs, which the engine of its last round holds."""
+        self.sessions[session].engine = engine
         for run in runs:
             self._users.setdefault(run, set()).add(session)
+            self._engines[run] = engine
 
     def left(self, run: BlockRun) -> None:
         """A run leaves: whoever used it used the one before it."""
         if run.parent is not None and run in self._users:
             self._users.setdefault(run.parent, set()).update(self._users[run])
+            self._engines[run.parent] = self._engines[run]
 
     def worth(self, run: BlockRun, now: float) -> float:
-        """The value of the session that gives a run its highest one."""
-        return max((self._value_of(user, now) for user in self._users.get(run, ())), default=NEVER)
+        """The value of the session that gives a run its highest one.
+
+        A session that has moved to another engine gives none to the copy that it left behind.
+        """
+        engine = self._engines.get(run)
+        users = [u for u in self._users.get(run, ()) if self.sessions[u].engine == engine]
+        return max((self._value_of(user, now) for user in users), default=NEVER)
 
     def _value_of(self, session: int, now: float) -> float:
         known = self.sessions[session]
@@ -368,7 +378,7 @@ class OrderedRun:
         round_, after = simulation.workload.rounds[index], self._following[index]
         hashes = array("Q", self._prompts.hashes(round_).sequence_hashes)
         for manager in simulation.workers[event.instance].core.block_managers:
-            self._order.use(session, manager.match_prefix(hashes).runs)
+            self._order.use(session, manager.match_prefix(hashes).runs, event.instance)
         if index in self._final:
             self._order.finish(session)
         wait = (
