@@ -22,13 +22,17 @@ class PromptTail(NamedTuple, Generic[K]):
 
 
 class _Prompt(Generic[K]):
-    """One prompt of a session, from its first block on; `blocks` may grow during generation."""
+    """One prompt of a session, from its first block on; `blocks` may grow during generation.
 
-    __slots__ = ("blocks", "counted", "session")
+    Another session has used the first `common` blocks, though it may have ended.
+    """
 
-    def __init__(self, session: str, blocks: Sequence[K]) -> None:
+    __slots__ = ("blocks", "common", "counted", "session")
+
+    def __init__(self, session: str, blocks: Sequence[K], common: int) -> None:
         self.session = session
         self.blocks = blocks
+        self.common = common
         self.counted = len(blocks)
 
 
@@ -86,8 +90,12 @@ class SessionBlocks(Generic[K]):
             entry.branching = any(
                 index < len(prompt) and prompt[index] == block for index, block in entry.abandoned
             )
-        superseded = self._replace(entry, prompt) if entry.prompts else ()
-        self._add(entry, _Prompt(session, prompt))
+        if entry.prompts:
+            common = max(min(p.common, common_prefix(p.blocks, prompt)) for p in entry.prompts)
+            superseded = self._replace(entry, prompt)
+        else:
+            common, superseded = self.shared_blocks(prompt, session), []
+        self._add(entry, _Prompt(session, prompt, common))
         return [
             PromptTail(old.blocks, max(start, self.shared_blocks(old.blocks)))
             for old, start in superseded
@@ -105,14 +113,32 @@ class SessionBlocks(Generic[K]):
         return found
 
     def release(self, sessions: Iterable[str]) -> list[PromptTail[K]]:
-        """Forget sessions; return the tails that no other session uses. Ignores unknown ones."""
+        """Forget sessions; return the tails that no other session uses. Ignores unknown ones.
+
+        What a session has begun with as an earlier one did is not part of its tail: the next one
+        may begin so too.
+        """
         gone: list[_Prompt[K]] = []
         for session in sessions:
             entry = self._sessions.pop(session, None)
             for prompt in entry.prompts if entry is not None else ():
                 self._remove(prompt)
                 gone.append(prompt)
-        return [PromptTail(prompt.blocks, self.shared_blocks(prompt.blocks)) for prompt in gone]
+        for prompt in gone:
+            self._hand_on(prompt)
+        return [
+            PromptTail(prompt.blocks, max(prompt.common, self.shared_blocks(prompt.blocks)))
+            for prompt in gone
+        ]
+
+    def _hand_on(self, gone: _Prompt[K]) -> None:
+        """Tell the sessions that began like a released one, as it may have come after them."""
+        if not gone.common:
+            return
+        for other in self._by_root.get(gone.blocks[0], ()):
+            if other.common < gone.common:
+                shared = min(gone.common, common_prefix(other.blocks, gone.blocks))
+                other.common = max(other.common, shared)
 
     def _replace(self, entry: _Session[K], new: Sequence[K]) -> list[tuple[_Prompt[K], int]]:
         """Remove the prompts that `new` extends or supersedes.

@@ -1,5 +1,6 @@
 """SessionBlocks against a model that compares every block of every session."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,13 +52,26 @@ def test_common_prefix_ends_at_the_first_difference(one: list[int], other: list[
     assert common_prefix(first, second) == expected
 
 
+@pytest.mark.parametrize("order", [["a", "b"], ["b", "a"]])
+def test_what_sessions_have_begun_with_outlives_them_all(order: list[str]) -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    book.record("a", chain([1, 2, 3]), 1.0)
+    book.record("b", chain([1, 2, 9]), 1.0)
+    book.record("b", chain([1, 2, 9, 10]), 2.0)
+    book.record("a", chain([1, 5]), 3.0)  # compacted: it shares one block with its own earlier one
+    starts = {session: book.release([session])[0].start for session in order}
+    assert starts == {"a": 1, "b": 2}
+    book.record("c", chain([7, 8]), 4.0)
+    assert book.release(["c"]) == [PromptTail(chain([7, 8]), 0)]
+
+
 def test_two_sessions_share_a_prefix() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     book.record("a", chain([1, 2, 3, 4]), 1.0)
     book.record("b", chain([1, 2, 9]), 1.0)
     assert book.release(["a"]) == [PromptTail(chain([1, 2, 3, 4]), 2)]
     assert book.release(["a", "unknown"]) == []
-    assert book.release(["b"]) == [PromptTail(chain([1, 2, 9]), 0)]
+    assert book.release(["b"]) == [PromptTail(chain([1, 2, 9]), 2)]  # the next may begin so
 
 
 def test_a_prompt_supersedes_a_different_tail() -> None:
