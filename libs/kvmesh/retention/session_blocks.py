@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 MAX_BRANCHES = 8
+MAX_RELEASED = 256
 
 
 class PromptTail(NamedTuple, Generic[K]):
@@ -63,6 +64,7 @@ class SessionBlocks(Generic[K]):
         self._counted = 0
         self._sessions: OrderedDict[str, _Session[K]] = OrderedDict()
         self._by_root: dict[K, dict[_Prompt[K], None]] = {}
+        self._released: OrderedDict[K, Sequence[K]] = OrderedDict()  # one prompt of each root
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -94,7 +96,7 @@ class SessionBlocks(Generic[K]):
             common = max(min(p.common, common_prefix(p.blocks, prompt)) for p in entry.prompts)
             superseded = self._replace(entry, prompt)
         else:
-            common, superseded = self.shared_blocks(prompt, session), []
+            common, superseded = self._common(session, prompt), []
         self._add(entry, _Prompt(session, prompt, common))
         return [
             PromptTail(old.blocks, max(start, self.shared_blocks(old.blocks)))
@@ -126,10 +128,19 @@ class SessionBlocks(Generic[K]):
                 gone.append(prompt)
         for prompt in gone:
             self._hand_on(prompt)
+            self._released[prompt.blocks[0]] = prompt.blocks
+            self._released.move_to_end(prompt.blocks[0])
+            if len(self._released) > MAX_RELEASED:
+                self._released.popitem(last=False)
         return [
             PromptTail(prompt.blocks, max(prompt.common, self.shared_blocks(prompt.blocks)))
             for prompt in gone
         ]
+
+    def _common(self, session: str, prompt: Sequence[K]) -> int:
+        """Count the leading blocks that another live session uses, or one released lately used."""
+        live = self.shared_blocks(prompt, session)
+        return max(live, common_prefix(self._released.get(prompt[0], ()), prompt))
 
     def _hand_on(self, gone: _Prompt[K]) -> None:
         """Tell the sessions that began like a released one, as it may have come after them."""

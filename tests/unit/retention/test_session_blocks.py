@@ -63,6 +63,8 @@ def test_what_sessions_have_begun_with_outlives_them_all(order: list[str]) -> No
     assert starts == {"a": 1, "b": 2}
     book.record("c", chain([7, 8]), 4.0)
     assert book.release(["c"]) == [PromptTail(chain([7, 8]), 0)]
+    book.record("d", chain([7, 9]), 5.0)  # begins as a session that has ended did
+    assert book.release(["d"]) == [PromptTail(chain([7, 9]), 1)]
 
 
 def test_two_sessions_share_a_prefix() -> None:
