@@ -9,8 +9,9 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import ReturnForecast
-from kvmesh.retention.return_value import Expectation, TypicalReturn, values_by_age
+from kvmesh.retention.return_value import Expectation, TypicalReturn
 from kvmesh.returns.rates import unpack_rates
+from kvmesh.returns.value import values_by_age
 
 log = logging.getLogger(__name__)
 P = TypeVar("P")

@@ -6,9 +6,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
-from kvmesh.retention.return_value import Expectation, TypicalReturn, values_by_age
+from kvmesh.retention.return_value import Expectation, TypicalReturn
 from kvmesh.retention.valued_keys import ReturnOrder
 from kvmesh.returns.rates import BINS
+from kvmesh.returns.value import values_by_age
 
 STANDINGS = st.one_of(
     st.just(UNCLAIMED),

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.retention.return_value import LAST, WIDTHS, Expectation, TypicalReturn, values_by_age
+from kvmesh.retention.return_value import Expectation, TypicalReturn
 from kvmesh.returns.rates import BINS
+from kvmesh.returns.value import BIN_WIDTHS, LAST, values_by_age
 
 RATES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 10.0)), min_size=BINS, max_size=BINS).map(
     tuple
@@ -17,7 +18,7 @@ RATES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 10.0)), min_size=BINS, 
 def best(rates: tuple[float, ...], at: int) -> float:
     """The greatest number of returns per second of holding from the start of bin `at`."""
     found, alive, returns, seconds = 0.0, 1.0, 0.0, 0.0
-    for rate, width in zip(rates[at:], WIDTHS[at:], strict=True):
+    for rate, width in zip(rates[at:], BIN_WIDTHS[at:], strict=True):
         if rate:
             share = 1.0 - exp(-rate * width)
             returns += alive * share

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kvmesh.retention.awaited_prompts import with_expectation
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import RetentionWish
-from kvmesh.retention.return_value import Expectation, values_by_age
+from kvmesh.retention.return_value import Expectation
+from kvmesh.returns.value import values_by_age
 from kvmesh.worker.engines.vllm.retention.block_queue import RetainingBlockQueue
 from kvmesh.worker.engines.vllm.retention.block_runs import RetainedRuns
 

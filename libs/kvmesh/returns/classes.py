@@ -1,0 +1,75 @@
+"""Classes of prompts by what their session waits for, its agent, and its turns, coarse to fine."""
+
+from collections import OrderedDict
+from math import log2
+from typing import NamedTuple
+
+MAX_NAME = 48  # characters
+MAX_NAMES = 128  # of one owner
+MAX_OWNERS = 1024
+MAX_WAITS = 3
+OTHER = "other"
+
+
+class ClassKey(NamedTuple):
+    """A class; coarser classes have fewer waits and less history."""
+
+    waits: tuple[str, ...] = ()
+    agent: str = ""
+    history: tuple[int, ...] = ()
+
+
+class TurnHistory(NamedTuple):
+    """Features of a turn that has ended: earlier turns of its conversation, tokens, seconds.
+
+    `new_tokens` is the part of the prompt after the previous turn's; `pause_s` the time from the
+    end of the previous turn to the arrival of this one, None if it is the first.
+    """
+
+    turn: int
+    new_tokens: int
+    output_tokens: int
+    pause_s: float | None
+
+
+class ClassNames:
+    """Bounds the names that each owner brings into classes: callers choose them."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, set[str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """The owners with names."""
+        return len(self._names)
+
+    def known(self, owner: str, name: str) -> str:
+        """The name, cut to MAX_NAME; OTHER if the owner has MAX_NAMES others already."""
+        names = self._names.get(owner)
+        if names is None:
+            names = self._names[owner] = set()
+            if len(self._names) > MAX_OWNERS:
+                self._names.popitem(last=False)
+        name = name[:MAX_NAME]
+        if name not in names:
+            if len(names) >= MAX_NAMES:
+                return OTHER
+            names.add(name)
+        return name
+
+
+def class_keys(waits: tuple[str, ...], agent: str, history: TurnHistory) -> list[ClassKey]:
+    """The classes of a turn, from the coarsest, which has all turns, to the finest."""
+    keys = [ClassKey(waits[:count]) for count in range(len(waits) + 1)]
+    if agent:
+        keys.append(ClassKey(waits, agent))
+    new = _octave(history.new_tokens, 8, 14) // 2
+    turn = min(history.turn, 8)
+    output = _octave(history.output_tokens, 4, 10) // 2
+    pause = -1 if history.pause_s is None else _octave(history.pause_s, 2, 10) // 2
+    steps = ((min(turn, 1), new), (turn, new), (turn, new, output), (turn, new, output, pause))
+    return [*keys, *(ClassKey(waits, agent, each) for each in steps)]
+
+
+def _octave(amount: float, least: int, most: int) -> int:
+    """The binary logarithm, rounded down, within bounds."""
+    return min(max(int(log2(max(amount, 1.0))), least), most)

@@ -1,0 +1,160 @@
+"""Curves of return: learned rates by class, with coarser classes where evidence is scarce."""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+
+from kvmesh.returns.classes import ClassKey
+from kvmesh.returns.life_table import LifeTable
+from kvmesh.returns.rates import AGE_ENDS, BINS
+from kvmesh.returns.value import BIN_WIDTHS
+
+MAX_CLASSES = 8192
+CHECKED_BINS = (7, 10)  # the returns within AGE_ENDS of these, 64 s and 512 s, are compared
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """A prompt that may return; `expected` are its shares of returns within CHECKED_BINS."""
+
+    since: float
+    tables: list[LifeTable]
+    expected: tuple[float, ...]
+    bin: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSummary:
+    """The evidence of a class; counts fade. `rates` are per second, by bin of age."""
+
+    waits: tuple[str, ...]
+    prompts: float
+    returned: float
+    expected: float
+    rates: list[float]
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Returns within an age: expected ones and observed ones of the same prompts."""
+
+    within_s: float
+    expected: float = 0.0
+    observed: int = 0
+
+
+class ReturnCurves:
+    """Life tables of at most MAX_CLASSES classes; those unused for longest are forgotten.
+
+    Times are in seconds; a call with an earlier time than its predecessor counts as at that time.
+    """
+
+    def __init__(self) -> None:
+        self._tables: OrderedDict[ClassKey, LifeTable] = OrderedDict()
+        self._queues: list[deque[Awaited]] = [deque() for _ in range(BINS - 1)]
+        self._now = 0.0
+        self.calibrations = [Calibration(AGE_ENDS[bin_]) for bin_ in CHECKED_BINS]
+
+    def tables(self, keys: Sequence[ClassKey]) -> list[LifeTable]:
+        """The life tables of these classes; a new one for each that is new."""
+        return [self._table(key) for key in keys]
+
+    def rates(self, tables: Sequence[LifeTable]) -> list[float]:
+        """Rates of return per second by bin of age, of the last of these, coarse to fine."""
+        rates = tables[0].own_rates(self._now)
+        for table in tables[1:]:
+            rates = table.refine(rates, self._now)
+        return rates
+
+    def start(self, tables: list[LifeTable], rates: Sequence[float], now: float) -> Awaited:
+        """Await the return of a prompt whose use ended now; `rates` are those expected."""
+        now = self.advance(now)
+        shares = expected_shares(rates)
+        awaited = Awaited(now, tables, tuple(shares[bin_] for bin_ in CHECKED_BINS))
+        for table in tables:
+            table.enter(0, now)
+            table.count(1.0, shares[-2])
+        self._queues[0].append(awaited)
+        return awaited
+
+    def returned(self, awaited: Awaited, now: float) -> None:
+        """The prompt has returned."""
+        self._leave(awaited, self.advance(now), True)
+
+    def forget(self, awaited: Awaited, now: float) -> None:
+        """Await it no longer."""
+        self._leave(awaited, self.advance(now), False)
+
+    def advance(self, now: float) -> float:
+        """Let awaited prompts grow older; returns the time, which never decreases."""
+        self._now = now = max(now, self._now)
+        for bin_, queue in enumerate(self._queues):
+            end_s = AGE_ENDS[bin_]
+            while queue and (queue[0].over or queue[0].since + end_s <= now):
+                awaited = queue.popleft()
+                if not awaited.over:
+                    self._grow_older(awaited, bin_, awaited.since + end_s)
+        return now
+
+    def summaries(self) -> list[ClassSummary]:
+        """The classes by what the session waits for, without its history."""
+        found = []
+        for key, table in self._tables.items():
+            if key.history or key.agent:
+                continue
+            coarser = [ClassKey(key.waits[:count]) for count in range(len(key.waits))]
+            known = [self._tables[each] for each in coarser if each in self._tables]
+            rates = self.rates([*known, table])
+            found.append(
+                ClassSummary(key.waits, table.prompts, table.returned, table.expected, rates)
+            )
+        return found
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def _table(self, key: ClassKey) -> LifeTable:
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = LifeTable(self._now)
+            if len(self._tables) > MAX_CLASSES:
+                self._tables.popitem(last=False)
+        else:
+            self._tables.move_to_end(key)
+        return table
+
+    def _grow_older(self, awaited: Awaited, bin_: int, at: float) -> None:
+        awaited.bin = bin_ + 1
+        for table in awaited.tables:
+            table.leave(bin_, at)
+            table.enter(bin_ + 1, at)
+        if bin_ in CHECKED_BINS:
+            self._check(awaited, CHECKED_BINS.index(bin_), 0)
+        if bin_ + 1 < len(self._queues):
+            self._queues[bin_ + 1].append(awaited)
+
+    def _leave(self, awaited: Awaited, now: float, returned: bool) -> None:
+        if awaited.over:
+            return
+        awaited.over = True
+        for table in awaited.tables:
+            table.leave(awaited.bin, now, returned)
+        if returned:
+            for number, bin_ in enumerate(CHECKED_BINS):
+                if awaited.bin <= bin_:
+                    self._check(awaited, number, 1)
+
+    def _check(self, awaited: Awaited, number: int, observed: int) -> None:
+        self.calibrations[number].expected += awaited.expected[number]
+        self.calibrations[number].observed += observed
+
+
+def expected_shares(rates: Sequence[float]) -> list[float]:
+    """The shares of prompts that return before the end of each bin."""
+    shares, left = [], 1.0
+    for rate, width in zip(rates, BIN_WIDTHS, strict=True):
+        left *= exp(-rate * width) if rate > 0 else 1.0
+        shares.append(1.0 - left)
+    return shares

@@ -1,0 +1,199 @@
+"""Forecasts of return, from the placements and ends of all requests of a model. Pure.
+
+A turn is one request of a conversation. A later prompt that contains all full blocks of a turn's
+prompt is its return; so a conversation needs no name. A turn that two prompts continue is the
+shared start of several conversations: the second one begins a conversation of its own.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from kvmesh.bus.messages import Decision, Outcome, ReturnForecast, ToolEvent
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.returns.classes import MAX_WAITS, ClassNames, TurnHistory, class_keys
+from kvmesh.returns.curves import Awaited, ReturnCurves
+from kvmesh.returns.rates import pack_rates
+from kvmesh.returns.shadow_caches import ShadowCaches
+from kvmesh.returns.tool_calls import ToolCalls, due_rates
+from kvmesh.returns.value import values_by_age
+
+MAX_TURNS = 32768
+MAX_RUNNING = 16384
+MAX_UNSENT = 8192
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request that was placed; `awaited` once it has ended.
+
+    `end` is the sequence hash of the prompt's last full block, `conversation` that of the
+    conversation's first turn. `number` counts the turns before this one.
+    """
+
+    request: str
+    router: str
+    placed: float
+    instance: str
+    rank: int
+    session: str
+    owner: str
+    end: int
+    blocks: int
+    conversation: int
+    number: int
+    new_tokens: int
+    pause_s: float | None
+    returns: int = 0
+    awaited: Awaited | None = None
+
+
+class ReturnForecaster:
+    """Learns from the events of all routers; forecasts for the requests that `router` has placed.
+
+    Times are Unix times, `now` the latest of which an event may speak. At most MAX_TURNS ended
+    turns are remembered, the latest.
+    """
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self._running: OrderedDict[str, Turn] = OrderedDict()
+        self._turns: OrderedDict[int, Turn] = OrderedDict()
+        self._sessions: OrderedDict[str, Turn] = OrderedDict()
+        self._names = ClassNames()
+        self._tools = ToolCalls()
+        self._unsent: OrderedDict[str, tuple[str, ReturnForecast]] = OrderedDict()
+        self.curves = ReturnCurves()
+        self.shadow = ShadowCaches()
+
+    def __len__(self) -> int:
+        """The turns that are remembered, running ones included."""
+        return len(self._turns) + len(self._running)
+
+    def set_capacity(self, blocks: int) -> None:
+        """Set the number of blocks of all ranks together."""
+        self.shadow.capacity = blocks
+
+    def on_placed(self, decision: Decision, now: float) -> None:
+        """A request was placed. May be called again when it is placed elsewhere."""
+        if decision.prefetch is not None or len(decision.sequence_hashes) < HASH_BYTES:
+            return
+        now = self.curves.advance(min(decision.time, now))
+        known = self._running.get(decision.request)
+        if known is not None:
+            known.router, known.instance = decision.router, decision.chosen.instance
+            known.rank = decision.chosen.rank
+            return
+        turn = self._turn(decision, now)
+        self._running[turn.request] = turn
+        if len(self._running) > MAX_RUNNING:
+            self._running.popitem(last=False)
+
+    def _turn(self, decision: Decision, now: float) -> Turn:
+        hashes = np.frombuffer(decision.sequence_hashes, "<u8").tolist()
+        hints, end, blocks = decision.hints, hashes[-1], len(hashes)
+        before, shared = self._continued(hashes)
+        conversation, number, pause_s = end, 0, None
+        if before is not None and before.awaited is not None:
+            first = not before.returns
+            before.returns += 1
+            self.curves.returned(before.awaited, now)
+            self._unsent.pop(before.request, None)
+            if first:
+                conversation, number = before.conversation, before.number + 1
+                pause_s = max(now - before.awaited.since, 0.0)
+        own = shared if number else 0
+        self.shadow.use(conversation, own, blocks if number else blocks - shared, now)
+        return Turn(
+            request=decision.request,
+            router=decision.router,
+            placed=now,
+            instance=decision.chosen.instance,
+            rank=decision.chosen.rank,
+            session=hints.session or "",
+            owner=hints.tenant or "",
+            end=end,
+            blocks=blocks,
+            conversation=conversation,
+            number=number,
+            new_tokens=max(decision.tokens - shared * (decision.block_size or 1), 0),
+            pause_s=pause_s,
+        )
+
+    def _continued(self, hashes: list[int]) -> tuple[Turn | None, int]:
+        """The latest turn that this prompt continues, and the blocks of that turn's prompt."""
+        turns = self._turns
+        for count in range(len(hashes), 0, -1):
+            turn = turns.get(hashes[count - 1])
+            if turn is not None:
+                return turn, count
+        return None, 0
+
+    def on_finished(self, outcome: Outcome, now: float) -> None:
+        """A placed request has ended."""
+        turn = self._running.pop(outcome.request, None) if not outcome.choice else None
+        if turn is None:
+            return
+        now = self.curves.advance(min(outcome.time, now))
+        waits = tuple(self._names.known(turn.owner, n) for n in outcome.waits_for[:MAX_WAITS])
+        agent = self._names.known(turn.owner, outcome.agent) if outcome.agent else ""
+        history = TurnHistory(turn.number, turn.new_tokens, outcome.output_tokens, turn.pause_s)
+        tables = self.curves.tables(class_keys(waits, agent, history))
+        rates = self.curves.rates(tables)
+        turn.awaited = self.curves.start(tables, rates, now)
+        self._remember(turn, now)
+        if turn.session and (waits[:1] == ("tool",) or outcome.finish == "tool_calls"):
+            self._wait_for_tools(turn)
+        self.shadow.end_use(turn.conversation, values_by_age(rates), now)
+        self._forecast(turn, rates, now)
+
+    def on_tool(self, event: ToolEvent, now: float) -> None:
+        """A harness reports a tool: it changes the forecast of its own session's prompt alone."""
+        if not event.session or not isfinite(event.time):
+            return
+        at = self.curves.advance(min(event.time, now))
+        self._tools.apply(event)
+        turn = self._sessions.get(event.session)
+        if turn is not None and turn.awaited is not None and not turn.awaited.over:
+            self._forecast(turn, self.curves.rates(turn.awaited.tables), at)
+
+    def take_forecasts(self, now: float) -> list[tuple[str, ReturnForecast]]:
+        """The forecasts to send, each with the worker instance that computed the prompt."""
+        self.curves.advance(now)
+        unsent, self._unsent = self._unsent, OrderedDict()
+        return list(unsent.values())
+
+    def _remember(self, turn: Turn, now: float) -> None:
+        known = self._turns.pop(turn.end, None)
+        if known is not None and known.awaited is not None:
+            turn.returns = known.returns
+            self.curves.forget(known.awaited, now)
+        self._turns[turn.end] = turn
+        if len(self._turns) > MAX_TURNS:
+            _, oldest = self._turns.popitem(last=False)
+            if oldest.awaited is not None:
+                self.curves.forget(oldest.awaited, now)
+
+    def _wait_for_tools(self, turn: Turn) -> None:
+        self._sessions[turn.session] = turn
+        self._sessions.move_to_end(turn.session)
+        if len(self._sessions) > MAX_RUNNING:
+            self._sessions.popitem(last=False)
+
+    def _forecast(self, turn: Turn, learned: list[float], now: float) -> None:
+        """Forecast by the known end of the session's tools, else by the learned rates."""
+        if turn.router != self._router or turn.awaited is None:
+            return
+        end = self._tools.end(turn.session, turn.placed) if turn.session else None
+        if end is not None:
+            rates, since = due_rates(end - now), now
+        elif self.shadow.forecasts_win:
+            rates, since = learned, turn.awaited.since
+        else:
+            return
+        forecast = ReturnForecast(turn.request, turn.rank, turn.end, since, pack_rates(rates))
+        self._unsent[turn.request] = turn.instance, forecast
+        if len(self._unsent) > MAX_UNSENT:
+            self._unsent.popitem(last=False)

@@ -1,0 +1,91 @@
+"""Life table of one class of prompts: returns and seconds at risk, by age since the last use.
+
+The rate of return at an age is the number of returns at that age over the seconds that prompts have
+waited at that age. Prompts that still wait count with their seconds so far, so that rates are not
+biased towards early returns. Old evidence fades with a half-life.
+"""
+
+from collections.abc import Sequence
+
+from kvmesh.returns.rates import AGE_ENDS, BINS
+from kvmesh.returns.value import BIN_WIDTHS, LAST
+
+HALF_LIFE_S = 6 * 3600.0
+PRIOR_PROMPTS = 1.0  # that pass a bin: evidence of the belief that the rate halves from bin to bin
+COARSE_RETURNS = 2.0  # evidence that a coarser class gives a finer one
+
+
+class LifeTable:
+    """Evidence of one class. Times are in seconds and do not decrease by much.
+
+    `prompts`, `returned` and `expected` count, faded, the prompts that have ended, those that
+    returned, and the returns that were expected of them.
+    """
+
+    __slots__ = ("_at", "_returns", "_seconds", "_waiting", "expected", "prompts", "returned")
+
+    def __init__(self, now: float) -> None:
+        self._returns = [0.0] * BINS
+        self._seconds = [0.0] * BINS
+        self._waiting = [0] * BINS
+        self._at = [now] * BINS
+        self.prompts = 0.0
+        self.returned = 0.0
+        self.expected = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Prompts whose return is awaited."""
+        return sum(self._waiting)
+
+    def enter(self, bin_: int, now: float) -> None:
+        """A prompt reaches a bin of age."""
+        self._pass_time(bin_, now)
+        self._waiting[bin_] += 1
+
+    def leave(self, bin_: int, now: float, returned: bool = False) -> None:
+        """A prompt leaves a bin of age: it returns, grows older or is forgotten."""
+        self._pass_time(bin_, now)
+        self._waiting[bin_] -= 1
+        if returned:
+            self._returns[bin_] += 1.0
+            self.returned += 1.0
+
+    def own_rates(self, now: float) -> list[float]:
+        """Rates per second from this evidence and the belief that rates halve from bin to bin."""
+        rates, belief = [], 1.0 / AGE_ENDS[0]
+        for bin_ in range(BINS):
+            self._pass_time(bin_, now)
+            prior_s = PRIOR_PROMPTS * min(BIN_WIDTHS[bin_], AGE_ENDS[LAST - 1])
+            returns = self._returns[bin_] + belief * prior_s
+            belief = returns / (self._seconds[bin_] + prior_s)
+            rates.append(belief)
+            belief /= 2
+        return rates
+
+    def refine(self, coarse: Sequence[float], now: float) -> list[float]:
+        """Rates per second from this evidence and the rates of a coarser class."""
+        rates = []
+        for bin_, rate in enumerate(coarse):
+            self._pass_time(bin_, now)
+            returns = self._returns[bin_] + COARSE_RETURNS
+            rates.append(returns / (self._seconds[bin_] + COARSE_RETURNS / rate))
+        return rates
+
+    def count(self, prompts: float, expected: float) -> None:
+        """Count prompts that have ended, and the returns expected of them."""
+        self.prompts += prompts
+        self.expected += expected
+
+    def _pass_time(self, bin_: int, now: float) -> None:
+        passed = now - self._at[bin_]
+        if passed <= 0:
+            return
+        self._at[bin_] = now
+        kept: float = 0.5 ** (passed / HALF_LIFE_S)
+        self._returns[bin_] *= kept
+        self._seconds[bin_] = self._seconds[bin_] * kept + self._waiting[bin_] * passed
+        if bin_ == 0:
+            self.prompts *= kept
+            self.returned *= kept
+            self.expected *= kept

@@ -1,0 +1,221 @@
+"""The forecaster: what counts as a return, which forecasts it makes, and its bounds."""
+
+import struct
+from random import Random
+
+import pytest
+
+from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome, PrefetchTerms, ToolEvent
+from kvmesh.returns import forecaster as module
+from kvmesh.returns.forecaster import ReturnForecaster
+from kvmesh.returns.rates import age_bin, unpack_rates
+
+
+def prompt(*blocks: int) -> bytes:
+    return struct.pack(f"<{len(blocks)}Q", *blocks)
+
+
+def placed(
+    request: str, hashes: bytes, time: float, session: str | None = None, router: str = "here"
+) -> Decision:
+    chosen = Candidate(
+        instance="w.1", worker="w", rank=2, overlap=[], prefill=0, decode=0, requests=0, cost=0
+    )
+    return Decision(
+        request=request,
+        model="m",
+        time=time,
+        router=router,
+        policy="kv",
+        chosen=chosen,
+        candidates=[],
+        tokens=len(hashes) * 2 + 5,
+        sequence_hashes=hashes,
+        max_tokens=10,
+        block_size=16,
+        hints=Hints(session=session),
+    )
+
+
+def ended(request: str, time: float, *waits: str, choice: int = 0) -> Outcome:
+    return Outcome(
+        request=request,
+        instance="w.1",
+        time=time,
+        cached_tokens=0,
+        output_tokens=100,
+        ttft_s=None,
+        total_s=1.0,
+        finish="stop",
+        choice=choice,
+        waits_for=list(waits),
+    )
+
+
+def turn(
+    core: ReturnForecaster, request: str, hashes: bytes, time: float, *waits: str, session: str = ""
+) -> None:
+    core.on_placed(placed(request, hashes, time, session or None), time)
+    core.on_finished(ended(request, time + 1, *waits), time + 1)
+
+
+def trust(core: ReturnForecaster) -> None:
+    """As if the check on shadow caches had shown that forecasts help."""
+    core.shadow.returns = 1000
+    core.shadow.hits_by_value = 1e9
+
+
+def test_a_turn_that_ended_gets_one_forecast() -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    turn(core, "r1", prompt(1, 2, 3), 100.0, "human")
+    [(instance, forecast)] = core.take_forecasts(101.0)
+    assert instance == "w.1"
+    assert (forecast.request, forecast.rank, forecast.end, forecast.since) == ("r1", 2, 3, 101.0)
+    assert unpack_rates(forecast.rates)[0] > 0
+    assert core.take_forecasts(102.0) == []
+
+
+def test_only_the_router_that_placed_a_request_sends() -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    core.on_placed(placed("r1", prompt(1), 100.0, router="there"), 100.0)
+    core.on_finished(ended("r1", 101.0), 101.0)
+    assert core.take_forecasts(101.0) == []
+
+
+def test_without_proof_nothing_is_sent() -> None:
+    core = ReturnForecaster("here")
+    turn(core, "r1", prompt(1, 2, 3), 100.0)
+    assert core.take_forecasts(101.0) == []
+
+
+def test_a_prompt_that_contains_a_turn_is_its_return() -> None:
+    core = ReturnForecaster("here")
+    for number in range(50):
+        base = number * 10 + 1000
+        turn(core, f"a{number}", prompt(base, base + 1), number * 100.0, "tool", "Bash")
+        turn(core, f"b{number}", prompt(base, base + 1, base + 2), number * 100.0 + 7, "human")
+    found = {each.waits: each for each in core.curves.summaries()}
+    assert found["tool", "Bash"].returned == pytest.approx(50, rel=0.2)
+    assert found["human",].returned == 0
+    rates = found["tool", "Bash"].rates
+    assert rates[age_bin(6.0)] > 10 * rates[age_bin(3.0)]
+    assert rates[age_bin(6.0)] > 10 * found["human",].rates[age_bin(6.0)]
+
+
+def test_the_second_continuation_begins_a_conversation_of_its_own() -> None:
+    core = ReturnForecaster("here")
+    turn(core, "system", prompt(1), 0.0)
+    for number in range(2, 30):
+        turn(core, f"r{number}", prompt(1, number), number * 10.0)
+    [everything] = [each for each in core.curves.summaries() if not each.waits]
+    assert everything.returned == pytest.approx(1.0, rel=0.1)
+
+
+def test_an_unsent_forecast_of_a_prompt_that_is_back_is_dropped() -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    turn(core, "r1", prompt(1, 2), 100.0)
+    core.on_placed(placed("r2", prompt(1, 2, 3), 101.0), 101.0)
+    assert core.take_forecasts(101.0) == []
+
+
+def test_prefetches_and_further_choices_are_no_turns() -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    decision = placed("p", prompt(1), 1.0)
+    decision = type(decision)(
+        **{
+            name: getattr(decision, name)
+            for name in decision.__struct_fields__
+            if name != "prefetch"
+        },
+        prefetch=PrefetchTerms(),
+    )
+    core.on_placed(decision, 1.0)
+    core.on_finished(ended("p", 2.0), 2.0)
+    core.on_placed(placed("r", prompt(2), 3.0), 3.0)
+    core.on_finished(ended("r", 4.0, choice=1), 4.0)
+    assert core.take_forecasts(5.0) == []
+
+
+def test_a_request_that_moves_is_forecast_where_it_ended() -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    core.on_placed(placed("r", prompt(1), 1.0, router="there"), 1.0)
+    core.on_placed(placed("r", prompt(1), 2.0), 2.0)
+    core.on_finished(ended("r", 4.0), 4.0)
+    assert len(core.take_forecasts(5.0)) == 1
+
+
+def test_a_known_end_of_a_tool_wins_over_what_was_learned() -> None:
+    core = ReturnForecaster("here")
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", "Bash", session="s")
+    assert core.take_forecasts(101.0) == []
+    started = ToolEvent(session="s", event="started", time=101.5, call="c", remaining_s=60.0)
+    core.on_tool(started, 101.5)
+    [(_, forecast)] = core.take_forecasts(102.0)
+    assert forecast.since == 101.5
+    rates = unpack_rates(forecast.rates)
+    assert rates[age_bin(60.0)] > 100 * rates[age_bin(6.0)]
+    core.on_tool(ToolEvent(session="s", event="ended", time=120.0, call="c"), 120.0)
+    [(_, forecast)] = core.take_forecasts(120.0)
+    assert unpack_rates(forecast.rates)[age_bin(1.0)] > 0.3
+
+
+def test_a_tool_reported_before_the_end_of_its_turn_counts() -> None:
+    core = ReturnForecaster("here")
+    core.on_placed(placed("r1", prompt(1, 2), 100.0, "s"), 100.0)
+    core.on_tool(ToolEvent(session="s", event="started", time=100.9, remaining_s=30.0), 100.9)
+    core.on_finished(ended("r1", 101.0, "tool", "Bash"), 101.0)
+    [(_, forecast)] = core.take_forecasts(101.0)
+    rates = unpack_rates(forecast.rates)
+    assert rates[age_bin(30.0)] > 50 * rates[age_bin(3.0)]
+
+
+def test_a_tool_changes_nothing_for_other_sessions_or_returned_prompts() -> None:
+    core = ReturnForecaster("here")
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
+    core.on_tool(ToolEvent(session="t", event="started", time=101.5, remaining_s=60.0), 101.5)
+    assert core.take_forecasts(102.0) == []
+    core.on_placed(placed("r2", prompt(1, 2, 3), 103.0, "s"), 103.0)
+    core.on_tool(ToolEvent(session="s", event="ended", time=103.5), 103.5)
+    assert core.take_forecasts(104.0) == []
+
+
+def test_a_clock_ahead_of_ours_is_not_believed() -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    core.on_placed(placed("r1", prompt(1, 2), 1e12), 100.0)
+    core.on_finished(ended("r1", 1e12), 101.0)
+    [(_, forecast)] = core.take_forecasts(101.0)
+    assert forecast.since == 101.0
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, bound in (("MAX_TURNS", 50), ("MAX_RUNNING", 20), ("MAX_UNSENT", 10)):
+        monkeypatch.setattr(module, name, bound)
+    core, rng = ReturnForecaster("here"), Random(1)
+    trust(core)
+    for number in range(300):
+        hashes = prompt(*(rng.getrandbits(64) for _ in range(3)))
+        core.on_placed(placed(f"r{number}", hashes, float(number), f"s{number}"), float(number))
+        if number % 2:
+            core.on_finished(ended(f"r{number}", number + 0.5, "tool", str(number)), number + 0.5)
+    assert len(core) <= 50 + 20
+    assert len(core.take_forecasts(300.0)) == 10
+
+
+def test_equal_events_give_equal_forecasts() -> None:
+    sent = []
+    for _ in range(2):
+        core, rng = ReturnForecaster("here"), Random(7)
+        core.set_capacity(200)
+        for number in range(200):
+            base = rng.getrandbits(63)
+            turn(core, f"a{number}", prompt(base, base + 1), number * 5.0)
+            if rng.random() < 0.5:
+                turn(core, f"b{number}", prompt(base, base + 1, base + 2), number * 5.0 + 2)
+        sent.append([forecast for _, forecast in core.take_forecasts(2000.0)])
+    assert sent[0] == sent[1]

@@ -1,0 +1,70 @@
+"""Reports of harnesses on tools: the end of the last one, and rates around it."""
+
+from math import inf, nan
+
+import pytest
+
+from kvmesh.bus.messages import ToolEvent
+from kvmesh.returns.curves import expected_shares
+from kvmesh.returns.rates import age_bin, pack_rates, unpack_rates
+from kvmesh.returns.tool_calls import MAX_CALLS, MAX_SESSIONS, ToolCalls, due_rates
+from kvmesh.returns.value import values_by_age
+
+
+def started(time: float, remaining_s: float | None, call: str = "a") -> ToolEvent:
+    return ToolEvent(session="s", event="started", time=time, call=call, remaining_s=remaining_s)
+
+
+def test_the_end_is_that_of_the_last_tool() -> None:
+    calls = ToolCalls()
+    assert calls.end("s", 0.0) is None
+    calls.apply(started(10.0, 60.0))
+    calls.apply(started(10.0, 5.0, "b"))
+    assert calls.end("s", 9.0) == 70.0
+    calls.apply(ToolEvent(session="s", event="progress", time=20.0, call="a", remaining_s=10.0))
+    assert calls.end("s", 9.0) == 30.0
+    calls.apply(ToolEvent(session="s", event="ended", time=22.0, call="a"))
+    assert calls.end("s", 9.0) == 22.0
+
+
+def test_progress_without_an_estimate_keeps_the_known_end() -> None:
+    calls = ToolCalls()
+    calls.apply(started(10.0, 60.0))
+    calls.apply(ToolEvent(session="s", event="progress", time=20.0, call="a"))
+    assert calls.end("s", 0.0) == 70.0
+
+
+@pytest.mark.parametrize("remaining_s", [None, inf, nan])
+def test_a_tool_of_unknown_length_makes_the_end_unknown(remaining_s: float | None) -> None:
+    calls = ToolCalls()
+    calls.apply(started(10.0, 60.0))
+    calls.apply(started(10.0, remaining_s, "b"))
+    assert calls.end("s", 0.0) is None
+
+
+def test_tools_of_earlier_turns_do_not_count() -> None:
+    calls = ToolCalls()
+    calls.apply(started(10.0, 60.0))
+    assert calls.end("s", 11.0) is None
+
+
+def test_sessions_and_calls_are_bounded() -> None:
+    calls = ToolCalls()
+    for number in range(MAX_SESSIONS + 5):
+        calls.apply(ToolEvent(session=str(number), event="started", time=1.0, remaining_s=1.0))
+    assert calls.end("0", 0.0) is None
+    assert calls.end(str(MAX_SESSIONS), 0.0) == 2.0
+    for number in range(MAX_CALLS + 5):
+        calls.apply(started(1.0, 1000.0 - number, str(number)))
+    assert calls.end("s", 0.0) == 1.0 + 995.0
+
+
+@pytest.mark.parametrize("remaining_s", [0.0, 5.0, 60.0, 3600.0])
+def test_rates_of_a_known_end_concentrate_around_it(remaining_s: float) -> None:
+    rates = unpack_rates(pack_rates(due_rates(remaining_s)))
+    shares = expected_shares(rates)
+    assert shares[age_bin(remaining_s / 4)] < 0.15 or not remaining_s
+    assert shares[age_bin(2 * (remaining_s + 1))] > 0.85
+    values = values_by_age(rates)
+    if remaining_s:
+        assert max(values) > values[0]
