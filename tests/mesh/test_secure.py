@@ -265,7 +265,7 @@ SENDS: dict[str, set[str]] = {
     SUBJECTS.ping("worker-0-1f"): {"frontend", W0, W1},
     SUBJECTS.work("worker-0-1f"): {"frontend"},
     SUBJECTS.out("frontend-0-1f"): {W0, W1},
-    SUBJECTS.ctl("worker-0-1f"): {"frontend", "planner", "operator"},
+    SUBJECTS.ctl("worker-0-1f"): {"frontend", "router", "planner", "operator"},
     SUBJECTS.ask("indexer-0-1f"): {"operator"},
     SUBJECTS.dump("worker-0-1f"): {"indexer"},
     SUBJECTS.kvbm("kv-0-1f"): {W0, W1, KV},

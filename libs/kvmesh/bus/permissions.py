@@ -91,6 +91,7 @@ def _router(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.index(ANY), s.index_shard(ANY, ANY), s.index_at(_EACH), s.seq(ANY), s.route(ANY)),
+            s.ctl(_EACH),  # forecasts of returns
             *_lease(s, User.ROUTER, name),
             *_write(s.router_bucket),
             *_reads(s.seq_stream, s.route_stream),

@@ -14,6 +14,7 @@ from kvmesh.bus.messages import (
     Hints,
     Outcome,
     Placement,
+    ReturnForecast,
     RouteRequest,
     SeqEvent,
     SeqFree,
@@ -100,6 +101,7 @@ class Simulation:
             options.network.replicas,
             self.index.find,
             self._on_routed,
+            self._on_forecasts,
         )
         self.fleet = FleetControl(
             self.clock,
@@ -468,6 +470,11 @@ class Simulation:
         if worker.card.serves == "aggregated" and not worker.draining:
             instance = worker.instance
             self.speculation.ended(active.index, instance, active.generated, self.clock.now)
+
+    def _on_forecasts(self, instance: str, forecasts: list[ReturnForecast]) -> None:
+        worker = self.workers.get(instance)
+        if worker is not None:
+            worker.core.expect_returns(forecasts)
 
     def _end(self, index: int, error: str | None) -> None:
         self.records.error[index] = error

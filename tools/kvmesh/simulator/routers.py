@@ -4,7 +4,17 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
-from kvmesh.bus.messages import Decision, Instance, Load, RouteEvent, RouteRequest, SeqAdd, SeqEvent
+from kvmesh.bus.messages import (
+    Decision,
+    Instance,
+    Load,
+    Outcome,
+    ReturnForecast,
+    RouteEvent,
+    RouteRequest,
+    SeqAdd,
+    SeqEvent,
+)
 from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
@@ -18,6 +28,7 @@ Find = Callable[[bytes], Overlaps | None]
 OnResult = Callable[[Ticket], None]
 OnSequences = Callable[[list[SeqEvent]], None]
 OnRoute = Callable[[RouteEvent, float], None]
+OnForecasts = Callable[[str, list[ReturnForecast]], None]
 
 
 class RouterReplica:
@@ -32,7 +43,8 @@ class RouterReplica:
 class SimulatedRouters:
     """All replicas; requests go to them in turn.
 
-    `on_sequences` and `on_route`, if set, receive what routers and frontends publish.
+    `on_sequences` and `on_route`, if set, receive what routers and frontends publish;
+    `on_forecasts` the forecasts of returns for each worker.
     `find` queries the index; `on_result` receives each ticket with its result. A replica applies
     its own sequence events at once, those of other replicas after `delay` seconds.
     """
@@ -47,10 +59,12 @@ class SimulatedRouters:
         delay: float,
         find: Find,
         on_result: OnResult,
+        on_forecasts: OnForecasts,
     ) -> None:
         self._clock = clock
         self._find = find
         self._on_result = on_result
+        self._on_forecasts = on_forecasts
         self._delay = delay
         self._queries_index = settings.kv_events
         self._next = 0
@@ -101,6 +115,10 @@ class SimulatedRouters:
             self.on_route(event, self._clock.now)
         for replica in self.replicas:
             replica.core.apply_route_event(event, self._clock.now)
+            replica.core.learn_returns(event, self._clock.now)
+            if isinstance(event, Outcome):
+                for instance, forecasts in replica.core.take_forecasts(self._clock.now).items():
+                    self._on_forecasts(instance, forecasts)
 
     @property
     def waiting(self) -> int:

@@ -186,5 +186,8 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     program_acting_tau_s: Annotated[
         Seconds, Meta(description="program: time constant of that weight's decay")
     ] = 1.0
+    forecast_returns: Annotated[
+        bool, Meta(description="learn when prompts return, and tell the workers what to expect")
+    ] = True
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
     metrics_host: MetricsHost = LOOPBACK

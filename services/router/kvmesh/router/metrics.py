@@ -4,6 +4,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from kvmesh.bus.messages import Decision
 from kvmesh.hashing import HASH_BYTES
+from kvmesh.returns.forecaster import ReturnForecaster
 from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
 
@@ -37,6 +38,21 @@ missed_blocks = Counter(
     f"{_PREFIX}_missed_overlap_blocks",
     "Blocks by which the best recorded candidate overlapped more",
     ["model"],
+)
+forecasts = Counter(
+    f"{_PREFIX}_forecasts", "Forecasts of returns sent to workers, one for each prompt", ["model"]
+)
+forecast_returns = Gauge(
+    f"{_PREFIX}_forecast_returns",
+    "Returns of prompts within an age since the start: those that forecasts made expect, and those"
+    f" observed of the same prompts: {_SAME}",
+    ["model", "within_s", "kind"],
+)
+forecast_hits = Gauge(
+    f"{_PREFIX}_forecast_hits_share",
+    "Share of the blocks read again, of a sample of conversations, that a cache of the ranks' size "
+    f"would hold if it evicts by forecast or by recency: {_SAME}",
+    ["model", "order"],
 )
 lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])
 ranks = Gauge(f"{_PREFIX}_ranks", f"Known data-parallel ranks: {_SAME}", ["model"])
@@ -81,6 +97,7 @@ class RouterModelMetrics:
         self.index_seconds = index_seconds.labels(model)
         self.index_failures = index_failures.labels(model)
         self.lost = lost.labels(model)
+        self.forecasts = forecasts.labels(model)
         self._wait = wait_seconds.labels(model)
         self._prompt = prompt_blocks.labels(model)
         self._overlap = overlap_blocks.labels(model)
@@ -115,9 +132,22 @@ class RouterModelMetrics:
         queued_tokens.labels(self._model).set(queue.waiting_tokens)
         self._slowness(core)
         self._speeds(core)
+        if core.returns is not None:
+            self._returns(core.returns)
         for policy, count in core.policies.failures.items():
             failures.labels(self._model, policy).inc(count - self._failures.get(policy, 0))
             self._failures[policy] = count
+
+    def _returns(self, returns: ReturnForecaster) -> None:
+        for each in returns.curves.calibrations:
+            within = f"{each.within_s:g}"
+            forecast_returns.labels(self._model, within, "expected").set(each.expected)
+            forecast_returns.labels(self._model, within, "observed").set(each.observed)
+        shadow = returns.shadow
+        if shadow.wanted > 0:
+            by_value, by_recency = shadow.hits_by_value, shadow.hits_by_recency
+            forecast_hits.labels(self._model, "forecast").set(by_value / shadow.wanted)
+            forecast_hits.labels(self._model, "recency").set(by_recency / shadow.wanted)
 
     def _slowness(self, core: RouterCore) -> None:
         outliers = {}

@@ -12,6 +12,7 @@ from kvmesh.bus.client import Reply, Subscription
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Decision,
+    ExpectReturns,
     MessageDecoder,
     Parked,
     RankKey,
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 # The clock is time.monotonic: under uvloop, loop.time has a resolution of 1 ms.
 QUEUE_GROUP = "router"
 LEAVE_S = 1.0  # for refusing the requests in flight
+MAX_FORECASTS = 1024  # in one message
 MOVED = Refused(code="unavailable", reason="this router is stopping", moved=True)
 _requests = MessageDecoder(RouteRequest)
 
@@ -241,6 +243,7 @@ class ModelRouter:
         self.index.probe(now)
         if self._leaving:
             return
+        self._send_forecasts(now)
         self._execute(self.queue.expire(now))
         for ticket in self.queue.due_for_rescore(now) if self._uses_index else []:
             ticket.scored_at = now
@@ -248,6 +251,14 @@ class ModelRouter:
             done = partial(self._on_rescore, ticket)
             self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done))
         self.schedule_placement()
+
+    def _send_forecasts(self, now: float) -> None:
+        for instance, forecasts in self.core.take_forecasts(now).items():
+            subject = self._bus.subjects.ctl(instance)
+            for first in range(0, len(forecasts), MAX_FORECASTS):
+                part = forecasts[first : first + MAX_FORECASTS]
+                self._bus.post(subject, ExpectReturns(part))
+            self._metrics.forecasts.inc(len(forecasts))
 
     def _on_rescore(self, ticket: Ticket, result: OverlapResult) -> None:
         """Update a waiting ticket with fresh overlaps."""

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from math import inf
 from time import monotonic
 
 import msgspec
@@ -26,6 +27,7 @@ from kvmesh.bus.messages import (
     ShowSpeeds,
     SpeedReport,
     Thresholds,
+    ToolEvent,
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
@@ -43,6 +45,7 @@ from kvmesh.settings.schema import Settings
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SWEEP_S = 1.0
+RETURNS_HISTORY_S = 900.0  # of the decision stream, from which returns are learned at start
 _NO_INDEX = "no reply from an indexer for %s: its requests are placed without overlaps"
 _NOTHING_FOUND = (
     "the index has no overlaps for prompts of %s that begin like earlier ones: KV events are lost,"
@@ -51,6 +54,7 @@ _NOTHING_FOUND = (
 _routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
 _questions = MessageDecoder(ShowSpeeds)
 _thresholds = MessageDecoder(Thresholds)
+_tools = MessageDecoder(ToolEvent)
 
 
 class RouterService:
@@ -81,11 +85,14 @@ class RouterService:
             self._on_thresholds,
             Start(last_per_subject=True),
         )
+        self._policy_since = 0.0
         self._routes = self._route_reader()
 
     def _route_reader(self) -> StreamReader | None:
         settings, bus = self._service.settings.router, self._service.bus
-        history_s = make_policy(settings.policy, settings).history_s
+        policy_s = make_policy(settings.policy, settings).history_s
+        self._policy_since = time.time() - policy_s if policy_s else inf
+        history_s = max(policy_s, RETURNS_HISTORY_S if settings.forecast_returns else 0.0)
         if not history_s:
             return None
         since = datetime.now(UTC) - timedelta(seconds=history_s)
@@ -135,6 +142,8 @@ class RouterService:
         await self._warm_up()
         bus = self._service.bus
         await follow_loads(bus, self._on_load)
+        if self._service.settings.router.forecast_returns:
+            await bus.subscribe(bus.subjects.tool_all, _tools, self._on_tool)
         self.ready = True
         if self._serves:
             await answer_pings(bus, self._service.instance)
@@ -274,7 +283,14 @@ class RouterService:
         except msgspec.MsgspecError as error:
             log.warning("ignored a malformed decision at %d: %s", message.seq, error)
             return
-        self._router(_model(message)).core.apply_route_event(event, monotonic())
+        core = self._router(_model(message)).core
+        if message.time >= self._policy_since:
+            core.apply_route_event(event, monotonic())
+        core.learn_returns(event, monotonic())
+
+    def _on_tool(self, event: ToolEvent) -> None:
+        for router in self._models.values():
+            router.core.learn_returns(event, monotonic())
 
     def _on_thresholds(self, message: StreamMessage) -> None:
         model = untoken(message.subject.removeprefix(self._busy_prefix))

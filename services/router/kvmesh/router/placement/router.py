@@ -8,15 +8,19 @@ from kvmesh.bus.messages import (
     Decision,
     Instance,
     Load,
+    Outcome,
+    ReturnForecast,
     RouteEvent,
     RouteRequest,
     SeqAdd,
     SeqEvent,
     SeqFree,
     SeqPrefilled,
+    ToolEvent,
     prefill_part,
 )
 from kvmesh.hashing import HASH_BYTES
+from kvmesh.returns.forecaster import ReturnForecaster
 from kvmesh.router.config import cost_model, thresholds
 from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouterOverloaded
 from kvmesh.router.placement.policy_runner import PolicyRunner
@@ -60,6 +64,7 @@ class RouterCore:
         self._decode_model = cost_model(settings, settings.decode_credits)
         self._gone_since: dict[str, float] = {}
         self.policies = PolicyRunner(settings, rng)
+        self.returns = ReturnForecaster(router) if settings.forecast_returns else None
 
     # inputs
 
@@ -103,6 +108,29 @@ class RouterCore:
     def apply_route_event(self, event: RouteEvent, now: float) -> None:
         """Pass a decision or outcome, of this router or a replica, to the policies that learn."""
         self.policies.apply_route_event(event, min(event.time - self.epoch, now))
+
+    def learn_returns(self, event: RouteEvent | ToolEvent, now: float) -> None:
+        """Pass an event of this router, a replica or a harness to the forecaster of returns."""
+        if self.returns is None:
+            return
+        if isinstance(event, ToolEvent):
+            self.returns.on_tool(event, now + self.epoch)
+        elif isinstance(event, Outcome):
+            self.returns.on_finished(event, now + self.epoch)
+        else:
+            self.returns.on_placed(event, now + self.epoch)
+
+    def take_forecasts(self, now: float) -> dict[str, list[ReturnForecast]]:
+        """The forecasts of returns to send, by the instance of a worker that expects them."""
+        found: dict[str, list[ReturnForecast]] = {}
+        if self.returns is None:
+            return found
+        self.returns.set_capacity(int(self.table.total_blocks.sum()))
+        cards = self.table.cards
+        for instance, forecast in self.returns.take_forecasts(now + self.epoch):
+            if instance in cards and cards[instance].expects_returns:
+                found.setdefault(instance, []).append(forecast)
+        return found
 
     def expire(self, now: float) -> list[str]:
         """Drop expired state; call about once a second. Returns the requests given up as lost."""

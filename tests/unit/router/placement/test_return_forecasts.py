@@ -1,0 +1,61 @@
+"""The router core passes route events on to the forecaster, and forecasts to workers that ask."""
+
+from random import Random
+
+from support.routing import request, sequence, worker
+
+from kvmesh.bus.messages import Outcome, Placement
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.settings.schema import RouterSettings
+
+EPOCH = 1e9
+
+
+def core(**settings: bool) -> RouterCore:
+    router = RouterCore("m", "r", RouterSettings(**settings), Random(1), EPOCH)  # type: ignore[arg-type]
+    router.join(worker("a", expects_returns=True))
+    router.join(worker("b"))
+    return router
+
+
+def finish(router: RouterCore, name: str, on: str) -> None:
+    placed = router.decide(
+        request(name, sequence(*range(10)), placement=Placement(instance=on)), None, 5.0
+    )
+    router.learn_returns(placed, 5.0)
+    outcome = Outcome(
+        request=name,
+        instance=on,
+        time=EPOCH + 6.0,
+        cached_tokens=0,
+        output_tokens=1,
+        ttft_s=None,
+        total_s=1.0,
+        finish="stop",
+    )
+    router.learn_returns(outcome, 6.0)
+
+
+def trust(router: RouterCore) -> None:
+    assert router.returns is not None
+    router.returns.shadow.returns = 1000
+    router.returns.shadow.hits_by_value = 1e9
+
+
+def test_a_worker_that_expects_returns_gets_the_forecast() -> None:
+    router = core()
+    trust(router)
+    finish(router, "1", "a")
+    [forecast] = router.take_forecasts(6.0)["a"]
+    assert (forecast.request, forecast.since) == ("1", EPOCH + 6.0)
+    assert router.returns is not None
+    assert router.returns.shadow.capacity == 2 * 1024
+    finish(router, "2", "b")
+    assert router.take_forecasts(7.0) == {}
+
+
+def test_forecasts_can_be_turned_off() -> None:
+    router = core(forecast_returns=False)
+    finish(router, "1", "a")
+    assert router.returns is None
+    assert router.take_forecasts(6.0) == {}
