@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 
 from kvmesh.returns.classes import ClassKey
 from kvmesh.returns.life_table import LifeTable
@@ -11,6 +11,7 @@ from kvmesh.returns.rates import AGE_ENDS, BINS
 from kvmesh.returns.value import BIN_WIDTHS
 
 MAX_CLASSES = 8192
+MAX_CHECKED = 32768  # prompts whose expected and actual returns are compared at a time
 CHECKED_BINS = (7, 10)  # the returns within AGE_ENDS of these, 64 s and 512 s, are compared
 
 
@@ -23,6 +24,7 @@ class Awaited:
     expected: tuple[float, ...]
     bin: int = 0
     over: bool = False
+    returned_at: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class ClassSummary:
 
 @dataclass(slots=True)
 class Calibration:
-    """Returns within an age: expected ones and observed ones of the same prompts."""
+    """Returns within an age: expected and observed ones of the same prompts, which are older."""
 
     within_s: float
     expected: float = 0.0
@@ -55,6 +57,7 @@ class ReturnCurves:
         self._tables: OrderedDict[ClassKey, LifeTable] = OrderedDict()
         self._queues: list[deque[Awaited]] = [deque() for _ in range(BINS - 1)]
         self._now = 0.0
+        self._checked: list[deque[Awaited]] = [deque(maxlen=MAX_CHECKED) for _ in CHECKED_BINS]
         self.calibrations = [Calibration(AGE_ENDS[bin_]) for bin_ in CHECKED_BINS]
 
     def tables(self, keys: Sequence[ClassKey]) -> list[LifeTable]:
@@ -77,11 +80,16 @@ class ReturnCurves:
             table.enter(0, now)
             table.count(1.0, shares[-2])
         self._queues[0].append(awaited)
+        for checked in self._checked:
+            checked.append(awaited)
         return awaited
 
     def returned(self, awaited: Awaited, now: float) -> None:
         """The prompt has returned."""
-        self._leave(awaited, self.advance(now), True)
+        now = self.advance(now)
+        if not awaited.over:
+            awaited.returned_at = now
+        self._leave(awaited, now, True)
 
     def forget(self, awaited: Awaited, now: float) -> None:
         """Await it no longer."""
@@ -96,6 +104,14 @@ class ReturnCurves:
                 awaited = queue.popleft()
                 if not awaited.over:
                     self._grow_older(awaited, bin_, awaited.since + end_s)
+        for number, calibration in enumerate(self.calibrations):
+            checked = self._checked[number]
+            while checked and checked[0].since + calibration.within_s <= now:
+                awaited = checked.popleft()
+                end = awaited.since + calibration.within_s
+                if awaited.returned_at < inf or not awaited.over:
+                    calibration.expected += awaited.expected[number]
+                    calibration.observed += awaited.returned_at < end
         return now
 
     def summaries(self) -> list[ClassSummary]:
@@ -130,8 +146,6 @@ class ReturnCurves:
         for table in awaited.tables:
             table.leave(bin_, at)
             table.enter(bin_ + 1, at)
-        if bin_ in CHECKED_BINS:
-            self._check(awaited, CHECKED_BINS.index(bin_), 0)
         if bin_ + 1 < len(self._queues):
             self._queues[bin_ + 1].append(awaited)
 
@@ -141,14 +155,6 @@ class ReturnCurves:
         awaited.over = True
         for table in awaited.tables:
             table.leave(awaited.bin, now, returned)
-        if returned:
-            for number, bin_ in enumerate(CHECKED_BINS):
-                if awaited.bin <= bin_:
-                    self._check(awaited, number, 1)
-
-    def _check(self, awaited: Awaited, number: int, observed: int) -> None:
-        self.calibrations[number].expected += awaited.expected[number]
-        self.calibrations[number].observed += observed
 
 
 def expected_shares(rates: Sequence[float]) -> list[float]:

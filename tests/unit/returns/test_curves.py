@@ -94,6 +94,18 @@ def test_expected_and_observed_returns_agree_once_learned() -> None:
         assert calibration.expected == pytest.approx(calibration.observed, rel=0.15)
 
 
+def test_returns_are_compared_once_all_prompts_of_an_age_are_older() -> None:
+    curves = ReturnCurves()
+    tables = curves.tables([ALL])
+    first, *_ = [curves.start(tables, curves.rates(tables), 0.0) for _ in range(3)]
+    curves.returned(first, 5.0)
+    assert [each.observed for each in curves.calibrations] == [0, 0]
+    curves.advance(64.0)
+    assert [each.observed for each in curves.calibrations] == [1, 0]
+    curves.advance(512.0)
+    assert [each.observed for each in curves.calibrations] == [1, 1]
+
+
 def test_summaries_name_what_sessions_wait_for() -> None:
     curves = ReturnCurves()
     keys = class_keys(("tool", "Bash"), "coder", TurnHistory(3, 500, 100, 2.0))
