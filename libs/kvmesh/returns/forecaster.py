@@ -78,9 +78,10 @@ class ReturnForecaster:
 
     def on_placed(self, decision: Decision, now: float) -> None:
         """A request was placed. May be called again when it is placed elsewhere."""
-        if decision.prefetch is not None or len(decision.sequence_hashes) < HASH_BYTES:
+        size = len(decision.sequence_hashes)
+        if decision.prefetch is not None or not size or size % HASH_BYTES:
             return
-        now = self.curves.advance(min(decision.time, now))
+        now = self.curves.advance(_earlier(decision.time, now))
         known = self._running.get(decision.request)
         if known is not None:
             known.router, known.instance = decision.router, decision.chosen.instance
@@ -136,7 +137,7 @@ class ReturnForecaster:
         turn = self._running.pop(outcome.request, None) if not outcome.choice else None
         if turn is None:
             return
-        now = self.curves.advance(min(outcome.time, now))
+        now = self.curves.advance(_earlier(outcome.time, now))
         waits = tuple(self._names.known(turn.owner, n) for n in outcome.waits_for[:MAX_WAITS])
         agent = self._names.known(turn.owner, outcome.agent) if outcome.agent else ""
         history = TurnHistory(turn.number, turn.new_tokens, outcome.output_tokens, turn.pause_s)
@@ -153,7 +154,7 @@ class ReturnForecaster:
         """A harness reports a tool: it changes the forecast of its own session's prompt alone."""
         if not event.session or not isfinite(event.time):
             return
-        at = self.curves.advance(min(event.time, now))
+        at = self.curves.advance(_earlier(event.time, now))
         self._tools.apply(event)
         turn = self._sessions.get(event.session)
         if turn is not None and turn.awaited is not None and not turn.awaited.over:
@@ -197,3 +198,8 @@ class ReturnForecaster:
         self._unsent[turn.request] = turn.instance, forecast
         if len(self._unsent) > MAX_UNSENT:
             self._unsent.popitem(last=False)
+
+
+def _earlier(time: float, now: float) -> float:
+    """The time of an event, but at most `now`, which also stands for an invalid time."""
+    return time if time < now else now

@@ -1,6 +1,7 @@
 """The forecaster: what counts as a return, which forecasts it makes, and its bounds."""
 
 import struct
+from math import inf, isfinite, nan
 from random import Random
 
 import pytest
@@ -191,6 +192,21 @@ def test_a_clock_ahead_of_ours_is_not_believed() -> None:
     core.on_finished(ended("r1", 1e12), 101.0)
     [(_, forecast)] = core.take_forecasts(101.0)
     assert forecast.since == 101.0
+
+
+@pytest.mark.parametrize("time", [nan, inf, -inf, -1e300])
+def test_malformed_events_harm_nobody(time: float) -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    core.on_placed(placed("odd", b"12345", 100.0), 100.0)
+    core.on_placed(placed("r0", prompt(1), time), 100.0)
+    core.on_finished(ended("r0", time, *["x" * 1000] * 50), 100.0)
+    core.on_tool(ToolEvent(session="s", event="started", time=time, remaining_s=-1e300), 100.0)
+    core.on_tool(ToolEvent(session="s", event="started", time=100.0, remaining_s=1e300), 100.0)
+    turn(core, "r1", prompt(2), 100.0, "tool", session="s")
+    forecasts = {each.request: each for _, each in core.take_forecasts(101.0)}
+    assert forecasts["r1"].since == 101.0
+    assert all(isfinite(rate) for rate in unpack_rates(forecasts["r1"].rates))
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
