@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from itertools import count
 from random import Random
 
@@ -25,18 +26,23 @@ from kvmesh.bus.messages import (
     Hints,
     Load,
     MessageDecoder,
+    Outcome,
     OverlapQuery,
     OverlapReply,
     Placement,
     Refused,
+    ReturnsReport,
     Routed,
     RouteEvent,
     RouteRequest,
     SeqAdd,
     SeqBatch,
     SeqFree,
+    ShowReturns,
 )
 from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.returns.classes import MAX_WAITS
+from kvmesh.returns.rates import BINS
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.registry import BUILT_IN
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
@@ -73,6 +79,38 @@ async def test_a_request_is_placed_on_the_rank_with_its_prefix(
         (add,) = active.seen[0].events
         assert isinstance(add, SeqAdd)
         assert (add.request, add.instance, add.overlap) == ("1", "b", 6)
+
+
+async def test_a_router_reports_what_it_has_learned_about_returns(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    await scripted_index(bus, {})
+    waits, ended = ["tool", "Bash", "sleep", "64s"], time.time() + 1
+    outcome = Outcome(
+        request="1", instance="a", time=ended, cached_tokens=0, output_tokens=1, ttft_s=None,
+        total_s=1.0, finish="tool_calls", waits_for=waits,
+    )  # fmt: skip
+    async with (
+        running_workers(bus, limits, "a"),
+        running_router(options) as router,
+        decisions(bus) as routes,
+    ):
+        await request_placement(bus, request("1", TEN))
+        await eventually(lambda: routes.seen, what="the decision")
+        bus.post(bus.subjects.route("m"), outcome)
+        subject, reports = bus.subjects.ask(router.service.instance), MessageDecoder(ReturnsReport)
+
+        async def learned() -> ReturnsReport | None:
+            report = await bus.request(subject, ShowReturns(), reports, PATIENCE_S)
+            return report if report.classes else None
+
+        report = await eventually(learned, what="the outcome is learned")
+        assert report is not None
+        found = sorted((each.model, each.waits) for each in report.classes)
+        assert found == [("m", waits[:count]) for count in range(MAX_WAITS + 1)]
+        assert all(each.prompts == pytest.approx(1.0, abs=0.1) for each in report.classes)
+        assert {len(each.rates) for each in report.classes} == {BINS}
+        assert {(check.model, check.observed) for check in report.checks} == {("m", 0)}
 
 
 async def test_another_replica_counts_the_load_of_earlier_requests(

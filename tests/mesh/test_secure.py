@@ -77,7 +77,7 @@ async def mesh(
         mesh.stop()
 
 
-async def complete(mesh: Mesh, prompt: str, tokens: int) -> tuple[int, int]:
+async def complete(mesh: Mesh, prompt: str, tokens: int, session: str = "") -> tuple[int, int]:
     """Completion tokens and cached tokens of one streamed response."""
     async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client:
         chunks = await client.chat.completions.create(
@@ -86,6 +86,7 @@ async def complete(mesh: Mesh, prompt: str, tokens: int) -> tuple[int, int]:
             max_tokens=tokens,
             stream=True,
             stream_options={"include_usage": True},
+            extra_headers={"x-kvmesh-session-id": session} if session else {},
             extra_body={"nvext": {"ignore_eos": True}},
         )
         last = [chunk async for chunk in chunks][-1]
@@ -162,6 +163,29 @@ async def test_a_doctor_compares_the_index_for_an_operator_only(
     top = await asyncio.to_thread(run, server, "observer", "top", "--once", "--view", "fleet")
     assert (top.returncode, top.stderr) == (0, "")
     assert all(name in top.stdout for name in (*WORKERS, "router-0", "kv-0"))
+
+
+async def test_an_operator_alone_asks_what_routers_have_learned(
+    mesh: Mesh, server: SecuredServer
+) -> None:
+    await complete(mesh, "Who comes back, and when? " * 20, 4, "returning")
+
+    async def shown(user: str) -> str:
+        done = await asyncio.to_thread(run, server, user, "explain", "--session", "returning")
+        return done.stdout if done.returncode == 0 else ""
+
+    async def forecast() -> bool:
+        return "in 1 min" in await shown("operator")
+
+    await eventually(forecast, what="an operator sees forecasts")
+    seen = await shown("observer")
+    assert "then waits for" in seen
+    assert "in 1 min" not in seen
+    learned = await asyncio.to_thread(run, server, "operator", "returns")
+    assert (learned.returncode, learned.stderr) == (0, "")
+    assert "anything" in learned.stdout
+    refused = await asyncio.to_thread(run, server, "observer", "returns")
+    assert (refused.returncode, "does not permit" in refused.stderr) == (1, True)
 
 
 async def test_a_dashboard_asks_the_index_and_reads_pins_as_its_own_user_only(

@@ -3,6 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from math import exp, inf
 
 from kvmesh.returns.classes import ClassKey
@@ -114,12 +115,11 @@ class ReturnCurves:
                     calibration.observed += awaited.returned_at < end
         return now
 
-    def summaries(self) -> list[ClassSummary]:
-        """The classes by what the session waits for, without its history."""
+    def summaries(self, limit: int = MAX_CLASSES) -> list[ClassSummary]:
+        """The classes by what the session waits for, not by its history: those of most prompts."""
+        classes = (item for item in self._tables.items() if not (item[0].history or item[0].agent))
         found = []
-        for key, table in self._tables.items():
-            if key.history or key.agent:
-                continue
+        for key, table in nlargest(limit, classes, key=lambda item: item[1].prompts):
             coarser = [ClassKey(key.waits[:count]) for count in range(len(key.waits))]
             known = [self._tables[each] for each in coarser if each in self._tables]
             rates = self.rates([*known, table])

@@ -151,6 +151,12 @@ COMMANDS = (
         sections=BUS,
     ),
     Command(
+        "returns",
+        "show after how long sessions return, by what they wait for",
+        "kvmesh.cli.commands.returns",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
         "busy",
         "show or set the load at which workers get no requests",
         "kvmesh.cli.commands.busy",

@@ -213,6 +213,42 @@ class SpeedReport(Struct, frozen=True):
     ranks: list[RankSpeed]
 
 
+class ShowReturns(Struct, frozen=True, tag="show_returns"):
+    """Ask a router for the returns that it has learned."""
+
+
+class ReturnClass(Struct, frozen=True, kw_only=True):
+    """Returns to the prompts whose sessions wait for the same, named as in `Outcome.waits_for`.
+
+    Of `prompts` that ended in the class, with less weight for older ones, `returned` were read
+    again, and `expected` were to be by the forecasts. `rates` are packed rates of return
+    (`kvmesh.returns.rates`).
+    """
+
+    model: str
+    waits: list[str]
+    prompts: float
+    returned: float
+    expected: float
+    rates: bytes
+
+
+class ReturnCheck(Struct, frozen=True, kw_only=True):
+    """Returns to a model's prompts within `within_s` seconds: forecast ones and observed ones."""
+
+    model: str
+    within_s: float
+    expected: float
+    observed: float
+
+
+class ReturnsReport(Struct, frozen=True):
+    """The classes of all models, at most a bounded number, of most prompts; checks of forecasts."""
+
+    classes: list[ReturnClass]
+    checks: list[ReturnCheck] = []
+
+
 class CheckIndex(Struct, frozen=True, kw_only=True, tag="check_index"):
     """Ask an indexer to compare its blocks of one rank with those of the rank's worker, now."""
 

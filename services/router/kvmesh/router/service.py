@@ -22,8 +22,10 @@ from kvmesh.bus.messages import (
     MessageDecoder,
     ModelCard,
     RankSpeed,
+    ReturnsReport,
     Role,
     RouteEvent,
+    ShowReturns,
     ShowSpeeds,
     SpeedReport,
     Thresholds,
@@ -36,6 +38,7 @@ from kvmesh.router.errors import RouterConfigError
 from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.registry import make_policy
+from kvmesh.router.returns_report import returns_report
 from kvmesh.router.state.sequence_decoding import sequence_events
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
@@ -52,7 +55,7 @@ _NOTHING_FOUND = (
     " disabled, or hashed with another block size or salt"
 )
 _routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
-_questions = MessageDecoder(ShowSpeeds)
+_questions: MessageDecoder[ShowReturns | ShowSpeeds] = MessageDecoder(ShowReturns | ShowSpeeds)
 _thresholds = MessageDecoder(Thresholds)
 _tools = MessageDecoder(ToolEvent)
 
@@ -148,7 +151,7 @@ class RouterService:
         if self._serves:
             await answer_pings(bus, self._service.instance)
             subject = bus.subjects.ask(self._service.instance)
-            await bus.serve(subject, _questions, returning(self._show_speeds))
+            await bus.serve(subject, _questions, returning(self._answer))
             for router in list(self._models.values()):
                 await router.serve()
         self._service.spawn(self._tick(), "tick")
@@ -205,7 +208,9 @@ class RouterService:
         outages = {m: _NO_INDEX % m for m, r in self._models.items() if r.index.outage}
         self._service.warnings.update("no_index", outages)
 
-    def _show_speeds(self, _: ShowSpeeds) -> SpeedReport:
+    def _answer(self, question: ShowReturns | ShowSpeeds) -> ReturnsReport | SpeedReport:
+        if isinstance(question, ShowReturns):
+            return returns_report(router.core for router in self._models.values())
         found = [_speeds(router.core) for router in self._models.values()]
         return SpeedReport([speed for speeds in found for speed in speeds])
 

@@ -1,0 +1,59 @@
+"""`kvmesh returns`, and the forecasts in `kvmesh explain --session`."""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from kvmesh.bus.messages import Outcome, ReturnCheck, ReturnClass
+from kvmesh.cli.outcomes import show_session
+from kvmesh.cli.returns import check_lines, render
+from kvmesh.returns.rates import BINS, pack_rates
+
+QUICK = pack_rates([2**-7] * BINS)  # exact on the wire
+NEVER = pack_rates([0.0] * BINS)
+
+
+def learned(rates: bytes, *labels: str) -> ReturnClass:
+    return ReturnClass(
+        model="m", waits=list(labels), prompts=1234.0, returned=20.04, expected=19.0, rates=rates
+    )
+
+
+def lines(table: Table) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=240, highlight=False).print(table)
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+def test_each_class_has_its_shares_and_its_median() -> None:
+    classes = [
+        learned(QUICK, "tool", "Bash", "npm test"),
+        learned(NEVER, "end"),
+        learned(QUICK),
+        learned(b"short", "human"),
+    ]
+    assert lines(render(classes))[1:] == [
+        "m anything 1,234.0 20.0 19.0 8 % 37 % 99 % 100 % 88.72 s",
+        "m nothing 1,234.0 20.0 19.0 0 % 0 % 0 % 0 % –",
+        "m Bash npm test 1,234.0 20.0 19.0 8 % 37 % 99 % 100 % 88.72 s",
+    ]
+
+
+def test_forecasts_are_compared_with_what_came_true() -> None:
+    check = ReturnCheck(model="m", within_s=64.0, expected=1234.56, observed=1200.0)
+    (line,) = check_lines([check])
+    assert line == "m: forecasts expected 1,234.6 returns within 64 s, 1,200.0 were observed"
+
+
+def test_a_turn_shows_the_forecast_of_the_finest_class_of_its_model() -> None:
+    outcome = Outcome(
+        request="r", instance="w-1", time=10.0, cached_tokens=0, output_tokens=1, ttft_s=None,
+        total_s=1.0, finish="tool_calls", model="m", waits_for=["tool", "Bash", "npm test"],
+    )  # fmt: skip
+    classes = [learned(NEVER, "tool"), learned(QUICK, "tool", "Bash")]
+    shown = lines(show_session.render([outcome], classes))
+    assert shown[0].endswith("then waits for returns after in 1 min in 10 min")
+    assert shown[1].endswith("Bash npm test – 37 % 99 %")
+    assert lines(show_session.render([outcome], [learned(QUICK, "human")]))[1].endswith("– – –")
+    assert lines(show_session.render([outcome]))[0].endswith("returns after")

@@ -1,0 +1,56 @@
+"""`kvmesh returns`: shows after how long sessions return, by what they wait for."""
+
+import argparse
+import sys
+
+from kvmesh.settings import Settings
+
+WIDTH = 200
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh returns [options]"
+    parser.epilog = (
+        "Shares are of the prompts that ended in the class, read again within a time after their "
+        "end. `expected` are the returns that forecasts made before them."
+    )
+    parser.add_argument("--model", metavar="M", help="only this model [all]")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    import msgspec
+    from rich.console import Console
+    from rich.text import Text
+
+    from kvmesh.bus.client import Bus
+    from kvmesh.cli.bus_session import run_on_bus
+    from kvmesh.cli.returns import check_lines, learned_returns, render
+    from kvmesh.cli.units import literal_lines
+    from kvmesh.returns.rates import BINS, unpack_rates
+
+    async def main(bus: Bus) -> int:
+        report = await learned_returns(bus, settings)
+        if report is None:
+            print("kvmesh returns: no router replies", file=sys.stderr)
+            return 1
+        shown = [each for each in report.classes if arguments.model in (None, each.model)]
+        checks = [each for each in report.checks if arguments.model in (None, each.model)]
+        if arguments.json:
+            classes = [
+                msgspec.structs.asdict(each) | {"rates": unpack_rates(each.rates)}
+                for each in shown
+                if len(each.rates) == BINS
+            ]
+            content = {"classes": classes, "checks": checks}
+            print(msgspec.json.encode(content).decode())
+            return 0
+        console = Console(highlight=False)
+        wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
+        if not shown:
+            print("no prompt has ended yet")
+            return 0
+        wide.print(render(shown), Text(), literal_lines(check_lines(checks)), sep="\n")
+        return 0
+
+    return run_on_bus("returns", settings, main)

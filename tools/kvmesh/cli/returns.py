@@ -1,0 +1,98 @@
+"""`kvmesh returns`: asks a router for the returns that it has learned, and prints them."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from math import inf
+
+import msgspec
+from rich.table import Table
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import Directory, routable
+from kvmesh.bus.errors import BusError, NotPermitted
+from kvmesh.bus.messages import (
+    Instance,
+    MessageDecoder,
+    ReturnCheck,
+    ReturnClass,
+    ReturnsReport,
+    Role,
+    ShowReturns,
+)
+from kvmesh.cli.units import literal
+from kvmesh.observer.decision_text import time_text
+from kvmesh.observer.pauses import wait_text
+from kvmesh.observer.returns import median_s, share_returned
+from kvmesh.returns.rates import BINS, unpack_rates
+from kvmesh.runtime.service import stream_limits
+from kvmesh.settings import Settings
+
+TIMEOUT_S = 2.0
+ROUTERS = 3
+WITHIN = {"10 s": 10.0, "1 min": 60.0, "10 min": 600.0, "1 h": 3600.0}
+_reports = MessageDecoder(ReturnsReport)
+
+
+async def learned_returns(bus: Bus, settings: Settings) -> ReturnsReport | None:
+    """The report of the router that has learned most, of the oldest ones; None if none replies.
+
+    Every router learns from all requests. Raises NotPermitted if this user may not ask.
+    """
+    directory = Directory(bus, stream_limits(settings.streams), role=Role.ROUTER)
+    await directory.open()
+    routers = sorted(filter(routable, directory.instances), key=lambda card: card.started)
+    await directory.close()
+    asked = await asyncio.gather(*(_ask(bus, card) for card in routers[:ROUTERS]))
+    reports = [report for report in asked if report is not None]
+    if not reports:
+        return None
+    return max(reports, key=lambda report: sum(each.prompts for each in report.classes))
+
+
+async def _ask(bus: Bus, router: Instance) -> ReturnsReport | None:
+    """One router's report; None if it does not reply, as an older one."""
+    subject = bus.subjects.ask(router.instance)
+    try:
+        return await bus.request(subject, ShowReturns(), _reports, TIMEOUT_S)
+    except NotPermitted:
+        raise
+    except (BusError, msgspec.MsgspecError):
+        return None
+
+
+def shares_text(each: ReturnClass, within_s: Iterable[float]) -> list[str]:
+    """The shares of a class's prompts that return within these times."""
+    rates = unpack_rates(each.rates)
+    return [f"{100 * share_returned(rates, bound):.0f} %" for bound in within_s]
+
+
+def check_lines(checks: Iterable[ReturnCheck]) -> Iterator[str]:
+    """A line for each comparison of forecast and observed returns."""
+    for each in checks:
+        yield (
+            f"{each.model}: forecasts expected {each.expected:,.1f} returns within"
+            f" {each.within_s:g} s, {each.observed:,.1f} were observed"
+        )
+
+
+def render(classes: Iterable[ReturnClass]) -> Table:
+    """A row for each class, coarse ones first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("model", no_wrap=True)
+    table.add_column("waits for", no_wrap=True)
+    for heading in ("prompts", "returned", "expected", *WITHIN, "half after"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in sorted(classes, key=lambda each: (each.model, each.waits)):
+        if len(each.rates) != BINS:
+            continue  # of another version
+        half = median_s(unpack_rates(each.rates))
+        table.add_row(
+            literal(each.model),
+            literal(wait_text(each.waits) if each.waits else "anything"),
+            f"{each.prompts:,.1f}",
+            f"{each.returned:,.1f}",
+            f"{each.expected:,.1f}",
+            *shares_text(each, WITHIN.values()),
+            "–" if half == inf else time_text(half),
+        )
+    return table
