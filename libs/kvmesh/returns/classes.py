@@ -7,7 +7,7 @@ from typing import NamedTuple
 MAX_NAME = 48  # characters
 MAX_NAMES = 128  # of one owner
 MAX_OWNERS = 1024
-MAX_WAITS = 3
+MAX_WAITS = 4  # a tool, its name, the class of its command, the length of a sleep
 OTHER = "other"
 
 
