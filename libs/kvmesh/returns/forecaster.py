@@ -17,7 +17,7 @@ from kvmesh.returns.classes import MAX_WAITS, ClassNames, TurnHistory, class_key
 from kvmesh.returns.curves import Awaited, ReturnCurves
 from kvmesh.returns.rates import pack_rates
 from kvmesh.returns.shadow_caches import ShadowCaches
-from kvmesh.returns.tool_calls import ToolCalls, due_rates
+from kvmesh.returns.tool_calls import ReportedTools, due_rates
 from kvmesh.returns.value import values_by_age
 
 MAX_TURNS = 32768
@@ -63,7 +63,7 @@ class ReturnForecaster:
         self._turns: OrderedDict[int, Turn] = OrderedDict()
         self._sessions: OrderedDict[str, Turn] = OrderedDict()
         self._names = ClassNames()
-        self._tools = ToolCalls()
+        self._tools = ReportedTools()
         self._unsent: OrderedDict[str, tuple[str, ReturnForecast]] = OrderedDict()
         self.curves = ReturnCurves()
         self.shadow = ShadowCaches()

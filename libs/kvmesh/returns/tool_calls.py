@@ -18,7 +18,7 @@ class _Call(NamedTuple):
     end: float
 
 
-class ToolCalls:
+class ReportedTools:
     """The latest tools of each session, and when each ends. Times are Unix times."""
 
     def __init__(self) -> None:

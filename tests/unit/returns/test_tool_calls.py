@@ -7,7 +7,7 @@ import pytest
 from kvmesh.bus.messages import ToolEvent
 from kvmesh.returns.curves import expected_shares
 from kvmesh.returns.rates import age_bin, pack_rates, unpack_rates
-from kvmesh.returns.tool_calls import MAX_CALLS, MAX_SESSIONS, ToolCalls, due_rates
+from kvmesh.returns.tool_calls import MAX_CALLS, MAX_SESSIONS, ReportedTools, due_rates
 from kvmesh.returns.value import values_by_age
 
 
@@ -16,7 +16,7 @@ def started(time: float, remaining_s: float | None, call: str = "a") -> ToolEven
 
 
 def test_the_end_is_that_of_the_last_tool() -> None:
-    calls = ToolCalls()
+    calls = ReportedTools()
     assert calls.end("s", 0.0) is None
     calls.apply(started(10.0, 60.0))
     calls.apply(started(10.0, 5.0, "b"))
@@ -28,7 +28,7 @@ def test_the_end_is_that_of_the_last_tool() -> None:
 
 
 def test_progress_without_an_estimate_keeps_the_known_end() -> None:
-    calls = ToolCalls()
+    calls = ReportedTools()
     calls.apply(started(10.0, 60.0))
     calls.apply(ToolEvent(session="s", event="progress", time=20.0, call="a"))
     assert calls.end("s", 0.0) == 70.0
@@ -36,20 +36,20 @@ def test_progress_without_an_estimate_keeps_the_known_end() -> None:
 
 @pytest.mark.parametrize("remaining_s", [None, inf, nan])
 def test_a_tool_of_unknown_length_makes_the_end_unknown(remaining_s: float | None) -> None:
-    calls = ToolCalls()
+    calls = ReportedTools()
     calls.apply(started(10.0, 60.0))
     calls.apply(started(10.0, remaining_s, "b"))
     assert calls.end("s", 0.0) is None
 
 
 def test_tools_of_earlier_turns_do_not_count() -> None:
-    calls = ToolCalls()
+    calls = ReportedTools()
     calls.apply(started(10.0, 60.0))
     assert calls.end("s", 11.0) is None
 
 
 def test_sessions_and_calls_are_bounded() -> None:
-    calls = ToolCalls()
+    calls = ReportedTools()
     for number in range(MAX_SESSIONS + 5):
         calls.apply(ToolEvent(session=str(number), event="started", time=1.0, remaining_s=1.0))
     assert calls.end("0", 0.0) is None
