@@ -143,12 +143,12 @@ def test_blocks_of_ended_sessions_only_are_released() -> None:
     workload.sessions = [msgspec.structs.replace(s, ends=True) for s in workload.sessions]
     publishing, _ = run(workload, options())
     _check_caches(publishing)
-    held, dropped = (
+    held, left = (
         sum(worker.core.blocks.cached for worker in simulation.workers.values())
         for simulation in (silent, publishing)
     )
-    assert held > 0
-    assert dropped == 0
+    prefix = 320 // publishing.options.block_size  # which all sessions have begun with
+    assert 0 < left <= prefix * len(publishing.workers) < held
 
 
 @pytest.mark.parametrize(
