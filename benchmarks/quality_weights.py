@@ -1,7 +1,8 @@
-"""The effect of `prefill_weight` on the policy `kv`: the scenes in which more than 1 pays.
+"""The effect of `prefill_weight` on the policy `kv`: its default against a fixed weight.
 
-Each workload meets the same engines under each weight. Rows are ratios to weight 1 with the same
-seed; the share of the ideal hits is absolute. `--only` takes prefixes of scene names.
+Each workload meets the same engines under each weight; `none` is the default, no weight. Rows are
+ratios to the base with the same seed; the share of the ideal hits is absolute. `--only` takes
+prefixes of scene names.
 """
 
 import sys
@@ -37,6 +38,7 @@ from kvmesh.workload.replay.summary import Spread
 
 SEEDS = (0, 1, 2)
 WINDOW = 4000
+NONE = "none"
 SHORT = Quantiles(p50=300, p90=1500, max=6000)
 ANSWER = Quantiles(p50=300, p90=1000, max=4000)
 BRIEF = Quantiles(p50=50, p90=150, max=500)
@@ -113,41 +115,43 @@ PICKS: dict[str, Pick] = {
 }
 
 
-def weighted(weight: float) -> str:
-    """The policy name for `kv` with this weight."""
-    name = f"kv, prefill_weight {weight:g}"
-    SETTINGS[name] = RouterSettings(policy="kv", prefill_weight=weight)
+def weighted(weight: str) -> str:
+    """The policy name for `kv` with this weight, or with `none`."""
+    name = f"kv, prefill_weight {weight}"
+    number = None if weight == NONE else float(weight)
+    SETTINGS[name] = RouterSettings(policy="kv", prefill_weight=number)
     return name
 
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--trace", type=Path, metavar="FILE", help="the conversation trace")
-    arguments.add_argument("--weights", default="3", metavar="W,…", help="compared with 1")
+    arguments.add_argument("--weights", default=NONE, metavar="W,…", help="compared with the base")
+    arguments.add_argument("--base", default="3", metavar="W", help="the weight of the base")
     arguments.add_argument(
         "--seeds", type=int, default=len(SEEDS), metavar="N", help="number of seeds"
     )
     arguments.add_argument("--only", default="", metavar="NAME,…", help="prefixes of scene names")
     chosen = arguments.parse_args()
-    weights = [float(weight) for weight in chosen.weights.split(",")]
+    weights = chosen.weights.split(",")
     wanted = tuple(chosen.only.split(","))
-    report = Report("prefill_weight (virtual time), ratios to weight 1")
+    report = Report(f"prefill_weight (virtual time), ratios to {chosen.base}")
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
         study = Study(report, tuple(range(chosen.seeds)), False, bar, chosen.json)
         for name, cases in scenes(study, chosen.trace):
             if name.startswith(wanted):
-                compare(study, name, cases(), weights)
-    report.finish(f"prefill_weight: {chosen.weights} against 1", chosen.json)
+                compare(study, name, cases(), chosen.base, weights)
+    report.finish(f"prefill_weight: {chosen.weights} against {chosen.base}", chosen.json)
 
 
-def compare(study: Study, name: str, cases: list[Case], weights: list[float]) -> None:
-    base = study.run(cases, weighted(1.0))
-    study.add(f"{name}, 1: cached", [of_ideal(run) for run in base], "% of ideal")
+def compare(study: Study, name: str, cases: list[Case], first: str, weights: list[str]) -> None:
+    base = study.run(cases, weighted(first))
+    study.add(f"{name}, {first}: cached", [of_ideal(run) for run in base], "% of ideal")
     for weight in weights:
         runs = study.run(cases, weighted(weight))
         for what, pick in PICKS.items():
-            study.add(f"{name}, {weight:g}: {what}", ratios(runs, base, pick), "×")
-        study.add(f"{name}, {weight:g}: cached", [of_ideal(run) for run in runs], "% of ideal")
+            study.add(f"{name}, {weight}: {what}", ratios(runs, base, pick), "×")
+        study.add(f"{name}, {weight}: cached", [of_ideal(run) for run in runs], "% of ideal")
 
 
 if __name__ == "__main__":

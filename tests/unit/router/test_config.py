@@ -56,7 +56,9 @@ def test_the_defaults_are_those_of_the_documented_cost() -> None:
     check_settings(RouterSettings())
     model = cost_model(RouterSettings())
     assert model.credits == (1.0, 0.75, 0.25, 0.25)
-    assert (model.prefill_weight, model.request_weight, model.temperature) == (3.0, 0.0, 0.0)
+    assert (model.prefill_weight, model.request_weight, model.temperature) == (None, 0.0, 0.0)
+    assert cost_model(RouterSettings(), computes=False).prefill_weight == 3.0
+    assert cost_model(RouterSettings(prefill_weight=1.0), computes=False).prefill_weight == 1.0
 
 
 def test_fair_weights_may_hold_equal_signs_in_names() -> None:

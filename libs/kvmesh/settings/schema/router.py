@@ -24,7 +24,10 @@ class RouterSettings(Section, frozen=True, kw_only=True):
         list[float],
         Meta(min_length=4, max_length=4, description="value of an overlapping block, per tier"),
     ] = field(default_factory=lambda: [1.0, 0.75, 0.25, 0.25])
-    prefill_weight: Annotated[Weight, Meta(description="cost of one block to prefill")] = 3.0
+    prefill_weight: Annotated[
+        Weight | None,
+        Meta(description="cost of one block to prefill; none: by its effect on others"),
+    ] = None
     request_weight: Annotated[Weight, Meta(description="cost of an active request, in blocks")] = (
         0.0
     )

@@ -5,7 +5,7 @@ import math
 from kvmesh.bus.messages import Thresholds
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.router.policies.registry import make_policy
-from kvmesh.router.scoring.cost import CostModel
+from kvmesh.router.scoring.cost import LINEAR_WEIGHT, CostModel
 from kvmesh.settings.schema import RouterSettings
 
 
@@ -34,12 +34,18 @@ def _finite(key: str, value: object) -> None:
             raise RouterConfigError(key, f"{number} is not a finite number of at least 0")
 
 
-def cost_model(settings: RouterSettings, overlap_credits: list[float] | None = None) -> CostModel:
-    """The cost model of the settings, with other credits if given."""
+def cost_model(
+    settings: RouterSettings, overlap_credits: list[float] | None = None, computes: bool = True
+) -> CostModel:
+    """The cost model of the settings, with other credits if given.
+
+    Without `computes` it is that of ranks that get a prompt's blocks from others: always linear.
+    """
+    weight = settings.prefill_weight
     first, second, third, fourth = overlap_credits or settings.overlap_credits
     return CostModel(
         credits=(first, second, third, fourth),
-        prefill_weight=settings.prefill_weight,
+        prefill_weight=weight if weight is not None or computes else LINEAR_WEIGHT,
         request_weight=settings.request_weight,
         credit_decay=settings.credit_decay,
         temperature=settings.temperature,

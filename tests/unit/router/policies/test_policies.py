@@ -78,7 +78,7 @@ def place(
 
 def test_the_documented_example_of_three_workers() -> None:
     # A prompt of 10 blocks; 2, 5 and 8 are cached, 10, 5 and 9 blocks will decode.
-    choice = choose("kv", candidates([2, 5, 8], [10, 5, 9]), CostModel())
+    choice = choose("kv", candidates([2, 5, 8], [10, 5, 9]), CostModel(prefill_weight=3.0))
     assert choice.cost.tolist() == [34, 20, 15]
     assert choice.chosen == 2
 
@@ -98,6 +98,34 @@ def test_cost_formulas(
     name: str, overlap: list[int], decode: list[float], prefill: list[float], cost: list[float]
 ) -> None:
     assert choose(name, candidates(overlap, decode, prefill)).cost.tolist() == pytest.approx(cost)
+
+
+def test_without_a_weight_the_cost_counts_the_effect_on_others() -> None:
+    seen = candidates([4, 4, 4], [97.28, 0, 0], [6, 0, 0])
+    seen.requests = np.array([2.0, 0.0, 10.0])
+    # 6 uncached blocks count 1 + 2, and 0.3 per active request; a tenth of 972.8 blocks is in use.
+    cost = CostModel().cost(seen).tolist()
+    assert cost == pytest.approx([6 + 6 * 3.6 + 97.28 * (0.1 + 0.05), 6 * 3, 6 * 6])
+
+
+def test_a_second_copy_of_a_prefix_costs_more_than_a_wait_of_its_length() -> None:
+    waits = choose("kv", candidates([10, 0], [10, 10], [29, 0]), CostModel())
+    assert waits.chosen == 0
+    assert choose("kv", candidates([10, 0], [10, 10], [31, 0]), CostModel()).chosen == 1
+
+
+def test_idle_ranks_share_prompts_with_a_common_prefix() -> None:
+    router = core("a", "b", prefill_weight=None)
+    common, held, chosen = list(range(8)), set[str](), list[str]()
+    for turn in range(200):
+        prompt = sequence(*common, 100 + 2 * turn, 101 + 2 * turn)
+        known = overlaps(dict.fromkeys(sorted(held), (8,)))
+        decision = router.decide(request(str(turn), prompt), known, float(turn))
+        router.commit(decision, float(turn))
+        router.apply(SeqFree(str(turn)), float(turn))
+        chosen.append(decision.chosen.instance)
+        held.add(decision.chosen.instance)
+    assert 80 <= chosen.count("a") <= 120
 
 
 def test_weights_scale_their_terms() -> None:
@@ -123,9 +151,10 @@ def test_credits_decay_with_excess_prefill() -> None:
 def test_a_full_rank_comes_after_those_with_free_capacity() -> None:
     # Of 1,024 blocks 972.8 may be used, so what the rank with the whole prompt lacks outweighs it.
     seen = candidates([10, 0, 0], [973.0, 900.0, 950.0])
-    choice = choose("kv", seen, CostModel())
+    choice = choose("kv", seen, CostModel(prefill_weight=3.0))
     assert choice.cost.tolist() == pytest.approx([0.2 * SHORTAGE_COST + 973, 930, 980], abs=1e-3)
     assert choice.chosen == 1
+    assert choose("kv", seen, CostModel()).chosen == 1
     full = choose("kv", candidates([10, 0, 0], [1500.0, 1100.0, 1200.0]), CostModel())
     assert full.chosen == 1  # the one that lacks the fewest
 

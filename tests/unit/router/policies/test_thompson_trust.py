@@ -23,7 +23,9 @@ def first_tokens(policy: str, world: World, turns: int, seed: int = 1) -> list[f
     One of them, at random, holds most of the prompt; all decode something, and none prefills.
     """
     rng = Random(seed)
-    settings = RouterSettings(policy=policy, predicted_ttl_s=0.0, queue_threshold=0.0)
+    settings = RouterSettings(
+        policy=policy, predicted_ttl_s=0.0, queue_threshold=0.0, prefill_weight=3.0
+    )
     core = RouterCore("m", "r", settings, Random(seed))
     for name in "abcd":
         core.join(worker(name))

@@ -61,7 +61,7 @@ class RouterCore:
         self.overlap_watch = OverlapWatch()
         self._model = cost_model(settings)
         self._prefill_model = cost_model(settings, settings.prefill_credits)
-        self._decode_model = cost_model(settings, settings.decode_credits)
+        self._decode_model = cost_model(settings, settings.decode_credits, computes=False)
         self._gone_since: dict[str, float] = {}
         self.policies = PolicyRunner(settings, rng)
         self.returns = ReturnForecaster(router) if settings.forecast_returns else None
@@ -102,6 +102,8 @@ class RouterCore:
     def _add(self, event: SeqAdd, now: float) -> None:
         at = min(event.time - self.epoch, now)
         slot = self.active.add(event, at)
+        if slot is not None:
+            self.table.record_prompt(slot, event.tokens / max(self.table.block_size, 1))
         if slot is not None and at + self.settings.sequence_ttl_s > now:
             self._predicted.add(event.request, slot, event.sequence_hashes, at)
 

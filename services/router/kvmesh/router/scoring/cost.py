@@ -1,4 +1,4 @@
-"""The linear KV cost of a candidate, in blocks, and the choice of a candidate by cost."""
+"""The KV cost of a candidate, in blocks of prefill, and the choice of a candidate by cost."""
 
 import math
 from collections.abc import Mapping
@@ -18,15 +18,29 @@ _ALIASES = {
     "router_temperature": "temperature",
 }
 SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
+LINEAR_WEIGHT = 3.0  # of a block to prefill, where another rank computes the prompt
+COPY_WEIGHT = 2.0  # of an uncached block, for the copies that it evicts and the ranks it delays
+STALL_WEIGHT = 0.3  # of a request's delay by another's prefill, relative to a later first token
+DECODE_WEIGHT = 0.1  # of an active block on an empty rank
+CROWD_WEIGHT = 0.5  # more, of one on a full rank: decode steps lengthen with the memory in use
+FAIR_SHARE = 1.2  # of the mean of recent prompts
+BALANCE_WEIGHT = 4.0  # of each further mean, in lengths of the prompt
+_STALL, _COPY = np.array(STALL_WEIGHT), np.array(1 + COPY_WEIGHT)
+_CROWD, _DECODE = np.array(CROWD_WEIGHT), np.array(DECODE_WEIGHT)
+_FAIR = np.array(FAIR_SHARE)
 _OVERRIDES = ("prefill_weight", "request_weight", "credit_decay", "temperature")
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Weights of the cost; `credits` is the value of an overlapping block of each tier."""
+    """Weights of the cost; `credits` is the value of an overlapping block of each tier.
+
+    With a `prefill_weight` the cost is linear. Without one, what a placement costs others decides
+    the weight of a block to prefill (ADR 44).
+    """
 
     credits: tuple[float, float, float, float] = (1.0, 0.75, 0.25, 0.25)
-    prefill_weight: float = 3.0
+    prefill_weight: float | None = None
     request_weight: float = 0.0
     credit_decay: float = 0.0
     temperature: float = 0.0
@@ -35,12 +49,14 @@ class CostModel:
     def _credits(self) -> Floats:
         return np.array(self.credits)
 
-    @cached_property
-    def _weight(self) -> Floats:
-        return np.array(self.prefill_weight)  # scales arrays faster than a float does
-
     def prefill(self, candidates: Candidates) -> Floats:
-        """Blocks to prefill before this request's first token, its own included.
+        """Blocks to prefill before this request's first token, its own included."""
+        blocks: Floats = candidates.prefill + candidates.prompt
+        blocks -= self._credited(candidates)
+        return np.maximum(blocks, ZERO, out=blocks)
+
+    def _credited(self, candidates: Candidates) -> Floats:
+        """Blocks of the prompt that need no prefill.
 
         With a credit decay d, credits are divided by 1 + d · e, where e is the candidate's prefill
         backlog beyond the least one, in lengths of this prompt.
@@ -49,20 +65,16 @@ class CostModel:
         if self.credit_decay:
             excess = (candidates.prefill - candidates.prefill.min()) / candidates.prompt
             credited /= 1 + self.credit_decay * excess
-        blocks: Floats = candidates.prefill + candidates.prompt
-        blocks -= credited
-        return np.maximum(blocks, ZERO, out=blocks)
+        return credited
 
     def cost(self, candidates: Candidates) -> Floats:
-        """prefill_weight · prefill + decode + request_weight · active requests, in blocks.
+        """The cost of each candidate: linear with a `prefill_weight`, else with its effects.
 
-        The sum is multiplied by the candidate's slowness. Each missing block adds SHORTAGE_COST:
-        the request would wait there for running ones to end, and later ones behind it (ADR 9).
+        It is multiplied by the candidate's slowness. Each missing block adds SHORTAGE_COST: the
+        request would wait there for running ones to end, and later ones behind it (ADR 9).
         """
-        cost = self.prefill(candidates)
-        if self.prefill_weight != 1:
-            cost *= self._weight
-        cost += candidates.decode
+        weight = self.prefill_weight
+        cost = self._effects(candidates) if weight is None else self._linear(candidates, weight)
         if self.request_weight:
             cost += self.request_weight * candidates.requests
         if candidates.slowness is not None:
@@ -71,6 +83,44 @@ class CostModel:
         if shortage is not None:
             cost += SHORTAGE_COST * shortage
         return cost if candidates.preference is None else cost * candidates.preference
+
+    def _linear(self, candidates: Candidates, weight: float) -> Floats:
+        """weight · prefill + decode."""
+        cost = self.prefill(candidates)
+        if weight != 1:
+            cost *= weight
+        cost += candidates.decode
+        return cost
+
+    def _effects(self, candidates: Candidates) -> Floats:
+        """The wait for the first token, and what the placement costs others, in blocks of prefill.
+
+        The uncached blocks of the prompt count once for its own first token, COPY_WEIGHT times for
+        the blocks that they evict, and STALL_WEIGHT times for each active request that stands still
+        while they are computed. Recent prompts beyond FAIR_SHARE of the mean count too: a rank that
+        all prompts prefer, since it alone holds their common prefix, gives some to a second one.
+        """
+        own: Floats = candidates.prompt - self._credited(candidates)
+        np.maximum(own, ZERO, out=own)
+        cost: Floats = candidates.requests * _STALL
+        cost += _COPY
+        cost *= own
+        cost += candidates.prefill
+        decode, table, slots = candidates.decode, candidates.table, candidates.slots
+        crowd = decode / table.usable_blocks.take(slots)
+        crowd *= _CROWD
+        crowd += _DECODE
+        crowd *= decode
+        cost += crowd
+        recent = table.recent_blocks.take(slots)
+        mean = float(np.add.reduce(recent)) / len(recent)
+        if recent[recent.argmax()] > FAIR_SHARE * mean:
+            recent *= 1 / mean
+            recent -= _FAIR
+            np.maximum(recent, ZERO, out=recent)
+            recent *= BALANCE_WEIGHT * candidates.prompt
+            cost += recent
+        return cost
 
     def overridden(self, overrides: Mapping[str, float]) -> "CostModel":
         """This model with a request's own weights; raises InvalidRouteRequest naming a bad one."""

@@ -23,6 +23,8 @@ from kvmesh.router.state.unmet import Unmet, unmet_constraint
 
 TAINT = "taint."
 USABLE_SHARE = 0.95  # of a rank's blocks; the rest is for running requests, whose outputs grow
+RECENT_MEMORIES = 4.0
+UNKNOWN_MEMORY = 100_000.0  # blocks of all ranks, if none is known
 Serves: TypeAlias = Literal["all", "prefill", "decode"]
 ROLES: dict[Serves, tuple[str, ...]] = {
     "all": ("aggregated", "decode"),
@@ -60,6 +62,7 @@ class Cells:
     requests: Column
     total_blocks: Column
     step_tokens: Column
+    recent_blocks: Column
 
 
 COLUMNS = tuple(field.name for field in fields(Cells))
@@ -75,11 +78,13 @@ class RankTable:
     - `prefill_tokens`, `active_blocks`, `requests`: tracked load;
     - `correction_tokens`, `correction_blocks`: added to the tracked load, from engine reports;
     - `total_blocks`, `step_tokens`: KV blocks, and the maximum tokens of one step (0: unknown);
+    - `recent_blocks`: blocks of placed prompts; they fade as RECENT_MEMORIES times the memory of
+      all ranks is placed;
     - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
 
-    `cells` is scalar access to the first seven. `load_memory` is the memory of the first five
-    columns, as `gather` reads them. `disaggregated` is set while some worker only prefills or needs
-    handoffs.
+    `cells` is scalar access to all but the usable blocks. `load_memory` is the memory of the first
+    five columns, as `gather` reads them. `disaggregated` is set while some worker only prefills or
+    needs handoffs.
     """
 
     cells: Cells
@@ -91,6 +96,7 @@ class RankTable:
     correction_blocks: Floats
     total_blocks: Floats
     step_tokens: Floats
+    recent_blocks: Floats
     usable_blocks: Floats
     min_usable_blocks: float
 
@@ -111,6 +117,7 @@ class RankTable:
         self.version = 0
         self.disaggregated = False
         self.block_size = 0
+        self._memory = 0.0
         self._set_columns(np.zeros((len(COLUMNS), 16)))
 
     # membership
@@ -201,6 +208,13 @@ class RankTable:
             self.cells.total_blocks[slot] = blocks
             self.usable_blocks[slot] = USABLE_SHARE * blocks if blocks else inf
             self.min_usable_blocks = float(self.usable_blocks.min())
+            self._memory = float(self.total_blocks.sum())
+
+    def record_prompt(self, slot: int, blocks: float) -> None:
+        """Record that a prompt of `blocks` blocks was placed on a rank."""
+        memory = RECENT_MEMORIES * (self._memory or UNKNOWN_MEMORY)
+        self.recent_blocks *= memory / (memory + blocks)
+        self.cells.recent_blocks[slot] += blocks
 
     def slot(self, instance: str, rank: int) -> int:
         """The slot of a rank, allocated if it has none."""
