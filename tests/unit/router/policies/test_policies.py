@@ -105,7 +105,7 @@ def test_without_a_weight_the_cost_counts_the_effect_on_others() -> None:
     seen.requests = np.array([2.0, 0.0, 10.0])
     # 6 uncached blocks count 1 + 2, and 0.3 per active request; a tenth of 972.8 blocks is in use.
     cost = CostModel().cost(seen).tolist()
-    assert cost == pytest.approx([6 + 6 * 3.6 + 97.28 * (0.1 + 0.05), 6 * 3, 6 * 6])
+    assert cost == pytest.approx([6 + 6 * 3.6 + 97.28 * (0.05 + 0.08), 6 * 3, 6 * 6])
 
 
 def test_a_second_copy_of_a_prefix_costs_more_than_a_wait_of_its_length() -> None:

@@ -21,13 +21,14 @@ SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
 LINEAR_WEIGHT = 3.0  # of a block to prefill, where another rank computes the prompt
 COPY_WEIGHT = 2.0  # of an uncached block, for the copies that it evicts and the ranks it delays
 STALL_WEIGHT = 0.3  # of a request's delay by another's prefill, relative to a later first token
-DECODE_WEIGHT = 0.1  # of an active block on an empty rank
-CROWD_WEIGHT = 0.5  # more, of one on a full rank: decode steps lengthen with the memory in use
+DECODE_WEIGHT = 0.05  # of an active block on an empty rank
+CROWD_WEIGHT = 8.0  # more, times the square of the share of the usable blocks in use, but
+MOST_CROWD_WEIGHT = 0.5  # at most this: past it, hits matter more
 FAIR_SHARE = 1.2  # of the mean of recent prompts
 BALANCE_WEIGHT = 4.0  # of each further mean, in lengths of the prompt
 _STALL, _COPY = np.array(STALL_WEIGHT), np.array(1 + COPY_WEIGHT)
 _CROWD, _DECODE = np.array(CROWD_WEIGHT), np.array(DECODE_WEIGHT)
-_FAIR = np.array(FAIR_SHARE)
+_FAIR, _MOST = np.array(FAIR_SHARE), np.array(MOST_CROWD_WEIGHT)
 _OVERRIDES = ("prefill_weight", "request_weight", "credit_decay", "temperature")
 
 
@@ -97,8 +98,9 @@ class CostModel:
 
         The uncached blocks of the prompt count once for its own first token, COPY_WEIGHT times for
         the blocks that they evict, and STALL_WEIGHT times for each active request that stands still
-        while they are computed. Recent prompts beyond FAIR_SHARE of the mean count too: a rank that
-        all prompts prefer, since it alone holds their common prefix, gives some to a second one.
+        while they are computed. Active blocks count more on a crowded rank, whose decode steps are
+        long. Recent prompts beyond FAIR_SHARE of the mean count too: a rank that all prompts prefer
+        since it alone holds their common prefix gives some to a second one.
         """
         own: Floats = candidates.prompt - self._credited(candidates)
         np.maximum(own, ZERO, out=own)
@@ -108,7 +110,9 @@ class CostModel:
         cost += candidates.prefill
         decode, table, slots = candidates.decode, candidates.table, candidates.slots
         crowd = decode / table.usable_blocks.take(slots)
+        crowd *= crowd
         crowd *= _CROWD
+        np.minimum(crowd, _MOST, out=crowd)
         crowd += _DECODE
         crowd *= decode
         cost += crowd
