@@ -46,7 +46,7 @@ from kvmesh.workload.generate.agents import AgentGenerator
 from kvmesh.workload.generate.profile import load_profile
 from kvmesh.workload.model import Workload
 
-QUICK, FULL = (0, 1, 2), (0, 1, 2, 3, 4)
+QUICK, USUAL, FULL = (0,), (0, 1, 2), (0, 1, 2, 3, 4)
 STEP, LEAST, MOST = 50_000, 9, 24
 TRACE_ROUNDS = 3000
 STORED_SESSIONS = 100
@@ -272,9 +272,9 @@ def judge(report: Report, found: dict[str, PartResults]) -> None:
         )
     if "thinking" in found:
         table = found["thinking"]
-        for name, policy in (("TTFT p50", OURS), ("TTFT p50, speculative prefill", AHEAD)):
+        for name, policy in (("", OURS), (", speculative prefill", AHEAD)):
             ratio = table.ratio(policy, lambda r: r.ttft_p50)
-            report.add(f"thinking: {name} of returning turns", ratio, "× LRU's")
+            report.add(f"thinking: TTFT p50 of returning turns{name}", ratio, "× LRU's")
         unused = [100 * r.wasted / max(r.ahead, 1) for r in table.results[AHEAD.name]]
         report.add_runs("thinking: tokens computed ahead and not used", unused, "%")
     for key, table in found.items():
@@ -327,11 +327,12 @@ def storage(report: Report, seeds: tuple[int, ...]) -> None:
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--full", action="store_true", help="five seeds instead of three")
+    arguments.add_argument("--quick", action="store_true", help="one seed instead of three")
+    arguments.add_argument("--full", action="store_true", help="five seeds")
     arguments.add_argument("--only", metavar="A,B,…", help="some of the parts, or storage")
     arguments.add_argument("--trace", type=Path, metavar="FILE", help="an open-loop trace as well")
     given = arguments.parse_args()
-    seeds = FULL if given.full else QUICK
+    seeds = FULL if given.full else QUICK if given.quick else USUAL
     console = Console(width=160)
     report = Report(f"Targets, medians of {len(seeds)} seeds", "the field")
     chosen = given.only.split(",") if given.only else None

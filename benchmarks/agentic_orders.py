@@ -281,7 +281,7 @@ class OrderedPool(EvictionPool[BlockRun]):
 
     def __init__(self, order: Order) -> None:
         super().__init__(_has_children, lambda run, now: UNCLAIMED)
-        self._judge = order
+        self._policy = order
         self._numbers = count()
         self._held: dict[BlockRun, int] = {}
         self._ranked: list[tuple[float, int, BlockRun]] = []
@@ -300,7 +300,7 @@ class OrderedPool(EvictionPool[BlockRun]):
 
     def discard(self, key: BlockRun) -> None:
         if self._held.pop(key, None) is not None:
-            self._judge.left(key)
+            self._policy.left(key)
 
     def eviction_rank(self, key: BlockRun) -> EvictionRank:
         return UNCLAIMED
@@ -320,12 +320,12 @@ class OrderedPool(EvictionPool[BlockRun]):
 
     def lowest(self, now: float) -> BlockRun | None:
         """The run to evict first, None if there is none."""
-        if now - self._ranked_at >= self._judge.every_s:
-            self._judge.rank(now)
+        if now - self._ranked_at >= self._policy.every_s:
+            self._policy.rank(now)
             self._ranked, self._fresh, self._ranked_at = [], list(self._held), now
         for run in self._fresh:
             if run in self._held and not run.children:
-                entry = (self._judge.worth(run, now), self._held[run], run)
+                entry = (self._policy.worth(run, now), self._held[run], run)
                 heapq.heappush(self._ranked, entry)
         self._fresh.clear()
         while self._ranked:
