@@ -102,7 +102,8 @@ class Policy:
     endless: bool = False
     filtered: bool = False
     ahead: SpeculationMode = "off"
-    router: RouterSettings = field(default_factory=RouterSettings)
+    forecasts: bool = False
+    prefill_weight: float | None = None
 
 
 def _recency(_: Simulation) -> Order:
@@ -145,8 +146,8 @@ LONG = Policy("time to live 1 h", told=False, ttl_s=3600.0)
 CONTINUUM = Policy("Continuum's times to live", order=_continuum)
 MORI = Policy("MORI's idleness", order=_mori)
 COST = Policy("cost rule", order=_cost_rule)
-OURS = Policy("kvmesh")
-AHEAD = Policy("kvmesh, speculative prefill", ahead="auto")
+OURS = Policy("kvmesh", forecasts=True)
+AHEAD = Policy("kvmesh, speculative prefill", ahead="auto", forecasts=True)
 FILTERED = Policy("LRU, only reused blocks below", told=False, order=_recency, filtered=True)
 BELADY = Policy("Bélády", order=_belady)
 BELADY_POOLED = Policy("Bélády, one pooled engine", order=_belady, pooled=True)
@@ -180,7 +181,10 @@ def play(workload: Workload, scene: Scene, policy: Policy, seed: int) -> Result:
     if policy.pooled:
         scene = scene.pooled()
     times = ENDLESS_TIMES if policy.endless else 1
-    options = replace(scene.options(policy.router, seed, times), speculative_prefill=policy.ahead)
+    router = RouterSettings(
+        forecast_returns=policy.forecasts, prefill_weight=policy.prefill_weight
+    )
+    options = replace(scene.options(router, seed, times), speculative_prefill=policy.ahead)
     simulation = Simulation(_as_told(workload, policy), options)
     for worker in simulation.workers.values():
         if policy.filtered:
