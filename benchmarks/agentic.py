@@ -27,6 +27,7 @@ from agentic_runs import (
     LRU,
     MORI,
     OURS,
+    REPORTED,
     SHORT,
     TOLD,
     Policy,
@@ -141,7 +142,7 @@ def parts(trace: Path | None, seeds: tuple[int, ...]) -> Iterator[Part]:
         "60 supervised agents, 2 engines of 0.5M tokens",
         partial(agents, "approving-agents", 60, 30.0),
         Scene(500_000, (1.0, 1.0), speed=2.0),
-        (LRU, LONG, CONTINUUM, MORI, COST, OURS, BELADY),
+        (LRU, LONG, CONTINUUM, MORI, COST, OURS, REPORTED, BELADY),
     )
     yield Part(
         "team",

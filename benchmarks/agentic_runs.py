@@ -3,7 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -92,6 +92,7 @@ class Policy:
     Engines that are not `told` know no sessions. `order` makes the order of eviction; None is the
     mesh's own. `ttl_s` is a time to live with which clients mark each prompt. `filtered`: lower
     tiers take only blocks that were used before. `ahead` is the mode of speculative prefill.
+    Routers make `forecasts` of returns, with `reports` from the agents' harnesses.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Policy:
     ahead: SpeculationMode = "off"
     forecasts: bool = False
     prefill_weight: float | None = None
+    reports: bool = False
 
 
 def _recency(_: Simulation) -> Order:
@@ -148,6 +150,7 @@ MORI = Policy("MORI's idleness", order=_mori)
 COST = Policy("cost rule", order=_cost_rule)
 OURS = Policy("kvmesh", forecasts=True)
 AHEAD = Policy("kvmesh, speculative prefill", ahead="auto", forecasts=True)
+REPORTED = Policy("kvmesh, harnesses report tools", forecasts=True, reports=True)
 FILTERED = Policy("LRU, only reused blocks below", told=False, order=_recency, filtered=True)
 BELADY = Policy("Bélády", order=_belady)
 BELADY_POOLED = Policy("Bélády, one pooled engine", order=_belady, pooled=True)
@@ -184,7 +187,11 @@ def play(workload: Workload, scene: Scene, policy: Policy, seed: int) -> Result:
     router = RouterSettings(
         forecast_returns=policy.forecasts, prefill_weight=policy.prefill_weight
     )
-    options = replace(scene.options(router, seed, times), speculative_prefill=policy.ahead)
+    options = replace(
+        scene.options(router, seed, times),
+        speculative_prefill=policy.ahead,
+        tool_events=policy.reports,
+    )
     simulation = Simulation(_as_told(workload, policy), options)
     for worker in simulation.workers.values():
         if policy.filtered:

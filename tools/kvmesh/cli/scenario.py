@@ -79,6 +79,11 @@ def add_scenario(
         help="frontends have the start of sessions' next prompts computed, up to the [frontend] "
         "settings' speculative_tokens: of all (hinted), or where it pays (auto)",
     )
+    parser.add_argument(
+        "--tool-events",
+        action="store_true",
+        help="harnesses report when tools start and end, with estimates of the time they take",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
     parser.add_argument(
         "--block-size", type=positive, metavar="N", help=f"tokens per KV block ({block_size})"
@@ -199,6 +204,7 @@ def _scenario(
         ),
         speculative_prefill=arguments.speculative_prefill,
         speculative_tokens=settings.frontend.speculative_tokens,
+        tool_events=arguments.tool_events,
         faults=tuple(_fault(text) for text in arguments.fault),
         speed=arguments.speed,
         seed=arguments.seed,

@@ -459,6 +459,9 @@ class Simulation:
                 waits_for=self._harness.waits_for(index),
             )
         )
+        if self.options.tool_events:
+            for report in self._harness.reports(index, now, self.options.speed):
+                self.clock.at(report.time, partial(self.routers.tool, report))
         self._speculate(worker, active, finish)
         self._end(index, None)
 

@@ -63,7 +63,8 @@ class SimulationOptions:
     """A scenario. `speed` divides the workload's times; `deadline_s` bounds queueing.
 
     Frontends have up to `speculative_tokens` of the next prompt computed after an answer, by
-    `speculative_prefill`; with "hinted", every request asks for it.
+    `speculative_prefill`; with "hinted", every request asks for it. With `tool_events`, harnesses
+    report their tools.
 
     `horizon_s` bounds a batch of decode steps; it affects the simulator's speed, not its results.
     The run ends once `ended_share` of the rounds have ended.
@@ -81,6 +82,7 @@ class SimulationOptions:
     deadline_s: float = 600.0
     speculative_prefill: SpeculationMode = "off"
     speculative_tokens: int = 8192
+    tool_events: bool = False
     horizon_s: float = 0.5
     ended_share: float = 1.0
     autoscaler: Callable[[], Autoscaler] | None = None

@@ -14,6 +14,7 @@ from kvmesh.bus.messages import (
     RouteRequest,
     SeqAdd,
     SeqEvent,
+    ToolEvent,
 )
 from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
@@ -117,8 +118,17 @@ class SimulatedRouters:
             replica.core.apply_route_event(event, self._clock.now)
             replica.core.learn_returns(event, self._clock.now)
             if isinstance(event, Outcome):
-                for instance, forecasts in replica.core.take_forecasts(self._clock.now).items():
-                    self._on_forecasts(instance, forecasts)
+                self._send_forecasts(replica)
+
+    def tool(self, event: ToolEvent) -> None:
+        """A harness reports a tool."""
+        for replica in self.replicas:
+            replica.core.learn_returns(event, self._clock.now)
+            self._send_forecasts(replica)
+
+    def _send_forecasts(self, replica: RouterReplica) -> None:
+        for instance, forecasts in replica.core.take_forecasts(self._clock.now).items():
+            self._on_forecasts(instance, forecasts)
 
     @property
     def waiting(self) -> int:

@@ -104,3 +104,31 @@ def test_marked_prompts_are_retained_as_on_a_live_worker() -> None:
     states = [each.retention.state(0, now) for each in blocks]
     assert [state.charged_blocks for state in states] == [FIRST // SIZE, 0]
     assert states[0].outcomes["honoured"] == 4
+
+
+def test_a_harness_reports_an_approval_then_the_tool() -> None:
+    reports = list(Harness(agents()).reports(0, 10.0, 1.0))
+    assert [(each.event, each.time) for each in reports] == [
+        ("awaiting_approval", 10.0),
+        ("started", 10.5),
+        ("ended", 11.0),
+    ]
+    assert {(each.session, each.call, each.tool) for each in reports} == {("a", "call-0", "Bash")}
+    estimate = reports[1].remaining_s
+    assert estimate is not None
+    assert 0.05 < estimate < 5.0
+
+
+def test_nothing_is_reported_while_children_or_people_are_awaited() -> None:
+    harness = Harness(agents())
+    assert [list(harness.reports(index, 10.0, 1.0)) for index in (1, 2, 3, 4)] == [[]] * 4
+
+
+def test_reports_reach_every_router() -> None:
+    core = CoreOptions(blocks=1024, limits=SchedulerLimits(block_size=SIZE))
+    options = SimulationOptions(workers=(WorkerOptions(1, core),), replicas=2, tool_events=True)
+    simulation = Simulation(agents(), options)
+    seen: list[str] = []
+    simulation.routers.tool = lambda event: seen.append(event.event)  # type: ignore[method-assign]
+    simulation.run()
+    assert seen == ["awaiting_approval", "started", "ended"]

@@ -1,8 +1,14 @@
 """The activities of agents between their requests, as live frontends learn of them."""
 
-from kvmesh.workload.model import HUMAN, TOOL, Workload
+from collections.abc import Iterator
+from math import exp
+from random import Random
+
+from kvmesh.bus.messages import ToolEvent
+from kvmesh.workload.model import HUMAN, PAUSE, TOOL, Workload
 
 SUBAGENT, END = "Agent", "end"
+ESTIMATE_SIGMA = 0.5  # of the logarithm of a harness's estimates, over the true time
 
 
 class Harness:
@@ -35,3 +41,33 @@ class Harness:
         ):
             return [TOOL, SUBAGENT]
         return round_.waited_for()
+
+    def reports(self, index: int, now: float, speed: float) -> Iterator[ToolEvent]:
+        """The reports of a harness on the tool that a session calls at the end of a round, `now`.
+
+        Waits pass `speed` times faster. The estimates of the time that a tool takes are off by
+        ESTIMATE_SIGMA.
+        """
+        following, rounds = self._following[index], self._workload.rounds
+        if following is None or rounds[index].abort_after is not None:
+            return
+        round_ = rounds[following]
+        session = self._workload.sessions[round_.session].name
+        if not session or round_.wait in ("", HUMAN, PAUSE) or round_.after != (index,):
+            return
+        call, tool = f"call-{index}", round_.wait
+        started, ended = now + round_.approval_s / speed, now + round_.at_s / speed
+        if round_.approval_s:
+            yield ToolEvent(
+                session=session, event="awaiting_approval", time=now, call=call, tool=tool
+            )
+        error = exp(Random(f"{session} {index}").gauss(0.0, ESTIMATE_SIGMA))
+        yield ToolEvent(
+            session=session,
+            event="started",
+            time=started,
+            call=call,
+            tool=tool,
+            remaining_s=(ended - started) * error,
+        )
+        yield ToolEvent(session=session, event="ended", time=ended, call=call, tool=tool)
