@@ -10,14 +10,17 @@ from functools import partial
 from typing import NamedTuple
 
 from agentic_orders import Belady, CostRule, Order, OrderedPool
-from agentic_runs import prefill_of
-from retention import BLOCK, ENDLESS, Held, Managed, Timed, Use, least, schedule
+from agentic_runs import OURS, prefill_of
+from retention import BLOCK, ENDLESS, Held, Managed, Timed, Use, fewest, least, schedule
 
+from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome
+from kvmesh.returns.forecaster import ReturnForecaster
 from kvmesh.simulator.clients.harness import Harness
 from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.workload.model import Workload
 
 STEPS = 10
+ROUTER = "router"
 CHECK_S = 10.0
 TIMES = {"5 min": (300.0, 60.0), "1 h": (3600.0, 25.0)}
 
@@ -68,6 +71,59 @@ class Priced(Managed):
             self.blocks.retention.evict(len(run), now)
 
 
+class Forecasting(Managed):
+    """The engines' block manager with the forecasts of a router, as in the product."""
+
+    def __init__(self, workload: Workload, uses: list[Use], most: int) -> None:
+        super().__init__(most, told=True)
+        self._harness = Harness(workload)
+        self._forecaster = ReturnForecaster(ROUTER)
+        self._forecaster.set_capacity(max(most, max(len(use.blocks) for use in uses)))
+
+    def on_use(self, use: Use) -> None:
+        forecaster, request, session = self._forecaster, str(use.index), str(use.round.session)
+        if use.begins:
+            forecaster.on_placed(_decision(use, request, session), use.at)
+            return
+        if not use.last:  # then its blocks were released
+            self.blocks.retention.end_request(request, session, use.blocks, use.at)
+        outcome = Outcome(
+            request=request,
+            instance=ROUTER,
+            time=use.at,
+            cached_tokens=0,
+            output_tokens=use.round.output_tokens,
+            ttft_s=0.0,
+            total_s=0.0,
+            finish="stop",
+            agent=self._harness.agent(use.index),
+            waits_for=self._harness.waits_for(use.index),
+        )
+        forecaster.on_finished(outcome, use.at)
+        forecasts = [forecast for _, forecast in forecaster.take_forecasts(use.at)]
+        self.blocks.retention.expect_returns(forecasts, use.at)
+
+
+def _decision(use: Use, request: str, session: str) -> Decision:
+    chosen = Candidate(
+        instance=ROUTER, worker="w", rank=0, overlap=[], prefill=0, decode=0, requests=0, cost=0
+    )
+    return Decision(
+        request=request,
+        model="m",
+        time=use.at,
+        router=ROUTER,
+        policy="kv",
+        chosen=chosen,
+        candidates=[],
+        tokens=use.round.input_tokens,
+        sequence_hashes=use.blocks[: use.prompt].tobytes(),
+        max_tokens=use.round.output_tokens,
+        block_size=BLOCK,
+        hints=Hints(session=session),
+    )
+
+
 def dearest(
     uses: list[Use], hits: int, priced: Callable[[float], Managed], low: float, high: float
 ) -> Held:
@@ -98,6 +154,8 @@ def idle_shares(workload: Workload) -> Iterator[Idle]:
         row = partial(_row, name, ttl, target)
         yield row("the same, told what ended", Timed(uses, seconds, told=True).run())
         yield row("LRU, told what ended", least(uses, ttl.hits, told=True)[1])
+        forecast = fewest(uses, ttl.hits, partial(Forecasting, workload, uses))
+        yield row(OURS.name, forecast[1])
         yield row("cost rule at a price", dearest(uses, ttl.hits, by_cost, 1e-12, 1e-3))
         yield row("all waits known", dearest(uses, ttl.hits, known, 1e-6, 1.0))
 

@@ -262,11 +262,16 @@ def _asked(use: Use) -> RetentionRequest:
 
 def least(uses: list[Use], hits: int, told: bool) -> tuple[int, Held]:
     """The fewest idle blocks with which the block manager has the same hits, and its contents."""
+    return fewest(uses, hits, lambda most: Managed(most, told))
+
+
+def fewest(uses: list[Use], hits: int, managed: Callable[[int], Managed]) -> tuple[int, Held]:
+    """The same for block managers with a number of idle blocks."""
     low, high = 1, len({block for use in uses for block in use.blocks})
-    found = (high, Managed(high, told).run(uses))
+    found = (high, managed(high).run(uses))
     for _ in range(STEPS):
         middle = int((low * high) ** 0.5)
-        held = Managed(middle, told).run(uses)
+        held = managed(middle).run(uses)
         if held.hits >= hits:
             high, found = middle, (middle, held)
         else:
