@@ -184,9 +184,7 @@ def play(workload: Workload, scene: Scene, policy: Policy, seed: int) -> Result:
     if policy.pooled:
         scene = scene.pooled()
     times = ENDLESS_TIMES if policy.endless else 1
-    router = RouterSettings(
-        forecast_returns=policy.forecasts, prefill_weight=policy.prefill_weight
-    )
+    router = RouterSettings(forecast_returns=policy.forecasts, prefill_weight=policy.prefill_weight)
     options = replace(
         scene.options(router, seed, times),
         speculative_prefill=policy.ahead,
