@@ -11,7 +11,7 @@ from kvmesh.returns.rates import AGE_ENDS, BINS
 from kvmesh.returns.value import BIN_WIDTHS, LAST
 
 HALF_LIFE_S = 6 * 3600.0
-PRIOR_PROMPTS = 1.0  # that pass a bin: evidence of the belief that the rate halves from bin to bin
+PRIOR_PROMPTS = 20.0  # that pass a bin: evidence of the belief that the rate halves from bin to bin
 COARSE_RETURNS = 2.0  # evidence that a coarser class gives a finer one
 
 
