@@ -232,7 +232,7 @@ class RetentionSuite:
             return sum(blocks for (known, _), blocks in named if known == reason)
 
         started.sink.reasons.clear()
-        head, brief = started.prompt(3), [Retain(0, None, 90, 0.1, explicit=True)]
+        head, brief = started.prompt(3, 3900), [Retain(0, None, 90, 0.1, explicit=True)]
         await run(started, "old", joined(head, started.prompt(6, 100)), session="A")
         await run(started, "new", joined(head, started.prompt(2, 200)), session="A")
         await eventually(lambda: removed("superseded") == 6, what="superseded blocks")
