@@ -71,9 +71,10 @@ class CostModel:
     def cost(self, candidates: Candidates) -> Floats:
         """The cost of each candidate: linear with a `prefill_weight`, else with its effects.
 
-        It is linear too while a rank is an outlier in speed: cached blocks draw sessions there,
-        and only the weight of active blocks stands for their slow decoding. It is multiplied by the candidate's slowness. Each missing block adds SHORTAGE_COST: the
-        request would wait there for running ones to end, and later ones behind it (ADR 9).
+        It is linear too while a rank is an outlier in speed: cached blocks draw sessions there, and
+        only the weight of active blocks stands for their slow decoding. It is multiplied by the
+        candidate's slowness. Each missing block adds SHORTAGE_COST: the request would wait there
+        for running ones to end, and later ones behind it (ADR 9).
         """
         weight = self.prefill_weight
         if weight is None and candidates.slowness is not None:
