@@ -61,6 +61,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.held: dict[int, int | None] = {}
         self.newest: dict[str, set[int]] = {}
         self.ever: dict[str, set[int]] = {}
+        self.left: set[int] = set()
         self.ended = 0
 
     @property
@@ -130,7 +131,7 @@ class RetentionMachine(RuleBasedStateMachine):
     def release(self, session: str) -> None:
         before = set(self.held)
         gone = self.newest.pop(session, set())
-        self.ever.pop(session, None)
+        ended = self.ever.pop(session, set())
         count = self.manager.retention.release([session])
         self.apply_events()
         dropped = before - set(self.held)
@@ -144,8 +145,10 @@ class RetentionMachine(RuleBasedStateMachine):
             if run.retention and run.retention.pins
             for b in run.hashes
         }
-        # A session may hold several conversations: all that it has used may be live.
-        needed = used.union(pinned, *self.ever.values())
+        # A session may hold several conversations: all that it has used may be live. What several
+        # sessions have begun with stays, released ones included.
+        needed = used.union(pinned, self.left, *self.ever.values())
+        self.left |= ended
         assert all(
             block in needed or self.has_needed_child(block, needed)
             for block in gone & set(self.held)
