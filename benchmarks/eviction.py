@@ -82,7 +82,7 @@ class Sessions:
         if self._forecasts:
             start = time.process_time()
             rates = self._rates[self._count % KINDS]
-            forecast = ReturnForecast(request, 0, blocks[-1], manager.now, rates)
+            forecast = ReturnForecast(request, 0, manager.now, rates)
             manager.retention.expect_returns([forecast], manager.now)
             cost.forecast_s += time.process_time() - start
 

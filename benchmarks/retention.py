@@ -242,7 +242,7 @@ class Managed:
         self.blocks.unlock(use.blocks)
         if self._forecast is not None:
             rates = self._forecast(use)
-            forecast = ReturnForecast(request, 0, use.blocks[-1], use.at, rates)
+            forecast = ReturnForecast(request, 0, use.at, rates)
             keeping.expect_returns([forecast], use.at)
         if self._told and use.last:
             keeping.release([str(use.round.session)])

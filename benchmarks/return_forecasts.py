@@ -153,7 +153,7 @@ class S3Fifo(Order):
 
     def _from_small(self, leaves: set[int]) -> int | None:
         while (block := next(filter(leaves.__contains__, self._small), None)) is not None:
-            if not self._uses[block] > 1:
+            if self._uses[block] <= 1:
                 self._ghost[block] = None
                 if len(self._ghost) > self._capacity:
                     self._ghost.popitem(last=False)

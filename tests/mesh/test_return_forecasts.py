@@ -20,7 +20,6 @@ from kvmesh.bus.messages import (
     ToolEvent,
 )
 from kvmesh.bus.streams.configuration import StreamLimits
-from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.rates import age_bin, unpack_rates
 
 CONTROL: MessageDecoder[Control] = MessageDecoder(Control)
@@ -84,7 +83,6 @@ async def test_a_harness_that_knows_when_its_tool_ends_is_expected_then(
         await eventually(report, what="a forecast")
         forecast = forecasts[0]
         assert (forecast.request, forecast.rank) == ("1", 0)
-        assert forecast.end == int.from_bytes(TEN[-HASH_BYTES:], "little")
         rates = unpack_rates(forecast.rates)
         assert rates[age_bin(60.0)] > 100 * rates[age_bin(6.0)]
 

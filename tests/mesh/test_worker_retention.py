@@ -81,9 +81,9 @@ async def test_forecasts_order_eviction_and_are_not_answered(
     await frontend.done("a")
     soon, since = pack_rates([1.0] * BINS), time.time()
     forecasts = [
-        ReturnForecast("a", 0, 0, since, soon),
-        ReturnForecast("unknown", 0, 0, since, soon),
-        ReturnForecast("a", 0, 0, since, b"malformed"),
+        ReturnForecast("a", 0, since, soon),
+        ReturnForecast("unknown", 0, since, soon),
+        ReturnForecast("a", 0, since, b"malformed"),
     ]
     frontend.bus.post(frontend.bus.subjects.ctl("w-1"), ExpectReturns(forecasts))
     applied = {"applied": 1, "unknown": 1, "malformed": 1}

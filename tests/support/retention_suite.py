@@ -57,7 +57,7 @@ def counts(started: StartedEngine) -> dict[str, int]:
 async def expect(started: StartedEngine, request: str, rates: bytes, ago: float = 0.0) -> None:
     """Forecast the return of an ended request."""
     assert isinstance(started.engine, Expecting)
-    forecast = ReturnForecast(request, 0, 0, time.time() - ago, rates)
+    forecast = ReturnForecast(request, 0, time.time() - ago, rates)
     await started.engine.expect_returns([forecast])
 
 

@@ -194,7 +194,7 @@ class ReturnForecaster:
             rates, since = learned, turn.awaited.since
         else:
             return
-        forecast = ReturnForecast(turn.request, turn.rank, turn.end, since, pack_rates(rates))
+        forecast = ReturnForecast(turn.request, turn.rank, since, pack_rates(rates))
         self._unsent[turn.request] = turn.instance, forecast
         if len(self._unsent) > MAX_UNSENT:
             self._unsent.popitem(last=False)

@@ -33,11 +33,6 @@ class LifeTable:
         self.returned = 0.0
         self.expected = 0.0
 
-    @property
-    def waiting(self) -> int:
-        """Prompts whose return is awaited."""
-        return sum(self._waiting)
-
     def enter(self, bin_: int, now: float) -> None:
         """A prompt reaches a bin of age."""
         self._pass_time(bin_, now)

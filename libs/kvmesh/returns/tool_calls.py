@@ -35,9 +35,10 @@ class ReportedTools:
             end = event.time
         elif event.remaining_s is not None and isfinite(event.remaining_s):
             end = event.time + max(event.remaining_s, 0.0)
+        elif event.event == "progress" and known is not None:
+            end = known.end
         else:
-            goes_on = event.event == "progress" and known is not None
-            end = known.end if goes_on and known is not None else inf
+            end = inf
         calls[event.call] = _Call(event.time, end)
         if len(calls) > MAX_CALLS:
             calls.popitem(last=False)

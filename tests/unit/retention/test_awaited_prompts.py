@@ -22,7 +22,7 @@ SOON, NEVER = pack_rates([1.0] * BINS), pack_rates([0.0] * BINS)
 
 
 def forecast(request: str, rates: bytes = SOON, since: float = 0.0) -> ReturnForecast:
-    return ReturnForecast(request, 0, 7, since, rates)
+    return ReturnForecast(request, 0, since, rates)
 
 
 def prompt(request: str, session: str | None = "s", blocks: int = 3) -> AwaitedPrompt[str]:
@@ -67,7 +67,7 @@ def test_a_malformed_forecast_is_counted_and_logged_once(
     prompts.end(prompt("r-1"))
     for _ in range(3):
         assert prompts.expect(bad) is None
-        assert prompts.expect(ReturnForecast("unknown", 0, 7, bad.since, bad.rates)) is None
+        assert prompts.expect(ReturnForecast("unknown", 0, bad.since, bad.rates)) is None
     assert prompts.results["malformed"] == 6
     assert len(caplog.records) == 1
     assert not prompts._early

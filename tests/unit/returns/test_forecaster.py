@@ -72,7 +72,7 @@ def test_a_turn_that_ended_gets_one_forecast() -> None:
     turn(core, "r1", prompt(1, 2, 3), 100.0, "human")
     [(instance, forecast)] = core.take_forecasts(101.0)
     assert instance == "w.1"
-    assert (forecast.request, forecast.rank, forecast.end, forecast.since) == ("r1", 2, 3, 101.0)
+    assert (forecast.request, forecast.rank, forecast.since) == ("r1", 2, 101.0)
     assert unpack_rates(forecast.rates)[0] > 0
     assert core.take_forecasts(102.0) == []
 

@@ -11,7 +11,7 @@ from kvmesh.worker.engine import EngineError
 
 
 def forecasts(*numbers: int) -> list[ReturnForecast]:
-    return [ReturnForecast(f"r-{number}", 0, 7, 0.0, b"") for number in numbers]
+    return [ReturnForecast(f"r-{number}", 0, 0.0, b"") for number in numbers]
 
 
 class SlowEngine:

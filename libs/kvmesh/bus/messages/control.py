@@ -105,13 +105,11 @@ class ReturnForecast(Struct, frozen=True, array_like=True):
     """A forecast of returns to the prompt of `request`, which has ended on `rank`.
 
     `rates` are packed rates of return (`kvmesh.returns.rates`); ages count from the Unix time
-    `since`. `end` is the sequence hash of the prompt's last full block. A later forecast for the
-    same request replaces this one.
+    `since`. A later forecast for the same request replaces this one.
     """
 
     request: str
     rank: int
-    end: int
     since: float
     rates: bytes
 

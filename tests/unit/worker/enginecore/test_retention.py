@@ -124,7 +124,7 @@ class RetentionMachine(RuleBasedStateMachine):
         """Of a prompt that ended lately, or of the next one."""
         now = self.manager.now
         request = f"r-{self.ended + 1 - ago}"
-        forecast = ReturnForecast(request, 0, 0, now - since, pack_rates(rates))
+        forecast = ReturnForecast(request, 0, now - since, pack_rates(rates))
         self.manager.retention.expect_returns([forecast], now)
 
     @rule(session=NAMES)
@@ -354,7 +354,7 @@ def run_session(manager: BlockManager, local: list[int], session: str, request: 
 
 
 def expect(manager: BlockManager, request: str, rates: list[float]) -> None:
-    forecast = ReturnForecast(request, 0, 0, manager.now, pack_rates(rates))
+    forecast = ReturnForecast(request, 0, manager.now, pack_rates(rates))
     manager.retention.expect_returns([forecast], manager.now)
 
 

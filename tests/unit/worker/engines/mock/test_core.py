@@ -246,7 +246,7 @@ def test_forecasts_concern_a_prompt_and_its_answer() -> None:
     done.finish()
     rates = {"soon": [1.0] * BINS, "never": [0.0] * BINS}
     core.expect_returns(
-        [ReturnForecast(name, 0, 0, core.blocks.now, pack_rates(rates[name])) for name in rates]
+        [ReturnForecast(name, 0, core.blocks.now, pack_rates(rates[name])) for name in rates]
     )
     assert len(done.held) == 9 + 5
     assert core.blocks.allocate(32 - 9)
