@@ -18,7 +18,7 @@ from kvmesh.bus.messages import ReturnForecast
 from kvmesh.cli.commands.version import cores
 from kvmesh.returns.rates import BINS, pack_rates
 from kvmesh.worker.enginecore.block_manager import BlockManager
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 
 SHARED = 32
 KINDS = 50

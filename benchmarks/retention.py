@@ -28,7 +28,7 @@ from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import RetentionSegment
 from kvmesh.returns.rates import AGE_ENDS, BINS, age_bin, pack_rates
 from kvmesh.worker.enginecore.block_manager import BlockManager
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import RetentionRequest
 from kvmesh.workload.generate.agents import REQUEST_S, TOKEN_S, AgentGenerator
 from kvmesh.workload.generate.profile import load_profile

@@ -41,7 +41,7 @@ class Engine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from kvmesh.worker.enginecore.retention import RetentionOptions
+        from kvmesh.worker.enginecore.retention_options import RetentionOptions
         from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
 
         self.claims = variant == "all"

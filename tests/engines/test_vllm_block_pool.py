@@ -9,7 +9,7 @@ import pytest
 from kvmesh.bus.messages import Pin, Retain
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.worker.adapters.request_origin import RequestOrigin
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 BLOCKS, SIZE, GROUP, NOW = 64, 16, 0, 1.0

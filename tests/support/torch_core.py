@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Cleared, KvEvent, KvLayout, Removed, Sampling, Work
 from kvmesh.hashing import block_hashes
 from kvmesh.worker.engine import OutputDelta
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.torch.blocks import block_io as block_io
 from kvmesh.worker.engines.torch.core import TorchCore

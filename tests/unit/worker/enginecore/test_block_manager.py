@@ -12,7 +12,7 @@ from kvmesh.bus.messages import Removed, Stored
 from kvmesh.hashing import sequence_hashes
 from kvmesh.worker.enginecore import block_manager as blocks_module
 from kvmesh.worker.enginecore.block_manager import BlockManager
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 
 CAPACITY = 12
 SALT = 9

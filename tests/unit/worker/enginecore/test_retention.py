@@ -22,7 +22,7 @@ from kvmesh.hashing import sequence_hashes
 from kvmesh.returns.rates import BINS, pack_rates
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.radix_tree import BlockRun
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import inherited_retention, parse_retention
 
 CAPACITY = 16

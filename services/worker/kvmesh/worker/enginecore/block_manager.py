@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from kvmesh.bus.messages import EVICTED, Cleared, KvEvent, Removed, Stored
 from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 from kvmesh.worker.enginecore.radix_tree import BlockRun, PrefixMatch, RadixTree
-from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions
+from kvmesh.worker.enginecore.retention import RetentionManager
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 
 ENGINE = 0
 DUMP_BLOCKS = 4096

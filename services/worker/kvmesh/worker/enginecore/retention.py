@@ -7,8 +7,7 @@ goes by recency.
 import logging
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 
 from kvmesh.bus.messages import (
@@ -36,10 +35,7 @@ from kvmesh.retention.eviction_pool import EvictionPool
 from kvmesh.retention.outcomes import Directive, DirectiveOutcome
 from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
-from kvmesh.retention.token_ranges import (
-    DEFAULTS,
-    RetentionSegment,
-)
+from kvmesh.retention.token_ranges import RetentionSegment
 from kvmesh.worker.enginecore.counters import (
     BY_CLAIM,
     BY_FORECAST,
@@ -48,29 +44,12 @@ from kvmesh.worker.enginecore.counters import (
     RetentionState,
 )
 from kvmesh.worker.enginecore.radix_tree import BlockRun, RadixTree
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import NO_RETENTION, RetentionRequest
 from kvmesh.worker.enginecore.run_returns import RunReturns, end_use, on_evicted
 
 log = logging.getLogger(__name__)
 PINNED = RetentionWish(MAX_LEVEL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetentionOptions:
-    """`budget` is the share of all blocks that a tenant may retain by claims.
-
-    `defaults` are the claims for each kind of token without an explicit directive. Sessions without
-    a request for `session_idle_s` seconds are forgotten, as are claims without an end on blocks
-    unused for as long. The oldest sessions are forgotten when all recorded prompts have more than
-    `session_blocks` hashes per block of the rank. Unclaimed blocks are evicted by forecasts of
-    their return if `by_forecast`, else by recency.
-    """
-
-    budget: float = 0.5
-    session_idle_s: float = 3600.0
-    session_blocks: int = 64
-    defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
-    by_forecast: bool = True
 
 
 class RetentionManager:

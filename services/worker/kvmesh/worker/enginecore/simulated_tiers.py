@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.enginecore.block_manager import DEFAULTS, BlockManager
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import NO_RETENTION
 from kvmesh.worker.enginecore.sequence import Sequence
 

@@ -3,7 +3,7 @@
 from kvmesh.retention.token_ranges import RetentionError, parse_defaults
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineConfigError
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 
 
 def retention_options(worker: WorkerSettings) -> RetentionOptions:

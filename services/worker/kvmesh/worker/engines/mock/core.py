@@ -10,7 +10,7 @@ from kvmesh.bus.messages import Cleared, KvEvent, Load, ReturnForecast
 from kvmesh.step_times.interface import DecodeLoad, StepModel
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions

@@ -26,7 +26,8 @@ from kvmesh.worker.engine import (
     StoreFactory,
 )
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import RetentionManager, RetentionOptions
+from kvmesh.worker.enginecore.retention import RetentionManager
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, hash_prompt

@@ -18,7 +18,7 @@ from kvmesh.hashing import DIGEST_BYTES, TOKEN_BYTES
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import EngineCounters
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.retention_request import parse_retention
 from kvmesh.worker.enginecore.scheduler import Scheduler, SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState, hash_prompt

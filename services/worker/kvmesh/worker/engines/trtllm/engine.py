@@ -43,7 +43,7 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.trtllm.events import EventReader
 from kvmesh.worker.model_folder import model_context

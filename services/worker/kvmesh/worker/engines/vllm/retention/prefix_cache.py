@@ -17,7 +17,8 @@ from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.pins import Pinned, PinTable
 from kvmesh.retention.session_blocks import PromptTail, SessionBlocks
 from kvmesh.worker.enginecore.counters import RetentionState
-from kvmesh.worker.enginecore.retention import PINNED, RetentionOptions
+from kvmesh.worker.enginecore.retention import PINNED
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.engines.vllm.retention.block_returns import BlockReturns
 from kvmesh.worker.engines.vllm.retention.block_runs import NO_FLOOR, RetainedRun, RetainedRuns
 from kvmesh.worker.engines.vllm.retention.requests import RetainedRequest

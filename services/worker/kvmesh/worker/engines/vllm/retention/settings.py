@@ -9,7 +9,7 @@ from msgspec import Meta, Struct, field
 from kvmesh.retention.claims import RetentionWish
 from kvmesh.retention.token_ranges import DEFAULTS
 from kvmesh.worker.adapters.request_origin import KEY
-from kvmesh.worker.enginecore.retention import RetentionOptions
+from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.engines.vllm.transfer_config import PACKAGE
 
 CONNECTOR = "KvmeshRetentionConnector"
