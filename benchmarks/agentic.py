@@ -284,14 +284,6 @@ def judge(report: Report, found: dict[str, PartResults]) -> None:
         )
 
 
-def _teammates(result: Result) -> float:
-    return 100 * result.by_kind["teammate"]
-
-
-def _busier(result: Result) -> float:
-    return 100 * max(result.by_worker)
-
-
 def _compare(
     report: Report,
     table: PartResults,
