@@ -28,6 +28,7 @@ from agentic_runs import (
     MORI,
     OURS,
     REPORTED,
+    SHARED,
     SHORT,
     TOLD,
     Policy,
@@ -127,7 +128,7 @@ def parts(trace: Path | None, seeds: tuple[int, ...]) -> Iterator[Part]:
         "the same with host memory of twice the engine's",
         coding,
         replace(short, host=2),
-        (LRU, FILTERED, CONTINUUM, MORI, COST, TOLD, OURS, BELADY, BELADY_POOLED),
+        (LRU, FILTERED, CONTINUUM, MORI, COST, TOLD, OURS, SHARED, BELADY, BELADY_POOLED),
         tight=True,
     )
     yield Part(
@@ -248,6 +249,17 @@ def judge(report: Report, found: dict[str, PartResults]) -> None:
     for key, goal in (("tight", "≥ 97"), ("tier", "≥ 98.5")):
         if key in found:
             _compare(report, found[key], "of ideal", lambda r: 100 * r.of_ideal, "%", goal)
+    if "tier" in found:
+        shared = [100 * result.of_ideal for result in found["tier"].results[SHARED.name]]
+        report.add_runs("tier, shared block manager: of ideal", shared, "%", "", "≥ 98.5")
+        ratio = found["tier"].ratio(SHARED, lambda r: r.ttft_p95)
+        report.add(
+            "tier, shared block manager: TTFT p95 of returning turns",
+            ratio,
+            "× LRU's",
+            "",
+            "≤ 0.60",
+        )
     for key in ("tight", "tier", "many", "approvals", "alone"):
         if key in found:
             table = found[key]

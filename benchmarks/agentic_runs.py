@@ -13,14 +13,15 @@ from common import median, percentile
 from numpy.typing import NDArray
 
 from kvmesh.frontend.sessions.speculation_gate import SpeculationMode
-from kvmesh.settings.schema import RouterSettings
+from kvmesh.settings.schema import KvbmSettings, MockSettings, RouterSettings, WorkerSettings
 from kvmesh.simulator.mesh import Simulation
+from kvmesh.simulator.nodes.options import NodeOptions, node_options
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
-from kvmesh.simulator.report.figures import figures
+from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.step_times.interface import DecodeLoad, StepModel
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.sequence import Sequence
-from kvmesh.worker.enginecore.simulated_tiers import LowerTier, SimulatedTiers, TierOptions
+from kvmesh.worker.enginecore.simulated_tiers import LowerTier, TierOptions
 from kvmesh.worker.engines.mock.core import CoreOptions, MockCore
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 from kvmesh.workload.generate.agents import AgentGenerator
@@ -66,6 +67,13 @@ class Scene:
             self, memory=self.memory * len(self.engines), engines=(float(sum(self.engines)),)
         )
 
+    def node(self) -> NodeOptions:
+        """One node with a block manager over the memory of all hosts."""
+        settings, worker = MockSettings(), WorkerSettings()
+        tokens = self.host * self.memory * len(self.engines)
+        memory = KvbmSettings(host_bytes=tokens * settings.kv_bytes_per_token)
+        return node_options(1, memory, settings, worker, settings.transfer_bytes_per_s)
+
     def options(self, router: RouterSettings, seed: int, times: int = 1) -> SimulationOptions:
         """The fleet with `times` the memory, at the step times of the present one."""
         blocks = self.memory // BLOCK
@@ -92,7 +100,8 @@ class Policy:
     Engines that are not `told` know no sessions. `order` makes the order of eviction; None is the
     mesh's own. `ttl_s` is a time to live with which clients mark each prompt. `filtered`: lower
     tiers take only blocks that were used before. `ahead` is the mode of speculative prefill.
-    Routers make `forecasts` of returns, with `reports` from the agents' harnesses.
+    Routers make `forecasts` of returns, with `reports` from the agents' harnesses. With
+    `shared`, a block manager holds the memory of all hosts for all engines.
     """
 
     name: str
@@ -106,6 +115,7 @@ class Policy:
     forecasts: bool = False
     prefill_weight: float | None = None
     reports: bool = False
+    shared: bool = False
 
 
 def _recency(_: Simulation) -> Order:
@@ -150,6 +160,7 @@ MORI = Policy("MORI's idleness", order=_mori)
 COST = Policy("cost rule", order=_cost_rule)
 OURS = Policy("kvmesh", forecasts=True)
 AHEAD = Policy("kvmesh, speculative prefill", ahead="auto", forecasts=True)
+SHARED = Policy("kvmesh, shared block manager", forecasts=True, shared=True)
 REPORTED = Policy("kvmesh, harnesses report tools", forecasts=True, reports=True)
 FILTERED = Policy("LRU, only reused blocks below", told=False, order=_recency, filtered=True)
 BELADY = Policy("Bélády", order=_belady)
@@ -185,10 +196,12 @@ def play(workload: Workload, scene: Scene, policy: Policy, seed: int) -> Result:
         scene = scene.pooled()
     times = ENDLESS_TIMES if policy.endless else 1
     router = RouterSettings(forecast_returns=policy.forecasts, prefill_weight=policy.prefill_weight)
+    fleet = replace(scene, host=0) if policy.shared else scene
     options = replace(
-        scene.options(router, seed, times),
+        fleet.options(router, seed, times),
         speculative_prefill=policy.ahead,
         tool_events=policy.reports,
+        nodes=scene.node() if policy.shared else None,
     )
     simulation = Simulation(_as_told(workload, policy), options)
     for worker in simulation.workers.values():
@@ -216,8 +229,8 @@ def _result(simulation: Simulation, cores: list[MockCore]) -> Result:
         ttft_p95=percentile(returning, 0.95),
         latency=total.mean if total else float("nan"),
         tokens_per_s=whole.steady_tokens_per_s,
-        gib_up=sum(sum(core.tiers.loaded) * core.tiers.block_bytes for core in cores) / GIB,
-        gib_down=sum(_written(core.tiers) for core in cores) / GIB,
+        gib_up=(_moved(whole, "to_engines") or sum(map(_loaded, cores))) / GIB,
+        gib_down=(_moved(whole, "from_engines") or sum(map(_written, cores))) / GIB,
         ahead=ahead.requested_tokens,
         wasted=ahead.requested_tokens - ahead.useful_tokens,
         by_kind=dict(_by_kind(simulation)),
@@ -225,8 +238,17 @@ def _result(simulation: Simulation, cores: list[MockCore]) -> Result:
     )
 
 
-def _written(tiers: SimulatedTiers) -> int:
-    return sum(tier.written for tier in tiers.lower) * tiers.block_bytes
+def _moved(whole: Figures, link: str) -> int:
+    """Bytes over the links between the engines and the memory of their node."""
+    return whole.tiers.moved.get(link, 0)
+
+
+def _loaded(core: MockCore) -> int:
+    return sum(core.tiers.loaded) * core.tiers.block_bytes
+
+
+def _written(core: MockCore) -> int:
+    return sum(tier.written for tier in core.tiers.lower) * core.tiers.block_bytes
 
 
 def returns(workload: Workload) -> NDArray[np.bool_]:
