@@ -1,5 +1,7 @@
 """Classes of shell commands: the slowest program decides, and no word of the command leaks."""
 
+from time import process_time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,3 +85,17 @@ def test_a_class_consists_of_known_words(command: str) -> None:
 @pytest.mark.parametrize("word", ["'", '"\\', "a", "bash -c ", "sudo ", "X=1 ", "& ", "$(", "\n"])
 def test_a_huge_command_has_a_class(word: str) -> None:
     assert set(command_class(word * 100_000).labels) <= VOCABULARY
+
+
+@pytest.mark.parametrize("command", [" " * 2048, "<<" + " " * 2046, "a" + "\t" * 2046 + "\\"])
+def test_blanks_cost_no_more_than_words(command: str) -> None:
+    assert _seconds(command) < 10 * _seconds("a " * 1024)
+
+
+def _seconds(command: str) -> float:
+    times = []
+    for _ in range(3):
+        start = process_time()
+        command_class(command)
+        times.append(process_time() - start)
+    return min(times)

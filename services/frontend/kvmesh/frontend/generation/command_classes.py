@@ -74,7 +74,7 @@ _WRAPPERS = frozenset(
 _RUNNERS = {("uv", "run"), ("poetry", "run"), ("pnpm", "exec"), ("npm", "exec"), ("bundle", "exec")}
 _SHELLS = frozenset(("bash", "dash", "sh", "zsh"))
 _TOKENS = re.compile(
-    r"""[^\S\n]*(?:(?P<end>&&|\|\||\d?>&\d?|&>>?|[;|&\n()])|(?P<word>(?:'[^']*'?|"(?:\\.|[^"\\])*"?|\\.|[^\s;|&()'"\\])+))"""
+    r"""(?P<end>&&|\|\||\d?>&\d?|&>>?|[;|&\n()])|(?P<word>(?:'[^']*'?|"(?:\\.|[^"\\])*"?|\\.|[^\s;|&()'"\\])+)"""
 )
 _QUOTES = re.compile(r"""['"\\]""")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
