@@ -9,6 +9,7 @@ from kvmesh.returns.rates import AGE_ENDS, BINS
 
 MAX_SESSIONS = 16384
 MAX_CALLS = 64  # of one session
+MAX_KNOWN = 65536  # calls of all sessions
 TURNAROUND_S = 1.0  # from the end of a tool to the next prompt
 SHAPE = 4.0
 
@@ -23,13 +24,16 @@ class ReportedTools:
 
     def __init__(self) -> None:
         self._calls: OrderedDict[str, OrderedDict[str, _Call]] = OrderedDict()
+        self._known = 0
+
+    def __len__(self) -> int:
+        """The calls of all sessions."""
+        return self._known
 
     def apply(self, event: ToolEvent) -> None:
         """Apply a report: an unknown end is infinite, that of an ended tool has passed."""
         calls = self._calls.setdefault(event.session, OrderedDict())
         self._calls.move_to_end(event.session)
-        if len(self._calls) > MAX_SESSIONS:
-            self._calls.popitem(last=False)
         known = calls.get(event.call)
         if event.event == "ended":
             end = event.time
@@ -40,8 +44,12 @@ class ReportedTools:
         else:
             end = inf
         calls[event.call] = _Call(event.time, end)
+        self._known += known is None
         if len(calls) > MAX_CALLS:
             calls.popitem(last=False)
+            self._known -= 1
+        while len(self._calls) > MAX_SESSIONS or self._known > MAX_KNOWN:
+            self._known -= len(self._calls.popitem(last=False)[1])
 
     def end(self, session: str, since: float) -> float | None:
         """The end of the last of the tools reported since this time; None if unknown."""

@@ -7,7 +7,7 @@ import pytest
 from kvmesh.bus.messages import ToolEvent
 from kvmesh.returns.curves import expected_shares
 from kvmesh.returns.rates import age_bin, pack_rates, unpack_rates
-from kvmesh.returns.tool_calls import MAX_CALLS, MAX_SESSIONS, ReportedTools, due_rates
+from kvmesh.returns.tool_calls import MAX_CALLS, MAX_KNOWN, MAX_SESSIONS, ReportedTools, due_rates
 from kvmesh.returns.value import values_by_age
 
 
@@ -57,6 +57,17 @@ def test_sessions_and_calls_are_bounded() -> None:
     for number in range(MAX_CALLS + 5):
         calls.apply(started(1.0, 1000.0 - number, str(number)))
     assert calls.end("s", 0.0) == 1.0 + 995.0
+
+
+def test_the_calls_of_all_sessions_are_bounded_together() -> None:
+    calls, sessions = ReportedTools(), 2 * MAX_KNOWN // MAX_CALLS
+    for number in range(sessions * MAX_CALLS):
+        session, call = str(number // MAX_CALLS), str(number % MAX_CALLS)
+        calls.apply(ToolEvent(session=session, event="ended", time=1.0, call=call))
+        calls.apply(ToolEvent(session=session, event="ended", time=1.0, call=call))
+    assert len(calls) == MAX_KNOWN
+    assert calls.end("0", 0.0) is None
+    assert calls.end(str(sessions - 1), 0.0) == 1.0
 
 
 @pytest.mark.parametrize("remaining_s", [0.0, 5.0, 60.0, 3600.0])
