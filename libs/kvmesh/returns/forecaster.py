@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import Decision, Outcome, ReturnForecast, ToolEvent
 from kvmesh.hashing import HASH_BYTES
@@ -23,6 +24,7 @@ from kvmesh.returns.value import values_by_age
 MAX_TURNS = 32768
 MAX_RUNNING = 16384
 MAX_UNSENT = 8192
+MAX_REPORTS = 64  # on tools, that change the forecast of one turn; of progress half as many
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,7 @@ class Turn:
     new_tokens: int
     pause_s: float | None
     returns: int = 0
+    reports: int = 0
     awaited: Awaited | None = None
 
 
@@ -151,13 +154,19 @@ class ReturnForecaster:
         self._forecast(turn, rates, now)
 
     def on_tool(self, event: ToolEvent, now: float) -> None:
-        """A harness reports a tool: it changes the forecast of its own session's prompt alone."""
+        """A harness reports a tool: it changes the forecast of its own session's prompt alone.
+
+        A caller without end of reports cannot keep its blocks: MAX_REPORTS change a forecast.
+        """
         if not event.session or not isfinite(event.time):
             return
-        at = self.curves.advance(_earlier(event.time, now))
-        self._tools.apply(event)
-        turn = self._sessions.get(event.session)
-        if turn is not None and turn.awaited is not None and not turn.awaited.over:
+        time = _earlier(event.time, now)
+        self._tools.apply(replace(event, time=time) if time != event.time else event)
+        at, turn = self.curves.advance(time), self._sessions.get(event.session)
+        if turn is None or turn.awaited is None or turn.awaited.over:
+            return
+        if turn.reports < (MAX_REPORTS // 2 if event.event == "progress" else MAX_REPORTS):
+            turn.reports += 1
             self._forecast(turn, self.curves.rates(turn.awaited.tables), at)
 
     def take_forecasts(self, now: float) -> list[tuple[str, ReturnForecast]]:

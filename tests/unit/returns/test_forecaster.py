@@ -6,9 +6,17 @@ from random import Random
 
 import pytest
 
-from kvmesh.bus.messages import Candidate, Decision, Hints, Outcome, PrefetchTerms, ToolEvent
+from kvmesh.bus.messages import (
+    Candidate,
+    Decision,
+    Hints,
+    Outcome,
+    PrefetchTerms,
+    ToolEvent,
+    ToolState,
+)
 from kvmesh.returns import forecaster as module
-from kvmesh.returns.forecaster import ReturnForecaster
+from kvmesh.returns.forecaster import MAX_REPORTS, ReturnForecaster
 from kvmesh.returns.rates import age_bin, unpack_rates
 
 
@@ -192,6 +200,33 @@ def test_a_clock_ahead_of_ours_is_not_believed() -> None:
     core.on_finished(ended("r1", 1e12), 101.0)
     [(_, forecast)] = core.take_forecasts(101.0)
     assert forecast.since == 101.0
+
+
+def test_a_report_from_a_clock_ahead_is_not_one_on_later_turns() -> None:
+    core = ReturnForecaster("here")
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
+    core.on_tool(ToolEvent(session="s", event="ended", time=1e12), 102.0)
+    assert [each.since for _, each in core.take_forecasts(102.0)] == [102.0]
+    turn(core, "r2", prompt(1, 2, 3), 103.0, "tool", session="s")
+    assert core.take_forecasts(105.0) == []
+
+
+def test_reports_without_end_do_not_keep_a_prompt() -> None:
+    core, sent = ReturnForecaster("here"), 0
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
+    for number in range(2000):
+        now = 102.0 + number
+        event: ToolState = "progress" if number < 1000 else "ended"
+        core.on_tool(
+            ToolEvent(session="s", event=event, time=now, call=str(number), remaining_s=0.0), now
+        )
+        sent += len(core.take_forecasts(now))
+        if number == 999:
+            assert sent == MAX_REPORTS // 2
+    assert sent == MAX_REPORTS
+    turn(core, "r2", prompt(1, 2, 3), 3000.0, "tool", session="s")
+    core.on_tool(ToolEvent(session="s", event="ended", time=3002.0), 3002.0)
+    assert len(core.take_forecasts(3002.0)) == 1
 
 
 @pytest.mark.parametrize("time", [nan, inf, -inf, -1e300])
