@@ -8,11 +8,13 @@ a block are searched when needed.
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 MAX_BRANCHES = 8
 MAX_RELEASED = 256
+MAX_COMPARED = 256  # prompts with the same first block, to find how far prompts begin alike
 
 
 class PromptTail(NamedTuple, Generic[K]):
@@ -53,7 +55,7 @@ class _Session(Generic[K]):
 
 
 class SessionBlocks(Generic[K]):
-    """At most `max_blocks` block hashes and as many sessions.
+    """At most `max_blocks` block hashes, as many sessions, and as many hashes of released ones.
 
     A session idle for `idle_s` seconds is forgotten: its blocks become ordinary unused ones.
     """
@@ -64,7 +66,8 @@ class SessionBlocks(Generic[K]):
         self._counted = 0
         self._sessions: OrderedDict[str, _Session[K]] = OrderedDict()
         self._by_root: dict[K, dict[_Prompt[K], None]] = {}
-        self._released: OrderedDict[K, Sequence[K]] = OrderedDict()  # one prompt of each root
+        self._released: OrderedDict[K, _Prompt[K]] = OrderedDict()  # one prompt of each root
+        self._released_counted = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -105,8 +108,14 @@ class SessionBlocks(Generic[K]):
 
     def shared_blocks(self, prompt: Sequence[K], except_session: str | None = None) -> int:
         """Count the leading blocks of a prompt that live sessions but `except_session` use."""
+        others = self._by_root.get(prompt[0], ()) if prompt else ()
+        return self._shared(others, prompt, except_session)
+
+    def _shared(
+        self, others: Iterable[_Prompt[K]], prompt: Sequence[K], except_session: str | None
+    ) -> int:
         found = 0
-        for other in self._by_root.get(prompt[0], ()) if prompt else ():
+        for other in others:
             theirs = other.blocks
             if other.session == except_session or found >= min(len(prompt), len(theirs)):
                 continue
@@ -128,28 +137,39 @@ class SessionBlocks(Generic[K]):
                 gone.append(prompt)
         for prompt in gone:
             self._hand_on(prompt)
-            self._released[prompt.blocks[0]] = prompt.blocks
-            self._released.move_to_end(prompt.blocks[0])
-            if len(self._released) > MAX_RELEASED:
-                self._released.popitem(last=False)
+            self._remember(prompt)
         return [
             PromptTail(prompt.blocks, max(prompt.common, self.shared_blocks(prompt.blocks)))
             for prompt in gone
         ]
 
+    def _remember(self, gone: _Prompt[K]) -> None:
+        released, root = self._released, gone.blocks[0]
+        known = released.pop(root, None)
+        self._released_counted += gone.counted - (known.counted if known is not None else 0)
+        released[root] = gone
+        while len(released) > MAX_RELEASED or self._released_counted > self._max_blocks:
+            self._released_counted -= released.popitem(last=False)[1].counted
+
     def _common(self, session: str, prompt: Sequence[K]) -> int:
-        """Count the leading blocks that another live session uses, or one released lately used."""
-        live = self.shared_blocks(prompt, session)
-        return max(live, common_prefix(self._released.get(prompt[0], ()), prompt))
+        """Count the leading blocks that another session uses, or one released lately used."""
+        live = self._shared(self._newest(prompt[0]), prompt, session)
+        released = self._released.get(prompt[0])
+        return live if released is None else max(live, common_prefix(released.blocks, prompt))
 
     def _hand_on(self, gone: _Prompt[K]) -> None:
         """Tell the sessions that began like a released one, as it may have come after them."""
         if not gone.common:
             return
-        for other in self._by_root.get(gone.blocks[0], ()):
+        for other in self._newest(gone.blocks[0]):
             if other.common < gone.common:
                 shared = min(gone.common, common_prefix(other.blocks, gone.blocks))
                 other.common = max(other.common, shared)
+
+    def _newest(self, root: K) -> Iterable[_Prompt[K]]:
+        """The latest prompts with this first block: all agents of a kind may share it."""
+        prompts = self._by_root.get(root)
+        return islice(reversed(prompts), MAX_COMPARED) if prompts is not None else ()
 
     def _replace(self, entry: _Session[K], new: Sequence[K]) -> list[tuple[_Prompt[K], int]]:
         """Remove the prompts that `new` extends or supersedes.

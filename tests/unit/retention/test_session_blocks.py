@@ -1,10 +1,17 @@
 """SessionBlocks against a model that compares every block of every session."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.retention.session_blocks import PromptTail, SessionBlocks, common_prefix
+from kvmesh.retention.session_blocks import (
+    MAX_COMPARED,
+    PromptTail,
+    SessionBlocks,
+    common_prefix,
+)
 
 NAMES = "abcd"
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -132,3 +139,33 @@ def test_memory_is_bounded() -> None:
     assert len(book) <= 22
     assert book.shared_blocks(chain([1, 999, 999])) == 3
     assert book.shared_blocks(chain([1, 999, 999]), except_session="s999") == 1
+
+
+class Counting(list[int]):
+    """A prompt that counts how often its blocks are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_new_session_is_compared_with_few_of_many_that_begin_like_it() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=100_000)
+    for number in range(3 * MAX_COMPARED):
+        book.record(f"s{number}", [0, 2 * number + 1], 1.0)
+    prompt = Counting([0, 2])
+    book.record("new", prompt, 1.0)
+    assert 0 < prompt.reads < 2 * MAX_COMPARED
+    assert book.release(["new"]) == [PromptTail(prompt, 1)]
+
+
+def test_the_prompts_of_released_sessions_are_bounded() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=10)
+    for root in (1, 2, 3):
+        book.record("a", chain([root, 5, 6, 7]), 1.0)
+        book.release(["a"])
+    for root, start in ((1, 0), (3, 1)):
+        book.record("b", chain([root, 8]), 2.0)
+        assert book.release(["b"])[0].start == start
