@@ -66,9 +66,13 @@ class ReturnCurves:
         return [self._table(key) for key in keys]
 
     def rates(self, tables: Sequence[LifeTable]) -> list[float]:
-        """Rates of return per second by bin of age, of the last of these, coarse to fine."""
-        rates = tables[0].own_rates(self._now)
-        for table in tables[1:]:
+        """Rates of return per second by bin of age, of the last of these, coarse to fine.
+
+        Forgotten classes do not count.
+        """
+        known = [table for table in tables if not table.closed] or [LifeTable(self._now)]
+        rates = known[0].own_rates(self._now)
+        for table in known[1:]:
             rates = table.refine(rates, self._now)
         return rates
 
@@ -136,7 +140,7 @@ class ReturnCurves:
         if table is None:
             table = self._tables[key] = LifeTable(self._now)
             if len(self._tables) > MAX_CLASSES:
-                self._tables.popitem(last=False)
+                self._tables.popitem(last=False)[1].close()
         else:
             self._tables.move_to_end(key)
         return table
@@ -155,6 +159,7 @@ class ReturnCurves:
         awaited.over = True
         for table in awaited.tables:
             table.leave(awaited.bin, now, returned)
+        awaited.tables = []
 
 
 def expected_shares(rates: Sequence[float]) -> list[float]:

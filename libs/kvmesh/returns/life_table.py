@@ -22,9 +22,13 @@ class LifeTable:
     returned, and the returns that were expected of them.
     """
 
-    __slots__ = ("_at", "_returns", "_seconds", "_waiting", "expected", "prompts", "returned")
+    __slots__ = (
+        *("_at", "_returns", "_seconds", "_waiting"),
+        *("closed", "expected", "prompts", "returned"),
+    )
 
     def __init__(self, now: float) -> None:
+        self.closed = False
         self._returns = [0.0] * BINS
         self._seconds = [0.0] * BINS
         self._waiting = [0] * BINS
@@ -33,13 +37,25 @@ class LifeTable:
         self.returned = 0.0
         self.expected = 0.0
 
+    def close(self) -> None:
+        """Drop the evidence: prompts that wait may hold a forgotten class for long."""
+        self.closed = True
+        self._returns, self._seconds, self._waiting, self._at = [], [], [], []
+
     def enter(self, bin_: int, now: float) -> None:
-        """A prompt reaches a bin of age."""
+        """A prompt reaches a bin of age; of no effect once closed."""
+        if self.closed:
+            return
         self._pass_time(bin_, now)
         self._waiting[bin_] += 1
 
     def leave(self, bin_: int, now: float, returned: bool = False) -> None:
-        """A prompt leaves a bin of age: it returns, grows older or is forgotten."""
+        """A prompt leaves a bin of age: it returns, grows older or is forgotten.
+
+        Of no effect once closed.
+        """
+        if self.closed:
+            return
         self._pass_time(bin_, now)
         self._waiting[bin_] -= 1
         if returned:

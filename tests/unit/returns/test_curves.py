@@ -126,6 +126,21 @@ def test_the_classes_are_bounded() -> None:
     assert len(curves) == MAX_CLASSES
 
 
+def test_a_prompt_outlives_its_class() -> None:
+    curves = ReturnCurves()
+    tables = curves.tables([ALL, ClassKey(("rare",))])
+    awaited = curves.start(tables, curves.rates(tables), 0.0)
+    for number in range(MAX_CLASSES):
+        curves.tables([ALL, ClassKey((str(number),))])
+    assert [table.closed for table in awaited.tables] == [False, True]
+    assert curves.rates(awaited.tables) == curves.rates(awaited.tables[:1])
+    curves.advance(100.0)
+    curves.returned(awaited, 101.0)
+    assert tables[0].waiting == 0
+    assert tables[0].returned == 1.0
+    assert not awaited.tables
+
+
 def test_shares_follow_from_rates() -> None:
     shares = expected_shares([0.1] * 16)
     assert shares[age_bin(3.0)] == pytest.approx(1 - 2.718281828 ** (-0.1 * AGE_ENDS[3]))
