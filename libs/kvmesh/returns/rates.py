@@ -20,7 +20,9 @@ def age_bin(age_s: float) -> int:
     """The bin of an age in seconds; a negative age counts as 0."""
     if age_s < FIRST_BIN_S:
         return 0
-    return min(int(log2(age_s / FIRST_BIN_S)) + 1, BINS - 1)
+    if age_s >= AGE_ENDS[BINS - 2]:
+        return BINS - 1
+    return int(log2(age_s / FIRST_BIN_S)) + 1
 
 
 def pack_rates(rates: Sequence[float]) -> bytes:

@@ -56,6 +56,15 @@ def test_a_later_forecast_replaces_the_former_one_in_place() -> None:
     assert (before.since, before.values) == (5.0, (0.0,) * BINS)
 
 
+def test_a_forecast_from_the_beginning_of_time_has_a_value() -> None:
+    prompts = awaited()
+    prompts.end(prompt("r-1"))
+    found = prompts.expect(forecast("r-1", since=-1.7e308))
+    assert found is not None
+    assert found.expectation is not None
+    assert found.expectation.at(1e9)[1] == inf
+
+
 @pytest.mark.parametrize(
     "bad",
     [forecast("r-1", b""), forecast("r-1", b"x" * 17), forecast("r-1", since=nan)],
