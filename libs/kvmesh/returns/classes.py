@@ -7,6 +7,8 @@ from typing import NamedTuple
 MAX_NAME = 48  # characters
 MAX_NAMES = 128  # of one owner
 MAX_OWNERS = 1024
+UNUSED_S = 6 * 3600.0  # after which a name gives its place to another
+COARSEST = frozenset(("tool", "human", "end"))  # that need no place
 MAX_WAITS = 4  # a tool, its name, the class of its command, the length of a sleep
 OTHER = "other"
 
@@ -36,24 +38,29 @@ class ClassNames:
     """Bounds the names that each owner brings into classes: callers choose them."""
 
     def __init__(self) -> None:
-        self._names: OrderedDict[str, set[str]] = OrderedDict()
+        self._names: OrderedDict[str, OrderedDict[str, float]] = OrderedDict()
 
     def __len__(self) -> int:
         """The owners with names."""
         return len(self._names)
 
-    def known(self, owner: str, name: str) -> str:
-        """The name, cut to MAX_NAME; OTHER if the owner has MAX_NAMES others already."""
+    def known(self, owner: str, name: str, now: float) -> str:
+        """The name, cut to MAX_NAME; OTHER if the owner has lately used MAX_NAMES others."""
+        if name in COARSEST:
+            return name
         names = self._names.get(owner)
         if names is None:
-            names = self._names[owner] = set()
+            names = self._names[owner] = OrderedDict()
             if len(self._names) > MAX_OWNERS:
                 self._names.popitem(last=False)
+        self._names.move_to_end(owner)
         name = name[:MAX_NAME]
-        if name not in names:
-            if len(names) >= MAX_NAMES:
+        if name not in names and len(names) >= MAX_NAMES:
+            if now - next(iter(names.values())) < UNUSED_S:
                 return OTHER
-            names.add(name)
+            names.popitem(last=False)
+        names[name] = now
+        names.move_to_end(name)
         return name
 
 

@@ -141,8 +141,8 @@ class ReturnForecaster:
         if turn is None:
             return
         now = self.curves.advance(_earlier(outcome.time, now))
-        waits = tuple(self._names.known(turn.owner, n) for n in outcome.waits_for[:MAX_WAITS])
-        agent = self._names.known(turn.owner, outcome.agent) if outcome.agent else ""
+        waits = tuple(self._names.known(turn.owner, n, now) for n in outcome.waits_for[:MAX_WAITS])
+        agent = self._names.known(turn.owner, outcome.agent, now) if outcome.agent else ""
         history = TurnHistory(turn.number, turn.new_tokens, outcome.output_tokens, turn.pause_s)
         tables = self.curves.tables(class_keys(waits, agent, history))
         rates = self.curves.rates(tables)

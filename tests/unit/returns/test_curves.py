@@ -10,6 +10,7 @@ from kvmesh.returns.classes import (
     MAX_NAMES,
     MAX_OWNERS,
     OTHER,
+    UNUSED_S,
     ClassKey,
     ClassNames,
     TurnHistory,
@@ -149,15 +150,27 @@ def test_shares_follow_from_rates() -> None:
 
 def test_an_owner_brings_a_bounded_number_of_names() -> None:
     names = ClassNames()
-    assert names.known("mallory", "x" * 1000) == "x" * MAX_NAME
+    assert names.known("mallory", "x" * 1000, 0.0) == "x" * MAX_NAME
     for number in range(MAX_NAMES - 1):
-        assert names.known("mallory", f"tool {number}") == f"tool {number}"
-    assert names.known("mallory", "one more") == OTHER
-    assert names.known("mallory", "tool 1") == "tool 1"
-    assert names.known("alice", "one more") == "one more"
+        assert names.known("mallory", f"tool {number}", 1.0) == f"tool {number}"
+    assert names.known("mallory", "one more", 2.0) == OTHER
+    assert names.known("mallory", "tool 1", 2.0) == "tool 1"
+    assert names.known("mallory", "human", 2.0) == "human"
+    assert names.known("alice", "one more", 2.0) == "one more"
     for number in range(2 * MAX_OWNERS):
-        names.known(f"owner {number}", "Bash")
+        names.known(f"owner {number}", "Bash", 3.0)
     assert len(names) == MAX_OWNERS
+
+
+def test_a_name_long_unused_gives_its_place_to_another() -> None:
+    names = ClassNames()
+    for number in range(MAX_NAMES):
+        names.known("alice", f"tool {number}", float(number))
+    names.known("alice", "tool 0", 500.0)
+    assert names.known("alice", "new", UNUSED_S) == OTHER
+    assert names.known("alice", "new", UNUSED_S + 1.0) == "new"  # instead of "tool 1"
+    assert names.known("alice", "tool 1", UNUSED_S + 1.5) == OTHER
+    assert names.known("alice", "tool 0", UNUSED_S + 2.0) == "tool 0"
 
 
 def test_classes_go_from_coarse_to_fine() -> None:
