@@ -166,8 +166,7 @@ class ReturnForecaster:
         if turn is None or turn.awaited is None or turn.awaited.over:
             return
         if turn.reports < (MAX_REPORTS // 2 if event.event == "progress" else MAX_REPORTS):
-            turn.reports += 1
-            self._forecast(turn, self.curves.rates(turn.awaited.tables), at)
+            turn.reports += self._forecast(turn, self.curves.rates(turn.awaited.tables), at)
 
     def take_forecasts(self, now: float) -> list[tuple[str, ReturnForecast]]:
         """The forecasts to send, each with the worker instance that computed the prompt."""
@@ -192,21 +191,25 @@ class ReturnForecaster:
         if len(self._sessions) > MAX_RUNNING:
             self._sessions.popitem(last=False)
 
-    def _forecast(self, turn: Turn, learned: list[float], now: float) -> None:
-        """Forecast by the known end of the session's tools, else by the learned rates."""
+    def _forecast(self, turn: Turn, learned: list[float], now: float) -> bool:
+        """Forecast by the known end of the session's tools, else by the learned rates.
+
+        False if there is nothing to send.
+        """
         if turn.router != self._router or turn.awaited is None:
-            return
+            return False
         end = self._tools.end(turn.session, turn.placed) if turn.session else None
         if end is not None:
             rates, since = due_rates(end - now), now
         elif self.shadow.forecasts_win:
             rates, since = learned, turn.awaited.since
         else:
-            return
+            return False
         forecast = ReturnForecast(turn.request, turn.rank, since, pack_rates(rates))
         self._unsent[turn.request] = turn.instance, forecast
         if len(self._unsent) > MAX_UNSENT:
             self._unsent.popitem(last=False)
+        return True
 
 
 def _earlier(time: float, now: float) -> float:

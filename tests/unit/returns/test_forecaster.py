@@ -229,6 +229,16 @@ def test_reports_without_end_do_not_keep_a_prompt() -> None:
     assert len(core.take_forecasts(3002.0)) == 1
 
 
+def test_reports_that_change_nothing_do_not_count() -> None:
+    core = ReturnForecaster("here")
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
+    for number in range(2 * MAX_REPORTS):  # by a clock behind ours, from before the turn
+        core.on_tool(ToolEvent(session="s", event="ended", time=99.0), 102.0 + number)
+    assert core.take_forecasts(400.0) == []
+    core.on_tool(ToolEvent(session="s", event="ended", time=400.0), 400.0)
+    assert len(core.take_forecasts(400.0)) == 1
+
+
 @pytest.mark.parametrize("time", [nan, inf, -inf, -1e300])
 def test_malformed_events_harm_nobody(time: float) -> None:
     core = ReturnForecaster("here")
