@@ -24,6 +24,7 @@ from kvmesh.returns.value import values_by_age
 MAX_TURNS = 32768
 MAX_RUNNING = 16384
 MAX_UNSENT = 8192
+MAX_EARLY = 1024  # ends that arrive before their placement, which another process publishes
 MAX_REPORTS = 64  # on tools, that change the forecast of one turn; of progress half as many
 
 
@@ -65,6 +66,7 @@ class ReturnForecaster:
         self._running: OrderedDict[str, Turn] = OrderedDict()
         self._turns: OrderedDict[int, Turn] = OrderedDict()
         self._sessions: OrderedDict[str, Turn] = OrderedDict()
+        self._early: OrderedDict[str, Outcome] = OrderedDict()
         self._names = ClassNames()
         self._tools = ReportedTools()
         self._unsent: OrderedDict[str, tuple[str, ReturnForecast]] = OrderedDict()
@@ -94,6 +96,9 @@ class ReturnForecaster:
         self._running[turn.request] = turn
         if len(self._running) > MAX_RUNNING:
             self._running.popitem(last=False)
+        early = self._early.pop(turn.request, None)
+        if early is not None:
+            self.on_finished(early, now)
 
     def _turn(self, decision: Decision, now: float) -> Turn:
         hashes = np.frombuffer(decision.sequence_hashes, "<u8").tolist()
@@ -136,9 +141,14 @@ class ReturnForecaster:
         return None, 0
 
     def on_finished(self, outcome: Outcome, now: float) -> None:
-        """A placed request has ended."""
-        turn = self._running.pop(outcome.request, None) if not outcome.choice else None
+        """A request has ended; its placement may follow."""
+        if outcome.choice:
+            return
+        turn = self._running.pop(outcome.request, None)
         if turn is None:
+            self._early[outcome.request] = outcome
+            if len(self._early) > MAX_EARLY:
+                self._early.popitem(last=False)
             return
         now = self.curves.advance(_earlier(outcome.time, now))
         waits = tuple(self._names.known(turn.owner, n, now) for n in outcome.waits_for[:MAX_WAITS])

@@ -229,6 +229,14 @@ def test_reports_without_end_do_not_keep_a_prompt() -> None:
     assert len(core.take_forecasts(3002.0)) == 1
 
 
+def test_an_end_may_arrive_before_its_placement() -> None:
+    core = ReturnForecaster("here")
+    core.on_finished(ended("r1", 101.0, "tool"), 101.0)
+    core.on_placed(placed("r1", prompt(1, 2), 100.0, "s"), 101.1)
+    core.on_tool(ToolEvent(session="s", event="ended", time=102.0), 102.0)
+    assert [each.request for _, each in core.take_forecasts(102.0)] == ["r1"]
+
+
 def test_reports_that_change_nothing_do_not_count() -> None:
     core = ReturnForecaster("here")
     turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
