@@ -137,7 +137,6 @@ def test_a_prompt_outlives_its_class() -> None:
     assert curves.rates(awaited.tables) == curves.rates(awaited.tables[:1])
     curves.advance(100.0)
     curves.returned(awaited, 101.0)
-    assert tables[0].waiting == 0
     assert tables[0].returned == 1.0
     assert not awaited.tables
 
