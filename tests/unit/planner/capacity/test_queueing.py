@@ -83,11 +83,11 @@ def quantiles(values: list[float]) -> list[float]:
 
 @pytest.mark.parametrize(("workers", "rate"), [(1, 0.5), (1, 0.9), (4, 3.0)])
 def test_latencies_are_those_of_the_simulator(workers: int, rate: float) -> None:
-    """Within 5 % with one worker; with several, the router's choices differ: within 20 %."""
+    """Within 5 % with one worker; with several, the router's choices differ: within 25 %."""
     shapes = poisson(rate, 500)
     ttft, itl = simulated(shapes, workers)
     found = latencies(shapes, [KIND] * workers)
-    tolerance = 0.05 if workers == 1 else 0.2
+    tolerance = 0.05 if workers == 1 else 0.25
     assert quantiles(found.ttft) == pytest.approx(quantiles(ttft), rel=tolerance)
     modelled = [value for value in found.itl if value >= 0]
     assert quantiles(modelled) == pytest.approx(quantiles(itl), rel=tolerance)

@@ -1,9 +1,9 @@
 """Latencies that a candidate fleet would give to known requests, without its blocks and routes.
 
 Each worker batches continuously with chunked prefill, as vLLM V1 does: a step computes a chunk of
-prompt tokens and one token of each decoding sequence. Requests go to the worker with the least
-waiting prefill, then the least KV. A request costs some 20 µs, a tenth of the whole simulator's
-time or less; cached tokens are given, not found.
+prompt tokens and one token of each decoding sequence. Requests go to the worker of the least cost,
+as routers count it but for cached blocks. A request costs some 20 µs, a tenth of the whole
+simulator's time or less; cached tokens are given, not found.
 """
 
 from collections import deque
@@ -13,7 +13,11 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from typing import Protocol
 
-PREFILL_WEIGHT = 3.0  # of a waiting prompt token against a KV token, as in the router's cost
+# as in the router's cost (docs/adr/0044)
+STALL_WEIGHT = 0.3
+DECODE_WEIGHT = 0.05
+CROWD_WEIGHT = 8.0
+MOST_CROWD_WEIGHT = 0.5
 
 
 class StepTimes(Protocol):
@@ -126,6 +130,13 @@ class _Worker:
         self.waiting.append([number, tokens])
         self.pending += tokens
 
+    def cost(self, uncached: int) -> float:
+        """The cost of a request with so many uncached tokens here, in tokens of prefill."""
+        stalled = uncached * (len(self.waiting) + len(self.decoding))
+        crowd = CROWD_WEIGHT * (self.kv / self.kind.kv_tokens) ** 2
+        held = self.kv * (DECODE_WEIGHT + min(crowd, MOST_CROWD_WEIGHT))
+        return self.pending + STALL_WEIGHT * stalled + held
+
     def advance(self, until: float) -> None:
         """Take steps until the first one that ends at or after `until`."""
         while self.now < until:
@@ -214,7 +225,7 @@ def latencies(requests: Sequence[RequestShape], workers: Sequence[ModelledEngine
         for worker in fleet:
             if worker.now < at:
                 worker.advance(at)
-            cost = PREFILL_WEIGHT * worker.pending + worker.kv
+            cost = worker.cost(request.uncached)
             if cost < least:
                 best, least = worker, cost
         best.submit(number, at)
