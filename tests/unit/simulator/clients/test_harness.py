@@ -1,8 +1,10 @@
 """Simulated clients report the activities of their agents and pass on their hints."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Decision, Outcome, RouteEvent
+from kvmesh.bus.messages import Decision, Outcome, RouteEvent, ToolEvent
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.clients.harness import Harness
 from kvmesh.simulator.mesh import Simulation
@@ -128,7 +130,15 @@ def test_reports_reach_every_router() -> None:
     core = CoreOptions(blocks=1024, limits=SchedulerLimits(block_size=SIZE))
     options = SimulationOptions(workers=(WorkerOptions(1, core),), replicas=2, tool_events=True)
     simulation = Simulation(agents(), options)
-    seen: list[str] = []
-    simulation.routers.tool = lambda event: seen.append(event.event)  # type: ignore[method-assign]
+    seen: list[list[str]] = [[], []]
+    for events, replica in zip(seen, simulation.routers.replicas, strict=True):
+        forecaster = replica.core.returns
+        assert forecaster is not None
+        record = partial(_record, events)
+        forecaster.on_tool = record  # type: ignore[method-assign]
     simulation.run()
-    assert seen == ["awaiting_approval", "started", "ended"]
+    assert seen == [["awaiting_approval", "started", "ended"]] * 2
+
+
+def _record(events: list[str], event: ToolEvent, now: float) -> None:
+    events.append(event.event)
