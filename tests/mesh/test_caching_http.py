@@ -379,14 +379,16 @@ async def test_speculative_prefill_raises_what_the_next_turn_finds_cached(
             {"role": "user", "content": "Think first."},
         ]
         nvext = {"agent_hints": {"speculative_prefill": hint}}
-        first = await stage.send(api, api.body("", 900, messages=earlier, nvext=nvext))
+        body = api.body("", 900, messages=earlier, nvext=nvext)
+        first = await stage.send(api, body, **agent)
         assert (first.thinking.strip(), first.text.strip()) == (THOUGHT.strip(), ANSWER.strip())
         answer = {"role": "assistant", "content": first.text}
         await asyncio.sleep(0.3)
         later = [*earlier, answer, {"role": "user", "content": "Thank you."}]
-        second = await stage.send(api, api.body("", 4, messages=later))
+        second = await stage.send(api, api.body("", 4, messages=later), **agent)
         return second.cached >= first.prompt + 3 * BLOCK
 
+    agent = {"user-agent": {CHAT: "goose/1", MESSAGES: "zed/1"}[api]}  # judged by its own answers
     hinted, unhinted = partial(caches_the_answer, True), partial(caches_the_answer, False)
     await eventually(hinted, what="the next turn's prompt is prefilled")
     await eventually(unhinted, what="it is prefilled without a hint, since that paid")

@@ -97,7 +97,7 @@ async def test_keys_in_a_terminal(mesh: Mesh, nats_server: NatsServer) -> None:
         screen.shows("sessions 1–1 of 1")
         screen.shows("story\\x1b[2J")
         screen.press("s")
-        screen.shows("prompt changed in▲")
+        screen.shows("waits for▲")
         screen.press("3")
         screen.shows("tenants 1–1 of 1")
         screen.press("p")

@@ -114,7 +114,8 @@ def test_a_second_copy_of_a_prefix_costs_more_than_a_wait_of_its_length() -> Non
     assert choose("kv", candidates([10, 0], [10, 10], [31, 0]), CostModel()).chosen == 1
 
 
-def test_idle_ranks_share_prompts_with_a_common_prefix() -> None:
+def shares_of_a(running: int) -> int:
+    """Of 200 prompts with a common prefix, those on rank a of two; so many run at a time."""
     router = core("a", "b", prefill_weight=None)
     common, held, chosen = list(range(8)), set[str](), list[str]()
     for turn in range(200):
@@ -122,10 +123,19 @@ def test_idle_ranks_share_prompts_with_a_common_prefix() -> None:
         known = overlaps(dict.fromkeys(sorted(held), (8,)))
         decision = router.decide(request(str(turn), prompt), known, float(turn))
         router.commit(decision, float(turn))
-        router.apply(SeqFree(str(turn)), float(turn))
+        router.apply(SeqPrefilled(str(turn)), float(turn))
+        router.apply(SeqFree(str(turn - running)), float(turn))
         chosen.append(decision.chosen.instance)
         held.add(decision.chosen.instance)
-    assert 80 <= chosen.count("a") <= 120
+    return chosen.count("a")
+
+
+def test_idle_ranks_share_prompts_with_a_common_prefix() -> None:
+    assert 80 <= shares_of_a(running=8) <= 120
+
+
+def test_a_session_alone_stays_where_its_prefix_is() -> None:
+    assert shares_of_a(running=0) in (0, 200)
 
 
 def test_weights_scale_their_terms() -> None:

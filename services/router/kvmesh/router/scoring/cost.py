@@ -25,10 +25,12 @@ DECODE_WEIGHT = 0.05  # of an active block on an empty rank
 CROWD_WEIGHT = 8.0  # more, times the square of the share of the usable blocks in use, but
 MOST_CROWD_WEIGHT = 0.5  # at most this: past it, hits matter more
 FAIR_SHARE = 1.2  # of the mean of recent prompts
-BALANCE_WEIGHT = 4.0  # of each further mean, in lengths of the prompt
+BALANCE_WEIGHT = 4.0  # of each further mean, in lengths of the prompt, on a rank with at least
+BUSY_REQUESTS = 4.0  # active requests; fewer count in proportion
 _STALL, _COPY = np.array(STALL_WEIGHT), np.array(1 + COPY_WEIGHT)
 _CROWD, _DECODE = np.array(CROWD_WEIGHT), np.array(DECODE_WEIGHT)
 _FAIR, _MOST = np.array(FAIR_SHARE), np.array(MOST_CROWD_WEIGHT)
+_BUSY = np.array(BUSY_REQUESTS)
 _OVERRIDES = ("prefill_weight", "request_weight", "credit_decay", "temperature")
 
 
@@ -103,8 +105,9 @@ class CostModel:
         The uncached blocks of the prompt count once for its own first token, COPY_WEIGHT times for
         the blocks that they evict, and STALL_WEIGHT times for each active request that stands still
         while they are computed. Active blocks count more on a crowded rank, whose decode steps are
-        long. Recent prompts beyond FAIR_SHARE of the mean count too: a rank that all prompts prefer
-        since it alone holds their common prefix gives some to a second one.
+        long. Recent prompts beyond FAIR_SHARE of the mean count too while the rank is busy: a rank
+        that all prompts prefer, since it alone holds their common prefix, gives some to a second
+        one. A session alone stays where it is.
         """
         own: Floats = candidates.prompt - self._credited(candidates)
         np.maximum(own, ZERO, out=own)
@@ -126,7 +129,8 @@ class CostModel:
             recent *= 1 / mean
             recent -= _FAIR
             np.maximum(recent, ZERO, out=recent)
-            recent *= BALANCE_WEIGHT * candidates.prompt
+            recent *= np.minimum(candidates.requests, _BUSY)
+            recent *= BALANCE_WEIGHT / BUSY_REQUESTS * candidates.prompt
             cost += recent
         return cost
 
