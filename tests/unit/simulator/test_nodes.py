@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.bus.messages import Decision, RouteEvent
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE
 from kvmesh.settings.schema import KvbmSettings, MockSettings, RouterSettings, WorkerSettings
 from kvmesh.simulator.mesh import Simulation
@@ -192,6 +193,21 @@ def test_the_router_credits_the_blocks_of_a_node() -> None:
     if first == 0:  # the seed decides which worker gets the first prompt
         assert simulation.records.worker[1] in others
     assert result.cache.cached_tokens == 6 * 4096
+
+
+@pytest.mark.parametrize(("peers", "credited"), [(True, 4096 // SIZE), (False, 0)])
+def test_the_router_credits_the_blocks_of_peers_only(peers: bool, credited: int) -> None:
+    """Two workers, one on each of two nodes: the other one can load what the first has computed."""
+    simulation = Simulation(prompts(0.0, 5.0), options(nodes(2, peers=peers), policy="kv"))
+    remote: list[int] = []
+
+    def follow(event: RouteEvent, now: float) -> None:
+        if isinstance(event, Decision):
+            remote.append(max(candidate.overlap[3] for candidate in event.candidates))
+
+    simulation.routers.on_route = follow
+    simulation.run()
+    assert remote == [0, credited]
 
 
 @pytest.mark.parametrize("kind", ["die", "leave"])

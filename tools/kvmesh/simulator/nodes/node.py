@@ -105,7 +105,11 @@ class SimulatedNode:
             started=0.0,
             node=self.node,
             store=NodeStore(
-                directory="", tier_bytes=sizes, tier_blocks=blocks, models=[self._model]
+                directory="",
+                tier_bytes=sizes,
+                tier_blocks=blocks,
+                models=[self._model],
+                key="" if self.manager.store.remote is None else "simulated",
             ),
         )
 

@@ -213,8 +213,8 @@ class SessionHooks:
         if not reply.ok:
             level = logging.INFO if hinted else logging.DEBUG
             log.log(level, "%s refuses a speculative prefill: %s", rank.instance, reply.reason)
-            self._speculations.pop(speculation.tenant, sequence_hashes)
-            self._gate.record(speculation.follow_up, speculation.requested_tokens, 0)
+            if self._speculations.pop(speculation.tenant, sequence_hashes) is not None:
+                self._gate.record(speculation.follow_up, speculation.requested_tokens, 0)
             return
         if hinted:
             active.charge(speculation.requested_tokens)
