@@ -231,8 +231,8 @@ def _result(simulation: Simulation, cores: list[MockCore]) -> Result:
         tokens_per_s=whole.steady_tokens_per_s,
         gib_up=(_moved(whole, "to_engines") or sum(map(_loaded, cores))) / GIB,
         gib_down=(_moved(whole, "from_engines") or sum(map(_written, cores))) / GIB,
-        ahead=ahead.requested_tokens,
-        wasted=ahead.requested_tokens - ahead.useful_tokens,
+        ahead=ahead.computed_tokens,
+        wasted=ahead.computed_tokens - ahead.useful_tokens,
         by_kind=dict(_by_kind(simulation)),
         by_worker=(prompts / prompts.sum()).tolist(),
     )

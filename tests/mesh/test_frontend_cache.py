@@ -541,7 +541,11 @@ async def test_a_final_turn_releases_its_session(stage: Stage) -> None:
 # --- speculative prefill ---
 
 
-async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(stage: Stage) -> None:
+@pytest.mark.parametrize("running", [False, True], ids=["computed", "still computing"])
+async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(
+    stage: Stage, running: bool
+) -> None:
+    """The next prompt stops a prefill that still runs: what it has not computed is not wasted."""
     hint = {"agent_hints": {"speculative_prefill": True}}
     answer_text = "It is a long answer about files. " * 8
     thought = f"<think>\n{LONG}\n</think>\n\n{answer_text}"
@@ -556,18 +560,19 @@ async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(stag
     message = answer["choices"][0]["message"]
     spoken = {"role": "assistant", "content": message["content"]}
     following = {**body, "messages": [*earlier, spoken, ASK]}
+    stage.a.control_ok = running
     real, _ = await complete(stage, CHAT, following)
+    stage.a.control_ok = True
     assert real.tokens.startswith(ahead.tokens)
     assert ahead.id in [command.request for command in commands_received(stage.a, Cancel)]
-    await eventually(
-        lambda: (
-            stage.mesh.metric("kvmesh_frontend_speculative_tokens_total") == before + ahead.compute
-        )
-    )
     outcome = await outcome_of(stage, real.request)
     assert outcome.ahead is not None
     assert (outcome.ahead.prefetch, outcome.ahead.after) == (ahead.id, answer["id"])
     assert (outcome.ahead.tokens, outcome.ahead.differs) == (ahead.compute, False)
+    counted = before + (0 if running else ahead.compute)
+    await eventually(
+        lambda: stage.mesh.metric("kvmesh_frontend_speculative_tokens_total") == counted
+    )
 
 
 async def outcome_of(stage: Stage, request: str) -> Outcome:

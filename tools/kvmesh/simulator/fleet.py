@@ -119,11 +119,13 @@ class SimulatedWorker:
         if not self._stepping:
             self._release_sessions()
 
-    def abort(self, request: str) -> None:
-        """Drop a request, if it is live, at the end of the running step."""
+    def abort(self, request: str) -> bool:
+        """Drop a request at the end of the running step; False if it is not live."""
+        live = request in self.core.scheduler.live
         self._aborted.append(request)
         if not self._stepping:
             self._drop_aborted()
+        return live
 
     def _drop_aborted(self) -> None:
         aborted, self._aborted = self._aborted, []

@@ -81,7 +81,7 @@ class SimulationOptions:
     seed: int = 0
     deadline_s: float = 600.0
     speculative_prefill: SpeculationMode = "off"
-    speculative_tokens: int = 8192
+    speculative_tokens: int = 131_072
     tool_events: bool = False
     horizon_s: float = 0.5
     ended_share: float = 1.0

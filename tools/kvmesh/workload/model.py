@@ -32,6 +32,10 @@ class Round(Struct, frozen=True, kw_only=True):
     input_tokens + output_tokens)`. `output_branch == branch` means that later prompts contain the
     output as generated.
 
+    `rendered` is (branch, tokens) of the conversation with this output as the next prompt of the
+    session contains it, up to what the client adds. Without it, that is the prompt with the output,
+    less the thinking if `output_branch` is another branch.
+
     `wait` names the client's activity before this round ("human", a tool's name, "tool" for any
     tool, or "pause" if it is not known), `wait_class` the class of that tool's arguments. A human
     takes `approval_s` of `at_s` to approve the tool call.
@@ -57,7 +61,15 @@ class Round(Struct, frozen=True, kw_only=True):
     priority: Priority = 0
     fair_class: str = ""
     thinking_tokens: Tokens = 0
+    rendered: tuple[int, SomeTokens] | None = None
     abort_after: SomeTokens | None = None
+
+    def as_rendered(self, generated: int) -> tuple[int, int]:
+        """(branch, tokens) that the next prompt begins with after `generated` output tokens."""
+        if self.rendered is not None:
+            return self.rendered
+        dropped = 0 if self.output_branch == self.branch else self.thinking_tokens
+        return self.branch, self.input_tokens + max(generated - dropped, 0)
 
     def waited_for(self) -> list[str]:
         """The wait before this round as a live frontend names it: from coarse to fine."""

@@ -107,8 +107,12 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         ),
     ] = "auto"
     speculative_tokens: Annotated[
-        int, Meta(ge=0, description="most tokens of one speculative prefill")
-    ] = 8192
+        int,
+        Meta(
+            ge=0,
+            description="most tokens of one speculative prefill that is no trial; those have 8,192",
+        ),
+    ] = 131_072
     responses_ttl_s: Annotated[
         Seconds, Meta(description="time for which a stored response can be read or continued")
     ] = 86400.0

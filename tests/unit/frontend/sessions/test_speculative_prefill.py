@@ -27,7 +27,12 @@ from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.speculation_gate import FollowUp, FollowUpFamily
-from kvmesh.frontend.sessions.speculations import Speculation, SpeculativePrefills, common_blocks
+from kvmesh.frontend.sessions.speculations import (
+    MAX_PER_BASE,
+    Speculation,
+    SpeculativePrefills,
+    common_blocks,
+)
 from kvmesh.frontend.sessions.speculative_prefill import CUT, successor
 from kvmesh.hashing import block_hashes
 
@@ -170,6 +175,27 @@ def test_a_client_that_drops_thinking_is_expected_to_do_so_again() -> None:
     assert real.tokens.startswith(ahead)
 
 
+def test_a_turn_whose_thinking_the_template_drops_is_predicted_from_its_first_answer_on() -> None:
+    """The person's next message ends the turn: all its tool results are rendered anew."""
+    api, body, next_body = APIS["chat"]
+    body = {**body, "chat_template_kwargs": {"preserve_thinking": False}}
+    second = next_body(body, answered(api, body, CALLING), ["first: x" * 50, "second" * 50])
+    final: list[AnswerEvent] = [ThinkingDelta("That is all.\n"), *SPOKEN]
+    message = answered(api, second, final)
+    third = next_body(second, message, [])
+    model = MODELS["chatml"]
+
+    def tokens(of: Any) -> bytes:
+        request = api.parse(encode(of), {}, STAMP).request
+        preparer = Preprocessor(1 << 20, TenantNamespaces())
+        return asyncio.run(preparer.prepare(request, model, None)).prompts[0].tokens
+
+    ahead = asyncio.run(tokens_ahead(model, api, second, final))
+    assert tokens(third).startswith(ahead)
+    assert not ahead.startswith(tokens(second))
+    assert ahead.startswith(tokens(body))
+
+
 def test_nothing_is_predicted_from_an_empty_answer_or_for_plain_prompts() -> None:
     request = Chat().parse(encode({"messages": [ASK]}), {}, STAMP).request
     assert successor(request, []) is None
@@ -188,21 +214,23 @@ def hashes(*tokens: int) -> bytes:
 NOTHING: Any = [None] * 8  # fields that do not matter here
 
 
-def made(sequence: bytes, base: int, expires: float = 9.0) -> Speculation:
-    known = sequence[(base - 1) * 8 : base * 8]
+def made(
+    sequence: bytes, base: int, expires: float = 9.0, session: str | None = "s"
+) -> Speculation:
     return Speculation(
-        "id",
-        "t",
-        "w",
-        "m",
-        known,
-        base,
-        sequence[-8:],
-        len(sequence) // 8,
-        3,
-        "r",
-        FOLLOW_UP,
-        expires,
+        id=f"{session} {sequence.hex()}",
+        tenant="t",
+        session=session,
+        instance="w",
+        model="m",
+        base_hash=sequence[(base - 1) * 8 : base * 8],
+        base_blocks=base,
+        end_hash=sequence[-8:],
+        blocks=len(sequence) // 8,
+        requested_tokens=3,
+        after="r",
+        follow_up=FOLLOW_UP,
+        expires=expires,
     )
 
 
@@ -214,10 +242,29 @@ def test_shared_blocks_are_those_before_the_first_difference() -> None:
 def test_a_prompt_finds_its_speculation_once() -> None:
     table = SpeculativePrefills()
     assert not list(table.add(made(hashes(1, 2, 3), 2)))
-    assert table.pop("t", hashes(1, 9, 3)) is None
-    assert table.pop("t", hashes(1)) is None
-    assert table.pop("t", hashes(1, 2, 8, 9)) is not None
-    assert table.pop("t", hashes(1, 2, 8, 9)) is None
+    assert table.pop("t", "s", hashes(1, 9, 3)) is None
+    assert table.pop("t", "s", hashes(1)) is None
+    assert table.pop("t", "s", hashes(1, 2, 8, 9)) is not None
+    assert table.pop("t", "s", hashes(1, 2, 8, 9)) is None
+
+
+def test_conversations_with_a_common_prefix_keep_their_speculations_apart() -> None:
+    table = SpeculativePrefills()
+    one, two = (made(hashes(1, n), 1, session=f"s{n}") for n in (2, 3))
+    assert not [*table.add(one), *table.add(two)]
+    assert table.pop("t", "new", hashes(1, 4)) is None
+    assert table.pop("other", "s3", hashes(1, 3)) is None
+    assert table.pop("t", "s3", hashes(1, 3, 5)) is two
+    assert table.pop("t", None, hashes(1, 4)) is None
+    assert table.pop("t", None, hashes(1, 2, 4)) is one
+
+
+def test_the_speculations_of_one_prefix_are_bounded() -> None:
+    table = SpeculativePrefills()
+    many = [made(hashes(1, n), 1, session=f"s{n}") for n in range(2, MAX_PER_BASE + 3)]
+    assert [one for each in many for one in table.add(each)] == many[:1]
+    assert table.remove(many[-1].id) is many[-1]
+    assert table.remove(many[-1].id) is None
 
 
 def test_a_speculation_fits_a_prompt_that_begins_with_all_of_it() -> None:

@@ -68,7 +68,7 @@ def test_the_visible_answer_is_computed_before_the_next_prompt_needs_it() -> Non
     assert ahead.records.cached == [0, 3520]
     assert ahead.records.first_token[1] < plain.records.first_token[1]
     record = ahead.speculation.record
-    assert (record.prefills, record.requested_tokens, record.useful_tokens) == (2, 640, 320)
+    assert (record.prefills, record.computed_tokens, record.useful_tokens) == (2, 640, 320)
 
 
 def test_the_budget_bounds_a_prefill() -> None:
@@ -84,7 +84,7 @@ def test_answers_that_later_prompts_contain_need_no_prefill() -> None:
 
 def test_tokens_for_a_prompt_that_never_comes_are_wasted() -> None:
     record = run(thinker(compacts=True)).speculation.record
-    assert (record.requested_tokens, record.useful_tokens) == (320, 0)
+    assert (record.computed_tokens, record.useful_tokens) == (320, 0)
 
 
 def test_the_real_prompt_stops_the_prefill_and_counts_its_part() -> None:

@@ -97,6 +97,23 @@ def test_a_session_is_steps_tool_waits_and_a_human(tmp_path: Path) -> None:
     assert grown == [120] * 3 + [30] + [120] * 3
 
 
+def test_a_template_may_drop_the_thinking_of_a_turn_once_the_human_writes(tmp_path: Path) -> None:
+    text = SMALL.replace("spawns = [", 'thinking = 0.5\nkeep_thinking = "turn"\nspawns = [')
+    workload, tree = generate(tmp_path, text), generate(tmp_path, text).tree
+    lead = next(m for m in workload.by_session() if workload.sessions[0].kind == "lead")
+    rounds = [workload.rounds[index] for index in lead]
+    first, second = rounds[:4], rounds[4:]
+    assert {r.branch for r in first}.isdisjoint({r.branch for r in second})
+    assert [r.output_branch == r.branch for r in first] == [True, True, True, False]
+    grown = [b.input_tokens - a.input_tokens for a, b in pairwise(rounds)]
+    assert grown == [120] * 3 + [30 - 4 * 10] + [120] * 3
+    shared = tree.shared(first[3].branch, second[0].branch, second[0].input_tokens)
+    assert shared == first[0].input_tokens
+    rendered = [r.rendered for r in first]
+    assert rendered == [None, None, None, (second[0].branch, second[0].input_tokens - 10)]
+    assert first[0].as_rendered(20) == (first[0].branch, first[1].input_tokens - 100)
+
+
 def test_a_session_beyond_the_concurrency_waits_for_one_to_end(tmp_path: Path) -> None:
     text = SMALL.replace("per_minute = 60.0", "per_minute = 60.0\nconcurrency = 2")
     workload = generate(tmp_path, text)

@@ -17,6 +17,7 @@ from kvmesh.frontend.sessions.speculations import (
     LIFETIME_S,
     Speculation,
     SpeculativePrefills,
+    common_blocks,
 )
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.token_ranges import DEFAULTS
@@ -32,10 +33,10 @@ from kvmesh.workload.model import TOOL, Workload
 
 @dataclass
 class SpeculationRecord:
-    """Speculative prefills of a run, and their tokens: requested, and used by the next prompts."""
+    """Speculative prefills of a run, and their tokens: computed, and used by the next prompts."""
 
     prefills: int = 0
-    requested_tokens: int = 0
+    computed_tokens: int = 0
     useful_tokens: int = 0
 
 
@@ -43,8 +44,7 @@ class SpeculationRecord:
 class SpeculatingFrontends:
     """Speculates after the answers that the gate allows, `most_tokens` tokens at most.
 
-    The predicted prompt is the last one with the visible part of its answer: its thinking is not
-    part of it if later prompts do not contain the answer as generated.
+    The predicted prompt is the conversation with the answer as the next prompt contains it.
     """
 
     workload: Workload
@@ -56,7 +56,7 @@ class SpeculatingFrontends:
     most_tokens: int
     record: SpeculationRecord = field(default_factory=SpeculationRecord)
     _open: SpeculativePrefills = field(default_factory=SpeculativePrefills)
-    _used_by: dict[int, Speculation] = field(default_factory=dict)
+    _used_by: dict[int, tuple[Speculation, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._gate = SpeculationGate(self.mode)
@@ -64,25 +64,26 @@ class SpeculatingFrontends:
     def begin(self, index: int, hashes: RoundHashes, now: float) -> None:
         """A round arrives: stop the speculation on its prompt, which it computes itself."""
         for expired in self._open.expire(now):
-            self._count(expired, 0)
-        blocks = self.workload.rounds[index].input_tokens // self.block_size
-        prompt = hashes.sequence_hashes[: blocks * HASH_BYTES]
-        speculation = self._open.pop("", prompt)
+            self._count(expired, 0, expired.requested_tokens)
+        round_ = self.workload.rounds[index]
+        prompt = hashes.sequence_hashes[: round_.input_tokens // self.block_size * HASH_BYTES]
+        speculation = self._open.pop("", str(round_.session), prompt)
         if speculation is None:
             return
-        self._abort(speculation)
+        stopped = self._abort(speculation)
         if speculation.fits(prompt):
-            self._used_by[index] = speculation
+            self._used_by[index] = speculation, stopped
         else:
-            self._count(speculation, 0)
+            self._count(speculation, 0, speculation.requested_tokens)
 
     def prefilled(self, index: int, cached: int) -> None:
         """The prompt of a round is computed; `cached` tokens of it were."""
-        speculation = self._used_by.pop(index, None)
-        if speculation is not None:
-            first = speculation.base_blocks * self.block_size
-            used = min(max(cached - first, 0), speculation.requested_tokens)
-            self._count(speculation, used)
+        if index not in self._used_by:
+            return
+        speculation, stopped = self._used_by.pop(index)
+        first = speculation.base_blocks * self.block_size
+        used = min(max(cached - first, 0), speculation.requested_tokens)
+        self._count(speculation, used, used if stopped else speculation.requested_tokens)
 
     def ended(self, index: int, instance: str, generated: int, now: float) -> None:
         """An answer of `generated` tokens has ended: have the next prompt's start computed."""
@@ -90,13 +91,12 @@ class SpeculatingFrontends:
         follow_up = self._follow_up(index)
         if follow_up is None:
             return
-        visible = generated
-        if round_.output_branch != round_.branch:
-            visible = max(generated - round_.thinking_tokens, 0)
-        known = self.prompts.prefix(round_.branch, round_.input_tokens + visible)
-        shared = round_.input_tokens if visible < generated else round_.input_tokens + generated
-        base, blocks = shared // size, len(known.sequence_hashes) // HASH_BYTES
-        missing = min(blocks - base, self.most_tokens // size)
+        known = self.prompts.prefix(*round_.as_rendered(generated))
+        held = self.prompts.prefix(round_.output_branch, round_.input_tokens + generated)
+        base = common_blocks(held.sequence_hashes, known.sequence_hashes)
+        blocks = len(known.sequence_hashes) // HASH_BYTES
+        most = self._gate.most_tokens(follow_up, self.most_tokens)
+        missing = min(blocks - base, most // size)
         if not base or missing <= 0:
             self._gate.record(follow_up, 0, 0)
             return
@@ -104,6 +104,7 @@ class SpeculatingFrontends:
         speculation = Speculation(
             id=f"ahead.{index}",
             tenant="",
+            session=str(round_.session),
             instance=instance,
             model=MODEL,
             base_hash=hashes[(base - 1) * HASH_BYTES : base * HASH_BYTES],
@@ -117,9 +118,9 @@ class SpeculatingFrontends:
         )
         for replaced in self._open.add(speculation):
             self._abort(replaced)
-            self._count(replaced, 0)
+            self._count(replaced, 0, replaced.requested_tokens)
         self.record.prefills += 1
-        self.record.requested_tokens += speculation.requested_tokens
+        self.record.computed_tokens += speculation.requested_tokens
         session = self.workload.sessions[round_.session].name or None
         self.workers[instance].submit(self._request(speculation, known, base + missing, session))
 
@@ -134,14 +135,14 @@ class SpeculatingFrontends:
             return None
         return FollowUp(family, waits)
 
-    def _count(self, speculation: Speculation, useful: int) -> None:
+    def _count(self, speculation: Speculation, useful: int, computed: int) -> None:
         self.record.useful_tokens += useful
-        self._gate.record(speculation.follow_up, speculation.requested_tokens, useful)
+        self.record.computed_tokens -= speculation.requested_tokens - computed
+        self._gate.record(speculation.follow_up, computed, useful)
 
-    def _abort(self, speculation: Speculation) -> None:
+    def _abort(self, speculation: Speculation) -> bool:
         worker = self.workers.get(speculation.instance)
-        if worker is not None:
-            worker.abort(speculation.id)
+        return worker is not None and worker.abort(speculation.id)
 
     def _request(
         self, speculation: Speculation, known: RoundHashes, blocks: int, session: str | None

@@ -89,10 +89,10 @@ class FleetFigures(Struct, frozen=True, kw_only=True):
 
 
 class AheadFigures(Struct, frozen=True, kw_only=True):
-    """Speculative prefills, the tokens that they were to compute, and those that were used."""
+    """Speculative prefills, the tokens that they computed, and those that were used."""
 
     prefills: int
-    requested_tokens: int
+    computed_tokens: int
     useful_tokens: int
 
 
@@ -161,7 +161,7 @@ def _ahead(simulation: Simulation) -> AheadFigures | None:
         return None
     return AheadFigures(
         prefills=record.prefills,
-        requested_tokens=record.requested_tokens,
+        computed_tokens=record.computed_tokens,
         useful_tokens=record.useful_tokens,
     )
 

@@ -104,10 +104,10 @@ def notes(run: Figures) -> Iterator[str]:
                 f"latency p50 {latency.total_s.p50 * 1000:,.1f} ms"
             )
     if run.ahead is not None:
-        share = run.ahead.useful_tokens / max(run.ahead.requested_tokens, 1)
+        share = run.ahead.useful_tokens / max(run.ahead.computed_tokens, 1)
         yield (
             f"{run.policy}: {run.ahead.prefills:,} speculative prefills of "
-            f"{run.ahead.requested_tokens:,} tokens, {share:.1%} of them used by the next prompt"
+            f"{run.ahead.computed_tokens:,} tokens, {share:.1%} of them used by the next prompt"
         )
     for error, count in run.errors.items():
         yield f"{run.policy}: {count:,}× {error}"

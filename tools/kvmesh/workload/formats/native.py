@@ -74,6 +74,8 @@ def _defect(document: NativeDocument, tree: Tree, index: int, round_: Round) -> 
     tokens = round_.input_tokens
     if any(end > tokens for end, _ in round_.marks):
         return "a cache mark after the end of the prompt"
+    if round_.rendered is not None and round_.rendered[0] not in branches:
+        return f"unknown branch {round_.rendered[0]}"
     same = round_.output_branch == round_.branch
     if not same and tree.shared(round_.branch, round_.output_branch, tokens) < tokens:
         return "the output branch does not continue the prompt"

@@ -37,6 +37,7 @@ class RoundDraft:
     approval_s: float = 0.0
     base_tokens: int = 0
     abort_after: int | None = None
+    rendered: tuple[int, int] | None = None
     index: int = -1
 
     @property
@@ -63,6 +64,8 @@ class SessionState:
     wait_class: str = ""
     approval_s: float = 0.0
     step: int = 0
+    turn_tokens: int = 0  # of the prompt at the start of the turn, or of its summary
+    turn_thinking: int = 0  # tokens that the prompt contains until the turn ends
     last: list[RoundDraft] = field(default_factory=list)
 
 
@@ -153,26 +156,42 @@ class AgentGenerator:
 
     def _run_turn(self, state: SessionState) -> bool:
         """Generate the steps of one turn; False if the prompt has outgrown the context."""
+        state.turn_tokens, state.turn_thinking = state.tokens, 0
         for remaining in reversed(range(draw_int(state.agent.steps, self._rng, 1))):
             if state.tokens > _limit(state) and not self._compact(state):
                 return False
-            draft = self._step(state)
+            draft = self._step(state, not remaining)
             if draft.abort_after is not None:
                 break
             if remaining:
                 self._use_tool(state)
             self._spawn(state, draft)
+        if state.turn_thinking:
+            self._drop_thinking(state)
         return True
 
-    def _step(self, state: SessionState) -> RoundDraft:
+    def _drop_thinking(self, state: SessionState) -> None:
+        """Leave the thinking of the turn out of all later prompts."""
+        state.branch = self._tree.fork(state.branch, state.turn_tokens)
+        state.tokens -= state.turn_thinking
+        for draft in state.last:
+            draft.rendered = state.branch, state.tokens
+
+    def _step(self, state: SessionState, ends_turn: bool) -> RoundDraft:
         agent = state.agent
         output = draw_int(agent.output, self._rng, 1)
-        thinking = 0 if agent.keep_thinking else round(output * agent.thinking)
+        thinking = 0 if agent.keep_thinking is True else round(output * agent.thinking)
         abort = None
         if self._rng.random() < agent.abort:
             abort = self._rng.randint(1, output)
-        draft = self._write(state, output, thinking > 0, abort)
-        state.tokens += max(0, (output if abort is None else abort) - thinking)
+        dropped = thinking > 0 and (ends_turn or abort is not None or not agent.keep_thinking)
+        draft = self._write(state, output, dropped, abort)
+        generated = output if abort is None else abort
+        thinking = min(thinking, generated)
+        if agent.keep_thinking == "turn":
+            state.turn_thinking += thinking
+            thinking = 0
+        state.tokens += generated - thinking
         state.step += 1
         return draft
 
@@ -233,6 +252,7 @@ class AgentGenerator:
         self._write(state, draw_int(compaction.summary, self._rng, 1), private=True)
         state.branch = self._tree.fork(state.base, state.base_tokens)
         state.tokens = max(state.base_tokens + 1, draw_int(compaction.to, self._rng))
+        state.turn_tokens, state.turn_thinking = state.tokens, 0
         return True
 
     def _spawn(self, state: SessionState, draft: RoundDraft) -> None:
@@ -283,6 +303,7 @@ def _round(draft: RoundDraft) -> Round:
         osl=draft.agent.osl or 0,
         priority=draft.agent.priority,
         thinking_tokens=round(draft.output * draft.agent.thinking),
+        rendered=draft.rendered,
         abort_after=draft.abort_after,
     )
 

@@ -1,7 +1,7 @@
 """Agent profiles: the generator's distributions as a TOML file."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -100,9 +100,10 @@ class Agent(_Section, frozen=True, kw_only=True):
 
     `share` is its weight among root sessions. Agents with the same `prompt` share its first
     `prompt_tokens` tokens, in `prompt_variants` versions. `thinking` is the share of the output
-    that is reasoning; later prompts contain it only with `keep_thinking`. Clients of a share of
-    `ends` mark the final request of their session. With `osl`, they state with each request that
-    they expect so many output tokens.
+    that is reasoning. `keep_thinking` states whether later prompts contain it: all of them, none,
+    or those before the next message of the human ("turn", as many chat templates do). Clients of a
+    share of `ends` mark the final request of their session. With `osl`, they state with each
+    request that they expect so many output tokens.
     """
 
     name: str
@@ -115,7 +116,7 @@ class Agent(_Section, frozen=True, kw_only=True):
     output: Amount
     result: Amount = 0
     thinking: Share = 0.0
-    keep_thinking: bool = True
+    keep_thinking: bool | Literal["turn"] = True
     abort: Share = 0.0
     ends: Share = 0.0
     marks: MarkedPrompts = MarkedPrompts()

@@ -92,9 +92,10 @@ def _shared_ends(workload: Workload, families: list[list[int]]) -> dict[int, int
     return {branch: ends[0] for branch, ends in longest.items() if len(ends) > 1}
 
 
-def _prompts(round_: Round) -> tuple[tuple[int, int], tuple[int, int]]:
+def _prompts(round_: Round) -> list[tuple[int, int]]:
     total = round_.input_tokens + round_.output_tokens
-    return (round_.branch, round_.input_tokens), (round_.output_branch, total)
+    prompts = [(round_.branch, round_.input_tokens), (round_.output_branch, total)]
+    return prompts if round_.rendered is None else [*prompts, round_.rendered]
 
 
 class _ScaledWriter:
@@ -118,12 +119,16 @@ class _ScaledWriter:
             round_ = self._of.rounds[index]
             rounds[index] = len(scaled.rounds)
             at = round_.at_s if round_.after else max(round_.at_s + later_s, 0.0)
+            rendered = round_.rendered
+            if rendered is not None:
+                rendered = self._branch(rendered[0], branches), rendered[1]
             scaled.rounds.append(
                 replace(
                     round_,
                     session=self._session(round_.session, sessions),
                     branch=self._branch(round_.branch, branches),
                     output_branch=self._branch(round_.output_branch, branches),
+                    rendered=rendered,
                     after=tuple(rounds[before] for before in round_.after),
                     at_s=at,
                 )

@@ -48,12 +48,14 @@ DEADLINE_S = 30.0
 class HookedRequest(Struct):
     """A request and the session under which its prompt is stored.
 
-    `speculation` was made for it; `planned` is the one that may follow its answer.
+    `speculation` was made for it; `planned` is the one that may follow its answer. `stopped`: the
+    request arrived while the worker was computing the speculation.
     """
 
     prepared: PreparedRequest
     session: str | None
     speculation: Speculation | None = None
+    stopped: bool = False
     planned: PlannedSpeculation | None = None
 
 
@@ -85,16 +87,18 @@ class SessionHooks:
             family = FollowUpFamily(name, request.agent, request.returns_thinking)
             hooked.planned = self._gate.plan(family, request.speculative)
             prepared.speculates = hooked.planned is not None
-        speculation = self._speculations.pop(request.cache_salt, prompt.sequence_hashes)
+        speculation = self._speculations.pop(
+            request.cache_salt, hooked.session, prompt.sequence_hashes
+        )
         if speculation is None:
             return hooked
-        self._start(self._control.request(speculation.instance, Cancel(speculation.id)))
+        self._start(self._stop(speculation, hooked))
         fits = speculation.fits(prompt.sequence_hashes)
         prepared.ahead = speculation.ahead(fits, prepared.model.card.block_size)
         if fits:
             hooked.speculation = speculation
         else:
-            self._count(speculation, 0)
+            self._count(speculation, 0, speculation.requested_tokens)
         return hooked
 
     def end(self, hooked: HookedRequest, active: ActiveRequest, in_order: bool) -> None:
@@ -108,7 +112,9 @@ class SessionHooks:
         request, transcript = prepared.request, active.transcript
         ahead = prepared.computed_ahead(sum(stream.cached or []))
         if hooked.speculation is not None and ahead is not None:
-            self._count(hooked.speculation, ahead.used)
+            # the prompt uses all that a stopped speculation has computed, and never the rest
+            computed = ahead.used if hooked.stopped else ahead.tokens
+            self._count(hooked.speculation, ahead.used, computed)
         if request.hints.session_final and request.hints.session is not None:
             cards = self._control.holders_of([prepared.model.card.name])
             command = Release(sessions=[request.hints.session])
@@ -120,7 +126,7 @@ class SessionHooks:
             following = successor(request, blocks)
             if following is not None and self._gate.allows(hooked.planned, waits):
                 follow_up = FollowUp(hooked.planned.family, waits)
-                self._start(self._speculate(active, following, follow_up))
+                self._start(self._speculate(hooked, active, following, follow_up))
 
     async def run(self) -> None:
         """Count speculations whose prompt has not arrived as wasted, until cancelled."""
@@ -128,23 +134,28 @@ class SessionHooks:
         while True:
             await asyncio.sleep(LIFETIME_S / 60)
             for speculation in self._speculations.expire(loop.time()):
-                self._count(speculation, 0)
+                self._count(speculation, 0, speculation.requested_tokens)
 
     async def close(self) -> None:
         await self._histories.close()
         await self._tasks.close()
 
     async def _speculate(
-        self, active: ActiveRequest, following: GenerateRequest, follow_up: FollowUp
+        self,
+        hooked: HookedRequest,
+        active: ActiveRequest,
+        following: GenerateRequest,
+        follow_up: FollowUp,
     ) -> None:
         span = linked(active.prepared.request.span, SPECULATIVE_PREFILL)
         try:
-            await self._predict(active, following, follow_up, span)
+            await self._predict(hooked, active, following, follow_up, span)
         finally:
             span.end()
 
     async def _predict(
         self,
+        hooked: HookedRequest,
         active: ActiveRequest,
         following: GenerateRequest,
         follow_up: FollowUp,
@@ -161,7 +172,8 @@ class SessionHooks:
         predicted = block_hashes(tokens, size, salt)[1]
         base = common_blocks(block_hashes(held, size, salt)[1], predicted)
         missing = len(predicted) // HASH_BYTES - base
-        requested = min(missing, self._max_tokens // size) * size
+        most = self._gate.most_tokens(follow_up, self._max_tokens)
+        requested = min(missing, most // size) * size
         if not base or requested <= 0:
             self._gate.record(follow_up, 0, 0)
             return
@@ -169,6 +181,7 @@ class SessionHooks:
         speculation = Speculation(
             id=inferred(prepared.request.cache_salt, f"sp_{secrets.token_hex(12)}"),
             tenant=prepared.request.cache_salt,
+            session=hooked.session,
             instance=rank.instance,
             model=prepared.model.card.name,
             base_hash=predicted[(base - 1) * HASH_BYTES : base * HASH_BYTES],
@@ -180,7 +193,7 @@ class SessionHooks:
             follow_up=follow_up,
             expires=asyncio.get_running_loop().time() + LIFETIME_S,
         )
-        await self._prefill(active, speculation, rank, tokens, predicted, span)
+        await self._prefill(active, speculation, rank, tokens, span)
 
     async def _prefill(
         self,
@@ -188,13 +201,12 @@ class SessionHooks:
         speculation: Speculation,
         rank: RankKey,
         tokens: bytes,
-        sequence_hashes: bytes,
         span: TraceSpan,
     ) -> None:
         """Have the worker that computed the prompt compute the missing tokens of the next one."""
         prepared, task = active.prepared, active.tasks[0]
         for replaced in self._speculations.add(speculation):
-            self._count(replaced, 0)
+            self._count(replaced, 0, replaced.requested_tokens)
         command = Prefetch(
             id=speculation.id,
             tokens=tokens,
@@ -213,18 +225,21 @@ class SessionHooks:
         if not reply.ok:
             level = logging.INFO if hinted else logging.DEBUG
             log.log(level, "%s refuses a speculative prefill: %s", rank.instance, reply.reason)
-            if self._speculations.pop(speculation.tenant, sequence_hashes) is not None:
+            if self._speculations.remove(speculation.id) is not None:
                 self._gate.record(speculation.follow_up, speculation.requested_tokens, 0)
             return
         if hinted:
             active.charge(speculation.requested_tokens)
 
-    def _count(self, speculation: Speculation, useful: int) -> None:
-        """Count the tokens of a speculation, of which the next prompt used `useful`."""
-        requested = speculation.requested_tokens
-        self._gate.record(speculation.follow_up, requested, useful)
+    async def _stop(self, speculation: Speculation, hooked: HookedRequest) -> None:
+        reply = await self._control.request(speculation.instance, Cancel(speculation.id))
+        hooked.stopped = reply.ok
+
+    def _count(self, speculation: Speculation, useful: int, computed: int) -> None:
+        """Count the computed tokens of a speculation, of which the next prompt used `useful`."""
+        self._gate.record(speculation.follow_up, computed, useful)
         metrics.speculative_tokens.labels(speculation.model, "useful").inc(useful)
-        metrics.speculative_tokens.labels(speculation.model, "wasted").inc(requested - useful)
+        metrics.speculative_tokens.labels(speculation.model, "wasted").inc(computed - useful)
 
     def _start(self, work: Coroutine[Any, Any, object]) -> None:
         if len(self._tasks) >= MAX_TASKS:

@@ -9,8 +9,11 @@ from typing import Literal, NamedTuple
 
 SpeculationMode = Literal["auto", "hinted", "off"]
 Waits = Literal["tools", "user"]
-FIRST_TRIALS = 16  # answers of a family that are all followed by a trial
+WAITS: tuple[Waits, ...] = ("tools", "user")
+FIRST_TRIALS = 16  # follow-ups of a kind that are all trials
+NEW_ANSWERS = 512  # of a family, among which its first trials are
 TRIAL_EVERY = 20  # later answers that would not be followed by one otherwise
+TRIAL_TOKENS = 8192
 MIN_TRIALS = 8
 MIN_USEFUL_SHARE = 0.9
 MIN_TOKENS = 32.0  # used on average: the rest of a block is not worth a request
@@ -34,16 +37,16 @@ class FollowUp(NamedTuple):
 
 
 class _Record:
-    """Decayed sums of the tokens that were requested and used, over `trials` speculations."""
+    """Decayed sums of the tokens that were computed and used, over `trials` speculations."""
 
-    __slots__ = ("requested", "trials", "useful")
+    __slots__ = ("computed", "trials", "useful")
 
     def __init__(self) -> None:
-        self.trials = self.requested = self.useful = 0.0
+        self.trials = self.computed = self.useful = 0.0
 
-    def add(self, requested: int, useful: int) -> None:
+    def add(self, computed: int, useful: int) -> None:
         self.trials = self.trials * MEMORY + 1
-        self.requested = self.requested * MEMORY + requested
+        self.computed = self.computed * MEMORY + computed
         self.useful = self.useful * MEMORY + useful
 
     @property
@@ -54,31 +57,35 @@ class _Record:
     def pays(self) -> bool:
         return (
             self.is_known
-            and self.useful >= MIN_USEFUL_SHARE * self.requested
+            and self.useful >= MIN_USEFUL_SHARE * self.computed
             and self.useful >= MIN_TOKENS * self.trials
         )
 
 
 class PlannedSpeculation(NamedTuple):
-    """A speculation that may follow an answer: hinted by the caller, a `trial`, or if it pays."""
+    """A speculation that may follow an answer.
+
+    The caller hints at it, follow-ups of the family pay, it is due as a trial, or those of a new
+    kind are first trials.
+    """
 
     family: FollowUpFamily
-    hinted: bool
-    trial: bool
+    reason: Literal["hint", "pays", "due", "new"]
 
 
 class SpeculationGate:
     """Follow-ups by `mode`: "auto" after those that pay and in trials, "hinted" on request only.
 
-    A hint is followed until the speculations on such follow-ups do not pay; then one of TRIAL_EVERY
-    is, as of the others in mode "auto" after the first ones. Families beyond MAX_FAMILIES are left
-    out.
+    The first FIRST_TRIALS follow-ups of each kind are trials, then one of TRIAL_EVERY. A hint is
+    followed until the speculations on such follow-ups do not pay. Families beyond MAX_FAMILIES are
+    left out.
     """
 
     def __init__(self, mode: SpeculationMode) -> None:
         self._mode = mode
         self._records: dict[FollowUpFamily, dict[str, _Record]] = {}
         self._answers: Counter[FollowUpFamily] = Counter()
+        self._trials: Counter[FollowUp] = Counter()
         self._skipped: Counter[FollowUp] = Counter()
 
     def plan(self, family: FollowUpFamily, hinted: bool) -> PlannedSpeculation | None:
@@ -86,31 +93,47 @@ class SpeculationGate:
         if self._mode == "off" or (self._mode == "hinted" and not hinted):
             return None
         if hinted:
-            return PlannedSpeculation(family, True, False)
-        records = self._records.get(family)
-        if records is not None and any(record.pays for record in records.values()):
-            return PlannedSpeculation(family, False, False)
+            return PlannedSpeculation(family, "hint")
+        records = self._records.get(family, {})
+        if any(record.pays for record in records.values()):
+            return PlannedSpeculation(family, "pays")
         if family not in self._answers and len(self._answers) >= MAX_FAMILIES:
             return None
         self._answers[family] += 1
-        answers = self._answers[family]
-        if answers > FIRST_TRIALS and answers % TRIAL_EVERY:
-            return None
-        return PlannedSpeculation(family, False, True)
+        if self._answers[family] % TRIAL_EVERY == 0:
+            return PlannedSpeculation(family, "due")
+        return PlannedSpeculation(family, "new") if self._is_new(family) else None
 
     def allows(self, planned: PlannedSpeculation, waits: Waits) -> bool:
         """True if the planned speculation is to be made, now that it is known what follows."""
         record = self._records.get(planned.family, {}).get(waits)
-        if planned.trial or (record is not None and record.pays):
-            return True
-        if planned.hinted and (record is None or not record.is_known):
+        if planned.reason == "due" or (record is not None and record.pays):
             return True
         follow_up = FollowUp(planned.family, waits)
+        if planned.reason == "hint":
+            if record is None or not record.is_known:
+                return True
+        elif self._trials[follow_up] < FIRST_TRIALS:
+            self._trials[follow_up] += 1
+            return True
+        elif planned.reason == "new":
+            return False
         self._skipped[follow_up] += 1
         return self._skipped[follow_up] % TRIAL_EVERY == 0
 
-    def record(self, follow_up: FollowUp, requested: int, useful: int) -> None:
-        """Record a speculation: the tokens it was to compute, and those the next prompt used.
+    def most_tokens(self, follow_up: FollowUp, limit: int) -> int:
+        """The most tokens of a speculation: `limit` where speculations pay, fewer in trials."""
+        record = self._records.get(follow_up.family, {}).get(follow_up.waits)
+        return limit if record is not None and record.pays else min(limit, TRIAL_TOKENS)
+
+    def _is_new(self, family: FollowUpFamily) -> bool:
+        """True if answers of the family are still awaited for the first trials of a kind."""
+        if self._answers[family] > NEW_ANSWERS:
+            return False
+        return any(self._trials[FollowUp(family, waits)] < FIRST_TRIALS for waits in WAITS)
+
+    def record(self, follow_up: FollowUp, computed: int, useful: int) -> None:
+        """Record a speculation: the tokens that it computed, and those that the next prompt used.
 
         Both are 0 if there was nothing to compute.
         """
@@ -119,4 +142,4 @@ class SpeculationGate:
             if len(self._records) >= MAX_FAMILIES:
                 return
             records = self._records[follow_up.family] = {}
-        records.setdefault(follow_up.waits, _Record()).add(requested, useful)
+        records.setdefault(follow_up.waits, _Record()).add(computed, useful)

@@ -11,11 +11,12 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.session_blocks import common_prefix
 
 MAX_OPEN = 1024
+MAX_PER_BASE = 16
 LIFETIME_S = 900.0
 
 
 class Speculation(Struct, frozen=True):
-    """A speculative prefill of a prefix of `blocks` blocks.
+    """A speculative prefill for a session: of a prefix of `blocks` blocks of its next prompt.
 
     The engine had the first `base_blocks` already; `base_hash` is the sequence hash of the last of
     them (packed), `end_hash` that of the last block of all. The engine was to compute
@@ -24,6 +25,7 @@ class Speculation(Struct, frozen=True):
 
     id: str
     tenant: str
+    session: str | None
     instance: str
     model: str
     base_hash: bytes
@@ -57,39 +59,67 @@ def common_blocks(one: bytes, other: bytes) -> int:
 
 
 class SpeculativePrefills:
-    """At most `limit` open speculations, looked up by the prompt that each predicted."""
+    """At most `limit` open speculations, looked up by the prompt that each predicted.
+
+    Conversations that share a prefix may have speculations with the same base: a prompt that none
+    of them fits ends that of its own session.
+    """
 
     def __init__(self, limit: int = MAX_OPEN) -> None:
         self._limit = limit
-        self._open: OrderedDict[tuple[str, bytes], Speculation] = OrderedDict()
+        self._open: OrderedDict[str, Speculation] = OrderedDict()
+        self._by_base: dict[tuple[str, bytes], list[Speculation]] = {}
         self._bases: Counter[int] = Counter()
 
     def add(self, speculation: Speculation) -> Iterator[Speculation]:
         """Add a speculation; yield those that it replaces."""
-        key = speculation.tenant, speculation.base_hash
-        if key in self._open:
-            yield self._remove(key)
+        known = self._by_base.get((speculation.tenant, speculation.base_hash), [])
+        replaced = [one for one in known if one.session == speculation.session]
+        if len(known) >= MAX_PER_BASE and not replaced:
+            replaced = known[:1]
+        for one in replaced:
+            self.remove(one.id)
+            yield one
         if len(self._open) >= self._limit:
-            yield self._remove(next(iter(self._open)))
-        self._open[key] = speculation
+            oldest = next(iter(self._open.values()))
+            self.remove(oldest.id)
+            yield oldest
+        self._open[speculation.id] = speculation
+        key = speculation.tenant, speculation.base_hash
+        self._by_base.setdefault(key, []).append(speculation)
         self._bases[speculation.base_blocks] += 1
 
-    def pop(self, tenant: str, sequence_hashes: bytes) -> Speculation | None:
-        """Remove and return the speculation on the prompt of these packed sequence hashes."""
+    def pop(self, tenant: str, session: str | None, sequence_hashes: bytes) -> Speculation | None:
+        """Remove and return the speculation on a session's prompt of these packed hashes."""
+        other = None
         for base in self._bases:
-            key = tenant, sequence_hashes[(base - 1) * HASH_BYTES : base * HASH_BYTES]
-            if key in self._open:
-                return self._remove(key)
-        return None
+            last = sequence_hashes[(base - 1) * HASH_BYTES : base * HASH_BYTES]
+            for one in self._by_base.get((tenant, last), ()):
+                if one.fits(sequence_hashes):
+                    return self.remove(one.id)
+                if session is not None and one.session == session:
+                    other = one
+        return self.remove(other.id) if other is not None else None
+
+    def remove(self, speculation: str) -> Speculation | None:
+        """Remove and return a speculation by its id; None if it is not open."""
+        found = self._open.pop(speculation, None)
+        if found is None:
+            return None
+        key = found.tenant, found.base_hash
+        rest = [one for one in self._by_base.pop(key) if one is not found]
+        if rest:
+            self._by_base[key] = rest
+        self._bases[found.base_blocks] -= 1
+        if not self._bases[found.base_blocks]:
+            del self._bases[found.base_blocks]
+        return found
 
     def expire(self, now: float) -> Iterator[Speculation]:
         """Remove and yield those whose prompt has not arrived in time, oldest first."""
-        while self._open and next(iter(self._open.values())).expires <= now:
-            yield self._remove(next(iter(self._open)))
-
-    def _remove(self, key: tuple[str, bytes]) -> Speculation:
-        speculation = self._open.pop(key)
-        self._bases[speculation.base_blocks] -= 1
-        if not self._bases[speculation.base_blocks]:
-            del self._bases[speculation.base_blocks]
-        return speculation
+        while self._open:
+            oldest = next(iter(self._open.values()))
+            if oldest.expires > now:
+                return
+            self.remove(oldest.id)
+            yield oldest
