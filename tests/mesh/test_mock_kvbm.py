@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.recorder import Recorder
@@ -17,7 +18,7 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Computed, Corrupt, KvLayout, Sampling, Work
+from kvmesh.bus.messages import Computed, Corrupt, KvLayout, Offer, Sampling, Work
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.demo import model_dir
 from kvmesh.settings import Settings
@@ -147,6 +148,21 @@ async def test_evicted_blocks_come_back(kvbm: SmallKvbm, host: MockHost) -> None
     assert (host.counts.written, host.counts.corrupt) == (6, 0)
     await eventually(lambda: not kvbm.tickets, what="tickets are returned")
     await eventually(lambda: kvbm.count(Computed) >= 2)
+
+
+async def test_blocks_of_an_ephemeral_request_are_loaded_but_not_written(
+    kvbm: SmallKvbm, host: MockHost
+) -> None:
+    await host.run(replace(make_work("passing", TOKENS), ephemeral=True))
+    await eventually(lambda: kvbm.count(Computed) == 1)
+    assert not kvbm.count(Offer)
+    await host.run(make_work("lasting", TOKENS))
+    await eventually(lambda: len(kvbm.blocks) == 6)
+    host.engine.clear()
+    again = replace(make_work("again", [*TOKENS, *range(64)]), ephemeral=True)
+    assert await host.run(again) == [0, 96]
+    await eventually(lambda: kvbm.count(Computed) == 3)
+    assert len(kvbm.blocks) == 6
 
 
 async def test_a_block_with_other_content_is_computed(kvbm: SmallKvbm, host: MockHost) -> None:

@@ -137,6 +137,8 @@ class KvbmTiers:
         if self.available and request not in self._looked_up:
             self._looked_up.add(request)
             self._touches.start(self._touch(sequence), "touch")
+        if sequence.request.ephemeral:
+            return
         hashes, local = sequence.sequence_hashes[:full], sequence.local_hashes[:full]
         self._filled[request] = MockBlocks(request, hashes, local, sequence)
 
@@ -312,6 +314,7 @@ class KvbmTiers:
             tenant=request.tenant,
             session=claims.session if claims is not None else None,
             retention=retained(item.sequence),
+            ephemeral=request.ephemeral,
         )
 
     def _digests(self, item: MockBlocks) -> bytes:
