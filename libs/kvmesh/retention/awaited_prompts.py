@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import ReturnForecast
 from kvmesh.retention.return_value import Expectation, TypicalReturn
 from kvmesh.returns.rates import unpack_rates
-from kvmesh.returns.value import values_by_age
+from kvmesh.returns.value import chances_by_age, values_by_age
 
 log = logging.getLogger(__name__)
 P = TypeVar("P")
@@ -91,6 +91,21 @@ class AwaitedPrompts(Generic[P]):
         early = self._early.pop(prompt.request, None) if self._early else None
         return early is not None and self._expect(prompt, early)
 
+    def grow(self, prompt: AwaitedPrompt[P]) -> bool:
+        """Record more of a request's prompt: what was expected of its part is of the whole.
+
+        True if an early forecast now applies to it.
+        """
+        known = self._ended.get(prompt.request)
+        if known is not None:
+            prompt.expectation, prompt.forecast = known.expectation, known.forecast
+        return self.end(prompt)
+
+    def expectation(self, request: str) -> Expectation | None:
+        """The expectation of the prompt of a request, if there is one."""
+        prompt = self._ended.get(request)
+        return None if prompt is None else prompt.expectation
+
     def expect(self, forecast: ReturnForecast) -> AwaitedPrompt[P] | None:
         """Apply a forecast, with `since` on the caller's clock; returns its prompt.
 
@@ -107,13 +122,23 @@ class AwaitedPrompts(Generic[P]):
                 self._early.popitem(last=False)
         return None
 
-    def on_prompt(self, session: str | None, prompts: Iterable[Sequence[Hashable]]) -> None:
-        """Note the new prompt of a session, and those that it gives up, each by its hashes."""
+    def on_prompt(
+        self,
+        session: str | None,
+        prompts: Iterable[Sequence[Hashable]],
+        request: str | None = None,
+    ) -> None:
+        """Note the new prompt of a session, and those that it gives up, each by its hashes.
+
+        The prompt of `request`, the session's own, returns by later requests only.
+        """
         awaited = self._by_session.get(session) if session is not None else None
         if not awaited:
             return
         for prompt in prompts:
             for one in [one for one in awaited.values() if one.is_in(prompt)]:
+                if one.request == request:
+                    continue
                 self._end(one)
                 if one.expectation is not None and one.forecast:
                     self.returns[EVICTED if one.expectation.evicted else HELD] += 1
@@ -136,11 +161,11 @@ class AwaitedPrompts(Generic[P]):
         self.results[APPLIED] += 1
         self._typical.learn(rates)
         prompt.forecast = True
-        values, known = values_by_age(rates), prompt.expectation
+        values, chances, known = values_by_age(rates), chances_by_age(rates), prompt.expectation
         if known is None:
-            prompt.expectation = Expectation(forecast.since, values)
+            prompt.expectation = Expectation(forecast.since, values, chances)
         else:
-            known.since, known.values = forecast.since, values
+            known.since, known.values, known.chances = forecast.since, values, chances
         return True
 
     def _rates(self, forecast: ReturnForecast) -> tuple[float, ...] | None:
@@ -173,6 +198,15 @@ class AwaitedPrompts(Generic[P]):
 def still_expected(expected: Sequence[Expectation]) -> tuple[Expectation, ...]:
     """Those of the expectations that are not over."""
     return tuple([one for one in expected if not one.over])
+
+
+def chance_of_return(expected: Iterable[Expectation], now: float) -> float:
+    """The probability that at least one of these returns comes after `now`; 1 without any."""
+    left, known = 1.0, False
+    for one in expected:
+        left *= 1.0 - one.chance(now)
+        known = True
+    return 1.0 - left if known else 1.0
 
 
 def with_expectation(

@@ -98,6 +98,14 @@ class EvictionPool(Generic[K]):
         """True if the value of a key decides when it is evicted."""
         return key in self._valued
 
+    def value(self, key: K, now: float) -> float:
+        """The worth per second of holding an unclaimed key, in the unit of the order's `saving`.
+
+        Of a key with a forecast, that at the last eviction.
+        """
+        known = self._valued.value(key)
+        return self._typical_value(key, now) if known is None else known
+
     def update(self, key: K, rank: EvictionRank) -> None:
         """Change the rank of a key and leave its recency; KeyError if the key is absent."""
         if key in self._entries:
@@ -163,14 +171,22 @@ class EvictionPool(Generic[K]):
             return True
         if entry[:2] < UNCLAIMED or self._order is None:
             return False
-        value = self._order.typical.value(now - self._order.last_use(entry[3]))
-        return (valued.value, valued.stamp) < (value, entry[2])
+        return (valued.value, valued.stamp) < (self._typical_value(entry[3], now), entry[2])
+
+    def _typical_value(self, key: K, now: float) -> float:
+        """The value of a key without a forecast."""
+        if self._order is None:
+            return 0.0
+        order = self._order
+        return order.typical.value(now - order.last_use(key)) * order.saving(key)
 
     def _put_valued(self, key: K, stamp: int) -> bool:
         """Order an unclaimed key by its value; False if nothing is expected of it."""
-        expected = self._order.expected(key) if self._order is not None else ()
+        if self._order is None:
+            return False
+        expected = self._order.expected(key)
         if expected:
-            self._valued.put(key, expected, stamp)
+            self._valued.put(key, expected, stamp, self._order.saving(key))
         return bool(expected)
 
     def _place(self, key: K, rank: EvictionRank, stamp: int) -> None:

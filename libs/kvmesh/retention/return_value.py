@@ -13,15 +13,18 @@ LEARN_EVERY = 16  # forecasts between two computations of the typical values
 class Expectation:
     """The expected return of one prompt: `values` in returns per second by age since `since`.
 
-    `over` is set once the prompt has returned or its session has ended. `evicted` counts the
-    blocks that were evicted meanwhile.
+    `chances` are the probabilities that it returns at all, by age. `over` is set once the prompt
+    has returned or its session has ended. `evicted` counts the blocks that were evicted meanwhile.
     """
 
-    __slots__ = ("evicted", "over", "since", "values")
+    __slots__ = ("chances", "evicted", "over", "since", "values")
 
-    def __init__(self, since: float, values: tuple[float, ...]) -> None:
+    def __init__(
+        self, since: float, values: tuple[float, ...], chances: tuple[float, ...] = (1.0,) * BINS
+    ) -> None:
         self.since = since
         self.values = values
+        self.chances = chances
         self.over = False
         self.evicted = 0
 
@@ -35,6 +38,10 @@ class Expectation:
             at += 1
             end = self.since + AGE_ENDS[at]
         return self.values[at], end
+
+    def chance(self, now: float) -> float:
+        """The probability that the prompt returns after `now`."""
+        return 0.0 if self.over else self.chances[age_bin(now - self.since)]
 
 
 class TypicalReturn:

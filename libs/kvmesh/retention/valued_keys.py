@@ -23,7 +23,8 @@ class ReturnOrder(Generic[K]):
     """Knowledge of an owner of keys about their returns.
 
     `expected(key)` returns the expectations of a key, none for a key without a forecast, and
-    `last_use(key)` the time of its last use.
+    `last_use(key)` the time of its last use. `saving(key)` is what a return saves if the key is
+    held, in any unit; by default it is the same for all keys.
     """
 
     def __init__(
@@ -31,24 +32,27 @@ class ReturnOrder(Generic[K]):
         typical: TypicalReturn,
         expected: Callable[[K], Expected],
         last_use: Callable[[K], float],
+        saving: Callable[[K], float] = lambda _: 1.0,
     ) -> None:
         self.typical = typical
         self.expected = expected
         self.last_use = last_use
+        self.saving = saving
 
 
 class ValuedKey(Generic[K]):
     """A key with its value, and the `stamp` of its last use; `serial` is that of its queue entry.
 
-    `changes_at` is the time of its entry in the calendar.
+    A return saves `saving`. `changes_at` is the time of its entry in the calendar.
     """
 
-    __slots__ = ("blocked", "changes_at", "expected", "key", "serial", "stamp", "value")
+    __slots__ = ("blocked", "changes_at", "expected", "key", "saving", "serial", "stamp", "value")
 
-    def __init__(self, key: K, expected: Expected, stamp: int) -> None:
+    def __init__(self, key: K, expected: Expected, stamp: int, saving: float) -> None:
         self.key = key
         self.expected = expected
         self.stamp = stamp
+        self.saving = saving
         self.value = -1.0
         self.serial = NOT_QUEUED
         self.changes_at = -inf
@@ -70,10 +74,10 @@ class ValuedKeys(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._entries
 
-    def put(self, key: K, expected: Expected, stamp: int) -> None:
+    def put(self, key: K, expected: Expected, stamp: int, saving: float = 1.0) -> None:
         """Add a key, or replace it."""
         self.discard(key)
-        entry = self._entries[key] = ValuedKey(key, expected, stamp)
+        entry = self._entries[key] = ValuedKey(key, expected, stamp, saving)
         self._serial += 1
         heapq.heappush(self._calendar, (-inf, self._serial, entry))
         self._compact()
@@ -89,6 +93,11 @@ class ValuedKeys(Generic[K]):
     def stamp(self, key: K) -> int:
         """The stamp of a key; KeyError if it is absent."""
         return self._entries[key].stamp
+
+    def value(self, key: K) -> float | None:
+        """The value of a key as of the last `lowest`; None if the key is absent."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.value
 
     def lowest(self, now: float) -> ValuedKey[K] | None:
         """The key of the lowest value at `now` that is not blocked; None if there is none."""
@@ -119,6 +128,7 @@ class ValuedKeys(Generic[K]):
             part, end = expectation.at(now)
             value += part
             change = min(change, end)
+        value *= entry.saving
         if value != entry.value:
             entry.value = value
             if not entry.blocked:

@@ -7,7 +7,7 @@ until which the blocks could be held. It is the index by which Gittins orders jo
 """
 
 from collections.abc import Sequence
-from math import expm1
+from math import exp, expm1
 
 from kvmesh.returns.rates import AGE_ENDS, BINS
 
@@ -31,6 +31,20 @@ def values_by_age(rates: Sequence[float]) -> tuple[float, ...]:
         values[at] = span.value
         later.append(span)
     return tuple(values)
+
+
+def chances_by_age(rates: Sequence[float]) -> tuple[float, ...]:
+    """The probability of a return at all after the start of each bin, for rates per second.
+
+    The last bin, which has no end, counts as long as all others together.
+    """
+    chances = [0.0] * BINS
+    left = 1.0
+    for at in range(LAST, -1, -1):
+        width = BIN_WIDTHS[at] if at < LAST else AGE_ENDS[LAST - 1]
+        left *= exp(-rates[at] * width)
+        chances[at] = 1.0 - left
+    return tuple(chances)
 
 
 class _Span:

@@ -21,7 +21,8 @@ LAYERS = [
 CORE_LAYERS = [
     ["errors"],
     ["blocks"],
-    ["retention", "config"],
+    ["returns", "config"],
+    ["retention"],
     ["transfers"],
     ["attachment", "clearing"],
     ["manager"],

@@ -11,6 +11,7 @@ from kvmesh.retention.awaited_prompts import (
     MAX_PER_SESSION,
     AwaitedPrompt,
     AwaitedPrompts,
+    chance_of_return,
     on_clock,
     still_expected,
     with_expectation,
@@ -157,3 +158,35 @@ def test_times_are_converted_and_never_lie_ahead() -> None:
         [forecast("a", since=995.0), forecast("b", since=1_005.0)], 1_000.0, 40.0
     )
     assert (past.since, ahead.since) == (35.0, 40.0)
+
+
+def test_more_of_a_prompt_is_expected_as_its_part_was() -> None:
+    prompts = awaited()
+    prompts.grow(prompt("r-1", blocks=2))
+    assert prompts.expectation("r-1") is None
+    prompts.expect(forecast("r-1"))
+    known = prompts.expectation("r-1")
+    prompts.grow(prompt("r-1", blocks=3))
+    assert prompts.expectation("r-1") is known is not None
+    prompts.on_prompt("s", [[1, 2, 3]], request="r-1")
+    assert not known.over
+    prompts.on_prompt("s", [[1, 2, 3, 4]], request="r-2")
+    assert prompts.returns["held"] == 1
+    assert prompts.expectation("r-1") is None
+
+
+def test_an_early_forecast_applies_to_the_first_part() -> None:
+    prompts = awaited()
+    prompts.expect(forecast("r-1"))
+    assert prompts.grow(prompt("r-1", blocks=2))
+    assert not prompts.grow(prompt("r-1", blocks=3))
+    assert prompts.expectation("r-1") is not None
+
+
+def test_the_chance_of_a_return_is_that_of_any_of_several() -> None:
+    half = Expectation(0.0, (0.1,) * BINS, (0.5,) * BINS)
+    over = Expectation(0.0, (0.1,) * BINS, (0.5,) * BINS)
+    over.over = True
+    assert chance_of_return((), 1.0) == 1.0
+    assert chance_of_return((half, over), 1.0) == 0.5
+    assert chance_of_return((half, half), 1.0) == 0.75

@@ -225,6 +225,40 @@ def test_the_value_of_a_key_changes_while_it_waits() -> None:
     assert pool.next_victim(60.0) == b"fast"
 
 
+def test_the_value_of_a_key_is_in_what_a_return_saves() -> None:
+    often, seldom = Expectation(0.0, (0.3,) * BINS), Expectation(0.0, (0.1,) * BINS)
+    expected: dict[bytes, list[Expectation]] = {b"cheap": [often], b"dear": [seldom], b"new": []}
+    saving = {b"cheap": 1.0, b"dear": 10.0, b"new": 5.0}
+    typical = TypicalReturn()
+    typical.learn([0.1] * BINS)
+    pool = unclaimed_pool()
+    pool.order_by_returns(
+        ReturnOrder[bytes](typical, expected.__getitem__, lambda _: 0.0, saving.__getitem__)
+    )
+    for key in expected:
+        pool.add(key)
+    evicted = []
+    while pool:
+        evicted.append((key := pool.next_victim(1.0), round(pool.value(key, 1.0), 3)))
+        pool.discard(key)
+    assert evicted == [(b"cheap", 0.3), (b"new", 0.5), (b"dear", 1.0)]
+
+
+def test_a_new_saving_counts_once_it_is_reconsidered() -> None:
+    saving = {b"a": 2.0, b"b": 1.0}
+    same = [Expectation(0.0, (0.1,) * BINS)]
+    pool = unclaimed_pool()
+    pool.order_by_returns(
+        ReturnOrder[bytes](TypicalReturn(), lambda _: same, lambda _: 0.0, saving.__getitem__)
+    )
+    pool.add(b"a")
+    pool.add(b"b")
+    assert pool.next_victim(1.0) == b"b"
+    saving[b"a"] = 0.5
+    pool.reconsider(b"a")
+    assert pool.next_victim(1.0) == b"a"
+
+
 def test_queues_of_values_are_proportional_to_the_keys() -> None:
     expected = [Expectation(0.0, tuple(float(BINS - k) for k in range(BINS)))]
     pool = unclaimed_pool()

@@ -1,10 +1,11 @@
 """Rates of return: bins of age, and their form on the wire."""
 
-from math import inf
+from math import exp, inf
 
 import pytest
 
 from kvmesh.returns.rates import AGE_ENDS, BINS, age_bin, pack_rates, unpack_rates
+from kvmesh.returns.value import chances_by_age
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,13 @@ def test_rates_beyond_the_range_are_clipped() -> None:
 def test_a_forecast_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="3 rates of return instead of 16"):
         unpack_rates(b"abc")
+
+
+def test_the_chance_of_a_return_falls_with_the_returns_that_are_over() -> None:
+    soon = [1.0] * 4 + [0.0] * (BINS - 4)
+    chances = chances_by_age(soon)
+    assert chances[0] == pytest.approx(1 - exp(-4.0))
+    assert list(chances) == sorted(chances, reverse=True)
+    assert set(chances[4:]) == {0.0}
+    assert chances_by_age([0.0] * BINS) == (0.0,) * BINS
+    assert chances_by_age([0.001] * BINS)[BINS - 1] > 0.99

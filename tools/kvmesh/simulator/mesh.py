@@ -478,6 +478,8 @@ class Simulation:
         worker = self.workers.get(instance)
         if worker is not None:
             worker.core.expect_returns(forecasts)
+        elif self.nodes is not None:
+            self.nodes.expect_returns(instance, forecasts)
 
     def _end(self, index: int, error: str | None) -> None:
         self.records.error[index] = error

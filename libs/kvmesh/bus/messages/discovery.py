@@ -100,8 +100,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     names the machine whose memory and disks it can reach. A worker that `needs_handoff` computes
     no prompts: each of its requests needs a prefill worker. `warnings` are problems of the mesh
     that the process has detected and that do not stop it from serving. `startup_s` are the seconds
-    that a worker's engine took to start, 0 if unknown. A worker that `expects_returns` orders
-    eviction by forecasts of returns; others need none.
+    that a worker's engine took to start, 0 if unknown. A worker or kvbm that `expects_returns`
+    orders eviction by forecasts of returns; others need none.
     """
 
     instance: str

@@ -1,7 +1,7 @@
 """Settings of the kvbm."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -30,6 +30,12 @@ class KvbmSettings(Section, frozen=True, kw_only=True):
     host_bytes: Annotated[int, Meta(ge=1 << 20, description="memory for blocks, in bytes")] = (
         1 << 30
     )
+    eviction: Annotated[
+        Literal["forecast", "lru"],
+        Meta(
+            description="order of blocks without directives: by forecasts of their return or by use"
+        ),
+    ] = "forecast"
     disk_path: Annotated[
         Path | None, Meta(description="folder for blocks on a local disk; none: no disk tier")
     ] = None

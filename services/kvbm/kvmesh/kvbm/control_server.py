@@ -1,6 +1,7 @@
 """Server for control commands and dump requests of the mesh."""
 
 import logging
+import time
 from collections.abc import Callable
 
 from kvmesh.bus.messages import (
@@ -9,12 +10,14 @@ from kvmesh.bus.messages import (
     ControlReply,
     Drain,
     Dump,
+    ExpectReturns,
     MessageDecoder,
     Pin,
     Release,
     Unpin,
 )
 from kvmesh.kvbm.core.manager import Manager
+from kvmesh.retention.awaited_prompts import on_clock
 
 log = logging.getLogger(__name__)
 decoder: MessageDecoder[Control] = MessageDecoder(Control)
@@ -53,6 +56,8 @@ class ControlServer:
                 return ControlReply(True, blocks=self._manager.pin(command, now))
             case Unpin(name):
                 return _unpinned(self._manager.unpin(name, now))
+            case ExpectReturns(forecasts):
+                self._manager.expect_returns(on_clock(forecasts, time.time(), now), now)
             case Drain():
                 self._leave()
             case _:

@@ -28,6 +28,7 @@ class ManagerCollector(Collector):
         yield from self._paths()
         yield from self._plain()
         yield from self._reasons()
+        yield from self._returns()
 
     def _tiers(self) -> Iterator[Metric]:
         store = self._manager.store
@@ -36,6 +37,9 @@ class ManagerCollector(Collector):
         size = _gauge("capacity_bytes", "Size of a tier", "tier")
         retained = _gauge("retained_bytes", "Bytes with explicit retention", "tier")
         evicted = _counter("evicted_blocks", "Blocks evicted to free space", "tier")
+        unlikely = _counter(
+            "unlikely_blocks", "Blocks evicted since a forecast made them worth the least", "tier"
+        )
         for number, tier in store.tiers.items():
             label = [str(number)]
             blocks.add_metric(label, len(tier.copies))
@@ -43,9 +47,10 @@ class ManagerCollector(Collector):
             size.add_metric(label, tier.slots.capacity)
             retained.add_metric(label, sum(tier.budget.charged.values()))
             evicted.add_metric(label, tier.evicted)
+            unlikely.add_metric(label, tier.unlikely)
         if store.remote is not None:
             blocks.add_metric([str(REMOTE)], len(store.remote))
-        yield from (blocks, used, size, retained, evicted)
+        yield from (blocks, used, size, retained, evicted, unlikely)
         hits = _counter("hit_blocks", "Fetched blocks that a tier had", "tier")
         onboarded = _counter("onboarded_blocks", "Blocks loaded by workers, by source tier", "tier")
         for number in TIERS:
@@ -132,6 +137,27 @@ class ManagerCollector(Collector):
         text = "Other nodes that share no blocks at all as their keys differ"
         nodes = self._compatibility.incompatible_keys
         yield GaugeMetricFamily(PREFIX + "incompatible_key_nodes", text, value=nodes)
+
+    def _returns(self) -> Iterator[Metric]:
+        manager = self._manager
+        forecasts = _counter(
+            "return_forecasts", "Forecasts of returns by what came of them", "result"
+        )
+        for result, count in manager.returns.forecasts.items():
+            forecasts.add_metric([result], count)
+        returns = _counter(
+            "returns",
+            "Prompts with a forecast that returned: all blocks held, or some lost",
+            "blocks",
+        )
+        for blocks, count in manager.returns.returns.items():
+            returns.add_metric([blocks], count)
+        kept_off = _counter(
+            "not_offloaded_blocks", "Blocks that a lower tier would not be worth the write", "tier"
+        )
+        for tier, offload in manager.offloads.items():
+            kept_off.add_metric([str(tier)], offload.not_worth)
+        yield from (forecasts, returns, kept_off)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

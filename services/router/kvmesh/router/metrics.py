@@ -40,7 +40,9 @@ missed_blocks = Counter(
     ["model"],
 )
 forecasts = Counter(
-    f"{_PREFIX}_forecasts", "Forecasts of returns sent to workers, one for each prompt", ["model"]
+    f"{_PREFIX}_forecasts",
+    "Forecasts of returns sent, one for each prompt to its worker and kvbm",
+    ["model"],
 )
 forecast_returns = Gauge(
     f"{_PREFIX}_forecast_returns",

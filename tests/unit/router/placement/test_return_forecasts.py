@@ -2,9 +2,10 @@
 
 from random import Random
 
+import pytest
 from support.routing import request, sequence, worker
 
-from kvmesh.bus.messages import Outcome, Placement
+from kvmesh.bus.messages import Instance, Outcome, Placement, Role
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.settings.schema import RouterSettings
 
@@ -52,6 +53,29 @@ def test_a_worker_that_expects_returns_gets_the_forecast() -> None:
     assert router.returns.shadow.capacity == 2 * 1024
     finish(router, "2", "b")
     assert router.take_forecasts(7.0) == {}
+
+
+@pytest.mark.parametrize("expects", [True, False])
+def test_the_kvbm_of_the_workers_node_gets_it_too(expects: bool) -> None:
+    router = core()
+    router.join(worker("c", node="n", expects_returns=expects))
+    for node, instance, kvbm_expects in (("n", "k", True), ("n", "old", False), ("o", "l", True)):
+        router.join(
+            Instance(
+                instance=instance,
+                role=Role.KVBM,
+                name=instance,
+                version="0",
+                started=0.0,
+                node=node,
+                expects_returns=kvbm_expects,
+            )
+        )
+    trust(router)
+    finish(router, "1", "c")
+    forecasts = router.take_forecasts(6.0)
+    assert set(forecasts) == ({"c", "k"} if expects else {"k"})
+    assert forecasts["k"][0].request == "1"
 
 
 def test_forecasts_can_be_turned_off() -> None:

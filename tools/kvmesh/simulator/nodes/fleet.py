@@ -1,6 +1,6 @@
 """The nodes of a simulation, and the attachments of their workers."""
 
-from kvmesh.bus.messages import KvEvent
+from kvmesh.bus.messages import KvEvent, ReturnForecast
 from kvmesh.simulator.index import SimulatedIndex
 from kvmesh.simulator.nodes.attachment import SimulatedAttachment, SteppingWorker
 from kvmesh.simulator.nodes.node import SimulatedNode
@@ -42,6 +42,12 @@ class SimulatedNodes:
     def detach(self, instance: str) -> None:
         """Detach a worker that is gone."""
         self._attachments.pop(instance).close()
+
+    def expect_returns(self, instance: str, forecasts: list[ReturnForecast]) -> None:
+        """Pass forecasts to the kvbm that a router sent them to."""
+        for node in self.nodes:
+            if node.instance == instance:
+                node.expect_returns(forecasts)
 
     def release(self, session: str) -> None:
         """Release a session's blocks on all nodes."""

@@ -16,6 +16,7 @@ from kvmesh.bus.messages import (
     NodeStore,
     Prepare,
     Prepared,
+    ReturnForecast,
     Role,
 )
 from kvmesh.indexer.decoding import EventSource
@@ -104,6 +105,7 @@ class SimulatedNode:
             version="simulated",
             started=0.0,
             node=self.node,
+            expects_returns=self.manager.returns.by_forecast,
             store=NodeStore(
                 directory="",
                 tier_bytes=sizes,
@@ -150,6 +152,10 @@ class SimulatedNode:
         self.manager.release([session], self.clock.now)
         self.settle()
         self._send_due()
+
+    def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
+        """A router's forecasts of returns."""
+        self.manager.expect_returns(forecasts, self.clock.now)
 
     # other nodes
 

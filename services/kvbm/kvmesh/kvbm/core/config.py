@@ -17,7 +17,8 @@ PEER_LEASE_S = 10.0
 class KvbmConfig:
     """Capacities in bytes by tier, times in seconds; `tenant_share` of a tier bounds a tenant.
 
-    `remote` enables the remote tier; with `shares`, this node offloads to a remote store.
+    `remote` enables the remote tier; with `shares`, this node offloads to a remote store. Eviction
+    follows forecasts of returns, or `by_forecast` is false.
     """
 
     capacities: Mapping[int, int]
@@ -29,6 +30,7 @@ class KvbmConfig:
     decay_s: float = 300.0
     patience_s: float = 30.0
     max_moves: int = 32
+    by_forecast: bool = True
     defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
 
 
@@ -46,5 +48,6 @@ def manager_config(settings: KvbmSettings) -> KvbmConfig:
         remote_frequency=settings.remote_frequency,
         decay_s=settings.decay_s,
         patience_s=settings.compute_patience_s,
+        by_forecast=settings.eviction == "forecast",
         defaults=parse_defaults(settings.retention),
     )

@@ -28,17 +28,20 @@ from kvmesh.bus.messages import (
     Pin,
     Prepare,
     Prepared,
+    ReturnForecast,
     Wanted,
 )
 from kvmesh.kvbm.core.attachment import AttachedWorker, Attachments
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Space
 from kvmesh.kvbm.core.blocks.events import dump
+from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, Store
 from kvmesh.kvbm.core.clearing import clear
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.kvbm.core.retention import TierRetention
+from kvmesh.kvbm.core.returns import NodeReturns
 from kvmesh.kvbm.core.transfers.announcing import ComputeAnnouncer
 from kvmesh.kvbm.core.transfers.in_progress import BlocksInProgress
 from kvmesh.kvbm.core.transfers.lending import Lending
@@ -77,15 +80,23 @@ class Manager:
         self.claims = Claims(config.patience_s)
         self.peer_claims = PeerClaims()
         self.in_progress = BlocksInProgress(config.patience_s, self.claims.end)
-        self.retention = TierRetention(self.store, config.defaults)
-        self.write_through = OfferedBlocks(self.store, self.retention)
+        self.returns = NodeReturns(self.store, config.by_forecast)
+        self.retention = TierRetention(self.store, config.defaults, self.returns)
+        self.write_through = OfferedBlocks(self.store, self.retention, self.returns)
         announcer = ComputeAnnouncer(
             self.store, self.in_progress, self.claims, self.peer_claims, instance
         )
         self.onboarding = Onboarding(self.store, self.in_progress, announcer, config.decay_s)
         frequencies = {DISK: config.disk_frequency, REMOTE: config.remote_frequency}
-        self._offloads = {
-            tier: Offload(self.store, tier, frequency, config.decay_s, config.max_moves)
+        self.offloads = {
+            tier: Offload(
+                self.store,
+                self.returns.savings,
+                tier,
+                frequency,
+                config.decay_s,
+                config.max_moves,
+            )
             for tier, frequency in frequencies.items()
             if tier in config.capacities or (tier == REMOTE and config.shares)
         }
@@ -182,6 +193,9 @@ class Manager:
     def _fetch(
         self, message: Fetch, prompt: PromptBlocks, worker: AttachedWorker
     ) -> Fetched | ParkedFetch:
+        self.returns.savings.record(
+            prompt.space, EngineSpeed(message.compute_tps, message.load_bps)
+        )
         self.retention.reopen(message.session)
         self.retention.follow(prompt)
         found = self.store.find(prompt.digests)
@@ -261,7 +275,7 @@ class Manager:
 
     def give_up_disk(self) -> None:
         """Stop writing to disk; its blocks may still be read."""
-        self._offloads[DISK].close()
+        self.offloads[DISK].close()
 
     # control
 
@@ -288,6 +302,11 @@ class Manager:
         """Remove a pin; return the number of its blocks, None if there is no such pin."""
         self.store.begin(now)
         return self.retention.unpin(name)
+
+    def expect_returns(self, forecasts: Iterable[ReturnForecast], now: float) -> None:
+        """Order eviction by forecasts, with `since` on the caller's clock."""
+        self.store.begin(now)
+        self.returns.expect(forecasts)
 
     def dump(self, rank: int) -> list[KvEvent]:
         """All blocks of a rank as events, starting with a `Cleared`."""
@@ -352,9 +371,9 @@ class Manager:
             self._consider_offload(ready)
             self.onboarding.wake(changed)
             changed = []
-        for offload in self._offloads.values():
+        for offload in self.offloads.values():
             offload.start_moves()
 
     def _consider_offload(self, blocks: Sequence[Block]) -> None:
-        for offload in self._offloads.values():
+        for offload in self.offloads.values():
             offload.consider(blocks)

@@ -9,6 +9,7 @@ from kvmesh.bus.messages import RELEASED, SUPERSEDED, Pin, Retain, owner
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, DropCause
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
+from kvmesh.kvbm.core.returns import NodeReturns
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import DEFAULT_LEVEL, BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
@@ -26,8 +27,11 @@ LEAD = 0
 class TierRetention:
     """Applies retention to the copies in all tiers of the node."""
 
-    def __init__(self, store: Store, defaults: Mapping[str, RetentionWish]) -> None:
+    def __init__(
+        self, store: Store, defaults: Mapping[str, RetentionWish], returns: NodeReturns
+    ) -> None:
         self._store = store
+        self._returns = returns
         self._defaults = defaults
         self._sessions: defaultdict[int, SessionBlocks[bytes]] = defaultdict(
             lambda: SessionBlocks(IDLE_SESSION_S, MAX_SESSION_BLOCKS)
@@ -62,10 +66,14 @@ class TierRetention:
 
     def follow(self, prompt: PromptBlocks) -> None:
         """Record a session's new prompt; drop blocks that only its previous one used."""
-        if prompt.session is not None and not self.is_closed(prompt.session):
+        tails: list[PromptTail[bytes]] = []
+        if prompt.session is not None:
+            if self.is_closed(prompt.session):
+                return
             sessions = self._sessions[prompt.space.layout.part]
             tails = sessions.record(prompt.session, prompt.digests, self._store.now)
             self._drop_tails(tails, DropCause(SUPERSEDED, prompt.request))
+        self._returns.on_prompt(prompt, [tail.prompt for tail in tails])
 
     def apply(
         self, prompt: PromptBlocks, wishes: Mapping[int, RetentionWish], blocks: Iterable[Block]
@@ -164,6 +172,7 @@ class TierRetention:
         ended = list(sessions)
         for session in ended:
             self._closed.put(session, True)
+        self._returns.release(ended)
         parts, cause = self._sessions.values(), DropCause(RELEASED)
         return sum(self._drop_tails(part.release(ended), cause) for part in parts)
 

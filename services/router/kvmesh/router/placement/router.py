@@ -123,15 +123,21 @@ class RouterCore:
             self.returns.on_placed(event, now + self.epoch)
 
     def take_forecasts(self, now: float) -> dict[str, list[ReturnForecast]]:
-        """The forecasts of returns to send, by the instance of a worker that expects them."""
+        """The forecasts of returns to send, by the instance that expects them.
+
+        That is the worker that computed the prompt, and the kvbm of its node.
+        """
         found: dict[str, list[ReturnForecast]] = {}
         if self.returns is None:
             return found
         self.returns.set_capacity(int(self.table.total_blocks.sum()))
         cards = self.table.cards
         for instance, forecast in self.returns.take_forecasts(now + self.epoch):
-            if instance in cards and cards[instance].expects_returns:
-                found.setdefault(instance, []).append(forecast)
+            if instance in cards:
+                card = cards[instance]
+                for each in (card, *self.table.nodes.cards_of(card.node)):
+                    if each.expects_returns:
+                        found.setdefault(each.instance, []).append(forecast)
         return found
 
     def expire(self, now: float) -> list[str]:

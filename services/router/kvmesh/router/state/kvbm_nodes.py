@@ -42,6 +42,10 @@ class KvbmNodes:
         self._numbers = {node: number for number, node in enumerate(sorted(stores), 1)}
         self.groups = _groups([stores[node] for node in self._numbers], self._model)
 
+    def cards_of(self, node: str) -> list[Instance]:
+        """The cards of a node's kvbms."""
+        return [card for card in self._cards.values() if card.node == node]
+
     def number(self, node: str) -> int:
         return self._numbers.get(node, 0)
 

@@ -107,3 +107,15 @@ def test_a_slow_path_is_tried_again_after_a_while() -> None:
     traffic.end(MB, 52.0)
     assert traffic.speed(52.0) == MB
     assert traffic.speed(1e6) == MB * 2**20
+
+
+def test_the_share_of_time_with_moves_is_that_of_the_last_minutes() -> None:
+    traffic = Traffic()
+    assert traffic.busy_share(100.0) == 0.0
+    traffic.begin(100.0)
+    traffic.begin(101.0)
+    traffic.end(MB, 105.0)
+    assert traffic.busy_share(400.0) == pytest.approx(1.0, abs=0.01)
+    traffic.end(MB, 400.0)
+    assert traffic.busy_share(400.0 + load_cost.BUSY_S) == pytest.approx(0.365, abs=0.01)
+    assert traffic.busy_share(1000.0) < 0.01

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvmesh.bus.messages import EVICTED, KvLayout
 from kvmesh.kvbm.core.blocks.slab_allocator import slot_bytes
 from kvmesh.retention.claims import BlockRetention
+from kvmesh.retention.return_value import Expectation
 
 ARENA, DISK, REMOTE = 1, 2, 3
 TIERS = (ARENA, DISK, REMOTE)
@@ -108,7 +109,7 @@ class Block:
     `parent_digest` names the block that it is useless without; blocks of a window have none.
     `index` counts from the prompt's root; `parent_hash` is the sequence hash of the block before,
     or the salt at the root. `last_operation` is the serial number of the last operation that
-    touched it.
+    touched it, at the time `used`. `expected` are the returns of the prompts that it is part of.
     """
 
     digest: bytes
@@ -121,6 +122,8 @@ class Block:
     sequence_hash: int
     salt: int
     last_operation: int = 0
+    used: float = 0.0
+    expected: tuple[Expectation, ...] = ()
     frequency: Frequency = field(default_factory=Frequency)
     copies: dict[int, Copy] = field(default_factory=dict)
 

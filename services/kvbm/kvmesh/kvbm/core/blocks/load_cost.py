@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 
 SMOOTHING = 0.2
 SAMPLE_S = 0.05
 START_S = 0.002
 DOUBT_S = 20.0
+BUSY_S = 60.0
 MAX_DOUBLINGS = 20.0
 
 
@@ -35,6 +37,16 @@ class Traffic:
         self._sample = 0
         self._ended = 0.0
         self._is_set_up = False
+        self._busy = 0.0
+        self._changed = 0.0
+
+    def busy_share(self, now: float) -> float:
+        """The share of time in which moves ran, of about the last BUSY_S."""
+        left = exp((self._changed - now) / BUSY_S)
+        return left * self._busy + (1.0 - left) * (self.moving > 0)
+
+    def _change(self, now: float) -> None:
+        self._busy, self._changed = self.busy_share(now), now
 
     def speed(self, now: float) -> float:
         """Estimated bytes per second, 0 if unknown.
@@ -49,10 +61,13 @@ class Traffic:
         """Count a block whose move starts."""
         if not self.moving:
             self._since, self._sample = now, 0
+            self._change(now)
         self.moving += 1
 
     def end(self, size: int, now: float) -> None:
         """Count a block whose move ended; `size` 0 means failure."""
+        if self.moving == 1:
+            self._change(now)
         self.moving -= 1
         self.done += size > 0
         self.failed += size == 0

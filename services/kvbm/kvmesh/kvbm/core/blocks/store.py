@@ -24,6 +24,7 @@ from kvmesh.kvbm.core.blocks.events import EventLog
 from kvmesh.kvbm.core.blocks.load_cost import Traffic
 from kvmesh.kvbm.core.blocks.remote_tier import RemoteTier
 from kvmesh.kvbm.core.blocks.tier import Operation, Tier
+from kvmesh.retention.awaited_prompts import still_expected
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import BlockRetention, RetentionWish
 from kvmesh.retention.outcomes import Directive
@@ -137,10 +138,12 @@ class Store:
 
     def touch(self, blocks: Sequence[Block | None]) -> None:
         """Record a use of a prompt's blocks, last block first, so that it is evicted first."""
-        serial = self.operation.serial
+        serial, now = self.operation.serial, self.operation.now
         known = [block for block in reversed(blocks) if block is not None]
         for block in known:
-            block.last_operation = serial
+            block.last_operation, block.used = serial, now
+            if block.expected:
+                block.expected = still_expected(block.expected)
         for number, tier in self.tiers.items():
             tier.touch(block.copies[number] for block in known if number in block.copies)
 
@@ -164,7 +167,7 @@ class Store:
 
         `request` is the request that needs the copy, if it is known.
         """
-        block.last_operation = self.operation.serial
+        block.last_operation, block.used = self.operation.serial, self.operation.now
         copy = self._tier(tier).reserve(block, request)
         if copy is not None:
             self._index(block)
@@ -193,6 +196,7 @@ class Store:
         copy.inbound = False
         self._events.stored(copy.tier, copy.block)
         self._log_change(copy, True)
+        self._revalue_above(copy)
 
     def hold(self, *copies: Copy) -> None:
         for tier, same in groupby(copies, key=_tier_of):
@@ -242,11 +246,18 @@ class Store:
         if copy.registered:
             self._events.removed(copy.tier, block, cause)
         self._log_change(copy, False)
+        self._revalue_above(copy)
         if not block.copies and self.blocks.get(block.digest) is block:
             del self.blocks[block.digest]
             part = self._by_sequence_hash[block.space.layout.part]
             if part.get(block.sequence_hash) is block:
                 del part[block.sequence_hash]
+
+    def _revalue_above(self, copy: Copy) -> None:
+        """A copy in the arena is worth less while the block is in a lower tier, too."""
+        above = copy.block.copies.get(ARENA)
+        if above is not None and copy.tier != ARENA:
+            self.tiers[ARENA].reconsider(above)
 
     def _log_change(self, copy: Copy, added: bool) -> None:
         if copy.tier == ARENA:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvmesh.bus.messages import EVICTED, EXPIRED, owner
+from kvmesh.bus.messages import EVICTED, EXPIRED, UNLIKELY, owner
 from kvmesh.kvbm.core.blocks.block import EVICTION, Block, Copy, CopyState, DropCause
 from kvmesh.kvbm.core.blocks.slab_allocator import SlabAllocator
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import UNCLAIMED, BlockRetention, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
+from kvmesh.retention.valued_keys import ReturnOrder
 
 
 @dataclass(slots=True)
@@ -47,12 +48,14 @@ class Tier:
         self.copies: dict[int, Copy] = {}
         self.budget = RetentionBudget(int(capacity * tenant_share))
         self.evicted = 0
+        self.unlikely = 0  # of those evicted, the ones that a forecast chose
         self._operation = operation
         self._on_drop = on_drop
         self._by_digest: dict[bytes, Copy] = {}
         self._children: Counter[bytes] = Counter()
         self._fitting: dict[int, bool] = {}
         self._pools: dict[int, EvictionPool[Copy]] = {}
+        self._order: ReturnOrder[Copy] | None = None
 
     def check(self, size: int) -> None:
         """Raises TooSmall if the tier cannot have slots of `size` bytes."""
@@ -125,6 +128,17 @@ class Tier:
             else:
                 self._pool(copy).add(copy, self._rank(copy))
 
+    def order_by_returns(self, order: ReturnOrder[Copy]) -> None:
+        """Order copies without retention by their value from now on."""
+        self._order = order
+        for pool in self._pools.values():
+            pool.order_by_returns(order)
+
+    def reconsider(self, copy: Copy) -> None:
+        """Take account of a copy's new value."""
+        if self._order is not None and not copy.users and copy.state is not CopyState.DROPPED:
+            self._pool(copy).reconsider(copy)
+
     def touch(self, copies: Iterable[Copy]) -> None:
         """Record a use of these copies, in this order."""
         for slot_bytes, same in groupby(copies, key=_plain_slot_bytes):
@@ -172,6 +186,8 @@ class Tier:
         pool = self._pools.get(size)
         if pool is None:
             pool = self._pools[size] = EvictionPool(self._has_children, self._renew_rank)
+            if self._order is not None:
+                pool.order_by_returns(self._order)
         return pool
 
     def _has_children(self, copy: Copy) -> bool:
@@ -237,10 +253,13 @@ class Tier:
     def _victim(self, pools: Iterable[EvictionPool[Copy]]) -> Copy | None:
         """The first copy to evict of several pools; None if the current operation touched it."""
         candidates = [first for pool in pools if (first := self._first(pool)) is not None]
-        victim = min(
-            candidates, key=lambda c: (self._rank(c), c.block.last_operation), default=None
-        )
+        victim = min(candidates, key=self._precedence, default=None)
         return victim if victim is not None and self._is_evictable(victim) else None
+
+    def _precedence(self, copy: Copy) -> tuple[EvictionRank, float, int]:
+        """Order of the first victims of several pools, of blocks of different sizes."""
+        value = self._pool(copy).value(copy, self._operation.now)
+        return self._rank(copy), value / copy.block.space.slot_bytes, copy.block.last_operation
 
     def _first(self, pool: EvictionPool[Copy]) -> Copy | None:
         try:
@@ -265,7 +284,11 @@ class Tier:
         self.evicted += len(copies)
         for copy in copies:
             self._renew_rank(copy, self._operation.now)
-            cause = DropCause(copy.lapsed or EVICTED, request)
+            chosen = self._pool(copy).is_valued(copy)
+            self.unlikely += chosen
+            cause = DropCause(copy.lapsed or (UNLIKELY if chosen else EVICTED), request)
+            for expectation in copy.block.expected if len(copy.block.copies) == 1 else ():
+                expectation.evicted += 1
             if copy.retention is not None:
                 self.budget.on_evicted(
                     copy.retention, copy.block.space.slot_bytes, self._operation.now

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvmesh.kvbm.core.blocks.block import ARENA, Block
+from kvmesh.kvbm.core.blocks.savings import Savings
 from kvmesh.kvbm.core.blocks.store import Store
 
 MAX_CANDIDATES = 4096
@@ -12,20 +13,29 @@ MAX_CANDIDATES = 4096
 class Offload:
     """Copies blocks used at least `frequency` times to `tier`, at most `max_moves` at a time.
 
-    At most MAX_CANDIDATES wait, each with the request that used it; beyond that the oldest is
-    dropped until its next use.
+    Blocks that `savings` finds not worth the write are left out until their next use, and counted
+    as `not_worth`. At most MAX_CANDIDATES wait, each with the request that used it; beyond that the
+    oldest is dropped until its next use.
     """
 
     def __init__(
-        self, store: Store, tier: int, frequency: float, decay_s: float, max_moves: int
+        self,
+        store: Store,
+        savings: Savings,
+        tier: int,
+        frequency: float,
+        decay_s: float,
+        max_moves: int,
     ) -> None:
         self._store = store
+        self._savings = savings
         self._tier = tier
         self._frequency = frequency
         self._decay_s = decay_s
         self._max_moves = max_moves
         self._candidates: OrderedDict[Block, str | None] = OrderedDict()
         self._open = True
+        self.not_worth = 0
         self._traffic = store.traffic[ARENA, tier]
 
     def consider(self, blocks: Iterable[Block]) -> None:
@@ -50,6 +60,9 @@ class Offload:
             block, request = self._candidates.popitem(last=False)
             source = block.registered(ARENA)
             if source is None or self._tier in block.copies:
+                continue
+            if not self._savings.pays_below(block, self._tier):
+                self.not_worth += 1
                 continue
             target = self._store.reserve(block, self._tier, request)
             if target is not None:

@@ -7,6 +7,7 @@ from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy, CopyState
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.retention import TierRetention
+from kvmesh.kvbm.core.returns import NodeReturns
 from kvmesh.kvbm.core.transfers.tickets import WriteTicket
 from kvmesh.retention.claims import THINKING_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import NO_WISH
@@ -17,9 +18,10 @@ STAGED_SHARE = 4
 class OfferedBlocks:
     """All write tickets. At most a quarter of the arena is staged at any time."""
 
-    def __init__(self, store: Store, retention: TierRetention) -> None:
+    def __init__(self, store: Store, retention: TierRetention, returns: NodeReturns) -> None:
         self._store = store
         self._retention = retention
+        self._returns = returns
         self._max_staged = store.tiers[ARENA].slots.capacity // STAGED_SHARE
         self.tickets: dict[int, WriteTicket] = {}
         self.staged = 0
@@ -52,6 +54,7 @@ class OfferedBlocks:
             refused.append(prompt.digests[index])
         store.counts.offered += len(copies) + len(refused)
         self._retention.apply(prompt, wishes, [copy.block for copy in copies])
+        self._returns.on_staged(prompt, [copy.block for copy in copies])
         if not copies:
             return Wanted(0, b"", b""), refused
         self.tickets[number] = WriteTicket(number, message.attachment, copies, prompt.request)
