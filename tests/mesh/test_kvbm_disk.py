@@ -3,15 +3,25 @@
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
-from support.kvbm import tokens
+from support.kvbm import layout, tokens
 from support.kvbm_node import ALL_TO_DISK, DISK_BYTES, HOST_BYTES, Node
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.bus.messages import Await, Clear, Declined, Done, Finish
+from kvmesh.bus.messages import (
+    Await,
+    Clear,
+    Declined,
+    Done,
+    ExpectReturns,
+    Finish,
+    ReturnForecast,
+)
 from kvmesh.kvbm.core.blocks.journal_record import BlockWritten
 from kvmesh.kvbm.tiers.disk_journal import records_in
+from kvmesh.returns.rates import BINS, pack_rates
 
 # use
 
@@ -52,6 +62,24 @@ async def test_only_reused_blocks_are_offloaded_to_disk(node: Node) -> None:
     await node.control(Clear(tiers=[1]))
     assert not (await worker.get(once)).blocks
     assert len((await worker.get(twice)).blocks) == 8
+
+
+async def test_a_prompt_that_is_expected_is_loaded_before_it_returns(node: Node) -> None:
+    await node.start(**ALL_TO_DISK)
+    worker = await node.worker()
+    names = worker.names(tokens(60))
+    await worker.put(names, request="r")
+    await node.on_disk(60)
+    await node.control(Clear(tiers=[1]))
+    forecast = ReturnForecast("r", 0, time.time(), pack_rates([1.0] * BINS))
+    assert (await node.control(ExpectReturns([forecast]))).ok
+    size = 60 * layout().block_bytes
+    await node.wait_for_metric("restored_bytes", size)
+    await node.wait_for_metric("moving_blocks", 0)
+    assert (await worker.get(names)).tiers == [1] * 60
+    await node.wait_for_metric("restored_read_bytes", size)
+    status = (await node.mesh.command("status")).stdout
+    assert "restores before returns: trial" in " ".join(status.split())
 
 
 async def test_a_corrupt_block_is_dropped(node: Node, tmp_path: Path) -> None:

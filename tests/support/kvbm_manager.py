@@ -50,16 +50,19 @@ class ManagedNode:
         remote: int = 0,
         share: float = 0.5,
         by_forecast: bool = True,
+        restores: bool = False,
+        frequency: float = 1.0,
     ) -> None:
         capacities = {ARENA: arena * BLOCK_BYTES} | ({DISK: disk * BLOCK_BYTES} if disk else {})
         config = KvbmConfig(
             capacities,
             share,
-            disk_frequency=1.0,
+            disk_frequency=frequency,
             remote=RemoteTierConfig(remote, LEASE_S) if remote else None,
             shares=bool(remote),
-            remote_frequency=1.0,
+            remote_frequency=frequency,
             by_forecast=by_forecast,
+            restores=restores,
         )
         self.manager = Manager(config)
         self.now = 1.0
@@ -115,6 +118,14 @@ class ManagedNode:
         """Forecast the returns of a request's prompt, from now on."""
         at = self.now if since is None else since
         self.manager.expect_returns([ReturnForecast(request, 0, at, pack_rates(rates))], self.now)
+
+    def tick(self, seconds: float = 1.0) -> int:
+        """Let time pass; return the number of moves that the manager starts."""
+        self.now += seconds
+        self.manager.tick(self.now)
+        moves = self.manager.store.drain_moves()
+        self.manager.end_moves([(move, MoveEnd.DONE) for move in moves], self.now)
+        return len(moves)
 
     def held(self, digests: bytes, tier: int = ARENA) -> int:
         """The number of a prompt's blocks in a tier."""

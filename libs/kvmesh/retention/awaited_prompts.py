@@ -1,5 +1,6 @@
 """Prompts that have ended, what is expected of each, and whether it has returned."""
 
+import heapq
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
@@ -122,6 +123,17 @@ class AwaitedPrompts(Generic[P]):
                 self._early.popitem(last=False)
         return None
 
+    def likeliest(self, count: int, now: float) -> list[tuple[float, P]]:
+        """The values and places of at most so many prompts with a forecast, the highest first."""
+        found: list[tuple[float, int, P]] = []
+        for number, prompt in enumerate(self._ended.values()):
+            if prompt.expectation is not None and prompt.forecast:
+                value = prompt.expectation.at(now)[0]
+                if value > 0.0:
+                    found.append((value, number, prompt.place))
+        best = heapq.nlargest(count, found, key=_value_and_number)
+        return [(value, place) for value, _, place in best]
+
     def on_prompt(
         self,
         session: str | None,
@@ -193,6 +205,10 @@ class AwaitedPrompts(Generic[P]):
             del of_session[prompt.request]
             if not of_session and prompt.session is not None:
                 del self._by_session[prompt.session]
+
+
+def _value_and_number(item: tuple[float, int, P]) -> tuple[float, int]:
+    return item[0], item[1]
 
 
 def still_expected(expected: Sequence[Expectation]) -> tuple[Expectation, ...]:

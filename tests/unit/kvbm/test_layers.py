@@ -33,7 +33,7 @@ TRANSFER_LAYERS = [
     ["tickets"],
     ["loadable_prefix"],
     ["announcing"],
-    ["loading", "offload"],
+    ["loading", "offload", "restoring"],
     ["onboarding", "write_through"],
     ["lending"],
 ]

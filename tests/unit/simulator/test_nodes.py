@@ -273,3 +273,39 @@ def test_the_report_has_the_tiers_and_links_in_use() -> None:
     _, without = run(prompts(0.0), options(None))
     assert not {name for name, _ in rows([without])} & {"loads", "· from engine"}
     assert "4.0 GiB of memory" in dict(conditions(chosen))["nodes"]
+
+
+def test_prompts_are_restored_from_disk_while_tools_run() -> None:
+    """Harnesses report the ends of their tools; the disk is slower than the engine computes."""
+    tree = Tree()
+    rounds: list[Round] = []
+    for number in range(12):
+        branch, first = tree.fork(), len(rounds)
+        rounds += [
+            Round(
+                session=number,
+                branch=branch,
+                output_branch=branch,
+                input_tokens=4096 + 64 * turn,
+                output_tokens=20,
+                at_s=60.0 + 20.0 * number if turn else 4.0 * number,
+                after=(first,) if turn else (),
+                wait="Bash" if turn else "",
+            )
+            for turn in range(2)
+        ]
+    sessions = [Session(name=f"s{number}", ends=True) for number in range(12)]
+    workload = Workload(tree=tree, sessions=sessions, rounds=rounds)
+    cached: dict[str, float] = {}
+    for restore in ("off", "auto"):
+        at = nodes(host_bytes=1 << 30, disk_path=Path("disk"), disk_frequency=1.0, restore=restore)
+        slow = replace(at, links=replace(at.links, disk=1e9))
+        simulated = replace(options(slow, workers=1), tool_events=True)
+        simulation = Simulation(workload, simulated)
+        simulation.run()
+        assert simulation.nodes is not None
+        use = simulation.nodes.nodes[0].manager.store.restored
+        assert (use.bytes > 0) == (restore == "auto")
+        cached[restore] = figures(simulation).cache.cached_share
+    assert use.read_bytes > use.lost_bytes
+    assert cached["auto"] > cached["off"] + 0.1

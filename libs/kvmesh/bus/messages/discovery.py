@@ -65,7 +65,8 @@ class NodeStore(Struct, frozen=True, kw_only=True):
     capacity of each tier in blocks of all models, empty if unknown. `endpoint` describes how other
     nodes read the arena over the same transport. If blocks are shared with other nodes, `layouts`
     are the layout summaries of its workers by model, and `key` is the fingerprint of the key of
-    block digests.
+    block digests. `restores` is "on" if the kvbm restores blocks before returns, "trial" or "off"
+    if it measures whether that pays, and empty if it never does.
     """
 
     directory: str
@@ -75,6 +76,7 @@ class NodeStore(Struct, frozen=True, kw_only=True):
     endpoint: dict[str, Any] = {}
     layouts: dict[str, list[str]] = {}
     key: str = ""
+    restores: str = ""
 
 
 class Starting(Struct, frozen=True, kw_only=True):

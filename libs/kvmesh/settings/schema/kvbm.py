@@ -36,6 +36,10 @@ class KvbmSettings(Section, frozen=True, kw_only=True):
             description="order of blocks without directives: by forecasts of their return or by use"
         ),
     ] = "forecast"
+    restore: Annotated[
+        Literal["auto", "off"],
+        Meta(description="load blocks into memory before forecast returns, if most are read"),
+    ] = "auto"
     disk_path: Annotated[
         Path | None, Meta(description="folder for blocks on a local disk; none: no disk tier")
     ] = None

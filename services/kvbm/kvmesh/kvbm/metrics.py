@@ -76,6 +76,7 @@ class ManagerCollector(Collector):
     def _plain(self) -> Iterator[Metric]:
         manager, counts = self._manager, self._manager.store.counts
         onboarding, write_through = manager.onboarding, manager.write_through
+        restored = manager.store.restored
         for name, text, value in (
             ("requests", "Requests of workers and peers", self._server.requests),
             ("malformed_requests", "Requests that could not be decoded", self._server.malformed),
@@ -90,6 +91,9 @@ class ManagerCollector(Collector):
             ),
             ("lent_blocks", "Blocks lent to other nodes", counts.lent),
             ("prepared_blocks", "Blocks made ready for other nodes", counts.prepared),
+            ("restored_bytes", "Bytes loaded into memory before a return", restored.bytes),
+            ("restored_read_bytes", "Restored bytes that were read", restored.read_bytes),
+            ("restored_lost_bytes", "Restored bytes evicted unread", restored.lost_bytes),
             ("waits", "Fetches that waited for another worker of the node", counts.waits),
             ("peer_waits", "Fetches that waited for another node", counts.peer_waits),
         ):
@@ -104,6 +108,11 @@ class ManagerCollector(Collector):
             ("sessions", "Sessions with recorded prompts", manager.retention.sessions),
             ("read_tickets", "Tickets of workers that read", len(onboarding.tickets)),
             ("write_tickets", "Tickets of workers that write", len(write_through.tickets)),
+            (
+                "restores",
+                "1 while blocks are restored before returns: they are mostly read",
+                manager.restoring.mode == "on",
+            ),
             ("staged_bytes", "Bytes that workers are writing", write_through.staged),
             (
                 "in_progress_blocks",

@@ -40,7 +40,7 @@ class Presence:
         self._key = key
         self._dump = dump
         self._publishers: list[KvPublisher] = []
-        self._introduced: tuple[int, frozenset[int]] = (0, frozenset())
+        self._introduced: tuple[int, frozenset[int], str | None] = (0, frozenset(), None)
         self._lease = Lease(service.bus, self._card(), service.limits)
 
     @property
@@ -65,9 +65,10 @@ class Presence:
         return self._state != self._introduced
 
     @property
-    def _state(self) -> tuple[int, frozenset[int]]:
+    def _state(self) -> tuple[int, frozenset[int], str | None]:
         attachments = self._manager.attachments
-        return attachments.layout_count, frozenset(attachments.workers)
+        mode = self._manager.restoring.mode
+        return attachments.layout_count, frozenset(attachments.workers), mode
 
     def introduce(self) -> list[str]:
         """Start publishers for new models; return these models."""
@@ -117,5 +118,6 @@ class Presence:
                 models=list(attachments.models),
                 layouts=attachments.layouts_in_use if self._key else {},
                 key=self._key,
+                restores=self._manager.restoring.mode or "",
             ),
         )

@@ -146,7 +146,8 @@ def _speed(speed: RankSpeed) -> str:
 def _tiers(store: NodeStore) -> str:
     names = ("memory", "disk", "remote")
     sizes = zip(store.tier_bytes, names, strict=False)
-    return ", ".join(f"{size(count)} of {name}" for count, name in sizes if count)
+    text = ", ".join(f"{size(count)} of {name}" for count, name in sizes if count)
+    return f"{text}, restores before returns: {store.restores}" if store.restores else text
 
 
 def _incompatible_layouts(members: list[InstanceReport]) -> Table:

@@ -27,6 +27,7 @@ from kvmesh.kvbm.core.blocks.store import Move, MoveEnd
 from kvmesh.kvbm.core.manager import Manager, ParkedFetch, WorkerRequest
 from kvmesh.kvbm.core.transfers.mesh_claims import ClaimMessage, PeerSource
 from kvmesh.kvbm.core.transfers.onboarding import Lookup
+from kvmesh.kvbm.core.transfers.restoring import CHECK_S
 from kvmesh.simulator.nodes.links import VirtualLink
 from kvmesh.simulator.nodes.options import NodeOptions
 from kvmesh.simulator.nodes.records import NodeRecord
@@ -156,6 +157,7 @@ class SimulatedNode:
     def expect_returns(self, forecasts: list[ReturnForecast]) -> None:
         """A router's forecasts of returns."""
         self.manager.expect_returns(forecasts, self.clock.now)
+        self.settle()
 
     # other nodes
 
@@ -265,6 +267,8 @@ class SimulatedNode:
         waiting = (manager.in_progress, manager.claims, manager.peer_claims, remote or ())
         if manager.onboarding.tickets:
             delay = TICK_S
+        elif manager.restoring.due:
+            delay = CHECK_S
         elif any(map(len, waiting)):
             delay = IDLE_TICK_S
         else:

@@ -18,7 +18,8 @@ class KvbmConfig:
     """Capacities in bytes by tier, times in seconds; `tenant_share` of a tier bounds a tenant.
 
     `remote` enables the remote tier; with `shares`, this node offloads to a remote store. Eviction
-    follows forecasts of returns, or `by_forecast` is false.
+    follows forecasts of returns, or `by_forecast` is false; with `restores`, so do loads ahead of
+    them.
     """
 
     capacities: Mapping[int, int]
@@ -31,6 +32,7 @@ class KvbmConfig:
     patience_s: float = 30.0
     max_moves: int = 32
     by_forecast: bool = True
+    restores: bool = True
     defaults: Mapping[str, RetentionWish] = field(default_factory=lambda: DEFAULTS)
 
 
@@ -49,5 +51,6 @@ def manager_config(settings: KvbmSettings) -> KvbmConfig:
         decay_s=settings.decay_s,
         patience_s=settings.compute_patience_s,
         by_forecast=settings.eviction == "forecast",
+        restores=settings.restore == "auto",
         defaults=parse_defaults(settings.retention),
     )

@@ -48,6 +48,7 @@ from kvmesh.kvbm.core.transfers.lending import Lending
 from kvmesh.kvbm.core.transfers.mesh_claims import Claims, PeerClaims, PeerSource
 from kvmesh.kvbm.core.transfers.offload import Offload
 from kvmesh.kvbm.core.transfers.onboarding import Lookup, Onboarding
+from kvmesh.kvbm.core.transfers.restoring import Restoring
 from kvmesh.kvbm.core.transfers.tickets import ReadTicket
 from kvmesh.kvbm.core.transfers.write_through import OfferedBlocks
 
@@ -87,6 +88,7 @@ class Manager:
             self.store, self.in_progress, self.claims, self.peer_claims, instance
         )
         self.onboarding = Onboarding(self.store, self.in_progress, announcer, config.decay_s)
+        self.restoring = Restoring(self.store, self.returns, config.restores)
         frequencies = {DISK: config.disk_frequency, REMOTE: config.remote_frequency}
         self.offloads = {
             tier: Offload(
@@ -306,7 +308,8 @@ class Manager:
     def expect_returns(self, forecasts: Iterable[ReturnForecast], now: float) -> None:
         """Order eviction by forecasts, with `since` on the caller's clock."""
         self.store.begin(now)
-        self.returns.expect(forecasts)
+        self._consider_offload(self.returns.expect(forecasts))
+        self._advance(())
 
     def dump(self, rank: int) -> list[KvEvent]:
         """All blocks of a rank as events, starting with a `Cleared`."""
@@ -349,6 +352,9 @@ class Manager:
         self.peer_claims.expire(now)
         self._advance(self.in_progress.expire(now))
         self.onboarding.expire()
+        self.returns.savings.restores = self.restoring.mode in ("trial", "on")
+        if not self.closing:
+            self.restoring.check()
 
     def drain_replies(self, now: float) -> dict[int, Fetched | Prepared]:
         """Replies to parked requests that are due, by ticket."""

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from kvmesh.bus.messages import ReturnForecast
-from kvmesh.kvbm.core.blocks.block import Block, Copy
+from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
 from kvmesh.kvbm.core.blocks.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.blocks.savings import Savings
 from kvmesh.kvbm.core.blocks.store import Store
@@ -36,7 +36,7 @@ class NodeReturns:
             lambda: AwaitedPrompts(self._typical, MAX_PROMPTS, MAX_BLOCKS)
         )  # by part
         self._awaited[LEAD] = AwaitedPrompts(self._typical, MAX_PROMPTS, MAX_BLOCKS)
-        self._ordered = False
+        self.ordered = False
 
     @property
     def forecasts(self) -> Counter[str]:
@@ -74,12 +74,22 @@ class NodeReturns:
         for awaited in self._awaited.values():
             awaited.release(sessions)
 
-    def expect(self, forecasts: Iterable[ReturnForecast]) -> None:
-        """Apply forecasts, with `since` on the caller's clock."""
+    def likeliest(self, count: int) -> list[Digests]:
+        """At most so many prompts with a forecast, of the highest value first."""
+        now = self._store.now
+        found: list[tuple[float, Digests]] = []
+        for awaited in self._awaited.values():
+            found += awaited.likeliest(count, now)
+        found.sort(key=_value, reverse=True)
+        return [digests for _, digests in found[:count]]
+
+    def expect(self, forecasts: Iterable[ReturnForecast]) -> list[Block]:
+        """Apply forecasts, with `since` on the caller's clock; return their blocks in memory."""
+        blocks: list[Block] = []
         if not self.by_forecast:
-            return
-        if not self._ordered:
-            self._ordered = True
+            return blocks
+        if not self.ordered:
+            self.ordered = True
             order = ReturnOrder(self._typical, _expected, _last_use, self.savings.of_copy)
             for tier in self._store.tiers.values():
                 tier.order_by_returns(order)
@@ -87,18 +97,25 @@ class NodeReturns:
             for awaited in self._awaited.values():
                 prompt = awaited.expect(forecast)
                 if prompt is not None:
-                    self._apply(prompt)
+                    blocks += self._apply(prompt)
+        return blocks
 
-    def _apply(self, prompt: AwaitedPrompt[Digests]) -> None:
-        """Expect the return of all blocks of a prompt that are held."""
+    def _apply(self, prompt: AwaitedPrompt[Digests]) -> list[Block]:
+        """Expect the return of all blocks of a prompt that are held; return those in memory."""
         expectation, store = prompt.expectation, self._store
         if expectation is None:
-            return
-        for block in filter(None, map(store.blocks.get, prompt.place)):
+            return []
+        blocks = list(filter(None, map(store.blocks.get, prompt.place)))
+        for block in blocks:
             block.expected = with_expectation(block.expected, expectation, store.now)
             for number, copy in block.copies.items():
                 if number in store.tiers:
                     store.tiers[number].reconsider(copy)
+        return [block for block in blocks if block.registered(ARENA)]
+
+
+def _value(valued: tuple[float, Digests]) -> float:
+    return valued[0]
 
 
 def _expected(copy: Copy) -> Expected:

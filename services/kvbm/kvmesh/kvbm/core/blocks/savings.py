@@ -14,11 +14,13 @@ class Savings:
     """Compares computing a block with loading it, by the speeds of engines and paths so far.
 
     A copy in the arena saves the load from below if a lower tier has the block, else its
-    computation; a lower copy saves what loading it is cheaper than computing it.
+    computation; a lower copy saves what loading it is cheaper than computing it. While the node
+    `restores` blocks before they are asked for, the load of an expected block costs nobody time.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.restores = False
         self._compute_tps: dict[Space, float] = {}
 
     def record(self, space: Space, engine: EngineSpeed) -> None:
@@ -47,7 +49,8 @@ class Savings:
         chance = chance_of_return(block.expected, now)
         if space not in self._compute_tps:
             return chance > 0.0
-        saved = self.compute_s(space) - self.load_s(space, tier)
+        ahead = self.restores and bool(block.expected)
+        saved = self.compute_s(space) - (0.0 if ahead else self.load_s(space, tier))
         bps = traffic[ARENA, tier].bps
         write_s = space.block_bytes / bps if bps else 0.0
         delay_s = write_s * traffic[tier, ARENA].busy_share(now)

@@ -23,6 +23,7 @@ from kvmesh.kvbm.core.blocks.block import (
 from kvmesh.kvbm.core.blocks.events import EventLog
 from kvmesh.kvbm.core.blocks.load_cost import Traffic
 from kvmesh.kvbm.core.blocks.remote_tier import RemoteTier
+from kvmesh.kvbm.core.blocks.restored import RestoredUse
 from kvmesh.kvbm.core.blocks.tier import Operation, Tier
 from kvmesh.retention.awaited_prompts import still_expected
 from kvmesh.retention.budget import RetentionBudget
@@ -109,6 +110,7 @@ class Store:
             else None
         )
         self.counts = StoreCounts()
+        self.restored = RestoredUse()
         self._remote_drops: list[bytes] = []
         self._discarded: set[Copy] = set()
         self._events = EventLog()
@@ -206,6 +208,16 @@ class Store:
         for tier, same in groupby(copies, key=_tier_of):
             self._tier(tier).release(*same)
 
+    def note_read(self, copies: Iterable[Copy]) -> None:
+        """Note that somebody reads these copies in the arena."""
+        for copy in copies:
+            if copy.restored:
+                self._end_restored(copy, True)
+
+    def _end_restored(self, copy: Copy, read: bool) -> None:
+        copy.restored = False
+        self.restored.end(copy.block.space.block_bytes, read)
+
     def drop(self, copy: Copy, cause: DropCause = EVICTION) -> None:
         """Drop a copy; of a staged one, which no event has announced, the cause does not matter."""
         self._tier(copy.tier).drop(copy, cause)
@@ -243,6 +255,8 @@ class Store:
     def _dropped(self, copy: Copy, cause: DropCause) -> None:
         block = copy.block
         del block.copies[copy.tier]
+        if copy.restored:
+            self._end_restored(copy, False)
         if copy.registered:
             self._events.removed(copy.tier, block, cause)
         self._log_change(copy, False)

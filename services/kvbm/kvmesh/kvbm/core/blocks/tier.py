@@ -236,6 +236,17 @@ class Tier:
 
     # eviction
 
+    def least_value(self, size: int, now: float) -> float | None:
+        """The value of the copy that a new one of `size` bytes would displace.
+
+        None if none may be evicted, or the first one has retention.
+        """
+        pool = self._pools.get(size)
+        victim = self._first(pool) if pool is not None else None
+        if pool is None or victim is None or self._rank(victim) > UNCLAIMED:
+            return None
+        return pool.value(victim, now) if self._rank(victim) == UNCLAIMED else 0.0
+
     def _evict_for(self, size: int, request: str | None) -> bool:
         victim = self._victim(self._pools.values())
         if victim is None:

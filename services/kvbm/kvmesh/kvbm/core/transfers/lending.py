@@ -56,6 +56,7 @@ class Lending:
                 break
             lent.append(copy)
         self._store.hold(*lent)
+        self._store.note_read(lent)
         self._store.touch([copy.block for copy in lent])
         self._store.counts.lent += len(lent)
         return lent

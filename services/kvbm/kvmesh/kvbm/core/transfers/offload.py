@@ -13,6 +13,8 @@ MAX_CANDIDATES = 4096
 class Offload:
     """Copies blocks used at least `frequency` times to `tier`, at most `max_moves` at a time.
 
+    Blocks whose return is forecast need no earlier use.
+
     Blocks that `savings` finds not worth the write are left out until their next use, and counted
     as `not_worth`. At most MAX_CANDIDATES wait, each with the request that used it; beyond that the
     oldest is dropped until its next use.
@@ -52,6 +54,8 @@ class Offload:
         tier = self._store.tiers.get(self._tier)
         if tier is not None and not tier.fits(block.space.slot_bytes):
             return False
+        if block.expected and self._savings.restores:
+            return self._savings.pays_below(block, self._tier)
         return block.frequency.at(self._store.now, self._decay_s) >= self._frequency
 
     def start_moves(self) -> None:

@@ -109,6 +109,7 @@ class Onboarding:
     def answer(self, ticket: ReadTicket) -> Fetched:
         """The reply with the ready blocks. An issued ticket stays until the worker finishes it."""
         first, given = ticket.next_index, ticket.ready
+        self._store.note_read(given)
         ticket.given += given
         ticket.next_index += len(given)
         ticket.ready, ticket.parked_until = [], None
