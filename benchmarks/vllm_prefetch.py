@@ -34,8 +34,8 @@ os.environ |= {
 from kvmesh.bus.messages import KvEvent, Prefetch, Sampling, Work
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import VllmSettings, WorkerSettings
-from kvmesh.worker.adapters.prefetching.queue import PREFETCH_PRIORITY
 from kvmesh.worker.engine import EngineContext, EngineError, OutputDelta, create_engine
+from kvmesh.worker.enginecore.retention_request import PREFETCH_PRIORITY
 
 BLOCK = 32
 VARIANTS = ("none", "slices", "whole")

@@ -102,6 +102,17 @@ class AwaitedPrompts(Generic[P]):
             prompt.expectation, prompt.forecast = known.expectation, known.forecast
         return self.end(prompt)
 
+    def end_ahead(self, prompt: AwaitedPrompt[P]) -> bool:
+        """Record a prompt that was computed ahead: the next one of its session, as predicted.
+
+        It takes the place of the session's latest prompt, with the forecast for it. True if
+        something is expected of it.
+        """
+        awaited = self._by_session.get(prompt.session) if prompt.session is not None else None
+        if awaited:
+            prompt.request = next(reversed(awaited))
+        return self.grow(prompt) or prompt.expectation is not None
+
     def expectation(self, request: str) -> Expectation | None:
         """The expectation of the prompt of a request, if there is one."""
         prompt = self._ended.get(request)

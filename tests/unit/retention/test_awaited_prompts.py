@@ -190,3 +190,19 @@ def test_the_chance_of_a_return_is_that_of_any_of_several() -> None:
     assert chance_of_return((), 1.0) == 1.0
     assert chance_of_return((half, over), 1.0) == 0.5
     assert chance_of_return((half, half), 1.0) == 0.75
+
+
+def test_what_was_computed_ahead_takes_the_place_of_the_session_s_latest_prompt() -> None:
+    prompts = awaited()
+    prompts.end(prompt("r-1"))
+    assert not prompts.end_ahead(prompt("ahead", blocks=5))
+    first = prompts.expect(forecast("r-1"))
+    assert first is not None
+    assert (first.place, len(prompts)) == ("place of ahead", 1)
+    longer = prompt("ahead again", blocks=6)
+    assert prompts.end_ahead(longer)
+    assert longer.expectation is first.expectation
+    prompts.on_prompt("s", [[1, 2, 3, 4, 5, 6, 7]])
+    assert prompts.returns["held"] == 1
+    assert not prompts.end_ahead(prompt("of no session", None))
+    assert not prompts.end_ahead(prompt("of a new session", "new"))

@@ -2,6 +2,7 @@
 
 from array import array
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -341,15 +342,19 @@ def test_sessions_that_end_or_change_their_prompt_name_the_reason() -> None:
 SOON, NEVER = [1.0] * BINS, [0.0] * BINS
 
 
-def run_session(manager: BlockManager, local: list[int], session: str, request: str) -> None:
+def run_session(
+    manager: BlockManager, local: list[int], session: str, request: str, ahead: bool = False
+) -> None:
     """Run a prompt of a session to its end, and note that."""
     blocks, claims = hashes(local), parse_retention(work_of(1, [], session), 1, {})
+    assert claims is not None
+    claims = replace(claims, ahead=ahead)
     held = manager.lock_prefix(blocks)
     assert manager.allocate(len(local) - held, request)
     parent = blocks[held - 1] if held else None
     manager.promote(parent, SALT, blocks[held:], packed(local[held:]), "t")
     manager.retention.start_request(blocks, blocks, claims, manager.now)
-    manager.retention.end_request(request, session, blocks, manager.now)
+    manager.retention.end_request(request, session, blocks, manager.now, ahead)
     manager.unlock(blocks)
 
 
@@ -377,6 +382,23 @@ def test_what_is_not_expected_back_goes_first() -> None:
     state = manager.retention.state(0, manager.now)
     assert state.evicted == {"forecast": 4, "recency": 1, "claim": 0}
     assert state.forecasts == {"applied": 2, "unknown": 0, "malformed": 0}
+
+
+def test_what_was_computed_ahead_is_expected_as_its_session_is() -> None:
+    """It replaces the end of the session's prompt, and inherits what is expected of that."""
+    manager = BlockManager(10, RetentionOptions())
+    before, ahead, other = [1, 2, 3], [1, 4, 5], [11, 12, 13, 14]
+    run_session(manager, before, "a", "r-a")
+    run_session(manager, other, "b", "r-b")
+    expect(manager, "r-a", SOON)
+    run_session(manager, ahead, "a", "ahead", ahead=True)
+    expect(manager, "r-b", NEVER)
+    assert matched(manager, before, ahead, other) == [1, 3, 4]
+    assert manager.allocate(7, "new")
+    assert matched(manager, ahead, other) == [3, 0]
+    expect(manager, "r-a", NEVER)
+    assert manager.allocate(3, "last")
+    assert matched(manager, ahead) == [0]
 
 
 def test_levels_take_precedence_over_forecasts() -> None:

@@ -4,7 +4,7 @@ It mirrors the session hooks of a live frontend, with the same gate and open spe
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvmesh.frontend.sessions.speculation_gate import (
     FollowUp,
@@ -25,8 +25,7 @@ from kvmesh.simulator.active_round import BLANK_TEXT
 from kvmesh.simulator.clients.harness import Harness
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker
 from kvmesh.simulator.prompts import RoundHashes, SimulatedPrompts
-from kvmesh.worker.adapters.prefetching.queue import PREFETCH_PRIORITY
-from kvmesh.worker.enginecore.retention_request import request_claims
+from kvmesh.worker.enginecore.retention_request import PREFETCH_PRIORITY, request_claims
 from kvmesh.worker.enginecore.sequence import Request
 from kvmesh.workload.model import TOOL, Workload
 
@@ -149,6 +148,7 @@ class SpeculatingFrontends:
     ) -> Request:
         """The engine's request for the first blocks of a predicted prompt, behind all others."""
         tokens, end = blocks * self.block_size, blocks * HASH_BYTES
+        claims = request_claims([], None, tokens, self.block_size, DEFAULTS, "", session)
         return Request(
             id=speculation.id,
             length=tokens,
@@ -159,5 +159,5 @@ class SpeculatingFrontends:
             target=1,
             salt=self.prompts.salt,
             priority=PREFETCH_PRIORITY,
-            retention=request_claims([], None, tokens, self.block_size, DEFAULTS, "", session),
+            retention=replace(claims, ahead=True),
         )

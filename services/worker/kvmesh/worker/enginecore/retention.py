@@ -150,7 +150,7 @@ class RetentionManager:
         self.claim(held, request, now)
         if request is None:
             return None
-        self.record_prompt(request.session, prompt, now)
+        self.record_prompt(request.session, prompt, now, request.ahead)
         granted = self.budget.outcomes.record_grant
         return [
             str(granted(request.directives[i])) for i in range(request.prompt_directives)
@@ -175,11 +175,16 @@ class RetentionManager:
             payer = payer if at else owner(run.tenant)
             self._raise_run(run, wish, payer, now)
 
-    def record_prompt(self, session: str | None, prompt: "array[int]", now: float) -> None:
-        """Record a session's newest prompt; drop blocks that only its superseded prompts used."""
+    def record_prompt(
+        self, session: str | None, prompt: "array[int]", now: float, ahead: bool = False
+    ) -> None:
+        """Record a session's newest prompt; drop blocks that only its superseded prompts used.
+
+        A prompt that is computed `ahead` of its request is no return.
+        """
         if session is not None:
             tails = self._sessions.record(session, prompt, now)
-            if self._returns is not None:
+            if self._returns is not None and not ahead:
                 self._returns.on_prompt(session, [prompt, *(tail.prompt for tail in tails)])
             self._drop_tails(tails, SUPERSEDED)
 
@@ -242,12 +247,20 @@ class RetentionManager:
     # returns
 
     def end_request(
-        self, request: str, session: str | None, held: "array[int]", now: float
+        self,
+        request: str,
+        session: str | None,
+        held: "array[int]",
+        now: float,
+        ahead: bool = False,
     ) -> None:
-        """Note the end of a request with the locked full blocks `held`, at least one."""
+        """Note the end of a request with the locked full blocks `held`, at least one.
+
+        `ahead`: its prompt was computed ahead of the session's next request.
+        """
         run = self._tree.run_ending_at(held[-1])
         if self._returns is not None and run is not None:
-            self._returns.end_prompt(request, session, held, run, now)
+            self._returns.end_prompt(request, session, held, run, now, ahead)
 
     def expect_returns(self, forecasts: Iterable[ReturnForecast], now: float) -> None:
         """Order eviction by forecasts, with `since` on the engine's clock."""

@@ -11,12 +11,15 @@ from kvmesh.retention.claims import RetentionWish
 from kvmesh.retention.outcomes import Directive
 from kvmesh.retention.token_ranges import RetentionSegment, segments, with_prefix
 
+PREFETCH_PRIORITY = -(1 << 31)  # of prompts computed ahead: below every request's
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionRequest:
     """Claims of one request on its blocks, charged to the budget of `tenant`.
 
     `directives` are the explicit ones; the first `prompt_directives` of them concern the prompt.
+    `ahead`: the prompt is computed ahead of the session's next request.
     """
 
     segments: list[RetentionSegment]
@@ -24,6 +27,7 @@ class RetentionRequest:
     prompt_directives: int
     tenant: str
     session: str | None
+    ahead: bool = False
 
     def wish_at(self, block: int) -> RetentionWish | None:
         """The claim for a block, if any."""
@@ -69,9 +73,10 @@ def parse_retention(
     if work.session is None and not work.retention and work.decode is None:
         return None
     prompt = len(work.tokens) // TOKEN_BYTES - work.generated
-    return request_claims(
+    claims = request_claims(
         work.retention, work.decode, prompt, block_size, defaults, owner(work.tenant), work.session
     )
+    return replace(claims, ahead=True) if work.priority == PREFETCH_PRIORITY else claims
 
 
 def request_claims(

@@ -37,11 +37,18 @@ class RunReturns:
         return self._awaited.returns
 
     def end_prompt(
-        self, request: str, session: str | None, held: "array[int]", run: BlockRun, now: float
+        self,
+        request: str,
+        session: str | None,
+        held: "array[int]",
+        run: BlockRun,
+        now: float,
+        ahead: bool,
     ) -> None:
         """Note an ended request with the full blocks `held`, the last of which ends `run`."""
         prompt = AwaitedPrompt(request, session, len(held), held[-1], run)
-        if self._awaited.end(prompt):
+        end = self._awaited.end_ahead if ahead else self._awaited.end
+        if end(prompt):
             self._apply(prompt, now)
 
     def expect(self, forecasts: Iterable[ReturnForecast], now: float) -> None:

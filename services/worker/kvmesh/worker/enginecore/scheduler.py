@@ -292,8 +292,10 @@ class Scheduler:
 
     def _note_end(self, sequence: Sequence, held: "array[int]") -> None:
         request = sequence.request
-        session = request.retention.session if request.retention is not None else None
-        self.blocks.retention.end_request(request.id, session, held, self.blocks.now)
+        claims = request.retention or NO_RETENTION
+        self.blocks.retention.end_request(
+            request.id, claims.session, held, self.blocks.now, claims.ahead
+        )
 
     def _all_running(self) -> list[Sequence]:
         return [*self.loading, *self.prefilling, *self.decoding.members]

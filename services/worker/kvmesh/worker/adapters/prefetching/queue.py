@@ -13,12 +13,12 @@ from kvmesh.bus.messages import Prefetch, Sampling, Work, owner
 from kvmesh.tracing.names import BLOCKS, PREFETCH
 from kvmesh.tracing.tracer import continued
 from kvmesh.worker.engine import OutputDelta, Rejected
+from kvmesh.worker.enginecore.retention_request import PREFETCH_PRIORITY
 from kvmesh.worker.enginecore.sequence import hash_prompt
 
 log = logging.getLogger(__name__)
 MAX_PREFETCHES = 256
 MIN_LEAD_S = 0.2
-PREFETCH_PRIORITY = -(1 << 31)  # below every request's
 
 
 class PrefetchLoader(Protocol):

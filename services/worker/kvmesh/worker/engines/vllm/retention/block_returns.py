@@ -57,7 +57,8 @@ class BlockReturns:
             request.hashes[-1],
             HeldBlocks(numbers, self._contents(numbers)),
         )
-        if self.awaited.end(prompt):
+        end = self.awaited.end_ahead if request.ahead else self.awaited.end
+        if end(prompt):
             self._apply(prompt, now)
         elif self._ordered:
             prompt.expectation = Expectation(now, self._runs.typical.values)

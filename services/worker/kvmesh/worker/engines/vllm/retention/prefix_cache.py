@@ -128,7 +128,7 @@ class PrefixCacheRetention:
         request.shared = self._sessions.shared_blocks(request.hashes, request.session)
         if request.session is not None:
             tails = self._sessions.record(request.session, request.hashes, now)
-            if self._returns is not None:
+            if self._returns is not None and not request.ahead:
                 prompts = [request.hashes, *(tail.prompt for tail in tails)]
                 self._returns.awaited.on_prompt(request.session, prompts)
             self._drop_tails(tails, SUPERSEDED, request.id)

@@ -10,6 +10,7 @@ from kvmesh.retention.budget import directives
 from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import RetentionSegment, segments, with_prefix
 from kvmesh.worker.adapters.request_origin import RequestOrigin
+from kvmesh.worker.enginecore.retention_request import PREFETCH_PRIORITY
 
 
 class RetainedRequest:
@@ -18,7 +19,8 @@ class RetainedRequest:
     `hashes` are vLLM's, which vLLM extends during generation; `sequence_hashes` are kvmesh's of the
     prompt. `shared` counts the leading hashes that other sessions use. `blocks` are block ids, 0
     for one outside a sliding window; the first `claimed` of them have been claimed. `copied` is the
-    first index of a block that another one's content equals, by group.
+    first index of a block that another one's content equals, by group. `ahead`: the prompt, or a
+    part of it, is computed ahead of the session's next request.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class RetainedRequest:
         self.tenant = origin.tenant
         self.payer = owner(origin.tenant)
         self.session = origin.session
+        self.ahead = origin.priority == PREFETCH_PRIORITY
         self.hashes = hashes
         packed = block_hashes(tokens.tobytes(), hash_size, origin.salt)[1]
         self.sequence_hashes = array("Q", packed)
