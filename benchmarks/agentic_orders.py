@@ -10,12 +10,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import exp, inf
+from math import inf
 
 from kvmesh.bus.messages import Decision, Outcome, RouteEvent
 from kvmesh.retention.claims import UNCLAIMED, EvictionRank
 from kvmesh.retention.eviction_pool import EvictionPool
 from kvmesh.returns.rates import AGE_ENDS, BINS, age_bin
+from kvmesh.returns.value import values_by_age
 from kvmesh.simulator.fleet import MODEL
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.prompts import SimulatedPrompts
@@ -225,7 +226,7 @@ class CostRule(Order):
     def value(self, session: Idle, now: float) -> float:
         rates = self._rates_of(session.waits_for or ())
         per_token = self._prefill_s(session.tokens) / max(session.tokens, 1)
-        return per_token * best_return_rate(rates, now - session.since)
+        return per_token * values_by_age(rates)[age_bin(now - session.since)]
 
     def _returned(self, session: Idle, now: float) -> None:
         self._expose(session, now)
@@ -251,21 +252,6 @@ class CostRule(Order):
                 (returns + 3.0) / (exposed + 3.0 / rate) for returns, exposed, rate in pairs
             ]
         return self._rates[waits_for]
-
-
-def best_return_rate(rates: Sequence[float], age_s: float) -> float:
-    """The highest ratio, over all times to wait, of the chance of a return to the mean wait.
-
-    `rates` are returns per second by bin of age, `age_s` seconds have passed without a return.
-    """
-    best, alive, waited, at = 0.0, 1.0, 0.0, age_s
-    for bin_ in range(age_bin(age_s), BINS):
-        rate = max(rates[bin_], 1e-12)
-        gone = alive if AGE_ENDS[bin_] == inf else alive * (1 - exp(-rate * (AGE_ENDS[bin_] - at)))
-        waited += gone / rate
-        alive, at = alive - gone, AGE_ENDS[bin_]
-        best = max(best, (1 - alive) / waited if waited else 0.0)
-    return best
 
 
 def _tool(session: Idle) -> tuple[str, ...]:

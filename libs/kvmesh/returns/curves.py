@@ -4,12 +4,11 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from math import exp, inf
+from math import inf
 
 from kvmesh.returns.classes import ClassKey
 from kvmesh.returns.life_table import LifeTable
-from kvmesh.returns.rates import AGE_ENDS, BINS
-from kvmesh.returns.value import BIN_WIDTHS
+from kvmesh.returns.rates import AGE_ENDS, BINS, share_returned
 
 MAX_CLASSES = 8192
 MAX_CHECKED = 32768  # prompts whose expected and actual returns are compared at a time
@@ -79,11 +78,12 @@ class ReturnCurves:
     def start(self, tables: list[LifeTable], rates: Sequence[float], now: float) -> Awaited:
         """Await the return of a prompt whose use ended now; `rates` are those expected."""
         now = self.advance(now)
-        shares = expected_shares(rates)
-        awaited = Awaited(now, tables, tuple(shares[bin_] for bin_ in CHECKED_BINS))
+        expected = tuple([share_returned(rates, AGE_ENDS[bin_]) for bin_ in CHECKED_BINS])
+        awaited = Awaited(now, tables, expected)
+        in_all = share_returned(rates, AGE_ENDS[-2])
         for table in tables:
             table.enter(0, now)
-            table.count(1.0, shares[-2])
+            table.count(1.0, in_all)
         self._queues[0].append(awaited)
         for checked in self._checked:
             checked.append(awaited)
@@ -160,12 +160,3 @@ class ReturnCurves:
         for table in awaited.tables:
             table.leave(awaited.bin, now, returned)
         awaited.tables = []
-
-
-def expected_shares(rates: Sequence[float]) -> list[float]:
-    """The shares of prompts that return before the end of each bin."""
-    shares, left = [], 1.0
-    for rate, width in zip(rates, BIN_WIDTHS, strict=True):
-        left *= exp(-rate * width) if rate > 0 else 1.0
-        shares.append(1.0 - left)
-    return shares

@@ -6,7 +6,7 @@ double. On the wire each rate is one byte, its logarithm in eighths of an octave
 """
 
 from collections.abc import Sequence
-from math import inf, log2
+from math import exp, inf, log2
 
 BINS = 16
 FIRST_BIN_S = 0.5
@@ -23,6 +23,16 @@ def age_bin(age_s: float) -> int:
     if age_s >= AGE_ENDS[BINS - 2]:
         return BINS - 1
     return int(log2(age_s / FIRST_BIN_S)) + 1
+
+
+def share_returned(rates: Sequence[float], within_s: float) -> float:
+    """The share of prompts that return within this age, by rates per second of the bins of age."""
+    expected = start = 0.0
+    for rate, end in zip(rates, AGE_ENDS, strict=True):
+        if rate and within_s > start:
+            expected += rate * (min(within_s, end) - start)
+        start = end
+    return 1.0 - exp(-expected)
 
 
 def pack_rates(rates: Sequence[float]) -> bytes:

@@ -11,14 +11,12 @@ from agentic_orders import (
     Order,
     Recency,
     ToolTimes,
-    best_return_rate,
     order_blocks,
 )
 from agentic_runs import FILTERED, LRU, OURS, Policy, Scene, paced_agents, play
 from agentic_storage import Idle, idle_shares
 from retention import Managed, schedule
 
-from kvmesh.returns.rates import BINS
 from kvmesh.worker.enginecore.block_manager import BlockManager
 
 TOOL, SLOW = ("tool", "ls"), ("tool", "test")
@@ -136,19 +134,6 @@ def test_the_cost_rule_learns_which_waits_end_soon() -> None:
     cache.use(1, 30_001.0, 30_002.0, SLOW)
     cache.use(3, 30_002.0, 30_003.0, TOOL)
     assert cache.held() == {2, 3}
-
-
-@pytest.mark.parametrize("age_s", [0.0, 3.0, 1e5])
-def test_a_constant_rate_is_the_best_rate_at_any_age(age_s: float) -> None:
-    assert best_return_rate([0.25] * BINS, age_s) == pytest.approx(0.25)
-
-
-def test_waiting_for_a_later_peak_can_be_worth_it() -> None:
-    rates = [1e-6] * BINS
-    rates[4] = 1.0  # from 4 to 8 s
-    before, at, after = (best_return_rate(rates, age) for age in (0.0, 4.0, 9.0))
-    assert after < before < at
-    assert before == pytest.approx(1 / 5, rel=0.1)
 
 
 def test_recency_is_the_engines_own_order_without_hints() -> None:

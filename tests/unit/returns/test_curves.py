@@ -16,9 +16,9 @@ from kvmesh.returns.classes import (
     TurnHistory,
     class_keys,
 )
-from kvmesh.returns.curves import MAX_CLASSES, Awaited, ReturnCurves, expected_shares
+from kvmesh.returns.curves import MAX_CLASSES, Awaited, ReturnCurves
 from kvmesh.returns.life_table import HALF_LIFE_S
-from kvmesh.returns.rates import AGE_ENDS, age_bin
+from kvmesh.returns.rates import age_bin
 
 ALL = ClassKey()
 TOOL = ClassKey(("tool",))
@@ -139,12 +139,6 @@ def test_a_prompt_outlives_its_class() -> None:
     curves.returned(awaited, 101.0)
     assert tables[0].returned == 1.0
     assert not awaited.tables
-
-
-def test_shares_follow_from_rates() -> None:
-    shares = expected_shares([0.1] * 16)
-    assert shares[age_bin(3.0)] == pytest.approx(1 - 2.718281828 ** (-0.1 * AGE_ENDS[3]))
-    assert shares[-1] == 1.0
 
 
 def test_an_owner_brings_a_bounded_number_of_names() -> None:

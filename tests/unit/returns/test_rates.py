@@ -4,7 +4,7 @@ from math import exp, inf
 
 import pytest
 
-from kvmesh.returns.rates import AGE_ENDS, BINS, age_bin, pack_rates, unpack_rates
+from kvmesh.returns.rates import AGE_ENDS, BINS, age_bin, pack_rates, share_returned, unpack_rates
 from kvmesh.returns.value import chances_by_age
 
 
@@ -47,3 +47,15 @@ def test_the_chance_of_a_return_falls_with_the_returns_that_are_over() -> None:
     assert set(chances[4:]) == {0.0}
     assert chances_by_age([0.0] * BINS) == (0.0,) * BINS
     assert chances_by_age([0.001] * BINS)[BINS - 1] > 0.99
+
+
+@pytest.mark.parametrize("within_s", [0.0, 0.3, 1.0, 60.0, 20_000.0, inf])
+def test_a_constant_rate_is_an_exponential_distribution(within_s: float) -> None:
+    assert share_returned([0.1] * BINS, within_s) == pytest.approx(1 - exp(-0.1 * within_s))
+
+
+def test_prompts_that_no_longer_return_stay_out() -> None:
+    early = [2.0, 1.0, *[0.0] * (BINS - 2)]
+    assert share_returned(early, 0.5) == pytest.approx(1 - exp(-1.0))
+    for within_s in (1.0, 1e9, inf):
+        assert share_returned(early, within_s) == pytest.approx(1 - exp(-1.5))

@@ -5,8 +5,7 @@ from math import inf, nan
 import pytest
 
 from kvmesh.bus.messages import ToolEvent
-from kvmesh.returns.curves import expected_shares
-from kvmesh.returns.rates import age_bin, pack_rates, unpack_rates
+from kvmesh.returns.rates import AGE_ENDS, age_bin, pack_rates, share_returned, unpack_rates
 from kvmesh.returns.tool_calls import MAX_CALLS, MAX_KNOWN, MAX_SESSIONS, ReportedTools, due_rates
 from kvmesh.returns.value import values_by_age
 
@@ -73,9 +72,9 @@ def test_the_calls_of_all_sessions_are_bounded_together() -> None:
 @pytest.mark.parametrize("remaining_s", [0.0, 5.0, 60.0, 3600.0])
 def test_rates_of_a_known_end_concentrate_around_it(remaining_s: float) -> None:
     rates = unpack_rates(pack_rates(due_rates(remaining_s)))
-    shares = expected_shares(rates)
-    assert shares[age_bin(remaining_s / 4)] < 0.15 or not remaining_s
-    assert shares[age_bin(2 * (remaining_s + 1))] > 0.85
+    early, late = AGE_ENDS[age_bin(remaining_s / 4)], AGE_ENDS[age_bin(2 * (remaining_s + 1))]
+    assert share_returned(rates, early) < 0.15 or not remaining_s
+    assert share_returned(rates, late) > 0.85
     values = values_by_age(rates)
     if remaining_s:
         assert max(values) > values[0]

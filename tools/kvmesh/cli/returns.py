@@ -22,8 +22,8 @@ from kvmesh.bus.messages import (
 from kvmesh.cli.units import literal
 from kvmesh.observer.decision_text import time_text
 from kvmesh.observer.pauses import wait_text
-from kvmesh.observer.returns import median_s, share_returned
-from kvmesh.returns.rates import BINS, unpack_rates
+from kvmesh.observer.returns import median_s
+from kvmesh.returns.rates import BINS, share_returned, unpack_rates
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
