@@ -10,6 +10,7 @@ from mypyc.build import mypycify
 # workload's `model`, which msgspec reads.
 CORES = {
     "libs/kvmesh/retention": ["*"],
+    "libs/kvmesh/returns": ["*"],
     "libs/kvmesh/step_times": ["interface"],
     "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "removed_blocks", "shards"],
     "services/router/kvmesh/router/placement": ["fair_order", "policy_runner", "queue", "router"],
