@@ -2,7 +2,8 @@
 
 The forecaster of the routers sees each request of a workload at its time and learns as it goes; the
 cache evicts the block whose forecasts have the least value. `MIN` evicts the block that is next
-used last, which no policy can beat by much. No block outlives those before it, under any order.
+used last, which no policy can beat by much. "Told which return" knows which blocks are used again,
+but not when, and orders by recency after that. No block outlives those before it, under any order.
 Rounds take a nominal time, so that every order meets the same requests at the same instants.
 """
 
@@ -29,6 +30,7 @@ from kvmesh.workload.model import Workload
 
 BLOCK = 512
 SIZES = {"1M": 1 << 20, "4M": 4 << 20, "8M": 8 << 20}
+NEVER_S = 1e9
 FORECASTS = 4  # of a block, the latest, whose values count
 
 
@@ -110,6 +112,21 @@ class Clairvoyant(Order):
     def value(self, block: int, now: float) -> tuple[float, float]:
         later = self._next[block]
         return -later[-1] if later else -inf, 0.0
+
+
+class Returning(Clairvoyant):
+    """Knows which blocks are used again, and not when: the others go first, each by recency."""
+
+    def __init__(self, uses: list[Use]) -> None:
+        super().__init__(uses)
+        self._used: dict[int, tuple[float, float]] = {}
+
+    def hold(self, use: Use) -> None:
+        self._used.update((block, (use.at, -i)) for i, block in enumerate(use.blocks))
+
+    def value(self, block: int, now: float) -> tuple[float, float]:
+        at, place = self._used[block]
+        return (at if self._next[block] else at - NEVER_S), place
 
 
 class S3Fifo(Order):
@@ -394,12 +411,14 @@ def main() -> None:
             forecast = Forecast(capacity)
             lru = 100 * run(uses, capacity, Lru())
             best = 100 * run(uses, capacity, Clairvoyant(uses))
+            returning = 100 * run(uses, capacity, Returning(uses))
             fifo = 100 * run(uses, capacity, S3Fifo(capacity))
             ours = 100 * run(uses, capacity, forecast)
             closed = 100 * (ours - lru) / (best - lru) if best > lru else 0.0
             label = f"{name}, {size} tokens"
             report.add(f"{label}: forecasts", ours, "% of blocks", f"{lru:.2f}")
             report.add(f"{label}: S3-FIFO", fifo, "% of blocks", f"{lru:.2f}")
+            report.add(f"{label}: told which return", returning, "% of blocks", f"{lru:.2f}")
             report.add(f"{label}: MIN", best, "% of blocks", f"{lru:.2f}")
             report.add(f"{label}: share of the gap closed", closed, "%", "", "≥ 25")
             print(f"{label}: {ours:.2f} %, LRU {lru:.2f} %, MIN {best:.2f} %", flush=True)
