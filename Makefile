@@ -79,7 +79,7 @@ unit simulation mesh clients chaos fidelity browser: $(ENGINES)
 
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built$(CORES)
-	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_rank_state.py retention \
+	$(COMPILED)/bin/python -m pytest -q $(addprefix tests/unit/,indexer/test_rank_state.py retention returns \
 	  cli/commands/test_simulate.py router simulator worker/enginecore worker/engines/mock/test_core.py \
 	  worker/engines/mock/test_tiers.py worker/engines/test_retention.py)
 
