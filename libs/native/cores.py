@@ -24,7 +24,13 @@ CORES = {
         "rank_table",
     ],
     "services/worker/kvmesh/worker/enginecore": ["*"],
-    "services/worker/kvmesh/worker/engines/mock": ["core", "decode_plan", "node_tiers", "timing"],
+    "services/worker/kvmesh/worker/engines/mock": [
+        "core",
+        "decode_plan",
+        "node_tiers",
+        "pace",
+        "timing",
+    ],
     "tools/kvmesh/simulator": [
         "active_round",
         "cache_accounting",

@@ -55,6 +55,7 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["busy", "m", "--reset", "--blocks", "3"], "--reset cannot be combined"),
         (["simulate", "demo", "--workers", "0"], "argument --workers: not a positive integer: '0'"),
         (["simulate", "demo", "--group", "two"], "--group two: expected COUNT"),
+        (["simulate", "demo", "--group", "2:heat=0"], "--group 2:heat=0: Expected"),
         (["simulate", "demo", "--html", "/nowhere/x"], "no such directory: /nowhere"),
         (["whatif", "--json", "/"], "/ is a directory"),
         (["workload", "generate", "demo", "-o", "/nowhere/x.json"], "no such directory: /nowhere"),

@@ -32,6 +32,9 @@ from kvmesh.simulator.report.perfetto import perfetto
 from kvmesh.simulator.virtual_clock import VirtualClock
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.worker.engines.mock.pace import PaceOptions
+from kvmesh.workload.generate.agents import AgentGenerator
+from kvmesh.workload.generate.profile import load_profile
 from kvmesh.workload.model import Round, Session, Workload
 from kvmesh.workload.tree import Tree
 
@@ -473,3 +476,16 @@ def test_reports_are_complete(tmp_path: Path) -> None:
     begun = [e for e in trace["traceEvents"] if e["ph"] == "b"]
     assert len(begun) == 2 * 24
     assert msgspec.json.decode(msgspec.json.encode(runs[0][1]), type=Figures) == runs[0][1]
+
+
+def test_engines_of_unlike_speed_take_as_long_as_their_group_says() -> None:
+    workload = AgentGenerator(load_profile("demo"), 0).workload(4)
+    slow = PaceOptions(prefill=3.0, decode=3.0)
+    times = []
+    for pace in (PaceOptions(), slow):
+        group = WorkerOptions(1, CoreOptions(pace=pace))
+        simulation = Simulation(workload, SimulationOptions(workers=(group,)))
+        simulation.run()
+        [record] = simulation.worker_records.values()
+        times.append(record.busy_s / record.output_tokens)
+    assert times[1] > 2 * times[0]

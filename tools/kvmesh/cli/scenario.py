@@ -36,6 +36,7 @@ from kvmesh.simulator.report.figures import Figures, figures
 from kvmesh.simulator.report.page import page
 from kvmesh.simulator.report.perfetto import perfetto
 from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.worker.engines.mock.pace import PaceOptions
 from kvmesh.workload.model import Workload
 
 Run = tuple[Simulation, Figures]
@@ -261,13 +262,35 @@ def _fleet(arguments: argparse.Namespace, default: Fleet) -> Fleet:
     return tuple(_group(text, core) for text in arguments.group) or default
 
 
+Factor = Annotated[float, msgspec.Meta(gt=0)]
+
+
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
     """Keys of --group."""
 
     serves: Serves = "aggregated"
-    speedup: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    speedup: Factor | None = None
     blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
     node: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    slow_prefill: Factor | None = None
+    slow_decode: Factor | None = None
+    noise: Factor | None = None
+    noise_s: Factor | None = None
+    calm_s: Factor | None = None
+    heat: Factor | None = None
+    heat_s: Factor | None = None
+
+    def pace(self, pace: PaceOptions) -> PaceOptions:
+        """The pace with this group's own values."""
+        return PaceOptions(
+            prefill=self.slow_prefill or pace.prefill,
+            decode=self.slow_decode or pace.decode,
+            noise=self.noise or pace.noise,
+            noise_s=self.noise_s or pace.noise_s,
+            calm_s=self.calm_s or pace.calm_s,
+            heat=self.heat or pace.heat,
+            heat_s=self.heat_s or pace.heat_s,
+        )
 
 
 def _group(text: str, core: CoreOptions) -> WorkerOptions:
@@ -278,7 +301,10 @@ def _group(text: str, core: CoreOptions) -> WorkerOptions:
         pairs = dict(part.split("=", 1) for part in rest.split(",") if part)
         group = msgspec.convert(pairs, _Group, strict=False)
         own = replace(
-            core, speedup=group.speedup or core.speedup, blocks=group.blocks or core.blocks
+            core,
+            speedup=group.speedup or core.speedup,
+            blocks=group.blocks or core.blocks,
+            pace=group.pace(core.pace),
         )
         return WorkerOptions(int(count), own, group.serves, node=group.node)
     except (ValueError, msgspec.ValidationError) as error:

@@ -13,6 +13,7 @@ from kvmesh.step_times.registry import load_step_profile
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.enginecore.simulated_tiers import tier_options
 from kvmesh.worker.engines.mock.core import CoreOptions
+from kvmesh.worker.engines.mock.pace import pace_options
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 
 BLOCK_SIZE = 16  # without a live worker
@@ -44,6 +45,7 @@ def mock_core(mock: MockSettings, block_size: int) -> CoreOptions:
         model=load_step_profile(mock.profile) if mock.profile else PolynomialStepModel(),
         tiers=tier_options(mock),
         speedup=mock.speedup,
+        pace=pace_options(mock),
     )
 
 

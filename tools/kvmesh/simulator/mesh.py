@@ -205,7 +205,7 @@ class Simulation:
         worker = SimulatedWorker(
             self.clock,
             card,
-            MockCore(replace(core, emit_tokens=False)),
+            MockCore(replace(core, emit_tokens=False), f"{self.options.seed} {card.name}"),
             self._on_outputs,
             self.index.publish,
             self.options.horizon_s,

@@ -9,6 +9,7 @@ from kvmesh.simulator.nodes.options import NodeOptions
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
 from kvmesh.simulator.report.tiers import GIB
 from kvmesh.step_times.profile import StepProfile
+from kvmesh.worker.engines.mock.pace import PaceOptions
 
 DEFAULTS = RouterSettings()
 
@@ -66,5 +67,18 @@ def _group(group: WorkerOptions) -> str:
         f"{limits.max_sequences:,} sequences and {limits.max_batched_tokens:,} tokens a step",
         f"step times of {profile or 'the mock engine'}",
         *([f"{core.speedup:g} × as fast"] if core.speedup != 1 else []),
+        *_pace(core.pace),
     ]
     return ", ".join(parts)
+
+
+def _pace(pace: PaceOptions) -> Iterator[str]:
+    if pace.prefill != 1:
+        yield f"{pace.prefill:g} × as long for prompts"
+    if pace.decode != 1:
+        yield f"{pace.decode:g} × as long for output"
+    if pace.noise != 1:
+        spells = f"spells of {pace.noise_s:g} s after {pace.calm_s:g} s"
+        yield f"{pace.noise:g} × as long beside a noisy neighbour, in {spells}"
+    if pace.heat != 1:
+        yield f"up to {pace.heat:g} × as long when hot, within {pace.heat_s:g} s"

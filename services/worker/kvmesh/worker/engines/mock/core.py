@@ -16,6 +16,7 @@ from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers, TierOptions
 from kvmesh.worker.engines.mock.decode_plan import DecodePlan
 from kvmesh.worker.engines.mock.node_tiers import NodeTiers
+from kvmesh.worker.engines.mock.pace import Pace, PaceOptions
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 
 
@@ -72,15 +73,17 @@ class CoreOptions:
     speedup: float = 1.0
     emit_tokens: bool = True
     retention: RetentionOptions = field(default_factory=RetentionOptions)
+    pace: PaceOptions = field(default_factory=PaceOptions)
 
 
 class MockCore:
     """Block manager, scheduler and performance model of one rank, advanced by `step`.
 
     Injected faults multiply step times by `slowdown`. `node_tiers` is the kvbm of the node, if any.
+    `seed` determines what of the engine's pace is random.
     """
 
-    def __init__(self, options: CoreOptions) -> None:
+    def __init__(self, options: CoreOptions, seed: str = "") -> None:
         self.options = options
         self.blocks = BlockManager(options.blocks, options.retention)
         size, retention = options.limits.block_size, options.retention
@@ -96,6 +99,9 @@ class MockCore:
         self.scheduler = Scheduler(options.limits, self.blocks, self.tiers)
         self.counters = EngineCounters()
         self.slowdown = 1.0
+        steady = options.pace == PaceOptions()
+        self._pace = None if steady else Pace(options.pace, seed)
+        self._slower = 1.0, 1.0
 
     @property
     def block_managers(self) -> list[BlockManager]:
@@ -143,7 +149,9 @@ class MockCore:
         With `horizon`, steps that only decode and fill no block are taken together, as many as fit
         into that many seconds. The result equals that of single steps, in fewer calls.
         """
-        return self._step(self.scheduler.schedule_next_batch(now), now, horizon)
+        chunks = self.scheduler.schedule_next_batch(now)
+        self._set_pace(now)
+        return self._step(chunks, now, horizon)
 
     def plan(self, now: float, horizon: float) -> StepResult | DecodePlan:
         """Like `step`, but return steps that only decode as a plan of about `horizon` seconds.
@@ -152,6 +160,7 @@ class MockCore:
         it may only call `submit`.
         """
         chunks = self.scheduler.schedule_next_batch(now)
+        self._set_pace(now)
         decoding = self.scheduler.decoding
         if chunks or not decoding.members or not self.scheduler.settled:
             return self._step(chunks, now, 0.0)
@@ -261,12 +270,17 @@ class MockCore:
     def _seconds(self, chunks: list[ScheduledChunk], decoding: int) -> float:
         prefill = self.options.model.prefill(sum([chunk.tokens for chunk in chunks]))
         decode = self._decode_seconds(decoding, self.blocks.active) if decoding else 0.0
-        return prefill / self.options.speedup + decode
+        return prefill * self._slower[0] / self.options.speedup + decode
+
+    def _set_pace(self, now: float) -> None:
+        """Set by how much the next steps are slower than the performance model says."""
+        if self._pace is not None:
+            self._slower = self._pace.factors(now, self.counters.busy_s)
 
     def _decode_seconds(self, sequences: int, blocks: int) -> float:
         size = self.options.limits.block_size
         load = DecodeLoad(sequences, blocks * size, self.blocks.capacity * size)
-        return self.options.model.decode(load) / self.options.speedup
+        return self.options.model.decode(load) * self._slower[1] / self.options.speedup
 
     def _repeatable_steps(self, seconds: float, horizon: float) -> int:
         if horizon <= seconds or not self.scheduler.settled:

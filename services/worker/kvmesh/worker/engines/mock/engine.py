@@ -40,6 +40,7 @@ from kvmesh.worker.engines.mock.kvbm_tiers import (
     WaitLimits,
     stand_in_layout,
 )
+from kvmesh.worker.engines.mock.pace import pace_options
 from kvmesh.worker.engines.mock.prefetch import MockLoader
 from kvmesh.worker.engines.mock.rank import MockRank
 from kvmesh.worker.engines.mock.text.author import AnswerOptions, AnswerWriter
@@ -70,12 +71,23 @@ def create(context: EngineContext) -> "MockEngine":
     )
     store = context.store if mock.kvbm else None
     return MockEngine(
-        mock, context.folder, worker.block_size, fits, worker.adapters, retention, store, limits
+        mock,
+        context.folder,
+        worker.block_size,
+        fits,
+        worker.adapters,
+        retention,
+        store,
+        limits,
+        worker.name,
     )
 
 
 class MockEngine:
-    """A `MockRank` per data-parallel rank; the answer to a request is known at its start."""
+    """A `MockRank` per data-parallel rank; the answer to a request is known at its start.
+
+    `name` is the worker's: workers of the same settings differ in what of their pace is random.
+    """
 
     def __init__(
         self,
@@ -87,7 +99,9 @@ class MockEngine:
         retention: RetentionOptions,
         store: StoreFactory | None,
         limits: WaitLimits,
+        name: str,
     ) -> None:
+        self._name = name
         self._options = options
         self._folder = folder
         self._block_size = block_size
@@ -111,7 +125,7 @@ class MockEngine:
         core_options = self._core_options()
         await asyncio.sleep(options.startup_s)
         for rank in range(options.dp_ranks):
-            core = MockCore(core_options)
+            core = MockCore(core_options, f"{self._name} {options.seed} {rank}")
             self._ranks.append(MockRank(rank, core, self, _faults(options), options.tick_s))
         if self._store is not None:
             await self._open_kvbms(self._store)
@@ -350,6 +364,7 @@ class MockEngine:
             tier_options(options),
             options.speedup,
             retention=self._retention,
+            pace=pace_options(options),
         )
 
     def _info(self) -> EngineInfo:
