@@ -24,6 +24,7 @@ from kvmesh.bus.client import Bus, BusOptions, Reply
 from kvmesh.bus.messages import (
     Decision,
     Hints,
+    LearnedReport,
     Load,
     MessageDecoder,
     Outcome,
@@ -38,6 +39,7 @@ from kvmesh.bus.messages import (
     SeqAdd,
     SeqBatch,
     SeqFree,
+    ShowLearned,
     ShowReturns,
 )
 from kvmesh.bus.streams.configuration import StreamLimits
@@ -111,6 +113,10 @@ async def test_a_router_reports_what_it_has_learned_about_returns(
         assert all(each.prompts == pytest.approx(1.0, abs=0.1) for each in report.classes)
         assert {len(each.rates) for each in report.classes} == {BINS}
         assert {(check.model, check.observed) for check in report.checks} == {("m", 0)}
+        learners = await bus.request(
+            subject, ShowLearned(), MessageDecoder(LearnedReport), PATIENCE_S
+        )
+        assert {each.model for each in learners.learners} <= {"m"}
 
 
 async def test_another_replica_counts_the_load_of_earlier_requests(

@@ -82,7 +82,7 @@ def _frontend(s: Subjects, name: str) -> Grant:
             *_reads(*map(_kv, stores), _kv(s.plan_bucket)),
             *_creates(*_streams(s)),
         ],
-        [s.out(own), s.sessions, s.limits, s.traces],
+        [s.out(own), s.ask(own), s.sessions, s.limits, s.traces],
     )
 
 

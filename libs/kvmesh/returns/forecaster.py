@@ -6,18 +6,19 @@ shared start of several conversations: the second one begins a conversation of i
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Decision, Outcome, ReturnForecast, ToolEvent
+from kvmesh.bus.messages import Decision, LearnerReport, Outcome, ReturnForecast, ToolEvent
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.classes import MAX_WAITS, ClassNames, TurnHistory, class_keys
 from kvmesh.returns.curves import Awaited, ReturnCurves
 from kvmesh.returns.rates import pack_rates
-from kvmesh.returns.shadow_caches import ShadowCaches
+from kvmesh.returns.shadow_caches import LEAST_RETURNS, MEMORY_RETURNS, ShadowCaches
 from kvmesh.returns.tool_calls import ReportedTools, due_rates
 from kvmesh.returns.value import values_by_age
 
@@ -76,6 +77,32 @@ class ReturnForecaster:
     def __len__(self) -> int:
         """The turns that are remembered, running ones included."""
         return len(self._turns) + len(self._running)
+
+    def report(self, model: str) -> Iterator[LearnerReport]:
+        """The hits that eviction by forecasts has over eviction by recency, on a sample."""
+        shadow = self.shadow
+        if not shadow.wanted:
+            return
+        own, other = (n / shadow.wanted for n in (shadow.hits_by_value, shadow.hits_by_recency))
+        if shadow.forecasts_win:
+            reason = "eviction by forecasts has more hits"
+        elif shadow.returns < LEAST_RETURNS:
+            reason = f"fewer than {LEAST_RETURNS} returns"
+        else:
+            reason = "eviction by recency has as many hits"
+        yield LearnerReport(
+            model=model,
+            learner="returns",
+            fallback="recency",
+            observations=shadow.returns,
+            held_out=min(shadow.returns, MEMORY_RETURNS),
+            measure="share of the blocks read again that a cache of this size holds",
+            own=own,
+            other=other,
+            gain=own / other - 1 if other else 0.0,
+            on=shadow.forecasts_win,
+            reason=reason,
+        )
 
     def set_capacity(self, blocks: int) -> None:
         """Set the number of blocks of all ranks together."""

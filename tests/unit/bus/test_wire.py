@@ -38,6 +38,8 @@ NOT_TAILED = {
     messages.FleetAnswer,
     messages.FleetReport,
     messages.Incomplete,
+    messages.LearnedReport,
+    messages.LearnerReport,
     messages.Lent,
     messages.OverlapReply,
     messages.Parked,

@@ -288,3 +288,7 @@ def test_equal_events_give_equal_forecasts() -> None:
                 turn(core, f"b{number}", prompt(base, base + 1, base + 2), number * 5.0 + 2)
         sent.append([forecast for _, forecast in core.take_forecasts(2000.0)])
     assert sent[0] == sent[1]
+
+
+def test_a_forecaster_without_returns_reports_nothing_yet() -> None:
+    assert list(ReturnForecaster("r").report("m")) == []

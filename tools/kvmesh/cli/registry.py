@@ -157,6 +157,12 @@ COMMANDS = (
         sections=("nats", "streams", "log"),
     ),
     Command(
+        "learned",
+        "show what each learner of the mesh gained over its fallback",
+        "kvmesh.cli.commands.learned",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
         "busy",
         "show or set the load at which workers get no requests",
         "kvmesh.cli.commands.busy",

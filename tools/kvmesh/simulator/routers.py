@@ -116,14 +116,14 @@ class SimulatedRouters:
             self.on_route(event, self._clock.now)
         for replica in self.replicas:
             replica.core.apply_route_event(event, self._clock.now)
-            replica.core.learn_returns(event, self._clock.now)
+            replica.core.learn(event, self._clock.now)
             if isinstance(event, Outcome):
                 self._send_forecasts(replica)
 
     def tool(self, event: ToolEvent) -> None:
         """A harness reports a tool."""
         for replica in self.replicas:
-            replica.core.learn_returns(event, self._clock.now)
+            replica.core.learn(event, self._clock.now)
             self._send_forecasts(replica)
 
     def _send_forecasts(self, replica: RouterReplica) -> None:

@@ -247,6 +247,40 @@ class ReturnsReport(Struct, frozen=True):
     checks: list[ReturnCheck] = []
 
 
+class ShowLearned(Struct, frozen=True, tag="show_learned"):
+    """Ask a process for the reports of its learners."""
+
+
+class LearnerReport(Struct, frozen=True, kw_only=True):
+    """One learner of a model: what it learned from, and what it gained over its fallback.
+
+    `learner` and `fallback` are names, `about` the part of the requests that it is about, empty
+    for all. It has learned from `observations`. On `held_out` requests that it had not learned from
+    yet, `measure` was `own` under the learner and `other` under the fallback; older requests weigh
+    less. `gain` is relative to the fallback, positive if the learner is better. `on`: it decides
+    now, for the `reason`.
+    """
+
+    model: str
+    learner: str
+    fallback: str
+    about: str = ""
+    observations: float = 0.0
+    held_out: float = 0.0
+    measure: str = ""
+    own: float = 0.0
+    other: float = 0.0
+    gain: float = 0.0
+    on: bool = True
+    reason: str = ""
+
+
+class LearnedReport(Struct, frozen=True):
+    """The learners of one process, at most a bounded number."""
+
+    learners: list[LearnerReport]
+
+
 class CheckIndex(Struct, frozen=True, kw_only=True, tag="check_index"):
     """Ask an indexer to compare its blocks of one rank with those of the rank's worker, now."""
 

@@ -189,6 +189,9 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     program_acting_tau_s: Annotated[
         Seconds, Meta(description="program: time constant of that weight's decay")
     ] = 1.0
+    learn_speeds: Annotated[
+        bool, Meta(description="learn the ranks' speeds, and place by them")
+    ] = True
     forecast_returns: Annotated[
         bool, Meta(description="learn when prompts return, and tell the workers what to expect")
     ] = True

@@ -73,6 +73,17 @@ rank_speed = Gauge(
     f"Work of a rank in a given time relative to the median rank, missing if idle lately: {_SAME}",
     ["model", "worker", "rank"],
 )
+learner_gain = Gauge(
+    f"{_PREFIX}_learner_gain",
+    "Gain of what learns over its fallback on held-out requests, as a share of the fallback's"
+    f" figure (kvmesh learned): {_SAME}",
+    ["model", "learner"],
+)
+learner_on = Gauge(
+    f"{_PREFIX}_learner_on",
+    f"1 if what was learned decides now, 0 if the fallback does: {_SAME}",
+    ["model", "learner"],
+)
 active_requests = Gauge(
     f"{_PREFIX}_active_requests",
     f"Tracked active requests of all routers: {_SAME}",
@@ -134,6 +145,9 @@ class RouterModelMetrics:
         queued_tokens.labels(self._model).set(queue.waiting_tokens)
         self._slowness(core)
         self._speeds(core)
+        for report in core.learned():
+            learner_gain.labels(self._model, report.learner).set(report.gain)
+            learner_on.labels(self._model, report.learner).set(report.on)
         if core.returns is not None:
             self._returns(core.returns)
         for policy, count in core.policies.failures.items():

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import chain, islice
 from math import inf
 from time import monotonic
 
@@ -18,6 +19,7 @@ from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.messages import (
     Instance,
+    LearnedReport,
     Load,
     MessageDecoder,
     ModelCard,
@@ -25,6 +27,7 @@ from kvmesh.bus.messages import (
     ReturnsReport,
     Role,
     RouteEvent,
+    ShowLearned,
     ShowReturns,
     ShowSpeeds,
     SpeedReport,
@@ -49,13 +52,17 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 SWEEP_S = 1.0
 RETURNS_HISTORY_S = 900.0  # of the decision stream, from which returns are learned at start
+SPEEDS_HISTORY_S = 60.0  # likewise the length of answers
+MAX_LEARNERS = 256  # of a report
 _NO_INDEX = "no reply from an indexer for %s: its requests are placed without overlaps"
 _NOTHING_FOUND = (
     "the index has no overlaps for prompts of %s that begin like earlier ones: KV events are lost,"
     " disabled, or hashed with another block size or salt"
 )
 _routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
-_questions: MessageDecoder[ShowReturns | ShowSpeeds] = MessageDecoder(ShowReturns | ShowSpeeds)
+_questions: MessageDecoder[ShowLearned | ShowReturns | ShowSpeeds] = MessageDecoder(
+    ShowLearned | ShowReturns | ShowSpeeds
+)
 _thresholds = MessageDecoder(Thresholds)
 _tools = MessageDecoder(ToolEvent)
 
@@ -95,7 +102,8 @@ class RouterService:
         settings, bus = self._service.settings.router, self._service.bus
         policy_s = make_policy(settings.policy, settings).history_s
         self._policy_since = time.time() - policy_s if policy_s else inf
-        history_s = max(policy_s, RETURNS_HISTORY_S if settings.forecast_returns else 0.0)
+        returns_s = RETURNS_HISTORY_S if settings.forecast_returns else 0.0
+        history_s = max(policy_s, returns_s, SPEEDS_HISTORY_S if settings.learn_speeds else 0.0)
         if not history_s:
             return None
         since = datetime.now(UTC) - timedelta(seconds=history_s)
@@ -208,9 +216,14 @@ class RouterService:
         outages = {m: _NO_INDEX % m for m, r in self._models.items() if r.index.outage}
         self._service.warnings.update("no_index", outages)
 
-    def _answer(self, question: ShowReturns | ShowSpeeds) -> ReturnsReport | SpeedReport:
+    def _answer(
+        self, question: ShowLearned | ShowReturns | ShowSpeeds
+    ) -> LearnedReport | ReturnsReport | SpeedReport:
         if isinstance(question, ShowReturns):
             return returns_report(router.core for router in self._models.values())
+        if isinstance(question, ShowLearned):
+            learned = (router.core.learned() for router in self._models.values())
+            return LearnedReport(list(islice(chain.from_iterable(learned), MAX_LEARNERS)))
         found = [_speeds(router.core) for router in self._models.values()]
         return SpeedReport([speed for speeds in found for speed in speeds])
 
@@ -291,11 +304,11 @@ class RouterService:
         core = self._router(_model(message)).core
         if message.time >= self._policy_since:
             core.apply_route_event(event, monotonic())
-        core.learn_returns(event, monotonic())
+        core.learn(event, monotonic())
 
     def _on_tool(self, event: ToolEvent) -> None:
         for router in self._models.values():
-            router.core.learn_returns(event, monotonic())
+            router.core.learn(event, monotonic())
 
     def _on_thresholds(self, message: StreamMessage) -> None:
         model = untoken(message.subject.removeprefix(self._busy_prefix))

@@ -23,7 +23,7 @@ def finish(router: RouterCore, name: str, on: str) -> None:
     placed = router.decide(
         request(name, sequence(*range(10)), placement=Placement(instance=on)), None, 5.0
     )
-    router.learn_returns(placed, 5.0)
+    router.learn(placed, 5.0)
     outcome = Outcome(
         request=name,
         instance=on,
@@ -34,7 +34,7 @@ def finish(router: RouterCore, name: str, on: str) -> None:
         total_s=1.0,
         finish="stop",
     )
-    router.learn_returns(outcome, 6.0)
+    router.learn(outcome, 6.0)
 
 
 def trust(router: RouterCore) -> None:

@@ -117,7 +117,9 @@ def _work(work: m.Work) -> str:
     return f"{text}, {work.generated} generated before" if work.generated else text
 
 
-def _control(command: m.Control | m.CheckIndex | m.ShowReturns | m.ShowSpeeds) -> str:
+def _control(
+    command: m.Control | m.CheckIndex | m.ShowLearned | m.ShowReturns | m.ShowSpeeds,
+) -> str:
     fields = [str(getattr(command, name)) for name in command.__struct_fields__]
     return " ".join([type(command).__name__.lower(), *fields])
 
@@ -245,7 +247,7 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
         (
             *(m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping),
             *(m.LoadAdapter, m.UnloadAdapter, m.Serve),
-            *(m.CheckIndex, m.ShowReturns, m.ShowSpeeds),
+            *(m.CheckIndex, m.ShowLearned, m.ShowReturns, m.ShowSpeeds),
         ),
         _control,
     ),

@@ -15,7 +15,9 @@ from rich.live import Live
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
+from kvmesh.bus.errors import NotPermitted
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
+from kvmesh.cli.learned import learned_of, line
 from kvmesh.cli.top.controls import TopControls
 from kvmesh.cli.top.screen import FRAME_LINES, TopStatus, frame, table
 from kvmesh.cli.top.terminal import LastWarning, keys
@@ -28,6 +30,7 @@ from kvmesh.settings import Settings
 REFRESH_S = 1.0
 RATES_S = 2.5  # until the first rates are known
 REPLAY_S = 10.0
+LEARNERS_S = 5.0
 PIPE_WIDTH = 200
 
 
@@ -41,6 +44,7 @@ class TopMonitor:
         self._fleet = FleetView()
         self._sessions = by_session(window_s)
         self._tenants = by_tenant(window_s)
+        self._learned = ""
         self._clock = asyncio.get_running_loop().time
         self._reader = StreamReader(
             bus,
@@ -68,14 +72,26 @@ class TopMonitor:
                 self._bus, lambda worker: self._fleet.starting(worker, self._clock())
             )
             await self._reader.open()
+            learners = asyncio.create_task(self._follow_learners(directory))
             try:
                 yield
             finally:
+                learners.cancel()
                 await self._reader.close()
                 await starts.unsubscribe()
                 await loads.unsubscribe()
         finally:
             await directory.close()
+
+    async def _follow_learners(self, directory: Directory) -> None:
+        """Ask the mesh's learners what they gained, every LEARNERS_S, if this user may."""
+        try:
+            while True:
+                found = await learned_of(self._bus, directory.instances)
+                self._learned = line(found or ())
+                await asyncio.sleep(LEARNERS_S)
+        except NotPermitted:
+            self._learned = ""
 
     def _on_route(self, message: StreamMessage) -> None:
         outcome = decoded_outcome(message.data)
@@ -104,7 +120,7 @@ class TopMonitor:
         elif silent := self._reader.silent_for:
             trouble = f"NATS at {self._bus.server} has sent nothing for {silent:.0f} s"
         mesh = f"mesh {self._bus.options.namespace} on {self._bus.server}"
-        return TopStatus(mesh, self._window_s, time.time(), trouble, notice)
+        return TopStatus(mesh, self._window_s, time.time(), trouble, notice, self._learned)
 
 
 async def show_once(monitor: TopMonitor, controls: TopControls, as_json: bool) -> None:

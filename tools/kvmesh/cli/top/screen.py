@@ -14,20 +14,24 @@ from kvmesh.observer.columns import RowView
 from kvmesh.runtime.logs import printable
 from kvmesh.runtime.quantities import duration
 
-FRAME_LINES = 4  # header, blank line, headings, footer
+FRAME_LINES = 4  # header, line of learners, headings, footer
 KEYS = "1 fleet  2 sessions  3 tenants  s sort  r reverse  p pause  ? help  q quit"
 _COLOURS = {"ready": "green", "draining": "yellow", "incompatible": "red", "silent": "red"}
 
 
 @dataclass(frozen=True)
 class TopStatus:
-    """The state of the source of the figures; `trouble` says why they do not change, if so."""
+    """The state of the source of the figures; `trouble` says why they do not change, if so.
+
+    `learned` is a line about the mesh's learners, empty if they may not be asked.
+    """
 
     mesh: str
     window_s: float
     time: float
     trouble: str = ""
     notice: str = ""
+    learned: str = ""
 
 
 def frame(controls: TopControls, rows: list[Any], status: TopStatus, height: int) -> Group:
@@ -41,7 +45,8 @@ def frame(controls: TopControls, rows: list[Any], status: TopStatus, height: int
         if controls.help
         else table(controls.view, ordered[first:last], controls.sort, controls.reverse)
     )
-    return Group(_header(controls, status, len(rows), first, last), Text(""), body, _footer(status))
+    header = _header(controls, status, len(rows), first, last)
+    return Group(header, _learned(status), body, _footer(status))
 
 
 def table(view: RowView, rows: Iterable[Any], sort: str, reverse: bool) -> Table:
@@ -73,6 +78,13 @@ def _header(controls: TopControls, status: TopStatus, count: int, first: int, la
         what += f", requests that ended in the last {duration(status.window_s)}"
     line = Text(f"{status.mesh}  {clock}  {what}", "bold", no_wrap=True, overflow="ellipsis")
     return line.append("  PAUSED", "yellow") if controls.paused else line
+
+
+def _learned(status: TopStatus) -> Text:
+    if not status.learned:
+        return Text("")
+    line = f"learned, gain over the fallback: {printable(status.learned)}"
+    return Text(line, "dim", no_wrap=True, overflow="ellipsis")
 
 
 def _footer(status: TopStatus) -> Text:

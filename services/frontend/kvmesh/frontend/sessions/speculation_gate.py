@@ -5,7 +5,10 @@ on the client and on what the session waits for, so it is measured for each such
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
+
+from kvmesh.bus.messages import LearnerReport
 
 SpeculationMode = Literal["auto", "hinted", "off"]
 Waits = Literal["tools", "user"]
@@ -143,3 +146,39 @@ class SpeculationGate:
                 return
             records = self._records[follow_up.family] = {}
         records.setdefault(follow_up.waits, _Record()).add(computed, useful)
+
+    def report(self, model: str) -> Iterator[LearnerReport]:
+        """The use of the speculations on each kind of follow-up to a model's answers."""
+        for family, records in self._records.items():
+            for waits, record in records.items() if family.model == model else ():
+                yield _report(family, waits, record)
+
+    @property
+    def models(self) -> set[str]:
+        """The models with a record."""
+        return {family.model for family in self._records}
+
+
+def _report(family: FollowUpFamily, waits: str, record: _Record) -> LearnerReport:
+    after = "results of tools" if waits == "tools" else "messages of the user"
+    thinking = "" if family.returns_thinking else ", without thinking"
+    share = record.useful / record.computed if record.computed else 0.0
+    if record.pays:
+        reason = f"at least {MIN_USEFUL_SHARE:.0%} of the tokens are used"
+    elif not record.is_known:
+        reason = f"fewer than {MIN_TRIALS} trials"
+    else:
+        reason = f"fewer than {MIN_USEFUL_SHARE:.0%} of the tokens are used, or too few"
+    return LearnerReport(
+        model=family.model,
+        learner="speculation",
+        fallback="none",
+        about=f"{family.agent or 'any agent'}, {after}{thinking}",
+        observations=record.trials,
+        held_out=record.trials,
+        measure="tokens used less tokens wasted, of those computed ahead",
+        own=2 * share - 1 if record.computed else 0.0,
+        gain=2 * share - 1 if record.computed else 0.0,
+        on=record.pays,
+        reason=reason,
+    )

@@ -1,5 +1,6 @@
 """Calls of policies, which may be third-party code: a failure is logged and a default used."""
 
+from collections.abc import Sequence
 from operator import index
 from random import Random
 
@@ -10,7 +11,7 @@ from kvmesh.bus.messages import Outcome, RouteEvent, RouteRequest
 from kvmesh.router.errors import InvalidRouteRequest, RouterConfigError
 from kvmesh.router.placement.failure_log import FailureLog
 from kvmesh.router.policies.base import Kv, Policy
-from kvmesh.router.policies.registry import make_policy
+from kvmesh.router.policies.registry import BUILT_IN, make_policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel
 from kvmesh.settings.schema import RouterSettings
@@ -54,6 +55,11 @@ class PolicyRunner:
         if any(getattr(type(policy), hook) is not getattr(Policy, hook) for hook in LEARNING_HOOKS):
             self._learners.append((name, policy))
         return policy
+
+    @property
+    def learners(self) -> Sequence[Policy]:
+        """The policies in use that are the project's own and learn."""
+        return [policy for name, policy in self._learners if name in BUILT_IN]
 
     def choose(
         self, name: str, policy: Policy, candidates: Candidates, model: CostModel

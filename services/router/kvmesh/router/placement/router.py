@@ -1,12 +1,14 @@
 """Placement decisions for one model, as synchronous code that service and simulator share."""
 
 import math
+from collections.abc import Iterator
 from random import Random
 
 from kvmesh.bus.messages import (
     Candidate,
     Decision,
     Instance,
+    LearnerReport,
     Load,
     Outcome,
     ReturnForecast,
@@ -20,6 +22,7 @@ from kvmesh.bus.messages import (
     prefill_part,
 )
 from kvmesh.hashing import HASH_BYTES
+from kvmesh.learning.learner import Learner
 from kvmesh.returns.forecaster import ReturnForecaster
 from kvmesh.router.config import cost_model, thresholds
 from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouterOverloaded
@@ -34,6 +37,7 @@ from kvmesh.router.state.engine_reports import EngineReports
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
 from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import RankTable, Serves
+from kvmesh.router.state.speed_trial import SpeedTrial
 from kvmesh.router.state.unmet import Unmet
 from kvmesh.settings.schema import RouterSettings
 
@@ -52,6 +56,7 @@ class RouterCore:
         self.table = RankTable(model)
         self._reports = EngineReports(self.table)
         self.speeds = RankSpeeds()
+        self._speed_trial = SpeedTrial(self.speeds)
         self.active = ActiveSequences(self.table, settings.sequence_ttl_s)
         self.limits = thresholds(settings)
         self.epoch = epoch
@@ -83,7 +88,8 @@ class RouterCore:
         slot = self._reports.apply(load, now)
         if slot is None:
             return
-        self.speeds.observe(slot, load, now)
+        if self.settings.learn_speeds:
+            self.speeds.observe(slot, load, now)
         if not load.running + load.waiting:
             self.active.drop_stale(slot, now - IDLE_GRACE_S)
 
@@ -111,8 +117,17 @@ class RouterCore:
         """Pass a decision or outcome, of this router or a replica, to the policies that learn."""
         self.policies.apply_route_event(event, min(event.time - self.epoch, now))
 
-    def learn_returns(self, event: RouteEvent | ToolEvent, now: float) -> None:
-        """Pass an event of this router, a replica or a harness to the forecaster of returns."""
+    def learn(self, event: RouteEvent | ToolEvent, now: float) -> None:
+        """Pass an event of this router, a replica or a harness to what learns from all of them."""
+        if isinstance(event, Outcome):
+            self.speeds.observe_answer(event.output_tokens)
+            self._speed_trial.on_finished(event)
+        elif isinstance(event, Decision):
+            slot = self.table.find_slot(event.chosen.instance, event.chosen.rank)
+            self._speed_trial.on_placed(event, slot)
+        self._learn_returns(event, now)
+
+    def _learn_returns(self, event: RouteEvent | ToolEvent, now: float) -> None:
         if self.returns is None:
             return
         if isinstance(event, ToolEvent):
@@ -121,6 +136,14 @@ class RouterCore:
             self.returns.on_finished(event, now + self.epoch)
         else:
             self.returns.on_placed(event, now + self.epoch)
+
+    def learned(self) -> Iterator[LearnerReport]:
+        """The reports of everything that learns in this router."""
+        learners: list[Learner] = [self._speed_trial, *self.policies.learners]
+        if self.returns is not None:
+            learners.insert(0, self.returns)
+        for learner in learners:
+            yield from learner.report(self.model)
 
     def take_forecasts(self, now: float) -> dict[str, list[ReturnForecast]]:
         """The forecasts of returns to send, by the instance that expects them.
@@ -144,7 +167,8 @@ class RouterCore:
         """Drop expired state; call about once a second. Returns the requests given up as lost."""
         self._predicted.expire(now)
         self._drop_gone(now)
-        self.speeds.update(now, self.table.size)
+        if self.settings.learn_speeds:
+            self.speeds.update(now, self.table.size)
         self.policies.tick(now)
         lost = self.active.expire(now)
         for request in lost:
@@ -262,6 +286,7 @@ class RouterCore:
             table, slots, overlaps, predicted, shared, prompt_blocks
         )
         prefer = request.placement.prefer
+        slowness = self.speeds.factors(slots)
         return Candidates(
             request=request,
             now=now,
@@ -275,9 +300,18 @@ class RouterCore:
             overlaps=overlaps,
             preference=table.preference(prefer, slots) if prefer else None,
             max_decode=max_decode,
-            slowness=self.speeds.factors(slots),
+            slowness=slowness,
             running=_deepest(shared, predicted),
+            answer=0.0 if slowness is None or serves == "prefill" else self._answer_blocks(request),
         )
+
+    def _answer_blocks(self, request: RouteRequest) -> float:
+        """Blocks of prefill in the time that an answer takes on the median rank."""
+        seconds = self.speeds.seconds
+        if seconds is None:
+            return 0.0
+        tokens = max(request.hints.osl or 0, 0) or self.speeds.answer
+        return tokens * seconds.step / (seconds.prompt_token * self.table.block_size)
 
     def eligible(self, request: RouteRequest, serves: Serves = "all") -> Slots:
         """The slots that may run the request now; raises NoWorkers or RouterOverloaded."""

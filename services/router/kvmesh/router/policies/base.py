@@ -1,10 +1,11 @@
 """Base class of policies and the simple ones. Policies are pure: time and rng are passed in."""
 
+from collections.abc import Iterable
 from random import Random
 
 import numpy as np
 
-from kvmesh.bus.messages import Decision, Outcome, RouteRequest
+from kvmesh.bus.messages import Decision, LearnerReport, Outcome, RouteRequest
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 
@@ -52,6 +53,10 @@ class Policy:
 
         Raises ValueError if it is unreadable.
         """
+
+    def report(self, model: str) -> Iterable[LearnerReport]:
+        """Its gain over its fallback by learning; empty if it does not learn."""
+        return ()
 
     def tick(self, now: float) -> None:
         """Housekeeping, about once a second."""

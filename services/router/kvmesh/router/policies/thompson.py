@@ -7,6 +7,7 @@ the order of `kv`, so without evidence the policy decides as `kv`.
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.bus.messages import BanditStats, Decision, MessageDecoder, Outcome
+from kvmesh.bus.messages import BanditStats, Decision, LearnerReport, MessageDecoder, Outcome
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policies.thompson_trust import Saturation, Trust
@@ -241,6 +242,28 @@ class Thompson(Policy):
         covariance = np.asarray(np.linalg.inv(gram), np.float64)
         self._mean = covariance @ moment
         self._spread = np.asarray(np.linalg.cholesky((covariance + covariance.T) / 2), np.float64)
+
+    def report(self, model: str) -> Iterator[LearnerReport]:
+        trust = self._trust
+        learning = self.evidence < self._min_outcomes
+        reason = f"departs from kv within {trust.radius:.2f} of its trust"
+        if learning:
+            reason = f"fewer than {self._min_outcomes} outcomes"
+        elif self._saturation.saturated:
+            reason = "most ranks have a prefill backlog"
+        yield LearnerReport(
+            model=model,
+            learner="thompson",
+            fallback="kv",
+            observations=self.evidence,
+            held_out=trust.departed.count + trust.held_out.count,
+            measure="time of a request over that expected of the choice of kv",
+            own=math.exp(trust.departed.mean),
+            other=math.exp(trust.held_out.mean),
+            gain=1.0 - math.exp(trust.departed.mean - trust.held_out.mean),
+            on=not learning and not self._saturation.saturated,
+            reason=reason,
+        )
 
     # sharing
 

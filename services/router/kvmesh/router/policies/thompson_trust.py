@@ -41,13 +41,13 @@ class Trust:
     A request is *contested* if the policy's choice differs from that of `kv`. A random share of
     these is placed by `kv`, so both arms have requests of the same kind. Values, lower is better,
     are relative to the prediction for the choice of `kv`, which removes the effect of prompt length
-    and momentary load.
+    and momentary load. The arms begin anew with each verdict.
     """
 
     def __init__(self) -> None:
         self.radius = 0.5
-        self._held_out = Arm()
-        self._departed = Arm()
+        self.held_out = Arm()
+        self.departed = Arm()
 
     def holds_out(self, rng: Random) -> bool:
         """Draw whether a contested request goes to the control arm."""
@@ -55,7 +55,7 @@ class Trust:
 
     def record(self, held_out: bool, value: float) -> None:
         """Record the outcome of a contested request; may change the radius."""
-        control, trial = self._held_out, self._departed
+        control, trial = self.held_out, self.departed
         (control if held_out else trial).add(value)
         if min(control.count, trial.count) < MIN_OUTCOMES:
             return
@@ -69,8 +69,8 @@ class Trust:
 
     def _restart(self, radius: float) -> None:
         self.radius = radius
-        self._held_out = Arm()
-        self._departed = Arm()
+        self.held_out = Arm()
+        self.departed = Arm()
 
 
 class Saturation:
@@ -86,4 +86,8 @@ class Saturation:
     def observe(self, prefill: Floats) -> bool:
         """Record one request's prefill blocks by candidate; returns whether ranks are saturated."""
         self._busy += (float((prefill > 0).mean()) - self._busy) / SMOOTHING
+        return self.saturated
+
+    @property
+    def saturated(self) -> bool:
         return self._busy > SATURATED_SHARE

@@ -19,6 +19,7 @@ _ALIASES = {
 }
 SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
 LINEAR_WEIGHT = 3.0  # of a block to prefill, where the cost is linear without a set weight
+ANSWER_WEIGHT = 0.4  # of a later end of the answer, relative to a later first token
 COPY_WEIGHT = 2.0  # of an uncached block, for the copies that it evicts and the ranks it delays
 STALL_WEIGHT = 0.3  # of a request's delay by another's prefill, relative to a later first token
 DECODE_WEIGHT = 0.05  # of an active block on an empty rank
@@ -73,19 +74,20 @@ class CostModel:
     def cost(self, candidates: Candidates) -> Floats:
         """The cost of each candidate: linear with a `prefill_weight`, else with its effects.
 
-        It is linear too while a rank is an outlier in speed: cached blocks draw sessions there, and
-        only the weight of active blocks stands for their slow decoding. It is multiplied by the
-        candidate's slowness. Each missing block adds SHORTAGE_COST: the request would wait there
-        for running ones to end, and later ones behind it (ADR 9).
+        It is multiplied by the candidate's slowness, and the answer takes longer there, which
+        counts by ANSWER_WEIGHT (ADR 46). Each missing block adds SHORTAGE_COST: the request would
+        wait there for running ones to end, and later ones behind it (ADR 9).
         """
         weight = self.prefill_weight
-        if weight is None and candidates.slowness is not None:
-            weight = LINEAR_WEIGHT
         cost = self._effects(candidates) if weight is None else self._linear(candidates, weight)
         if self.request_weight:
             cost += self.request_weight * candidates.requests
         if candidates.slowness is not None:
             cost *= candidates.slowness
+            if weight is None and candidates.answer:
+                lag = candidates.slowness - candidates.slowness.min()
+                lag *= ANSWER_WEIGHT * candidates.answer
+                cost += lag
         shortage = candidates.shortage
         if shortage is not None:
             cost += SHORTAGE_COST * shortage

@@ -1,11 +1,13 @@
 """Slowness of each rank: its time for the same work relative to the other ranks of the model.
 
 Step durations depend on the load, so they are not compared directly. The engines' counters are cut
-into windows: steps, prompt tokens computed, tokens generated, and steps weighted by the share of KV
-memory in use. One cost model of these is fitted to all ranks. The slowness of a rank is the median
-of its windows' measured over expected time, normalised to 1 for the median rank (ADR 24).
+into windows of work and time. One model of step times is fitted to all ranks, and the slowness of a
+rank is the median of its windows' measured over expected time, normalised to 1 for the median rank
+(ADR 24). Costs use it smoothly (ADR 46): not at all while ranks are alike within the error of the
+fit, and less the older the evidence.
 """
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -13,36 +15,43 @@ import numpy as np
 
 from kvmesh.bus.messages import Load
 from kvmesh.router.state.arrays import Floats, Slots
+from kvmesh.router.state.step_costs import StepCosts, Window, counted
 
-WINDOW_S = 1.0
+WINDOW_S = 0.5
 MIN_BUSY_S = 0.05  # below this a window is ignored
-WINDOWS = 12
+WINDOWS = 16
 MIN_WINDOWS = 3
-FIT_S = 5.0
+FIT_S = 2.0
+GAIN = 0.7  # of a comparison, over those before
+FRESH_S = 15.0  # age of the last window from which on the slowness fades
+FADE_S = 30.0  # in which its logarithm halves
 EVIDENCE_S = 120.0  # afterwards a rank counts as normal until measured again
 OUTLIER = 2.0  # times as slow, or as fast: a rank becomes an outlier
 NORMAL = 1.5
+CONTRARY = 4  # comparisons in a row that make an outlier, or end that
 MAX_SLOWNESS = 10.0
-_ROUNDS = 2
-_STEPS = 40
+ANSWER_MEMORY = 0.02  # weight of an answer in the mean
+MOST_STEP_TOKENS = 1000.0  # prompt tokens that take as long as a step at most
+_NEGLIGIBLE = math.log(1.05)
 _TINY = 1e-12
 
 
 class _RankHistory:
     """One rank: the start of its present window, and its past windows.
 
-    `slowness` is the published value (1: normal), `measured` the last comparison. `contrary` counts
-    comparisons in a row that contradict its outlier state, the first one at `contrary_since`. It is
-    in that state since `since`.
+    `measured` is the last comparison, `applied` the logarithm of the slowness that costs use.
+    `contrary` counts comparisons in a row that contradict `outlier`, the first one at
+    `contrary_since`. It is in that state since `since`.
     """
 
     __slots__ = (
+        "applied",
         "contrary",
         "contrary_since",
         "load",
         "measured",
+        "outlier",
         "since",
-        "slowness",
         "window_start",
         "windows",
     )
@@ -50,9 +59,10 @@ class _RankHistory:
     def __init__(self, load: Load, now: float) -> None:
         self.load = load
         self.window_start = now
-        self.windows: deque[tuple[float, list[float], float]] = deque(maxlen=WINDOWS)
-        self.slowness = 1.0
+        self.windows: deque[Window] = deque(maxlen=WINDOWS)
+        self.applied = 0.0
         self.measured: float | None = None
+        self.outlier = False
         self.since = now
         self.contrary = 0
         self.contrary_since = now
@@ -65,13 +75,30 @@ class MeasuredSpeed(NamedTuple):
     since: float | None
 
 
+class StepSeconds(NamedTuple):
+    """Seconds of the median rank: for a prompt token, and for a step that only generates tokens."""
+
+    prompt_token: float
+    step: float
+
+
 class RankSpeeds:
-    """`slowness` is an array by slot while some rank is an outlier, else None."""
+    """`slowness` is an array by slot while ranks are unlike, else None.
+
+    It counts while the speeds are `trusted`. `seconds` are the step times that the last comparison
+    found, None before. `answer` is the mean number of tokens that requests generate, `compared` the
+    number of windows that were compared.
+    """
 
     def __init__(self) -> None:
         self._histories: dict[int, _RankHistory] = {}
+        self._costs = StepCosts()
         self._fitted = 0.0
         self.slowness: Floats | None = None
+        self.seconds: StepSeconds | None = None
+        self.answer = 0.0
+        self.trusted = True
+        self.compared = 0
 
     def observe(self, slot: int, load: Load, now: float) -> None:
         """Record one load report of the rank in a slot."""
@@ -88,9 +115,13 @@ class RankSpeeds:
         if now - history.window_start < WINDOW_S:
             return
         last, history.load, history.window_start = history.load, load, now
-        busy = load.busy_s - last.busy_s
-        if busy >= MIN_BUSY_S:
-            history.windows.append((now, _work(last, load), busy))
+        if load.busy_s - last.busy_s >= MIN_BUSY_S:
+            history.windows.append(_window(last, load, now))
+            self.compared += 1
+
+    def observe_answer(self, tokens: int) -> None:
+        """Record the number of tokens that a request has generated."""
+        self.answer += (tokens - self.answer) * (ANSWER_MEMORY if self.answer else 1.0)
 
     def forget(self, slots: list[int]) -> None:
         """Drop the windows of `slots`, whose worker is gone."""
@@ -105,44 +136,53 @@ class RankSpeeds:
             return
         self._fitted = now
         for history in self._histories.values():
-            while history.windows and now - history.windows[0][0] > EVIDENCE_S:
+            while history.windows and now - history.windows[0].end > EVIDENCE_S:
                 history.windows.popleft()
-        known = {
-            s: history
-            for s, history in self._histories.items()
-            if len(history.windows) >= MIN_WINDOWS
-        }
-        found = _fit(list(known.values())) if len(known) > 1 else []
-        for history in self._histories.values():
             if len(history.windows) < MIN_WINDOWS:
-                history.slowness, history.contrary, history.measured = 1.0, 0, None
-        for history, value in zip(known.values(), found, strict=False):
+                history.measured, history.outlier, history.contrary = None, False, 0
+        known = [h for h in self._histories.values() if len(h.windows) >= MIN_WINDOWS]
+        if len(known) > 1:
+            self._compare(known, now)
+        unlike = False
+        for history in self._histories.values():
+            _apply(history, now)
+            unlike = unlike or history.applied != 0.0
+        self.slowness = np.ones(size) if unlike else None
+        if self.slowness is not None:
+            for slot, history in self._histories.items():
+                self.slowness[slot] = math.exp(history.applied)
+
+    def _compare(self, known: list[_RankHistory], now: float) -> None:
+        found = self._costs.compare([history.windows for history in known])
+        for history, value in zip(known, found, strict=True):
             history.measured = value
-            _update_slowness(history, value, now)
-        outliers = {
-            slot: history.slowness
-            for slot, history in self._histories.items()
-            if history.slowness != 1.0
-        }
-        self.slowness = None
-        if outliers:
-            self.slowness = np.ones(size)
-            for slot, value in outliers.items():
-                self.slowness[slot] = value
+            _update_outlier(history, value, now)
+        windows = [window for history in known for window in history.windows]
+        total = np.array([window.work for window in windows]).sum(0)
+        seconds = total * self._costs.seconds
+        prefill_s = float(seconds[1] + seconds[3])
+        step_s = float(seconds[0] + seconds[2] + seconds[4:].sum()) / max(float(total[0]), 1.0)
+        token_s = prefill_s / max(float(total[1]), 1.0)
+        self.seconds = StepSeconds(max(token_s, step_s / MOST_STEP_TOKENS, _TINY), step_s)
 
     def factors(self, slots: Slots) -> Floats | None:
-        """Cost factors of some slots; None if no rank is an outlier."""
-        if self.slowness is None:
+        """Cost factors of some slots; None while ranks are alike, or the speeds not trusted."""
+        if self.slowness is None or not self.trusted:
             return None
         return np.where(slots < len(self.slowness), self.slowness.take(slots, mode="clip"), 1.0)
+
+    def learned(self, slot: int) -> float:
+        """The slowness of a slot, trusted or not."""
+        if self.slowness is None or slot >= len(self.slowness):
+            return 1.0
+        return float(self.slowness[slot])
 
     @property
     def measured(self) -> dict[int, MeasuredSpeed]:
         """Speed of each rank that was busy lately, by slot."""
         return {
             slot: MeasuredSpeed(
-                1 / max(history.measured, _TINY),
-                history.since if history.slowness != 1.0 else None,
+                1 / max(history.measured, _TINY), history.since if history.outlier else None
             )
             for slot, history in self._histories.items()
             if history.measured is not None
@@ -152,56 +192,51 @@ class RankSpeeds:
     def outliers(self) -> dict[int, float]:
         """Slowness of the outliers, by slot."""
         return {
-            slot: history.slowness
+            slot: min(max(history.measured, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
             for slot, history in self._histories.items()
-            if history.slowness != 1.0
+            if history.outlier and history.measured is not None
         }
 
 
-def _work(last: Load, load: Load) -> list[float]:
+def _window(last: Load, load: Load, now: float) -> Window:
     steps = load.steps - last.steps
     used = (last.active_blocks + load.active_blocks) / 2 / max(load.total_blocks, 1)
     tokens = max(load.computed_tokens - last.computed_tokens, 0)
-    return [steps, tokens, max(load.output_tokens - last.output_tokens, 0), steps * used]
+    output = max(load.output_tokens - last.output_tokens, 0)
+    prefills = max(load.prefill_steps - last.prefill_steps, 0)
+    work = (
+        float(steps),
+        float(tokens),
+        float(output),
+        float(prefills),
+        steps * used,
+        steps * math.sqrt(used),
+    )
+    return Window(now, work, load.busy_s - last.busy_s)
 
 
-def _update_slowness(history: _RankHistory, value: float, now: float) -> None:
-    """Update the published slowness; its state changes after two comparisons in a row."""
+def _apply(history: _RankHistory, now: float) -> None:
+    """Move the slowness that costs use towards the measured one, by the weight of the evidence."""
+    wanted = 0.0
+    if history.measured is not None:
+        found = min(max(history.measured, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
+        age = now - history.windows[-1].end
+        fresh = 0.5 ** (max(age - FRESH_S, 0.0) / FADE_S)
+        wanted = math.log(float(counted(np.array(found)))) * fresh
+    history.applied += GAIN * (wanted - history.applied)
+    if abs(history.applied) < _NEGLIGIBLE and abs(wanted) < _NEGLIGIBLE:
+        history.applied = 0.0
+
+
+def _update_outlier(history: _RankHistory, value: float, now: float) -> None:
+    """Update the outlier state, which changes after CONTRARY comparisons in a row."""
     far = value >= OUTLIER or value <= 1 / OUTLIER
     near = 1 / NORMAL < value < NORMAL
-    changes = near if history.slowness != 1.0 else far
+    changes = near if history.outlier else far
     history.contrary = history.contrary + 1 if changes else 0
     if history.contrary == 1:
         history.contrary_since = now
-    if history.slowness != 1.0 and not near:
-        history.slowness = min(max(value, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
-    elif history.contrary >= 2:
-        history.slowness = min(max(value, 1 / MAX_SLOWNESS), MAX_SLOWNESS) if far else 1.0
+    if history.contrary >= CONTRARY:
+        history.outlier = not history.outlier
         history.since = history.contrary_since
         history.contrary = 0
-
-
-def _fit(ranks: list[_RankHistory]) -> list[float]:
-    """Slowness of each rank relative to the median one; alternates fits of costs and slowness."""
-    rows = np.array([row for history in ranks for _, row, _ in history.windows])
-    busy_s = np.array([busy for history in ranks for _, _, busy in history.windows])
-    ends = np.cumsum([len(history.windows) for history in ranks])[:-1]
-    counts = [len(history.windows) for history in ranks]
-    rows /= np.maximum(rows.max(0), _TINY)
-    slowness = np.ones(len(ranks))
-    for _ in range(_ROUNDS):
-        expected = rows @ _costs(rows * (np.repeat(slowness, counts) / busy_s)[:, None])
-        ratios = np.split(busy_s / np.maximum(expected, _TINY), ends)
-        slowness = np.array([np.median(ratio) for ratio in ratios])
-        slowness /= np.sort(slowness)[(len(slowness) - 1) // 2]
-    found: list[float] = slowness.tolist()
-    return found
-
-
-def _costs(rows: Floats) -> Floats:
-    """Non-negative costs c with rows @ c close to 1, by multiplicative updates."""
-    gram, goal = rows.T @ rows, rows.sum(0)
-    costs: Floats = goal / np.maximum(gram.sum(1), _TINY)
-    for _ in range(_STEPS):
-        costs = costs * goal / np.maximum(gram @ costs, _TINY)
-    return costs

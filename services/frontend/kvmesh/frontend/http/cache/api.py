@@ -1,13 +1,23 @@
 """The cache API: prefetch, pins, clear, release, tools; and the session hooks of every request."""
 
+from collections.abc import Iterator
+from itertools import islice
 from time import monotonic
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from kvmesh.bus.client import returning
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.messages import (
+    Instance,
+    LearnedReport,
+    LearnerReport,
+    MessageDecoder,
+    Role,
+    ShowLearned,
+)
 from kvmesh.frontend.apis.base import decode
 from kvmesh.frontend.apis.cache_body import (
     clear_decoder,
@@ -36,8 +46,11 @@ from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.sessions.hooks import SessionHooks
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.sessions.speculation_gate import SpeculationGate
+from kvmesh.learning.learner import Learner
 from kvmesh.runtime.service import Service
 
+MAX_LEARNERS = 256  # of a report
+_questions = MessageDecoder(ShowLearned)
 T = TypeVar("T")
 
 
@@ -67,11 +80,12 @@ class CacheApi:
         self._clear_release = ClearReleaseEndpoints(registry, control, tenants)
         self._tools = ToolEventEndpoints(service.bus)
         self._joined_at: dict[str, float] | None = None  # by instance; None before `open`
+        self._gate = SpeculationGate(settings.speculative_prefill)
         self.session_hooks = SessionHooks(
             self._sessions,
             control,
             preprocessor,
-            SpeculationGate(settings.speculative_prefill),
+            self._gate,
             settings.speculative_tokens,
         )
 
@@ -80,6 +94,18 @@ class CacheApi:
         self._joined_at = {card.instance: 0.0 for card in present}
         await self._sessions.open()
         self._service.spawn(self.session_hooks.run(), "session hooks")
+        bus, instance = self._service.bus, self._service.instance
+        await bus.serve(bus.subjects.ask(instance), _questions, returning(self._learned))
+
+    def learned(self) -> Iterator[LearnerReport]:
+        """The reports of everything that learns in this frontend."""
+        learners: tuple[Learner, ...] = (self._gate,)
+        for model in sorted(self._gate.models):
+            for learner in learners:
+                yield from learner.report(model)
+
+    def _learned(self, question: ShowLearned) -> LearnedReport:
+        return LearnedReport(list(islice(self.learned(), MAX_LEARNERS)))
 
     async def close(self) -> None:
         await self.session_hooks.close()

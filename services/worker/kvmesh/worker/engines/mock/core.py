@@ -80,7 +80,8 @@ class MockCore:
     """Block manager, scheduler and performance model of one rank, advanced by `step`.
 
     Injected faults multiply step times by `slowdown`. `node_tiers` is the kvbm of the node, if any.
-    `seed` determines what of the engine's pace is random.
+    `seed` determines what of the engine's pace is random, `slower` has its present factors of
+    prefill and decode.
     """
 
     def __init__(self, options: CoreOptions, seed: str = "") -> None:
@@ -101,7 +102,7 @@ class MockCore:
         self.slowdown = 1.0
         steady = options.pace == PaceOptions()
         self._pace = None if steady else Pace(options.pace, seed)
-        self._slower = 1.0, 1.0
+        self.slower = 1.0, 1.0
 
     @property
     def block_managers(self) -> list[BlockManager]:
@@ -270,17 +271,17 @@ class MockCore:
     def _seconds(self, chunks: list[ScheduledChunk], decoding: int) -> float:
         prefill = self.options.model.prefill(sum([chunk.tokens for chunk in chunks]))
         decode = self._decode_seconds(decoding, self.blocks.active) if decoding else 0.0
-        return prefill * self._slower[0] / self.options.speedup + decode
+        return prefill * self.slower[0] / self.options.speedup + decode
 
     def _set_pace(self, now: float) -> None:
         """Set by how much the next steps are slower than the performance model says."""
         if self._pace is not None:
-            self._slower = self._pace.factors(now, self.counters.busy_s)
+            self.slower = self._pace.factors(now, self.counters.busy_s)
 
     def _decode_seconds(self, sequences: int, blocks: int) -> float:
         size = self.options.limits.block_size
         load = DecodeLoad(sequences, blocks * size, self.blocks.capacity * size)
-        return self.options.model.decode(load) * self._slower[1] / self.options.speedup
+        return self.options.model.decode(load) * self.slower[1] / self.options.speedup
 
     def _repeatable_steps(self, seconds: float, horizon: float) -> int:
         if horizon <= seconds or not self.scheduler.settled:

@@ -1,0 +1,1 @@
+"""The common interface of what learns in a mesh, and its proof on held-out requests."""

@@ -1,0 +1,111 @@
+"""One model of step times for all ranks, and by how much each rank takes longer (ADR 24, 46)."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvmesh.router.state.arrays import Floats
+
+RECENT_WINDOWS = 4.0  # over which the weight of a window in a rank's slowness halves
+KEPT = 0.98  # weight of the evidence for the costs after the next comparison
+HELD = 0.9  # power of a slowness in later evidence: what different loads explain, they take over
+SETTLED_WINDOWS = 6  # of each rank, before which all comparisons count as the first
+ALIKE = 1.35  # times as slow, up to which ranks count as equal
+UNLIKE = 1.8  # from which on slowness counts in full
+REOPENED = 0.1  # share of the first guess in the start of each fit, so that no cost stays at 0
+_KINDS = 6
+_ROUNDS = 2  # of the first comparison
+_STEPS = 40
+_TINY = 1e-12
+
+
+class Window(NamedTuple):
+    """A short time of one rank that ended at `end`: its work, and the seconds in its steps.
+
+    `work` are steps, prompt tokens computed, tokens generated, steps that computed prompt tokens,
+    and steps weighted by the share of KV memory in use, and by its square root: step times rise
+    more slowly than that share on some engines.
+    """
+
+    end: float
+    work: tuple[float, float, float, float, float, float]
+    busy_s: float
+
+
+class StepCosts:
+    """`seconds` for a unit of each kind of work on the median rank; zeros before a comparison.
+
+    The costs move slowly and the slowness of ranks at once: so a rank that has become slow is not
+    mistaken for a kind of work that takes longer, nor one whose load has changed for a slow one.
+    Slowness within the error of the costs is left to them.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: Floats = np.zeros(_KINDS)
+        self._gram = np.zeros((_KINDS, _KINDS))
+        self._goal = np.zeros(_KINDS)
+        self._until = -np.inf
+        self._young = True
+
+    def compare(self, ranks: Sequence[Sequence[Window]]) -> list[float]:
+        """The slowness of ranks relative to the median one, and learn from their latest windows.
+
+        Each rank has at least one window, in the order of time.
+        """
+        rows = np.array([window.work for windows in ranks for window in windows])
+        busy_s = np.array([window.busy_s for windows in ranks for window in windows])
+        latest = np.array([window.end > self._until for windows in ranks for window in windows])
+        counts = [len(windows) for windows in ranks]
+        slowness = np.ones(len(ranks))
+        if self._young:
+            self._young = min(counts) < SETTLED_WINDOWS
+            for _ in range(_ROUNDS):
+                self._fit(rows, busy_s, np.repeat(slowness, counts), kept=0.0)
+                slowness = self._slowness(rows, busy_s, counts)
+        else:
+            slowness = self._slowness(rows, busy_s, counts)
+            if latest.any():
+                scale = np.repeat(counted(slowness) ** HELD, counts)[latest]
+                self._fit(rows[latest], busy_s[latest], scale, kept=KEPT)
+        self._until = max(window.end for windows in ranks for window in windows)
+        found: list[float] = slowness.tolist()
+        return found
+
+    def _slowness(self, rows: Floats, busy_s: Floats, counts: list[int]) -> Floats:
+        ratios = busy_s / np.maximum(rows @ self.seconds, _TINY)
+        parts = np.split(ratios, np.cumsum(counts)[:-1])
+        medians = np.array([_recent_median(r) for r in parts])
+        relative: Floats = medians / np.sort(medians)[(len(medians) - 1) // 2]
+        return relative
+
+    def _fit(self, rows: Floats, busy_s: Floats, slowness: Floats, kept: float) -> None:
+        """Non-negative costs with relative errors of the windows as small as possible.
+
+        By multiplicative updates, whose early end keeps costs of similar kinds of work similar.
+        """
+        relative = rows * (slowness / busy_s)[:, None]
+        self._gram = kept * self._gram + relative.T @ relative
+        self._goal = kept * self._goal + relative.sum(0)
+        guess = self._goal / np.maximum(self._gram.sum(1), _TINY)
+        costs = (REOPENED * guess + (1 - REOPENED) * self.seconds) if kept else guess
+        for _ in range(_STEPS):
+            costs = costs * self._goal / np.maximum(self._gram @ costs, _TINY)
+        self.seconds = costs
+
+
+def counted(slowness: Floats) -> Floats:
+    """The part of each slowness that exceeds the error of the costs: between 1 and the slowness."""
+    logs = np.log(slowness)
+    low, high = math.log(ALIKE), math.log(UNLIKE)
+    found: Floats = np.exp(logs * np.clip((np.abs(logs) - low) / (high - low), 0.0, 1.0))
+    return found
+
+
+def _recent_median(values: Floats) -> float:
+    """The median of values in the order of time, of which later ones weigh more."""
+    weights = np.exp2((np.arange(len(values)) - len(values)) / RECENT_WINDOWS)
+    order = values.argsort()
+    below = weights[order].cumsum()
+    return float(values[order[below.searchsorted(below[-1] / 2)]])

@@ -1,0 +1,38 @@
+"""A learner is judged on requests that it has not learned from, beside its fallback."""
+
+from random import Random
+
+import pytest
+
+from kvmesh.learning.paired_errors import LEAST, PairedErrors
+
+
+def test_a_learner_is_trusted_until_it_loses_and_again_once_it_wins() -> None:
+    errors, rng = PairedErrors(), Random(0)
+    assert errors.trusted
+    for _ in range(int(LEAST) - 2):
+        errors.add(2.0, 1.0)
+    assert errors.trusted
+    for _ in range(20):
+        errors.add(2.0 + rng.random(), 1.0 + rng.random())
+    assert not errors.trusted
+    assert errors.gain < -0.3
+    for _ in range(200):
+        errors.add(0.5 + rng.random(), 1.0 + rng.random())
+    assert errors.trusted
+    assert errors.gain == pytest.approx(1 / 3, abs=0.1)
+
+
+def test_equal_errors_change_nothing() -> None:
+    errors = PairedErrors()
+    for _ in range(100):
+        errors.add(1.0, 1.0)
+    assert errors.trusted
+    assert errors.gain == 0.0
+    assert errors.seen == 100
+    assert errors.count < 51
+
+
+def test_without_requests_there_is_no_gain() -> None:
+    errors = PairedErrors()
+    assert (errors.own, errors.fallback, errors.gain) == (0.0, 0.0, 0.0)

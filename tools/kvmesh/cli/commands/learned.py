@@ -1,0 +1,49 @@
+"""`kvmesh learned`: shows what each learner of the mesh gained over its fallback."""
+
+import argparse
+import sys
+
+from kvmesh.settings import Settings
+
+WIDTH = 200
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh learned [options]"
+    parser.epilog = (
+        "Gains are over the fallback, on requests that a learner had not learned from when it was "
+        "judged by them. One that loses is off until it wins."
+    )
+    parser.add_argument("--model", metavar="M", help="only this model [all]")
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    import msgspec
+    from rich.console import Console
+
+    from kvmesh.bus.client import Bus
+    from kvmesh.cli.bus_session import run_on_bus
+    from kvmesh.cli.learned import learned, render
+
+    async def main(bus: Bus) -> int:
+        found = await learned(bus, settings)
+        if found is None:
+            print("kvmesh learned: no process replies", file=sys.stderr)
+            return 1
+        shown = [each for each in found if arguments.model in (None, each.report.model)]
+        if arguments.json:
+            content = [
+                {"process": each.process, **msgspec.structs.asdict(each.report)} for each in shown
+            ]
+            print(msgspec.json.encode(content).decode())
+            return 0
+        if not shown:
+            print("nothing has been learned yet")
+            return 0
+        console = Console(highlight=False)
+        wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
+        wide.print(render(shown))
+        return 0
+
+    return run_on_bus("learned", settings, main)
