@@ -7,20 +7,22 @@ import pytest
 from kvmesh.learning.paired_errors import LEAST, PairedErrors
 
 
+def gain_after(errors: PairedErrors, count: int, own: float, rng: Random) -> tuple[bool, float]:
+    """The verdict and the gain after so many more requests, of which the fallback errs by 1."""
+    for _ in range(count):
+        errors.add(own + rng.random(), 1.0 + rng.random())
+    return errors.trusted, errors.gain
+
+
 def test_a_learner_is_trusted_until_it_loses_and_again_once_it_wins() -> None:
     errors, rng = PairedErrors(), Random(0)
-    assert errors.trusted
-    for _ in range(int(LEAST) - 2):
-        errors.add(2.0, 1.0)
-    assert errors.trusted
-    for _ in range(20):
-        errors.add(2.0 + rng.random(), 1.0 + rng.random())
-    assert not errors.trusted
-    assert errors.gain < -0.3
-    for _ in range(200):
-        errors.add(0.5 + rng.random(), 1.0 + rng.random())
-    assert errors.trusted
-    assert errors.gain == pytest.approx(1 / 3, abs=0.1)
+    assert gain_after(errors, int(LEAST) - 2, 2.0, rng)[0]
+    trusted, gain = gain_after(errors, 20, 2.0, rng)
+    assert not trusted
+    assert gain < -0.3
+    trusted, gain = gain_after(errors, 200, 0.5, rng)
+    assert trusted
+    assert gain == pytest.approx(1 / 3, abs=0.1)
 
 
 def test_equal_errors_change_nothing() -> None:

@@ -22,6 +22,7 @@ def core_with(slowness: list[float]) -> RouterCore:
     core.speeds.slowness = np.array(slowness)
     core.speeds.seconds = SECONDS
     core.speeds.compared = 10
+    core.speeds._costs.seconds = np.array([SECONDS.step, SECONDS.prompt_token, 0.0, 0.0, 0.0, 0.0])
     return core
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from random import Random
 
+import numpy as np
+
 from kvmesh.bus.messages import (
     Candidate,
     Decision,
@@ -286,7 +288,9 @@ class RouterCore:
             table, slots, overlaps, predicted, shared, prompt_blocks
         )
         prefer = request.placement.prefer
-        slowness = self.speeds.factors(slots)
+        slowness, answer = self.speeds.factors(slots), None
+        if slowness is not None and serves != "prefill":
+            answer = self._answer_blocks(request, slots, loads)
         return Candidates(
             request=request,
             now=now,
@@ -302,16 +306,23 @@ class RouterCore:
             max_decode=max_decode,
             slowness=slowness,
             running=_deepest(shared, predicted),
-            answer=0.0 if slowness is None or serves == "prefill" else self._answer_blocks(request),
+            answer=answer,
         )
 
-    def _answer_blocks(self, request: RouteRequest) -> float:
-        """Blocks of prefill in the time that an answer takes on the median rank."""
-        seconds = self.speeds.seconds
+    def _answer_blocks(self, request: RouteRequest, slots: Slots, loads: Floats) -> Floats | None:
+        """Blocks of prefill in the time of the answer on each rank, if all had median speed.
+
+        `loads` are as from `gather`.
+        """
+        seconds, speeds = self.speeds.seconds, self.speeds
         if seconds is None:
-            return 0.0
-        tokens = max(request.hints.osl or 0, 0) or self.speeds.answer
-        return tokens * seconds.step / (seconds.prompt_token * self.table.block_size)
+            return None
+        used = loads[1] / np.maximum(self.table.total_blocks.take(slots), 1.0)
+        np.minimum(used, 1.0, out=used)
+        tokens = max(request.hints.osl or 0, 0) or speeds.answer
+        steps = speeds.decode_seconds(used, loads[2])
+        steps *= tokens / (seconds.prompt_token * self.table.block_size)
+        return steps
 
     def eligible(self, request: RouteRequest, serves: Serves = "all") -> Slots:
         """The slots that may run the request now; raises NoWorkers or RouterOverloaded."""

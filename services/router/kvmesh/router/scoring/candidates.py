@@ -27,7 +27,8 @@ class Candidates:
     - `requests`: number of active requests;
     - `preference`: factors of the cost from the request's label preferences, if it has any;
     - `slowness`: relative time for the same work, if ranks are unlike;
-    - `answer`: blocks of prefill in the time that the answer takes on the median rank, 0: unknown;
+    - `answer`: blocks of prefill in the time of the answer at the load of the candidate and median
+      speed, if ranks are unlike and that is known;
     - `overlaps`: the index's reply; `max_decode`: an upper bound of `decode`;
     - `running`: leading blocks that running requests hold or compute on some rank.
 
@@ -48,7 +49,7 @@ class Candidates:
     max_decode: float = inf
     slowness: Floats | None = None
     running: float = 0.0
-    answer: float = 0.0
+    answer: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.slots)

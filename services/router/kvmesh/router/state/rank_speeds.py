@@ -171,6 +171,15 @@ class RankSpeeds:
             return None
         return np.where(slots < len(self.slowness), self.slowness.take(slots, mode="clip"), 1.0)
 
+    def decode_seconds(self, used: Floats, requests: Floats) -> Floats:
+        """Seconds of a step that only generates tokens on ranks of median speed.
+
+        They have these shares of their KV memory in use, for so many requests.
+        """
+        step, _, token, _, linear, root = self._costs.seconds.tolist()
+        seconds: Floats = step + token * requests + linear * used + root * np.sqrt(used)
+        return seconds
+
     def learned(self, slot: int) -> float:
         """The slowness of a slot, trusted or not."""
         if self.slowness is None or slot >= len(self.slowness):
