@@ -19,7 +19,7 @@ _ALIASES = {
 }
 SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
 LINEAR_WEIGHT = 3.0  # of a block to prefill, where the cost is linear without a set weight
-ANSWER_WEIGHT = 0.15  # of a later end of the answer, relative to a later first token
+ANSWER_WEIGHT = 0.4  # of a later end of the answer, relative to a later first token
 COPY_WEIGHT = 2.0  # of an uncached block, for the copies that it evicts and the ranks it delays
 STALL_WEIGHT = 0.3  # of a request's delay by another's prefill, relative to a later first token
 DECODE_WEIGHT = 0.05  # of an active block on an empty rank

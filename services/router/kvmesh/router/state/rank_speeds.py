@@ -23,6 +23,7 @@ WINDOWS = 16
 MIN_WINDOWS = 3
 FIT_S = 2.0
 GAIN = 0.7  # of a comparison, over those before
+LASTING_S = 20.0  # of slowness, in which the part of it that does not count yet halves
 FRESH_S = 15.0  # age of the last window from which on the slowness fades
 FADE_S = 30.0  # in which its logarithm halves
 EVIDENCE_S = 120.0  # afterwards a rank counts as normal until measured again
@@ -39,7 +40,8 @@ _TINY = 1e-12
 class _RankHistory:
     """One rank: the start of its present window, and its past windows.
 
-    `measured` is the last comparison, `applied` the logarithm of the slowness that costs use.
+    `measured` is the last comparison, `applied` the logarithm of the slowness that costs use, which
+    has had its sign since `unlike_since`.
     `contrary` counts comparisons in a row that contradict `outlier`, the first one at
     `contrary_since`. It is in that state since `since`.
     """
@@ -52,6 +54,7 @@ class _RankHistory:
         "measured",
         "outlier",
         "since",
+        "unlike_since",
         "window_start",
         "windows",
     )
@@ -63,6 +66,7 @@ class _RankHistory:
         self.applied = 0.0
         self.measured: float | None = None
         self.outlier = False
+        self.unlike_since = now
         self.since = now
         self.contrary = 0
         self.contrary_since = now
@@ -232,6 +236,9 @@ def _apply(history: _RankHistory, now: float) -> None:
         age = now - history.windows[-1].end
         fresh = 0.5 ** (max(age - FRESH_S, 0.0) / FADE_S)
         wanted = math.log(float(counted(np.array(found)))) * fresh
+    if wanted * history.applied <= 0.0:
+        history.unlike_since = now
+    wanted *= 1.0 - 0.5 ** (1.0 + (now - history.unlike_since) / LASTING_S)
     history.applied += GAIN * (wanted - history.applied)
     if abs(history.applied) < _NEGLIGIBLE and abs(wanted) < _NEGLIGIBLE:
         history.applied = 0.0
