@@ -22,6 +22,7 @@ CORES = {
         "predicted_prefixes",
         "prefix_tree",
         "rank_table",
+        "running_prefills",
     ],
     "services/worker/kvmesh/worker/enginecore": ["*"],
     "services/worker/kvmesh/worker/engines/mock": [

@@ -19,6 +19,7 @@ from kvmesh.bus.messages import (
     Decision,
     Hints,
     Outcome,
+    PrefixWait,
     RouteEvent,
 )
 from kvmesh.bus.subjects import Subjects
@@ -77,6 +78,23 @@ def test_what_was_computed_ahead_is_shown_with_its_use() -> None:
     assert "chatcmpl-0: 608 of them used\n" in shown
     useless = text(DECISION, replace(OUTCOME, ahead=replace(ahead, used=0, differs=True)))
     assert "chatcmpl-0: none used, as this prompt differs from the predicted one\n" in useless
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("computed", "which computed the same 64 first tokens on a rank 0"),
+        ("late", "which took longer than another worker would have to compute the same 64 first"),
+        ("lost", "which ended before it had computed the same 64 first tokens on a rank 0"),
+        ("unheard", "(unheard) which computed the same 64 first tokens on a rank 0"),
+    ],
+)
+def test_a_wait_for_a_prefix_names_who_computed_it(end: str, words: str) -> None:
+    wait = PrefixWait(
+        request="chatcmpl-0", instance="a-1", worker="a", rank=0, blocks=4, seconds=0.8, end=end
+    )
+    shown = text(replace(DECISION, prefix_waits=[wait]))
+    assert f"of that 800.0 ms for request chatcmpl-0, {words}" in shown
 
 
 def test_unused_tiers_are_omitted() -> None:

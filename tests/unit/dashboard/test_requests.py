@@ -48,8 +48,10 @@ def outcome(request: str = "a", time: float = NOW + 2, **fields: Any) -> Outcome
     )  # fmt: skip
 
 
-def add(request: str = "a", instance: str = "w-1", time: float = NOW) -> SeqAdd:
-    return SeqAdd(request, instance, 0, b"", 100, 4, 0, time)
+def add(
+    request: str = "a", instance: str = "w-1", time: float = NOW, waits_for: str = ""
+) -> SeqAdd:
+    return SeqAdd(request, instance, 0, b"", 100, 4, 0, time, waits_for)
 
 
 def wait(request: str = "a", deadline: float = NOW + 30) -> SeqWait:
@@ -58,6 +60,14 @@ def wait(request: str = "a", deadline: float = NOW + 30) -> SeqWait:
 
 def running(seen: RequestLog, now: float = NOW) -> list[tuple[str, str, int]]:
     return [(r.request, r.state, r.generated) for r in seen.running(now)]
+
+
+def test_a_request_that_waits_for_a_prefix_has_no_worker_yet() -> None:
+    seen = log()
+    seen.add_sequence(add(waits_for="b"), NOW)
+    assert running(seen) == [("a", "waiting", 0)]
+    seen.add_sequence(add(), NOW)
+    assert running(seen) == [("a", "prefill", 0)]
 
 
 def test_a_request_waits_prefills_decodes_and_ends() -> None:

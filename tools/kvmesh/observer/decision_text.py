@@ -4,7 +4,15 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from kvmesh.bus.messages import Candidate, ComputedAhead, Decision, Hints, Outcome, PrefetchTerms
+from kvmesh.bus.messages import (
+    Candidate,
+    ComputedAhead,
+    Decision,
+    Hints,
+    Outcome,
+    PrefetchTerms,
+    PrefixWait,
+)
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.observer.prefetch_uses import prompt_rank
@@ -24,6 +32,8 @@ def decision_lines(decision: Decision) -> Iterator[str]:
     )
     waits = time_text(decision.wait_s), time_text(decision.index_s)
     yield f"waited {waits[0]} in the queue, {waits[1]} for the index"
+    for wait in decision.prefix_waits:
+        yield _prefix_wait(wait, decision.block_size)
     if caller := _caller(decision.hints):
         yield caller
     if decision.attempt:
@@ -105,6 +115,17 @@ def clock_text(seconds: float) -> str:
 def time_text(seconds: float) -> str:
     """A time span in milliseconds, from one second on in seconds."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _prefix_wait(wait: PrefixWait, block_size: int) -> str:
+    ends = {
+        "computed": "which computed",
+        "late": "which took longer than another worker would have to compute",
+        "lost": "which ended before it had computed",
+    }
+    what = f"the same {wait.blocks * block_size:,} first tokens on {wait.worker} rank {wait.rank}"
+    end = ends.get(wait.end, f"({wait.end}) which computed")
+    return f"of that {time_text(wait.seconds)} for request {wait.request}, {end} {what}"
 
 
 def _caller(hints: Hints) -> str:

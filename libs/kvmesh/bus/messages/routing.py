@@ -176,12 +176,29 @@ class PossibleHits(Struct, frozen=True, kw_only=True, omit_defaults=True):
     since: float = 0.0
 
 
+class PrefixWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A wait of `seconds` for `request`, which computed `blocks` blocks of the same prefix.
+
+    It did so on `rank` of the worker. `end` is "computed", "late" if it took longer than computing
+    the prompt elsewhere would have, or "lost" if it ended without a first token.
+    """
+
+    request: str
+    instance: str
+    worker: str
+    rank: int
+    blocks: int
+    seconds: float
+    end: str
+
+
 class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=True):
     """A placement and its reasons. `time` is in Unix seconds; `wait_s` is the time in the queue.
 
     `candidates` are the best of the `eligible` ranks, cheapest first; `prefill` is the rank that
     computes the prompt, if it differs from `chosen`. `prefetch` is set if the prompt is to be
-    prefetched. `possible` is None if the index did not reply.
+    prefetched. `possible` is None if the index did not reply. `prefix_waits` are those for requests
+    that computed the same prefix, in order; they are part of `wait_s`.
     """
 
     request: str
@@ -204,6 +221,7 @@ class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=
     note: str | None = None
     prefetch: PrefetchTerms | None = None
     possible: PossibleHits | None = None
+    prefix_waits: list[PrefixWait] = []
 
 
 class ComputedAhead(Struct, frozen=True, kw_only=True, omit_defaults=True):

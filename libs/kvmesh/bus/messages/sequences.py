@@ -13,7 +13,11 @@ def prefill_part(request: str) -> str:
 
 
 class SeqAdd(Struct, frozen=True, array_like=True, tag="add"):
-    """The request was placed. `overlap` is in blocks; `osl` is the expected output in tokens."""
+    """The request was placed. `overlap` is in blocks; `osl` is the expected output in tokens.
+
+    With `waits_for`, the rank does not have the request yet: it waits in its router while that
+    request computes the same prefix, and another SeqAdd follows. `priority` is that in the engine.
+    """
 
     request: str
     instance: str
@@ -23,6 +27,8 @@ class SeqAdd(Struct, frozen=True, array_like=True, tag="add"):
     overlap: int
     osl: int
     time: float
+    waits_for: str = ""
+    priority: int = 0
 
 
 class SeqPrefilled(Struct, frozen=True, array_like=True, tag="prefilled"):

@@ -58,6 +58,13 @@ class RouterSettings(Section, frozen=True, kw_only=True):
             "when its KV events must have arrived; 0: never"
         ),
     ] = 1.0
+    await_prefixes: Annotated[
+        bool,
+        Meta(
+            description="a request waits while its rank computes a long prefix of it for another"
+            " one, at most for the time in which another rank would compute it"
+        ),
+    ] = True
     approximate_ttl_s: Annotated[Seconds, Meta(description="the same if kv_events is off")] = 120.0
     busy_blocks: Annotated[
         Annotated[int, Meta(ge=1)] | None,

@@ -29,6 +29,13 @@ index_seconds = Histogram(
 wait_seconds = Histogram(
     f"{_PREFIX}_queue_wait_seconds", "Time in the queue", ["model"], buckets=_SLOW
 )
+prefix_waits = Histogram(
+    f"{_PREFIX}_prefix_wait_seconds",
+    "Waits for a request that computed the same prefix: it did (computed), took longer than another"
+    " rank would have (late), or ended before (lost)",
+    ["model", "end"],
+    buckets=_SLOW,
+)
 index_failures = Counter(f"{_PREFIX}_index_failures", "Index queries without a reply", ["model"])
 prompt_blocks = Counter(f"{_PREFIX}_prompt_blocks", "Blocks of placed prompts", ["model"])
 overlap_blocks = Counter(
@@ -130,6 +137,8 @@ class RouterModelMetrics:
         counter.inc()
         cached = sum(decision.chosen.overlap)
         self._wait.observe(decision.wait_s)
+        for wait in decision.prefix_waits:
+            prefix_waits.labels(self._model, wait.end).observe(wait.seconds)
         self._prompt.inc(len(decision.sequence_hashes) // HASH_BYTES)
         self._overlap.inc(cached)
         best = max((sum(c.overlap) for c in decision.candidates), default=cached)

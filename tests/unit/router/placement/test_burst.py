@@ -2,9 +2,9 @@
 
 from random import Random
 
-from support.routing import BLOCK, request, sequence, worker
+from support.routing import BLOCK, overlaps, request, sequence, worker
 
-from kvmesh.bus.messages import Decision, SeqPrefilled
+from kvmesh.bus.messages import Decision, SeqFree, SeqPrefilled
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.settings.schema import RouterSettings
 
@@ -73,3 +73,28 @@ def test_a_sibling_counts_only_its_own_blocks() -> None:
     slot = router.table.slot("a", 0)
     assert router.table.prefill_tokens[slot] == (48 + 8 + 8) * BLOCK
     assert router.table.active_blocks[slot] == 48 + 8 + 8
+
+
+def test_a_session_leaves_an_overloaded_worker_and_stays_where_it_went() -> None:
+    router = RouterCore("m", "r", RouterSettings(queue_threshold=0.0), Random(7))
+    for name in "ab":
+        router.join(worker(name))
+
+    def turn(number: int, held: dict[str, tuple[int, ...]]) -> str:
+        """Place the session's turn with 40 more blocks than the last, then let it end."""
+        prompt = sequence(*range(40 * (number + 1)))
+        name = f"turn{number}"
+        decision = router.decide(request(name, prompt), overlaps(held), 10.0 * number)
+        router.commit(decision, 10.0 * number)
+        router.apply(SeqFree(name), 10.0 * number + 5)
+        return decision.chosen.instance
+
+    first = turn(0, {})
+    other = "b" if first == "a" else "a"
+    assert turn(1, {first: (40,)}) == first
+    slot = router.table.slot(first, 0)
+    router.table.prefill_tokens[slot] = 100 * 8192.0  # far past what its 80 blocks there save
+    assert turn(2, {first: (80,)}) == other
+    router.table.prefill_tokens[slot] = 0.0
+    assert turn(3, {first: (80,), other: (120,)}) == other
+    assert turn(4, {first: (80,), other: (160,)}) == other

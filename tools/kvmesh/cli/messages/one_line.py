@@ -94,6 +94,8 @@ def _seq_batch(batch: m.SeqBatch) -> str:
 def _seq_event(event: m.SeqEvent) -> str:
     if isinstance(event, m.SeqAdd):
         overlap = f"overlap {event.overlap} of {len(event.sequence_hashes) // HASH_BYTES} blocks"
+        if event.waits_for:
+            return f"wait {event.request} for {event.waits_for} on {event.instance} ({overlap})"
         return f"add {event.request} on {event.instance} ({overlap})"
     if isinstance(event, m.SeqProgress):
         return f"progress {event.request} {event.generated} tokens"

@@ -15,12 +15,22 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqAdd, SeqEvent, SeqFree, SeqWait
+from kvmesh.bus.messages import (
+    Decision,
+    Refused,
+    RouteRequest,
+    SeqAdd,
+    SeqEvent,
+    SeqFree,
+    SeqPrefilled,
+    SeqWait,
+)
 from kvmesh.router.config import fair_weights
 from kvmesh.router.errors import RouteError, RouterOverloaded
 from kvmesh.router.placement.batch_lane import TIER, BatchLane
 from kvmesh.router.placement.failure_log import FailureLog
 from kvmesh.router.placement.fair_order import BATCH, FairOrder, fair_class
+from kvmesh.router.placement.prefix_waits import PrefixWaits
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
@@ -52,6 +62,7 @@ class PlacementQueue:
             settings.queue_quantum, fair_weights(settings), settings.starvation_s
         )
         self._batch = BatchLane(core)
+        self._prefix = PrefixWaits(core)
         self._constraints: dict[str, RouteRequest] = {"": _ANY}
         self._own: dict[str, Ticket] = {}
         self._unadmitted: dict[str, Ticket] = {}
@@ -64,13 +75,13 @@ class PlacementQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait in any replica."""
-        return len(self._queue) + len(self._unadmitted)
+        """Number of requests that wait in any replica's queue, or here for another reason."""
+        return len(self._queue) + len(self._unadmitted) + len(self._prefix)
 
     @property
     def own_tickets(self) -> list[Ticket]:
         """Waiting tickets of this replica."""
-        return [*self._own.values(), *self._unadmitted.values()]
+        return [*self._own.values(), *self._unadmitted.values(), *self._prefix.tickets]
 
     @property
     def waiting_tokens(self) -> int:
@@ -102,12 +113,16 @@ class PlacementQueue:
             self._remove(event.request, placed=False)
         elif type(event) is SeqAdd:
             self._remove(event.request, placed=True, events=[event])
+        elif type(event) is SeqPrefilled:
+            self._prefix.on_computed(event.request)
         self._batch.apply(event)
         self.core.apply(event, now)
 
     def place_ready(self, now: float) -> QueueActions:
         """Place the waiting requests with free capacity; call when load may have fallen."""
         actions = QueueActions()
+        if self._prefix:
+            self._place_after_prefixes(now, actions)
         if self._unadmitted:
             self._submit_admitted(now, actions)
         lanes = self._queue.lanes
@@ -125,7 +140,11 @@ class PlacementQueue:
     def cancel(self, request: str) -> QueueActions:
         """Drop a waiting request."""
         actions = QueueActions()
-        ticket = self._own.pop(request, None) or self._unadmitted.pop(request, None)
+        ticket = (
+            self._own.pop(request, None)
+            or self._unadmitted.pop(request, None)
+            or self._prefix.drop(request)
+        )
         if ticket is not None:
             self._remove(request, placed=False)
             actions.events.append(SeqFree(request))
@@ -195,11 +214,32 @@ class PlacementQueue:
         request = ticket.request
         slots = self._batch.room(request) if self._batch.includes(request) else None
         decision = self.core.decide(
-            request, ticket.overlaps, now, ticket.arrived, ticket.index_s, ticket.note, slots
+            request,
+            ticket.overlaps,
+            now,
+            ticket.arrived,
+            ticket.index_s,
+            ticket.note,
+            slots,
+            ticket.prefix_waits,
         )
+        if slots is None and self._settings.await_prefixes:
+            waits = self._prefix.begin(ticket, decision, now)
+            if waits:
+                actions.events += waits
+                return
         actions.events += self.core.commit(decision, now)
         self._update_rate(decision, now)
         _finish(ticket, decision, actions)
+
+    def _place_after_prefixes(self, now: float, actions: QueueActions) -> None:
+        """Place the requests whose wait for a prefix is over."""
+        for ticket in self._prefix.end_due(now):
+            try:
+                self._place(ticket, now, actions)
+            except Exception as error:
+                actions.events.append(SeqFree(ticket.request.request))
+                _finish(ticket, self._refusal(ticket, error), actions)
 
     def _update_rate(self, decision: Decision, now: float) -> None:
         """Update the rate of placed uncached tokens per second, smoothed over about 10 s."""
@@ -348,6 +388,7 @@ class PlacementQueue:
         if not placed:
             self._own.pop(request, None)
             self._unadmitted.pop(request, None)
+            self._prefix.drop(request)
 
     def _lane_has_capacity(self, lane: str) -> bool:
         """True if a lane's requests have capacity, or will be refused and so need not wait."""
@@ -378,7 +419,7 @@ class PlacementQueue:
             actions.events.append(SeqFree(ticket.request.request))
             _finish(ticket, self._refusal(ticket, error), actions)
         self._own.pop(ticket.request.request, None)
-        placed = isinstance(ticket.result, Decision)
+        placed = isinstance(ticket.result, Decision) or ticket.request.request in self._prefix
         self._remove(ticket.request.request, placed, actions.events if placed else ())
         return True
 

@@ -1,18 +1,21 @@
 """Placement decisions for one model, as synchronous code that service and simulator share."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
+    BATCH_PRIORITY,
     Candidate,
     Decision,
     Instance,
     LearnerReport,
     Load,
     Outcome,
+    PrefixWait,
     ReturnForecast,
     RouteEvent,
     RouteRequest,
@@ -21,6 +24,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
     ToolEvent,
+    of_class,
     prefill_part,
 )
 from kvmesh.hashing import HASH_BYTES
@@ -39,6 +43,7 @@ from kvmesh.router.state.engine_reports import EngineReports
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
 from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import RankTable, Serves
+from kvmesh.router.state.running_prefills import RunningPrefills
 from kvmesh.router.state.speed_trial import SpeedTrial
 from kvmesh.router.state.unmet import Unmet
 from kvmesh.settings.schema import RouterSettings
@@ -65,6 +70,8 @@ class RouterCore:
         self._router = router
         ttl = settings.predicted_ttl_s if settings.kv_events else settings.approximate_ttl_s
         self._predicted = PredictedPrefixes(ttl, settings.sequence_ttl_s)
+        self.prefills = RunningPrefills(settings.sequence_ttl_s)
+        self._batch_classes = frozenset(settings.batch_classes)
         self.overlap_watch = OverlapWatch()
         self._model = cost_model(settings)
         self._prefill_model = cost_model(settings, settings.prefill_credits)
@@ -82,6 +89,7 @@ class RouterCore:
     def leave(self, instance: str) -> None:
         slots = self.table.leave(instance)
         self._predicted.forget(slots)
+        self.prefills.forget(slots)
         self._reports.forget(slots)
         self.speeds.forget(slots)
 
@@ -101,19 +109,49 @@ class RouterCore:
             self._add(event, now)
             return
         self.active.apply(event, now)
-        if type(event) is SeqPrefilled or type(event) is SeqFree:
-            self._predicted.computed(event.request, now)
-            self._predicted.computed(prefill_part(event.request), now)
-        if type(event) is SeqFree:
+        if type(event) is SeqPrefilled:
+            self._end_prefill(event.request, now, computed=True)
+        elif type(event) is SeqFree:
+            self._end_prefill(event.request, now, computed=not self.settings.kv_events)
+            self.prefills.end_wait(event.request)
             self.policies.on_freed(event.request, now)
+
+    def _end_prefill(self, request: str, now: float, computed: bool) -> None:
+        for name in (request, prefill_part(request)):
+            if computed:
+                self._predicted.computed(name, now)
+                self.prefills.computed(name, now)
+            else:
+                self._predicted.lost(name)
+                self.prefills.drop(name)
 
     def _add(self, event: SeqAdd, now: float) -> None:
         at = min(event.time - self.epoch, now)
+        table, waited = self.table, False
+        if event.waits_for:
+            if event.request not in self.active:
+                self.prefills.wait(event, now)
+        else:
+            waited = self.prefills.end_wait(event.request)
+        found = table.find_slot(event.instance, event.rank)
+        ahead = 0.0 if found is None else self._backlog(found)
         slot = self.active.add(event, at)
+        size = max(table.block_size, 1)
+        if slot is not None and not waited:
+            table.record_prompt(slot, event.tokens / size)
+        if event.waits_for or at + self.settings.sequence_ttl_s <= now:
+            return
+        if slot is None and waited:
+            slot = table.find_slot(event.instance, event.rank)
         if slot is not None:
-            self.table.record_prompt(slot, event.tokens / max(self.table.block_size, 1))
-        if slot is not None and at + self.settings.sequence_ttl_s > now:
             self._predicted.add(event.request, slot, event.sequence_hashes, at)
+            own = max(event.tokens - event.overlap * size, 0)
+            self.prefills.start(event, slot, ahead + own, at)
+
+    def _backlog(self, slot: int) -> float:
+        """Prompt tokens that a rank has yet to compute."""
+        cells = self.table.cells
+        return max(cells.prefill_tokens[slot] + cells.correction_tokens[slot], 0.0)
 
     def apply_route_event(self, event: RouteEvent, now: float) -> None:
         """Pass a decision or outcome, of this router or a replica, to the policies that learn."""
@@ -168,6 +206,7 @@ class RouterCore:
     def expire(self, now: float) -> list[str]:
         """Drop expired state; call about once a second. Returns the requests given up as lost."""
         self._predicted.expire(now)
+        self.prefills.expire(now)
         self._drop_gone(now)
         if self.settings.learn_speeds:
             self.speeds.update(now, self.table.size)
@@ -197,6 +236,7 @@ class RouterCore:
         index_s: float = 0.0,
         note: str | None = None,
         slots: Slots | None = None,
+        prefix_waits: Sequence[PrefixWait] = (),
     ) -> Decision:
         """Choose a rank, among `slots` if given; raises RouteError if none is available.
 
@@ -235,10 +275,59 @@ class RouterCore:
             note=note or choice.note,
             prefetch=request.prefetch,
             possible=possible_hits(first, prefill or chosen, serves),
+            prefix_waits=list(prefix_waits),
         )
 
     def commit(self, decision: Decision, now: float) -> list[SeqAdd]:
         """Count a decision's request as active; returns the events for the replicas."""
+        events = self._add_events(decision)
+        for event in events:
+            self._add(event, now)
+        self.apply_route_event(decision, now)
+        return events
+
+    def reserve(self, decision: Decision, leader: str, now: float) -> list[SeqAdd]:
+        """Count a request on its rank while it waits for `leader` to compute its prefix.
+
+        Returns the events for the replicas; `withdraw` ends it.
+        """
+        events = [replace(event, waits_for=leader) for event in self._add_events(decision)]
+        for event in events:
+            self._add(event, now)
+        return events
+
+    def withdraw(self, request: str) -> None:
+        """Count a request that waits for a prefix on no rank any more, before it is placed."""
+        self.active.withdraw(request)
+
+    def give_up_prefill(self, request: str) -> None:
+        """Expect nothing any more of a prompt that takes too long to compute."""
+        self._predicted.lost(request)
+        self._predicted.lost(prefill_part(request))
+        self.prefills.drop(request)
+        self.prefills.drop(prefill_part(request))
+
+    def recompute_s(self, decision: Decision, rank: Candidate) -> float:
+        """Seconds in which another rank would compute the prompt; this one, if it is the only one.
+
+        The best of those that the decision names, with its backlog, by measured speeds.
+        """
+        size, blocks, found = (
+            self.table.block_size,
+            -(-decision.tokens // self.table.block_size),
+            [],
+        )
+        for other in decision.candidates:
+            slot = self.table.find_slot(other.instance, other.rank)
+            if slot is not None and (other.instance, other.rank) != (rank.instance, rank.rank):
+                work = other.prefill + max(blocks - sum(other.overlap), 0)
+                found.append(work * size * self.prefills.token_s(slot))
+        if found:
+            return min(found)
+        slot = self.table.find_slot(rank.instance, rank.rank)
+        return 0.0 if slot is None else decision.tokens * self.prefills.token_s(slot)
+
+    def _add_events(self, decision: Decision) -> list[SeqAdd]:
         chosen, prefill = decision.chosen, decision.prefill
         if prefill is None:
             events = [self._add_event(decision, decision.request, chosen, sum(chosen.overlap))]
@@ -250,9 +339,6 @@ class RouterCore:
                     decision, prefill_part(decision.request), prefill, sum(prefill.overlap)
                 ),
             ]
-        for event in events:
-            self._add(event, now)
-        self.apply_route_event(decision, now)
         return events
 
     def _add_event(self, decision: Decision, name: str, at: Candidate, overlap: int) -> SeqAdd:
@@ -265,7 +351,14 @@ class RouterCore:
             overlap=overlap,
             osl=max(decision.hints.osl or 0, 0),
             time=decision.time,
+            priority=self._engine_priority(decision),
         )
+
+    def _engine_priority(self, decision: Decision) -> int:
+        """The priority in engines; a prefetch has that of batch requests here, as it may wait."""
+        if decision.prefetch is not None or of_class(decision.hints, self._batch_classes):
+            return BATCH_PRIORITY
+        return decision.hints.priority
 
     def candidates(
         self,

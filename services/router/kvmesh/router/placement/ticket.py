@@ -1,9 +1,9 @@
 """Ticket: a route request with its state in the router."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
-from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqWait
+from kvmesh.bus.messages import Decision, PrefixWait, Refused, RouteRequest, SeqWait
 from kvmesh.router.scoring.overlaps import Overlaps
 
 
@@ -24,6 +24,7 @@ class Ticket:
     waiting: SeqWait | None = None
     result: Decision | Refused | None = None
     queued_since: float = inf
+    prefix_waits: list[PrefixWait] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.queued_since = min(self.queued_since, self.arrived)

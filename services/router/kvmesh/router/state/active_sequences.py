@@ -78,6 +78,10 @@ class ActiveSequences:
         """Leading blocks of a prompt that active requests hold, per slot."""
         return self._tree.depths(sequence_hashes, self._table.size)
 
+    def withdraw(self, request: str) -> None:
+        """Drop a request that is to be added anew, perhaps elsewhere; unknown ones are ignored."""
+        self._free(request)
+
     def drop_stale(self, slot: int, before: float) -> None:
         """Drop a slot's requests without events since `before`; its engine is idle or gone."""
         if self._table.cells.requests[slot]:

@@ -54,6 +54,12 @@ class PredictedPrefixes:
         if placed is not None:
             self._computed.append(placed._replace(until=now + self._ttl))
 
+    def lost(self, request: str) -> None:
+        """The request ended without a first token, or will not have one in time."""
+        placed = self._running.pop(request, None)
+        if placed is not None:
+            self._drop(placed)
+
     def depths(self, sequence_hashes: bytes, size: int) -> Floats | None:
         """Expected leading blocks of a prompt per slot; None if nothing is predicted."""
         return self._tree.depths(sequence_hashes, size) if len(self) else None

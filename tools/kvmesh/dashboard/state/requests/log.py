@@ -113,7 +113,7 @@ class RequestLog:
         if not _is_current(seen, event.request):
             return
         repeated = seen.sequence == event.request
-        if isinstance(event, SeqAdd):
+        if isinstance(event, SeqAdd) and not event.waits_for:
             if repeated and seen.state in ("decode", "left"):
                 return
             seen.state, seen.instance = "prefill", event.instance
@@ -121,7 +121,8 @@ class RequestLog:
         elif not repeated or seen.state == "waiting":
             seen.state = "waiting"
             self._run(seen, event.request, now)
-            seen.alive_until = max(seen.alive_until, plausible(event.deadline, now))
+            if isinstance(event, SeqWait):
+                seen.alive_until = max(seen.alive_until, plausible(event.deadline, now))
 
     def _run(self, seen: SeenRequest, sequence: str, now: float) -> None:
         seen.sequence, seen.alive_until = sequence, now + SILENT_S

@@ -1,0 +1,122 @@
+"""Requests that wait while another one computes the prefix of their prompt (ADR 49).
+
+A wait is bounded by what computing the prompt elsewhere would take: whoever waits in vain has lost
+no more time than it could have saved, as with renting skis for the price of a pair.
+"""
+
+from dataclasses import dataclass
+
+from kvmesh.bus.messages import Candidate, Decision, PrefixWait, SeqAdd
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.placement.ticket import Ticket
+
+LEAST_S = 0.1  # of computing the prefix: less is not worth a wait
+MOST_WAITS = 3  # of one request
+MARGIN_S = 1.0  # before a request's deadline
+COMPUTED, LATE, LOST = "computed", "late", "lost"
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """A ticket that waits for the prefill of `leader` since a time, until another at most."""
+
+    ticket: Ticket
+    leader: str
+    rank: Candidate
+    blocks: int
+    since: float
+    until: float
+    computed: bool = False
+
+
+class PrefixWaits:
+    """The tickets of one router that wait for a prefix, in the order in which they began to."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+        self._waits: dict[str, _Wait] = {}
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._waits
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [wait.ticket for wait in self._waits.values()]
+
+    def begin(self, ticket: Ticket, decision: Decision, now: float) -> list[SeqAdd]:
+        """Let a ticket wait if its rank is computing the prompt's prefix for another request.
+
+        Returns the events for the replicas; none if the request is to be placed as decided. The
+        ticket counts as load on its rank while it waits.
+        """
+        core, request = self._core, ticket.request
+        rank = decision.prefill or decision.chosen
+        slot = core.table.find_slot(rank.instance, rank.rank)
+        if slot is None or request.prefetch is not None or len(ticket.prefix_waits) >= MOST_WAITS:
+            return []
+        prefills = core.prefills
+        found = prefills.find(slot, decision.sequence_hashes, request.hints.priority)
+        if found is None:
+            return []
+        leader, blocks = found
+        if blocks * core.table.block_size * prefills.token_s(slot) < LEAST_S:
+            return []
+        until = min(now + core.recompute_s(decision, rank), ticket.deadline - MARGIN_S)
+        if until <= now:
+            return []
+        self._waits[request.request] = _Wait(ticket, leader.request, rank, blocks, now, until)
+        return core.reserve(decision, leader.request, now)
+
+    def on_computed(self, request: str) -> None:
+        """A request has its first token."""
+        for wait in self._waits.values():
+            if wait.leader == request:
+                wait.computed = True
+
+    def drop(self, request: str) -> Ticket | None:
+        """Drop a ticket; returns it if it waited."""
+        wait = self._waits.pop(request, None)
+        return None if wait is None else wait.ticket
+
+    def end_due(self, now: float) -> list[Ticket]:
+        """End the waits that are over; their tickets are to be placed now, in this order.
+
+        If the request that computed has ended early, the first of those that wait for it, in any
+        router, is the next to compute, and the others wait for that one.
+        """
+        over = [(wait, end) for wait in list(self._waits.values()) if (end := self._end(wait, now))]
+        for wait, end in over:
+            request = wait.ticket.request.request
+            del self._waits[request]
+            wait.ticket.prefix_waits.append(
+                PrefixWait(
+                    request=wait.leader,
+                    instance=wait.rank.instance,
+                    worker=wait.rank.worker,
+                    rank=wait.rank.rank,
+                    blocks=wait.blocks,
+                    seconds=now - wait.since,
+                    end=end,
+                )
+            )
+            self._core.withdraw(request)
+        return [wait.ticket for wait, _ in over]
+
+    def _end(self, wait: _Wait, now: float) -> str:
+        """The end of a wait; empty if it goes on."""
+        prefills = self._core.prefills
+        if wait.computed:
+            return COMPUTED
+        if now >= wait.until:
+            self._core.give_up_prefill(wait.leader)
+            return LATE
+        if wait.leader in prefills or prefills.waits(wait.leader):
+            return ""
+        following = prefills.successor(wait.leader)
+        if following is None or following in self._waits:
+            return LOST
+        wait.leader = following
+        return ""

@@ -1,0 +1,153 @@
+"""Prompts that engines compute now, requests that wait for them, and how long prefill takes.
+
+Each follows from the active-sequence events of all routers, so replicas know the same.
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from kvmesh.bus.messages import SeqAdd
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.router.state.prefix_tree import common_prefix
+
+MAX_PREFILLS = 16_384
+MAX_COMPARED = 64  # prompts of one rank, the latest
+UNKNOWN_TOKEN_S = 1 / 5000  # for a token, until some rank's prefill was measured
+MEASURED_TOKENS = 512  # in fewer, the engine's overhead outweighs the prefill
+_SMOOTHING = 0.2
+
+
+class Prefill(NamedTuple):
+    """A request whose prompt is being computed on the rank in `slot`.
+
+    The first `overlap` blocks of `hashes` were cached there. `work` are the tokens that the rank
+    computes until the first token: its uncached ones, and those of the requests before it. Of two
+    requests in one engine, the one with the higher `priority` is computed first.
+    """
+
+    request: str
+    slot: int
+    hashes: bytes
+    overlap: int
+    priority: int
+    placed: float
+    work: float
+
+    def shared(self, hashes: bytes) -> int:
+        """Leading blocks of another prompt that this request computes or has found cached."""
+        if self.hashes[:HASH_BYTES] != hashes[:HASH_BYTES]:
+            return 0
+        return common_prefix(self.hashes, hashes, 0) // HASH_BYTES
+
+
+class RunningPrefills:
+    """Prefills by slot, the requests that wait for each, and the seconds for a token of a rank.
+
+    A prefill of which nothing is heard is forgotten `patience` seconds after its placement, as are
+    the oldest beyond MAX_PREFILLS.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._running: OrderedDict[str, Prefill] = OrderedDict()
+        self._of_slot: dict[int, dict[str, Prefill]] = {}
+        self._waits_for: OrderedDict[str, tuple[str, float, float]] = OrderedDict()
+        self._token_s: dict[int, float] = {}
+        self._any_token_s: float | None = None
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._running
+
+    def waits(self, request: str) -> bool:
+        """True for a request that waits for the prefill of another one."""
+        return request in self._waits_for
+
+    def wait(self, event: SeqAdd, now: float) -> None:
+        """A request waits for the prefill of another one, `event.waits_for`."""
+        self._waits_for.pop(event.request, None)
+        self._waits_for[event.request] = event.waits_for, event.time, now
+        if len(self._waits_for) > MAX_PREFILLS:
+            self._waits_for.popitem(last=False)
+
+    def end_wait(self, request: str) -> bool:
+        """A request waits no longer; False if it did not wait."""
+        return self._waits_for.pop(request, None) is not None
+
+    def start(self, event: SeqAdd, slot: int, work: float, now: float) -> None:
+        """A rank got the prompt of a request; `work` is as in `Prefill`."""
+        self.drop(event.request)
+        prefill = Prefill(
+            event.request, slot, event.sequence_hashes, event.overlap, event.priority, now, work
+        )
+        self._running[event.request] = prefill
+        self._of_slot.setdefault(slot, {})[event.request] = prefill
+        if len(self._running) > MAX_PREFILLS:
+            self.drop(next(iter(self._running)))
+
+    def computed(self, request: str, now: float) -> None:
+        """A prompt has been computed: learn how long that takes."""
+        prefill = self._running.get(request)
+        if prefill is None:
+            return
+        self.drop(request)
+        if prefill.work < MEASURED_TOKENS or now <= prefill.placed:
+            return
+        sample = (now - prefill.placed) / prefill.work
+        before = self._token_s.get(prefill.slot, sample)
+        self._token_s[prefill.slot] = before + _SMOOTHING * (sample - before)
+        if self._any_token_s is None:
+            self._any_token_s = sample
+        self._any_token_s += _SMOOTHING * (sample - self._any_token_s)
+
+    def drop(self, request: str) -> None:
+        """A prefill has ended, or is given up; unknown ones change nothing."""
+        prefill = self._running.pop(request, None)
+        if prefill is None:
+            return
+        of_slot = self._of_slot[prefill.slot]
+        del of_slot[request]
+        if not of_slot:
+            del self._of_slot[prefill.slot]
+
+    def find(self, slot: int, hashes: bytes, priority: int) -> tuple[Prefill, int] | None:
+        """The prefill on a rank that computes most leading blocks of a prompt, and their number.
+
+        None if no engine computes any before a request with this priority.
+        """
+        of_slot = self._of_slot.get(slot)
+        if of_slot is None or not hashes:
+            return None
+        best, most = None, 0
+        for prefill in list(of_slot.values())[-MAX_COMPARED:]:
+            if prefill.priority >= priority:
+                blocks = prefill.shared(hashes) - prefill.overlap
+                if blocks > most:
+                    best, most = prefill, blocks
+        return None if best is None else (best, most)
+
+    def successor(self, request: str) -> str | None:
+        """Of the requests that wait for this one, the first: it computes if this one does not."""
+        waiting = [
+            (time, name) for name, (leader, time, _) in self._waits_for.items() if leader == request
+        ]
+        return min(waiting)[1] if waiting else None
+
+    def token_s(self, slot: int) -> float:
+        """Seconds that a rank takes for a token of a prompt, measured under its load."""
+        known = self._token_s.get(slot, self._any_token_s)
+        return UNKNOWN_TOKEN_S if known is None else known
+
+    def forget(self, slots: list[int]) -> None:
+        """Drop the prefills on `slots`, whose worker is gone, and what was measured there."""
+        for slot in slots:
+            for request in list(self._of_slot.get(slot, ())):
+                self.drop(request)
+            self._token_s.pop(slot, None)
+
+    def expire(self, now: float) -> None:
+        """Forget the prefills and waits of which nothing was heard for too long."""
+        oldest = now - self._patience
+        while self._running and next(iter(self._running.values())).placed < oldest:
+            self.drop(next(iter(self._running)))
+        while self._waits_for and next(iter(self._waits_for.values()))[2] < oldest:
+            self._waits_for.popitem(last=False)

@@ -1,0 +1,262 @@
+"""Requests wait, for a bounded time, while another one computes the prefix of their prompt."""
+
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from support.routing import BLOCK, Hints, request, sequence, worker
+
+from kvmesh.bus.messages import (
+    Decision,
+    PrefetchTerms,
+    PrefixWait,
+    Refused,
+    SeqAdd,
+    SeqEvent,
+    SeqFree,
+    SeqPrefilled,
+)
+from kvmesh.router.placement.queue import PlacementQueue, QueueActions
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.state.running_prefills import UNKNOWN_TOKEN_S
+from kvmesh.settings.schema import RouterSettings
+
+COMMON, OWN = 300, 10  # blocks
+PROMPT_S = (COMMON + OWN) * BLOCK * UNKNOWN_TOKEN_S
+BATCH = Hints(fair_class="batch")
+
+
+class Routers:
+    """Routers that see each other's events at once; worker "b" has `busy` blocks, "a" is idle."""
+
+    def __init__(self, count: int = 1, busy: int = 600, **settings: Any) -> None:
+        options = {"queue_threshold": 0.0, "prefill_weight": 1.0, **settings}
+        self.queues = []
+        for number in range(count):
+            core = RouterCore("m", f"r{number}", RouterSettings(**options), Random(7))
+            for name in "ab":
+                core.join(worker(name))
+            core.table.active_blocks[1] = busy
+            self.queues.append(PlacementQueue(core, f"r{number}"))
+        self.placed: dict[str, Decision] = {}
+        self.refused: dict[str, Refused] = {}
+
+    def submit(self, name: str, now: float = 0.0, at: int = 0, **changes: Any) -> Ticket:
+        own = [hash(name) % 10**6 * 1000 + block for block in range(OWN)]
+        blocks = sequence(*range(changes.pop("common", COMMON)), *own)
+        ticket = Ticket(request(name, blocks, **changes), now)
+        self._apply(self.queues[at].submit(ticket, now), now)
+        return ticket
+
+    def tell(self, now: float, *events: SeqEvent) -> None:
+        for event in events:
+            for queue in self.queues:
+                queue.apply(event, now)
+        self.step(now)
+
+    def step(self, now: float) -> None:
+        for queue in self.queues:
+            self._apply(queue.place_ready(now), now)
+
+    def _apply(self, actions: QueueActions, now: float) -> None:
+        for event in actions.events:
+            for queue in self.queues:
+                queue.apply(event, now)
+        for ticket in actions.done:
+            if isinstance(ticket.result, Decision):
+                self.placed[ticket.request.request] = ticket.result
+            elif ticket.result is not None:
+                self.refused[ticket.request.request] = ticket.result
+
+    def load(self, instance: str, at: int = 0) -> tuple[float, float]:
+        table = self.queues[at].core.table
+        slot = table.slot(instance, 0)
+        return float(table.prefill_tokens[slot]), float(table.requests[slot])
+
+    def where(self) -> dict[str, str]:
+        return {name: decision.chosen.instance for name, decision in self.placed.items()}
+
+
+def test_siblings_wait_for_the_one_that_computes() -> None:
+    routers = Routers()
+    for number in range(4):
+        routers.submit(str(number), 0.1 * number)
+    assert list(routers.placed) == ["0"]
+    assert routers.queues[0].waiting == 3
+    assert routers.load("a") == ((COMMON + OWN + 3 * OWN) * BLOCK, 4)  # they count where they go
+    routers.tell(0.5, SeqPrefilled("0"))
+    assert routers.where() == dict.fromkeys("0123", "a")
+    assert routers.load("a") == (3 * OWN * BLOCK, 4)
+    assert routers.queues[0].waiting == 0
+    second = routers.placed["1"]
+    assert second.chosen.overlap == [COMMON, 0, 0, 0]
+    assert second.wait_s == pytest.approx(0.4)
+    [wait] = second.prefix_waits
+    assert wait.seconds == pytest.approx(0.4)
+    assert replace(wait, seconds=0.0) == PrefixWait(
+        request="0", instance="a", worker="a", rank=0, blocks=COMMON, seconds=0.0, end="computed"
+    )
+
+
+def test_a_wait_ends_when_another_rank_would_have_computed_the_prompt() -> None:
+    routers = Routers(busy=300)
+    routers.submit("0")
+    routers.submit("1")
+    routers.submit("2", 0.1)
+    routers.step(0.99 * PROMPT_S)
+    assert list(routers.placed) == ["0"]
+    routers.step(PROMPT_S)
+    # The rank that is late still has its backlog, so the next one computes on the other.
+    assert routers.where() == {"0": "a", "1": "b"}
+    assert routers.placed["1"].prefix_waits[0].end == "late"
+    routers.tell(PROMPT_S + 0.2, SeqPrefilled("1"))
+    assert routers.where()["2"] == "b"
+    assert [wait.end for wait in routers.placed["2"].prefix_waits] == ["lost", "computed"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_next_one_computes_if_the_first_is_cancelled(count: int) -> None:
+    routers = Routers(count)
+    for number in range(4):
+        routers.submit(str(number), 0.1 * number, at=number % count)
+    assert list(routers.placed) == ["0"]
+    routers.tell(0.5, SeqFree("0"))
+    assert list(routers.placed) == ["0", "1"]
+    assert sum(routers.placed["1"].chosen.overlap) == 0
+    routers.tell(0.9, SeqPrefilled("1"))
+    assert list(routers.placed) == ["0", "1", "2", "3"]
+    assert all(sum(routers.placed[name].chosen.overlap) == COMMON for name in "23")
+    for queue in routers.queues:
+        assert queue.core.table.requests.sum() == 3
+
+
+def test_the_next_one_computes_elsewhere_if_the_worker_goes() -> None:
+    routers = Routers()
+    for number in range(3):
+        routers.submit(str(number))
+    routers.queues[0].core.leave("a")
+    routers.step(0.1)
+    assert routers.where() == {"0": "a", "1": "b"}
+    routers.tell(0.5, SeqPrefilled("1"))
+    assert routers.where()["2"] == "b"
+
+
+def test_a_sibling_that_is_freed_while_it_waits_leaves_no_load() -> None:
+    routers = Routers(2)
+    routers.submit("0")
+    routers.submit("1")
+    routers.tell(0.1, SeqFree("1"))
+    assert routers.queues[0].waiting == 0
+    assert [routers.load("a", at) for at in range(2)] == [((COMMON + OWN) * BLOCK, 1)] * 2
+    routers.tell(0.2, SeqPrefilled("0"))
+    assert list(routers.placed) == ["0"]
+
+
+def test_a_wait_ends_before_the_deadline() -> None:
+    routers = Routers()
+    routers.submit("0")
+    routers.submit("1", deadline_s=1.2)
+    routers.step(0.21)
+    assert list(routers.placed) == ["0", "1"]
+    assert not routers.refused
+
+
+def test_routers_wait_for_each_others_requests() -> None:
+    routers = Routers(2)
+    routers.submit("0", at=0)
+    routers.submit("1", at=1)
+    assert list(routers.placed) == ["0"]
+    assert [routers.load("a", at) for at in range(2)] == [((COMMON + 2 * OWN) * BLOCK, 2)] * 2
+    routers.tell(0.3, SeqPrefilled("0"))
+    assert routers.where() == {"0": "a", "1": "a"}
+
+
+def test_a_silent_router_delays_the_siblings_of_others_by_a_bounded_time() -> None:
+    routers = Routers(2)
+    routers.submit("0", 0.0, at=0)
+    routers.submit("1", 0.1, at=1)
+    routers.submit("2", 0.2, at=0)
+    silent = routers.queues.pop()
+    assert silent.waiting == 1
+    routers.tell(0.3, SeqFree("0"))
+    assert list(routers.placed) == ["0"]  # it is the turn of "1"
+    routers.step(0.2 + PROMPT_S)
+    assert list(routers.placed) == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "second"),
+    [
+        ({"await_prefixes": False}, {}, {}),
+        ({}, {"common": 20}, {"common": 20}),  # 320 tokens: 64 ms
+        ({}, {}, {"common": 0}),
+        ({}, {}, {"hints": Hints(priority=1)}),  # engines compute it before the first one
+        ({}, {}, {"prefetch": PrefetchTerms(compute=1000)}),
+        ({}, {"prefetch": PrefetchTerms(compute=1000)}, {}),
+    ],
+)
+def test_nobody_waits_in_vain(
+    settings: dict[str, Any], first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    routers = Routers(**settings)
+    routers.submit("0", **first)
+    routers.submit("1", **second)
+    assert list(routers.placed) == ["0", "1"]
+    assert not routers.placed["1"].prefix_waits
+
+
+def test_nobody_waits_for_batch_requests() -> None:
+    routers = Routers(batch_classes=["batch"])
+    routers.submit("0", hints=BATCH)
+    routers.step(0.0)
+    assert list(routers.placed) == ["0"]
+    routers.submit("1")
+    assert list(routers.placed) == ["0", "1"]
+
+
+def test_measured_speed_decides_what_is_worth_a_wait() -> None:
+    routers = Routers()
+    routers.submit("0")
+    routers.tell(0.02, SeqPrefilled("0"), SeqFree("0"))  # 4 µs for a token: all in 20 ms
+    assert routers.queues[0].core.prefills.token_s(1) == pytest.approx(0.02 / 4960)
+    for name in ("1", "2"):
+        blocks = sequence(*range(5000, 5000 + COMMON), *(hash((name, own)) for own in range(OWN)))
+        ticket = Ticket(request(name, blocks), 5.0)
+        routers._apply(routers.queues[0].submit(ticket, 5.0), 5.0)
+    assert list(routers.placed) == ["0", "1", "2"]
+
+
+def test_a_request_waits_at_most_three_times() -> None:
+    routers = Routers()
+    for number in range(6):
+        routers.submit(str(number), 0.01 * number)
+    for number in range(4):
+        routers.tell(0.1 + 0.1 * number, SeqFree(str(number)))
+    assert len(routers.placed["4"].prefix_waits) == 3
+    assert list(routers.placed) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_a_queued_request_waits_for_a_prefix_when_it_is_its_turn() -> None:
+    routers = Routers(queue_threshold=0.5)
+    core = routers.queues[0].core
+    core.table.prefill_tokens[:2] = 10_000.0
+    routers.submit("0")
+    routers.submit("1")
+    core.table.prefill_tokens[:2] = 0.0
+    routers.step(0.5)
+    assert list(routers.placed) == ["0"]
+    assert routers.queues[0].waiting == 1
+    routers.tell(0.7, SeqPrefilled("0"))
+    assert routers.where() == {"0": "a", "1": "a"}
+    assert routers.placed["1"].wait_s == pytest.approx(0.7)
+
+
+def test_an_event_of_an_older_router_has_no_wait() -> None:
+    routers = Routers()
+    routers.tell(0.0, SeqAdd("x", "a", 0, sequence(*range(COMMON)), COMMON * BLOCK, 0, 0, 0.0))
+    routers.submit("1")
+    assert not routers.placed
+    routers.tell(0.4, SeqPrefilled("x"))
+    assert routers.where() == {"1": "a"}
