@@ -15,7 +15,8 @@ from support.engines import StartedEngine
 from support.wait import eventually
 
 TENANT_BLOCKS = 32
-SOON, NEVER = pack_rates([1.0] * BINS), pack_rates([0.0] * BINS)
+SOON, NEVER = pack_rates([1.0] * BINS), pack_rates([1e-7] * BINS)
+WITHDRAWN = pack_rates([0.0] * BINS)
 
 
 async def run(
@@ -296,6 +297,7 @@ class RetentionSuite:
             await run(started, name, tokens, session=name)
         await expect(started, "soon", SOON)
         await expect(started, "never", NEVER)
+        await expect(started, "never", WITHDRAWN)
         for number in range(4):
             await run(started, f"next{number}", started.prompt(12, 1000 + number))
         await started_holds(started, {soon: 8, never: 0})

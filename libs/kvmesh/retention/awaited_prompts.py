@@ -182,8 +182,9 @@ class AwaitedPrompts(Generic[P]):
         if rates is None:
             return False
         self.results[APPLIED] += 1
-        self._typical.learn(rates)
-        prompt.forecast = True
+        prompt.forecast = any(rates)
+        if prompt.forecast:
+            self._typical.learn(rates)
         values, chances, known = values_by_age(rates), chances_by_age(rates), prompt.expectation
         if known is None:
             prompt.expectation = Expectation(forecast.since, values, chances)

@@ -9,15 +9,23 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import Decision, LearnerReport, Outcome, ReturnForecast, ToolEvent
+from kvmesh.bus.messages import (
+    Decision,
+    ExpectedReturn,
+    LearnerReport,
+    Outcome,
+    ReturnForecast,
+    ToolEvent,
+)
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.classes import MAX_WAITS, ClassNames, TurnHistory, class_keys
 from kvmesh.returns.curves import Awaited, ReturnCurves
-from kvmesh.returns.rates import pack_rates
+from kvmesh.returns.rates import BINS, pack_rates
 from kvmesh.returns.shadow_caches import LEAST_RETURNS, MEMORY_RETURNS, ShadowCaches
 from kvmesh.returns.tool_calls import ReportedTools, due_rates
 from kvmesh.returns.value import values_by_age
@@ -26,7 +34,16 @@ MAX_TURNS = 32768
 MAX_RUNNING = 16384
 MAX_UNSENT = 8192
 MAX_EARLY = 1024  # ends that arrive before their placement, which another process publishes
+NO_RETURN = pack_rates((0.0,) * BINS)  # withdraws an earlier forecast
 MAX_REPORTS = 64  # on tools, that change the forecast of one turn; of progress half as many
+
+
+class Forecast(NamedTuple):
+    """Packed rates of return by age since a Unix time; `by` is as in `ExpectedReturn`."""
+
+    since: float
+    rates: bytes
+    by: str
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +51,8 @@ class Turn:
     """A request that was placed; `awaited` once it has ended.
 
     `end` is the sequence hash of the prompt's last full block, `conversation` that of the
-    conversation's first turn. `number` counts the turns before this one.
+    conversation's first turn. `number` counts the turns before this one. Once it has ended, `waits`
+    and `agent` are those of its classes, and `forecast` the latest one; `sent`: a worker has it.
     """
 
     request: str
@@ -53,6 +71,10 @@ class Turn:
     returns: int = 0
     reports: int = 0
     awaited: Awaited | None = None
+    sent: bool = False
+    waits: tuple[str, ...] = ()
+    agent: str = ""
+    forecast: Forecast | None = None
 
 
 class ReturnForecaster:
@@ -70,7 +92,7 @@ class ReturnForecaster:
         self._early: OrderedDict[str, Outcome] = OrderedDict()
         self._names = ClassNames()
         self._tools = ReportedTools()
-        self._unsent: OrderedDict[str, tuple[str, ReturnForecast]] = OrderedDict()
+        self._unsent: OrderedDict[str, tuple[Turn, ReturnForecast]] = OrderedDict()
         self.curves = ReturnCurves()
         self.shadow = ShadowCaches()
 
@@ -138,6 +160,7 @@ class ReturnForecaster:
             self.curves.returned(before.awaited, now)
             self._unsent.pop(before.request, None)
             if first:
+                self._withdraw(before, decision, now)
                 conversation, number = before.conversation, before.number + 1
                 pause_s = max(now - before.awaited.since, 0.0)
         own = shared if number else 0
@@ -157,6 +180,14 @@ class ReturnForecaster:
             new_tokens=max(decision.tokens - shared * (decision.block_size or 1), 0),
             pause_s=pause_s,
         )
+
+    def _withdraw(self, turn: Turn, following: Decision, now: float) -> None:
+        """Withdraw the forecast of a turn whose session goes on elsewhere: it has left its copy."""
+        chosen, session = following.chosen, following.hints.session or ""
+        if turn.sent and session == turn.session:
+            if (chosen.instance, chosen.rank) != (turn.instance, turn.rank):
+                self._send(turn, now, NO_RETURN)
+            turn.sent = False
 
     def _continued(self, hashes: list[int]) -> tuple[Turn | None, int]:
         """The latest turn that this prompt continues, and the blocks of that turn's prompt."""
@@ -184,6 +215,7 @@ class ReturnForecaster:
         tables = self.curves.tables(class_keys(waits, agent, history))
         rates = self.curves.rates(tables)
         turn.awaited = self.curves.start(tables, rates, now)
+        turn.waits, turn.agent = waits, agent
         self._remember(turn, now)
         if turn.session and (waits[:1] == ("tool",) or outcome.finish == "tool_calls"):
             self._wait_for_tools(turn)
@@ -209,7 +241,9 @@ class ReturnForecaster:
         """The forecasts to send, each with the worker instance that computed the prompt."""
         self.curves.advance(now)
         unsent, self._unsent = self._unsent, OrderedDict()
-        return list(unsent.values())
+        for turn, forecast in unsent.values():
+            turn.sent = forecast.rates != NO_RETURN
+        return [(turn.instance, forecast) for turn, forecast in unsent.values()]
 
     def _remember(self, turn: Turn, now: float) -> None:
         known = self._turns.pop(turn.end, None)
@@ -228,25 +262,52 @@ class ReturnForecaster:
         if len(self._sessions) > MAX_RUNNING:
             self._sessions.popitem(last=False)
 
+    def expected_return(self, decision: Decision) -> ExpectedReturn | None:
+        """The return that was expected of the turn which a prompt is the first to continue."""
+        size = len(decision.sequence_hashes)
+        if decision.prefetch is not None or not size or size % HASH_BYTES:
+            return None
+        turn, _ = self._continued(np.frombuffer(decision.sequence_hashes, "<u8").tolist())
+        if turn is None or turn.awaited is None or turn.forecast is None or turn.returns:
+            return None
+        arrived = decision.time - decision.wait_s - decision.index_s
+        return ExpectedReturn(
+            after=turn.request,
+            instance=turn.instance,
+            rank=turn.rank,
+            ended=turn.awaited.since,
+            pause_s=max(arrived - turn.awaited.since, 0.0),
+            since=turn.forecast.since,
+            rates=turn.forecast.rates,
+            by=turn.forecast.by,
+            waits=list(turn.waits),
+            agent=turn.agent,
+        )
+
     def _forecast(self, turn: Turn, learned: list[float], now: float) -> bool:
         """Forecast by the known end of the session's tools, else by the learned rates.
 
         False if there is nothing to send.
         """
-        if turn.router != self._router or turn.awaited is None:
+        if turn.awaited is None:
             return False
         end = self._tools.end(turn.session, turn.placed) if turn.session else None
         if end is not None:
-            rates, since = due_rates(end - now), now
-        elif self.shadow.forecasts_win:
-            rates, since = learned, turn.awaited.since
+            forecast = Forecast(now, pack_rates(due_rates(end - now)), "tool")
         else:
+            by = "class" if self.shadow.forecasts_win else ""
+            forecast = Forecast(turn.awaited.since, pack_rates(learned), by)
+        turn.forecast = forecast
+        if turn.router != self._router or not forecast.by:
             return False
-        forecast = ReturnForecast(turn.request, turn.rank, since, pack_rates(rates))
-        self._unsent[turn.request] = turn.instance, forecast
+        self._send(turn, forecast.since, forecast.rates)
+        return True
+
+    def _send(self, turn: Turn, since: float, rates: bytes) -> None:
+        forecast = ReturnForecast(turn.request, turn.rank, since, rates)
+        self._unsent[turn.request] = turn, forecast
         if len(self._unsent) > MAX_UNSENT:
             self._unsent.popitem(last=False)
-        return True
 
 
 def _earlier(time: float, now: float) -> float:

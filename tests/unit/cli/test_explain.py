@@ -17,14 +17,19 @@ from kvmesh.bus.messages import (
     Candidate,
     ComputedAhead,
     Decision,
+    ExpectedReturn,
     Hints,
     Outcome,
     PrefixWait,
+    ReturnClass,
     RouteEvent,
 )
 from kvmesh.bus.subjects import Subjects
 from kvmesh.cli.explain import find_events, show
+from kvmesh.cli.outcomes.show_session import render
 from kvmesh.observer.decision_text import best_rejected
+from kvmesh.observer.session_turns import SessionTurns
+from kvmesh.returns.rates import pack_rates
 
 
 def candidate(worker: str, cost: float, overlap: int = 0) -> Candidate:
@@ -95,6 +100,63 @@ def test_a_wait_for_a_prefix_names_who_computed_it(end: str, words: str) -> None
     )
     shown = text(replace(DECISION, prefix_waits=[wait]))
     assert f"of that 800.0 ms for request chatcmpl-0, {words}" in shown
+
+
+EXPECTED = ExpectedReturn(
+    after="chatcmpl-0", instance="b-1", rank=0, ended=0.0, pause_s=7.25, since=0.0, by="class",
+    rates=pack_rates([0.0, 0.0, 0.0, 0.0, 0.1] + [0.01] * 11), waits=["tool", "Bash", "pytest"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (
+            {},
+            [
+                "continues chatcmpl-0, 7.25 s after its end; its session waited for Bash pytest",
+                "expected back: 33% in 10 s, 60% in 1 min, 100% in 10 min, half in 38.36 s;",
+                "b-1 rank 0 was told: as learned, then withdrawn",
+            ],
+        ),
+        ({"instance": "a-1"}, ["a-1 rank 0 was told: as learned\n"]),
+        ({"by": "", "waits": []}, ["waited for something unknown", "b-1 rank 0 was told: nothing"]),
+        ({"by": "tool", "since": 1.5}, ["back (from 1.50 s after that end on)", "end of its tool"]),
+        (
+            {"by": "oracle", "rates": b"?"},
+            ["expected back: not known; b-1 rank 0 was told: oracle"],
+        ),
+    ],
+)
+def test_the_return_that_was_expected_is_shown_with_what_came(
+    changes: dict[str, Any], parts: list[str]
+) -> None:
+    shown = text(replace(DECISION, expected=replace(EXPECTED, **changes)))
+    assert [part for part in parts if part not in shown] == []
+
+
+def test_a_session_shows_what_was_expected_after_each_turn() -> None:
+    turns = SessionTurns("s", 3)
+    hints = Hints(session="t\x1fs")
+    for number in range(5):
+        after = replace(EXPECTED, after=f"r{number - 1}", instance="a-1" if number < 4 else "b-1")
+        turns.follow(replace(DECISION, request=f"r{number}", hints=hints, expected=after))
+        turns.follow(
+            replace(OUTCOME, request=f"r{number}", session="t\x1fs", time=10.0 * number + 3)
+        )
+    turns.follow(replace(DECISION, hints=Hints(session="other"), expected=EXPECTED))
+    assert list(turns.continued) == ["r1", "r2", "r3"]
+    out = io.StringIO()
+    learned = ReturnClass(
+        model="m", waits=[], prompts=9.0, returned=5.0, expected=5.0, rates=pack_rates([0.001] * 16)
+    )
+    turns.turns[-1] = replace(turns.turns[-1], model="m")
+    table = render(turns.turns, [learned], turns.continued)
+    Console(file=out, width=260, highlight=False).print(table)
+    second, third, last = (" ".join(line.split()) for line in out.getvalue().splitlines()[1:])
+    assert second.endswith("7.00 s 33 % 60 % 100 % 38.36 s as learned")
+    assert third.endswith("38.36 s as learned, then withdrawn")
+    assert last.endswith(" – ~1 % ~6 % ~44 % ~709.78 s –")
 
 
 def test_unused_tiers_are_omitted() -> None:

@@ -53,7 +53,7 @@ def test_a_turn_shows_the_forecast_of_the_finest_class_of_its_model() -> None:
     )  # fmt: skip
     classes = [learned(NEVER, "tool"), learned(QUICK, "tool", "Bash")]
     shown = lines(show_session.render([outcome], classes))
-    assert shown[0].endswith("then waits for returns after in 1 min in 10 min")
-    assert shown[1].endswith("Bash npm test – 37 % 99 %")
-    assert lines(show_session.render([outcome], [learned(QUICK, "human")]))[1].endswith("– – –")
-    assert lines(show_session.render([outcome]))[0].endswith("returns after")
+    assert shown[0].endswith("returns after in 10 s in 1 min in 10 min half in worker was told")
+    assert shown[1].endswith("Bash npm test – ~8 % ~37 % ~99 % ~88.72 s –")
+    for classes in ([learned(QUICK, "human")], []):
+        assert lines(show_session.render([outcome], classes))[1].endswith("npm test – – – – – –")

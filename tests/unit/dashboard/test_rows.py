@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from kvmesh.bus.messages import CacheAccount, CacheLoss, Candidate, Decision, Hints, Outcome
+from kvmesh.bus.messages import (
+    CacheAccount,
+    CacheLoss,
+    Candidate,
+    Decision,
+    ExpectedReturn,
+    Hints,
+    Outcome,
+)
 from kvmesh.dashboard.state import lane_bars as bars_module
 from kvmesh.dashboard.state.lane_bars import RUNNING, UNKNOWN, TurnGap, lane_bars, turn_text
 from kvmesh.dashboard.state.requests.parts import request_parts
@@ -20,6 +28,7 @@ from kvmesh.dashboard.state.requests.rows import (
 )
 from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.dashboard.state.shared import Shared
+from kvmesh.returns.rates import pack_rates
 
 NOW = 1_700_000_000.0
 
@@ -91,6 +100,16 @@ def test_a_turn_names_its_reasons_the_largest_first() -> None:
     assert shown["lost_for"].startswith("after a change of the prompt; evicted")
     shown = texts(TURNS, of_running)
     assert (shown["total_s"], shown["reused"], shown["lost_for"]) == ("", "", "")
+
+
+def test_a_turn_shows_what_was_expected_after_it_and_told_its_worker() -> None:
+    expected = ExpectedReturn(
+        after=f"r{NOW:g}", instance="w-1", rank=0, ended=NOW + 2, pause_s=3.0, since=NOW + 2,
+        rates=pack_rates([1.0] * 16), by="class",
+    )  # fmt: skip
+    first, second = turn_rows([ended(NOW, NOW + 2), placed("next", expected=expected)])
+    assert first.expected == "100% in 10 s, 100% in 1 min, 100% in 10 min, half in 693.1 ms"
+    assert (first.told, second.expected, second.told) == ("as learned", "", "")
 
 
 def test_bars_have_their_share_their_losses_and_the_waits_between_them() -> None:

@@ -57,6 +57,19 @@ def test_a_later_forecast_replaces_the_former_one_in_place() -> None:
     assert (before.since, before.values) == (5.0, (0.0,) * BINS)
 
 
+def test_a_forecast_without_any_rate_withdraws_and_teaches_nothing() -> None:
+    typical = TypicalReturn()
+    prompts: AwaitedPrompts[str] = AwaitedPrompts(typical)
+    prompts.end(prompt("r-1"))
+    prompts.expect(forecast("r-1"))
+    learned = typical.values
+    for _ in range(100):
+        prompts.expect(forecast("r-1", NEVER))
+    assert typical.values == learned
+    prompts.on_prompt("s", [range(1, 4)])
+    assert prompts.returns == {"held": 0, "evicted": 0}
+
+
 def test_a_forecast_from_the_beginning_of_time_has_a_value() -> None:
     prompts = awaited()
     prompts.end(prompt("r-1"))

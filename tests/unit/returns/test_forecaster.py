@@ -5,6 +5,7 @@ from math import inf, isfinite, nan
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
     Candidate,
@@ -16,7 +17,7 @@ from kvmesh.bus.messages import (
     ToolState,
 )
 from kvmesh.returns import forecaster as module
-from kvmesh.returns.forecaster import MAX_REPORTS, ReturnForecaster
+from kvmesh.returns.forecaster import MAX_REPORTS, NO_RETURN, ReturnForecaster
 from kvmesh.returns.rates import age_bin, unpack_rates
 
 
@@ -25,10 +26,15 @@ def prompt(*blocks: int) -> bytes:
 
 
 def placed(
-    request: str, hashes: bytes, time: float, session: str | None = None, router: str = "here"
+    request: str,
+    hashes: bytes,
+    time: float,
+    session: str | None = None,
+    router: str = "here",
+    on: str = "w.1",
 ) -> Decision:
     chosen = Candidate(
-        instance="w.1", worker="w", rank=2, overlap=[], prefill=0, decode=0, requests=0, cost=0
+        instance=on, worker="w", rank=2, overlap=[], prefill=0, decode=0, requests=0, cost=0
     )
     return Decision(
         request=request,
@@ -128,6 +134,73 @@ def test_an_unsent_forecast_of_a_prompt_that_is_back_is_dropped() -> None:
     turn(core, "r1", prompt(1, 2), 100.0)
     core.on_placed(placed("r2", prompt(1, 2, 3), 101.0), 101.0)
     assert core.take_forecasts(101.0) == []
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_prompt_tells_what_was_expected_of_the_turn_that_it_continues(trusted: bool) -> None:
+    core = ReturnForecaster("another router")
+    if trusted:
+        trust(core)
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", "Bash", session="s")
+    following = replace(placed("r2", prompt(1, 2, 3), 108.0, "s", on="w.2"), wait_s=0.75)
+    expected = core.expected_return(following)
+    assert expected is not None
+    assert (expected.after, expected.instance, expected.rank) == ("r1", "w.1", 2)
+    assert (expected.ended, expected.since, expected.pause_s) == (101.0, 101.0, 6.25)
+    assert expected.waits == ["tool", "Bash"]
+    assert unpack_rates(expected.rates)[0] > 0
+    assert expected.by == ("class" if trusted else "")
+    core.on_placed(following, 108.0)
+    assert core.expected_return(placed("r3", prompt(1, 2, 4), 109.0)) is None  # not the first
+    assert core.expected_return(placed("r4", prompt(7), 109.0)) is None
+
+
+def test_what_is_expected_by_a_report_on_a_tool_is_told_as_such() -> None:
+    core = ReturnForecaster("here")
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", "Bash", session="s")
+    started = ToolEvent(session="s", event="started", time=101.5, call="c", remaining_s=30.0)
+    core.on_tool(started, 101.5)
+    expected = core.expected_return(placed("r2", prompt(1, 2, 3), 140.0, "s"))
+    assert expected is not None
+    assert (expected.by, expected.since) == ("tool", 101.5)
+
+
+@pytest.mark.parametrize("session", ["s", None])
+def test_a_session_that_goes_on_elsewhere_leaves_its_forecast_behind(session: str | None) -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    turn(core, "r1", prompt(1, 2), 100.0, session=session or "")
+    assert len(core.take_forecasts(101.0)) == 1
+    core.on_placed(placed("r2", prompt(1, 2, 3), 102.0, session, on="w.2"), 102.0)
+    [(instance, forecast)] = core.take_forecasts(102.0)
+    assert (instance, forecast.request, forecast.rank) == ("w.1", "r1", 2)
+    assert forecast.rates == NO_RETURN
+    core.on_finished(ended("r2", 103.0), 103.0)
+    [(instance, forecast)] = core.take_forecasts(103.0)
+    assert (instance, forecast.request) == ("w.2", "r2")
+    assert forecast.rates != NO_RETURN
+
+
+@pytest.mark.parametrize(
+    ("taken", "on", "session", "router"),
+    [
+        (True, "w.1", "s", "here"),  # it stays: the worker sees the return itself
+        (False, "w.2", "s", "here"),  # no forecast was sent
+        (True, "w.2", "other", "here"),  # a fork: the session itself may still return
+        (True, "w.2", "s", "there"),
+    ],
+)
+def test_only_a_sent_forecast_of_a_session_that_moved_is_withdrawn(
+    taken: bool, on: str, session: str, router: str
+) -> None:
+    core = ReturnForecaster(router)
+    trust(core)
+    core.on_placed(placed("r1", prompt(1, 2), 100.0, "s"), 100.0)
+    core.on_finished(ended("r1", 101.0), 101.0)
+    if taken:
+        core.take_forecasts(101.0)
+    core.on_placed(placed("r2", prompt(1, 2, 3), 102.0, session, on=on), 102.0)
+    assert core.take_forecasts(102.0) == []
 
 
 def test_prefetches_and_further_choices_are_no_turns() -> None:

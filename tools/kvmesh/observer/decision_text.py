@@ -1,13 +1,15 @@
 """A placement and its outcome in words: the reasons for a worker, and what came true. Pure."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from math import inf
 
 from kvmesh.bus.messages import (
     Candidate,
     ComputedAhead,
     Decision,
+    ExpectedReturn,
     Hints,
     Outcome,
     PrefetchTerms,
@@ -15,7 +17,10 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
+from kvmesh.observer.pauses import wait_text
 from kvmesh.observer.prefetch_uses import prompt_rank
+from kvmesh.observer.returns import WITHIN, expected_rates, median_s
+from kvmesh.returns.rates import share_returned
 
 TIERS = ("engine", "host", "disk", "remote")
 
@@ -43,6 +48,8 @@ def decision_lines(decision: Decision) -> Iterator[str]:
         yield f"prefill on {first.worker} rank {first.rank} ({first.instance})"
     if decision.note:
         yield f"note: {decision.note}"
+    if decision.expected is not None:
+        yield from _expected_lines(decision.expected, decision)
     if decision.prefetch is not None:
         yield _terms(decision.prefetch)
     best = best_rejected(decision)
@@ -61,6 +68,45 @@ def outcome_lines(outcome: Outcome, decision: Decision | None) -> list[str]:
     if sender := _sender(outcome):
         lines.append(sender)
     return lines
+
+
+def moved(expected: ExpectedReturn, decision: Decision) -> bool:
+    """True if the prompt was placed on another rank than the one that it continues."""
+    rank = prompt_rank(decision)
+    return (rank.instance, rank.rank) != (expected.instance, expected.rank)
+
+
+def told_text(expected: ExpectedReturn, went: bool) -> str:
+    """The forecast that the worker was sent; `went`: the session went on elsewhere."""
+    known = {"class": "as learned", "tool": "the known end of its tool", "": "nothing"}
+    return known.get(expected.by, expected.by) + (
+        ", then withdrawn" if went and expected.by else ""
+    )
+
+
+def shares_text(rates: Sequence[float] | None) -> str:
+    """The shares of prompts that return within WITHIN, and the time within which half do."""
+    if rates is None:
+        return ""
+    shares = ", ".join(f"{share_returned(rates, s):.0%} in {name}" for name, s in WITHIN.items())
+    half = median_s(rates)
+    return f"{shares}, half in {time_text(half)}" if half < inf else shares
+
+
+def _expected_lines(expected: ExpectedReturn, decision: Decision) -> Iterator[str]:
+    """Lines on the return that was expected of the turn before, and on what came."""
+    waits = wait_text(expected.waits) if expected.waits else "something unknown"
+    yield (
+        f"continues {expected.after}, {time_text(expected.pause_s)} after its end;"
+        f" its session waited for {waits}"
+    )
+    age = expected.since - expected.ended
+    start = f" (from {time_text(age)} after that end on)" if age > 0.05 else ""
+    told = told_text(expected, moved(expected, decision))
+    yield (
+        f"expected back{start}: {shares_text(expected_rates(expected)) or 'not known'};"
+        f" {expected.instance} rank {expected.rank} was told: {told}"
+    )
 
 
 def best_rejected(decision: Decision) -> Candidate | None:

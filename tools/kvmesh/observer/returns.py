@@ -1,10 +1,12 @@
-"""Learned returns of a class of prompts. Pure."""
+"""Learned and expected returns of prompts, in shares and times. Pure."""
 
 from collections.abc import Iterable, Sequence
 from math import inf, log
 
-from kvmesh.bus.messages import ReturnClass
-from kvmesh.returns.rates import AGE_ENDS
+from kvmesh.bus.messages import ExpectedReturn, ReturnClass
+from kvmesh.returns.rates import AGE_ENDS, unpack_rates
+
+WITHIN = {"10 s": 10.0, "1 min": 60.0, "10 min": 600.0}
 
 
 def median_s(rates: Sequence[float]) -> float:
@@ -23,3 +25,11 @@ def finest_class(classes: Iterable[ReturnClass], waits: Sequence[str]) -> Return
     given = list(waits)
     found = [each for each in classes if each.waits == given[: len(each.waits)]]
     return max(found, key=lambda each: len(each.waits), default=None)
+
+
+def expected_rates(expected: ExpectedReturn) -> tuple[float, ...] | None:
+    """The rates that were expected; None if they are of another version."""
+    try:
+        return unpack_rates(expected.rates)
+    except ValueError:
+        return None

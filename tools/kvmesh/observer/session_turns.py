@@ -1,25 +1,40 @@
 """The turns of a session: what each found in the cache, and where its prompt diverged. Pure."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from kvmesh.bus.messages import Outcome, PromptChange
+from kvmesh.bus.messages import Decision, Outcome, PromptChange, RouteEvent
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.observer.cache_text import change_line, reason_text
 from kvmesh.runtime.quantities import counted
 
 
 class SessionTurns:
-    """The outcomes of the sessions with a name, the last `limit` of them, and their totals."""
+    """The outcomes of the sessions with a name, the last `limit` of them, and their totals.
+
+    `continued` has the decision about the turn after each, by the request of the earlier one, if
+    routers had expected its return.
+    """
 
     def __init__(self, session: str, limit: int) -> None:
         self._session = session
         self.turns: deque[Outcome] = deque(maxlen=limit)
+        self.continued: OrderedDict[str, Decision] = OrderedDict()
+        self._limit = limit
         self.count = 0
         self.tenants: set[str] = set()
         self._lost: dict[str, int] = {}
         self._prompt = self._reused = self._new = self._possible = self._unknown = 0
         self._latest: PromptChange | None = None
+
+    def follow(self, event: RouteEvent) -> None:
+        """Follow a decision or an outcome, if it is of the session."""
+        if isinstance(event, Outcome):
+            self.add(event)
+        elif event.expected is not None and own_name(event.hints.session or "") == self._session:
+            self.continued[event.expected.after] = event
+            if len(self.continued) > self._limit:
+                self.continued.popitem(last=False)
 
     def add(self, outcome: Outcome) -> None:
         """Count one outcome, if it is of the session."""

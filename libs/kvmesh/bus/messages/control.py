@@ -105,7 +105,8 @@ class ReturnForecast(Struct, frozen=True, array_like=True):
     """A forecast of returns to the prompt of `request`, which has ended on `rank`.
 
     `rates` are packed rates of return (`kvmesh.returns.rates`); ages count from the Unix time
-    `since`. A later forecast for the same request replaces this one.
+    `since`. A later forecast for the same request replaces this one; one without any rate withdraws
+    it.
     """
 
     request: str

@@ -192,13 +192,35 @@ class PrefixWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     end: str
 
 
+class ExpectedReturn(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The return that routers expected of the request `after`, whose prompt a new one continues.
+
+    `after` ended at the Unix time `ended` on `rank` of `instance`, and its session waited for
+    `waits`, as in `Outcome.waits_for`. `rates` are packed rates of return, of ages that count from
+    `since`. `by` is "class" or "tool" if they were sent to the worker: as learned, or from the
+    known end of a tool; it is empty if nothing was sent. `pause_s` is the pause that came.
+    """
+
+    after: str
+    instance: str
+    rank: int
+    ended: float
+    pause_s: float
+    since: float
+    rates: bytes
+    by: str = ""
+    waits: list[str] = []
+    agent: str = ""
+
+
 class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=True):
     """A placement and its reasons. `time` is in Unix seconds; `wait_s` is the time in the queue.
 
     `candidates` are the best of the `eligible` ranks, cheapest first; `prefill` is the rank that
     computes the prompt, if it differs from `chosen`. `prefetch` is set if the prompt is to be
     prefetched. `possible` is None if the index did not reply. `prefix_waits` are those for requests
-    that computed the same prefix, in order; they are part of `wait_s`.
+    that computed the same prefix, in order; they are part of `wait_s`. `expected` is set if the
+    prompt is the first to continue an earlier one.
     """
 
     request: str
@@ -222,6 +244,7 @@ class Decision(Struct, frozen=True, kw_only=True, tag="decision", omit_defaults=
     prefetch: PrefetchTerms | None = None
     possible: PossibleHits | None = None
     prefix_waits: list[PrefixWait] = []
+    expected: ExpectedReturn | None = None
 
 
 class ComputedAhead(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -51,6 +51,11 @@ forecasts = Counter(
     "Forecasts of returns sent, one for each prompt to its worker and kvbm",
     ["model"],
 )
+forecast_withdrawals = Counter(
+    f"{_PREFIX}_forecast_withdrawals",
+    "Forecasts withdrawn from workers, as the session went on elsewhere",
+    ["model"],
+)
 forecast_returns = Gauge(
     f"{_PREFIX}_forecast_returns",
     "Returns of prompts within an age since the start: those that forecasts made expect, and those"
@@ -118,6 +123,7 @@ class RouterModelMetrics:
         self.index_failures = index_failures.labels(model)
         self.lost = lost.labels(model)
         self.forecasts = forecasts.labels(model)
+        self.withdrawals = forecast_withdrawals.labels(model)
         self._wait = wait_seconds.labels(model)
         self._prompt = prompt_blocks.labels(model)
         self._overlap = overlap_blocks.labels(model)

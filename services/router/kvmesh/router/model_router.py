@@ -23,6 +23,7 @@ from kvmesh.bus.messages import (
     SeqEvent,
     SeqFree,
 )
+from kvmesh.returns.forecaster import NO_RETURN
 from kvmesh.router import metrics
 from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
 from kvmesh.router.placement.queue import PlacementQueue, QueueActions
@@ -234,7 +235,7 @@ class ModelRouter:
     def _record(self, result: Decision | Refused | None) -> None:
         if isinstance(result, Decision):
             self._metrics.observe_placement(result)
-            self._bus.post(self._route_subject, result)
+            self._bus.post(self._route_subject, self.core.with_expected_return(result))
         elif result is not None:
             metrics.refusals.labels(self.model, result.code).inc()
 
@@ -258,7 +259,9 @@ class ModelRouter:
             for first in range(0, len(forecasts), MAX_FORECASTS):
                 part = forecasts[first : first + MAX_FORECASTS]
                 self._bus.post(subject, ExpectReturns(part))
-            self._metrics.forecasts.inc(len(forecasts))
+            withdrawn = sum(forecast.rates == NO_RETURN for forecast in forecasts)
+            self._metrics.forecasts.inc(len(forecasts) - withdrawn)
+            self._metrics.withdrawals.inc(withdrawn)
 
     def _on_rescore(self, ticket: Ticket, result: OverlapResult) -> None:
         """Update a waiting ticket with fresh overlaps."""

@@ -19,9 +19,11 @@ def core(**settings: bool) -> RouterCore:
     return router
 
 
-def finish(router: RouterCore, name: str, on: str) -> None:
+def finish(router: RouterCore, name: str, on: str, first: int = 0) -> None:
     placed = router.decide(
-        request(name, sequence(*range(10)), placement=Placement(instance=on)), None, 5.0
+        request(name, sequence(*range(first, first + 10)), placement=Placement(instance=on)),
+        None,
+        5.0,
     )
     router.learn(placed, 5.0)
     outcome = Outcome(
@@ -51,7 +53,7 @@ def test_a_worker_that_expects_returns_gets_the_forecast() -> None:
     assert (forecast.request, forecast.since) == ("1", EPOCH + 6.0)
     assert router.returns is not None
     assert router.returns.shadow.capacity == 2 * 1024
-    finish(router, "2", "b")
+    finish(router, "2", "b", first=50)
     assert router.take_forecasts(7.0) == {}
 
 

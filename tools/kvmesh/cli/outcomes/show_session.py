@@ -1,9 +1,10 @@
-"""`kvmesh explain --session`: prints a session's turns and pauses, and its cached tokens."""
+"""`kvmesh explain --session`: a session's turns, its pauses and what was expected of them."""
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from math import inf
 
 import msgspec
 from msgspec.structs import replace
@@ -13,22 +14,34 @@ from rich.text import Text
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import NotPermitted
-from kvmesh.bus.messages import CacheAccount, Outcome, ReturnClass
+from kvmesh.bus.messages import (
+    CacheAccount,
+    Decision,
+    MessageDecoder,
+    Outcome,
+    ReturnClass,
+    RouteEvent,
+)
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.returns import learned_returns, shares_text
+from kvmesh.cli.returns import learned_returns
 from kvmesh.cli.units import literal, literal_lines
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.observer.cache_text import lost_for
-from kvmesh.observer.decision_text import time_text
+from kvmesh.observer.decision_text import moved, time_text, told_text
 from kvmesh.observer.pauses import UNKNOWN, pauses_after, wait_text
-from kvmesh.observer.returns import finest_class
-from kvmesh.observer.route_stream import each_outcome
+from kvmesh.observer.returns import (
+    WITHIN,
+    expected_rates,
+    finest_class,
+    median_s,
+)
+from kvmesh.observer.route_stream import each_message
 from kvmesh.observer.session_turns import SessionTurns
-from kvmesh.returns.rates import BINS
+from kvmesh.returns.rates import BINS, share_returned, unpack_rates
 from kvmesh.settings import Settings
 
 WIDTH = 240
-FORECAST = {"1 min": 60.0, "10 min": 600.0}
+_routes: MessageDecoder[RouteEvent] = MessageDecoder(RouteEvent)
 
 
 def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -36,7 +49,16 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def main(bus: Bus) -> int:
         turns = SessionTurns(arguments.session, arguments.limit)
-        await each_outcome(bus, arguments.since, turns.add)
+        name = arguments.session.encode()
+
+        def on_message(data: bytes) -> None:
+            if name in data:
+                try:
+                    turns.follow(_routes.decode(data))
+                except msgspec.MsgspecError:
+                    return  # of another version
+
+        await each_message(bus, arguments.since, on_message)
         if not turns.count:
             print(f"kvmesh explain: no request of session {arguments.session}", file=sys.stderr)
             return 1
@@ -48,7 +70,8 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
         classes = await _learned(bus, settings)
         console = Console(highlight=False)
         wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        wide.print(render(turns.turns, classes), Text(), literal_lines(turns.summary()), sep="\n")
+        table = render(turns.turns, classes, turns.continued)
+        wide.print(table, Text(), literal_lines(turns.summary()), sep="\n")
         return 0
 
     return run_on_bus("explain", settings, main)
@@ -63,10 +86,15 @@ async def _learned(bus: Bus, settings: Settings) -> list[ReturnClass]:
     return [] if report is None else report.classes
 
 
-def render(turns: Iterable[Outcome], classes: Sequence[ReturnClass] = ()) -> Table:
-    """A row for each turn, the oldest first, with the pause after it.
+def render(
+    turns: Iterable[Outcome],
+    classes: Sequence[ReturnClass] = (),
+    continued: Mapping[str, Decision] | None = None,
+) -> Table:
+    """A row for each turn, the oldest first, with the pause after it and what was expected of it.
 
-    With learned `classes`, the shares of such pauses that end within FORECAST.
+    `continued` are the decisions about the turns after each, as in `SessionTurns`. Of another turn,
+    the shares of such pauses that end within WITHIN are those learned by now, in `classes`.
     """
     shown = list(turns)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
@@ -78,10 +106,13 @@ def render(turns: Iterable[Outcome], classes: Sequence[ReturnClass] = ()) -> Tab
     for heading in ("worker", "lost for", "then waits for"):
         table.add_column(heading)
     table.add_column("returns after", justify="right", no_wrap=True)
-    for heading in FORECAST if classes else ():
+    for heading in WITHIN:
         table.add_column(f"in {heading}", justify="right", no_wrap=True)
+    table.add_column("half in", justify="right", no_wrap=True)
+    table.add_column("worker was told")
     for outcome, pause in zip(shown, pauses_after(shown), strict=True):
         account, ttft = outcome.cache, outcome.ttft_s
+        following = (continued or {}).get(outcome.request)
         table.add_row(
             outcome.request,
             f"{datetime.fromtimestamp(outcome.time).astimezone():%H:%M:%S}",
@@ -92,17 +123,36 @@ def render(turns: Iterable[Outcome], classes: Sequence[ReturnClass] = ()) -> Tab
             literal(lost_for(account)),
             literal(wait_text(outcome.waits_for)),
             UNKNOWN if pause is None else time_text(pause),
-            *(_shares(outcome, classes) if classes else ()),
+            *(_learned_now(outcome, classes) if following is None else _expected(following)),
         )
     return table
 
 
-def _shares(outcome: Outcome, classes: Sequence[ReturnClass]) -> list[str]:
+def _expected(following: Decision) -> list[str | Text]:
+    """The return that was expected of a turn, by the decision about the next one."""
+    expected = following.expected
+    if expected is None:
+        return [UNKNOWN] * (len(WITHIN) + 2)
+    told = told_text(expected, moved(expected, following))
+    return [*_shares(expected_rates(expected)), literal(told)]
+
+
+def _learned_now(outcome: Outcome, classes: Sequence[ReturnClass]) -> list[str | Text]:
+    """The return that routers would expect of such a turn now."""
     of_model = (each for each in classes if each.model == outcome.model)
     found = finest_class(of_model, outcome.waits_for)
-    if found is None or len(found.rates) != BINS:
-        return [UNKNOWN] * len(FORECAST)
-    return shares_text(found, FORECAST.values())
+    known = found is not None and len(found.rates) == BINS
+    rates = unpack_rates(found.rates) if found is not None and known else None
+    return [*(f"~{text}" if rates else text for text in _shares(rates)), UNKNOWN]
+
+
+def _shares(rates: Sequence[float] | None) -> list[str]:
+    """The shares that return within WITHIN, and the time within which half do."""
+    if rates is None:
+        return [UNKNOWN] * (len(WITHIN) + 1)
+    half = median_s(rates)
+    shares = [f"{100 * share_returned(rates, bound):.0f} %" for bound in WITHIN.values()]
+    return [*shares, UNKNOWN if half == inf else time_text(half)]
 
 
 def _counts(account: CacheAccount | None) -> list[str]:

@@ -185,6 +185,11 @@ class RouterCore:
         for learner in learners:
             yield from learner.report(self.model)
 
+    def with_expected_return(self, decision: Decision) -> Decision:
+        """The decision with the return that was expected of the prompt that it continues."""
+        expected = None if self.returns is None else self.returns.expected_return(decision)
+        return decision if expected is None else replace(decision, expected=expected)
+
     def take_forecasts(self, now: float) -> dict[str, list[ReturnForecast]]:
         """The forecasts of returns to send, by the instance that expects them.
 

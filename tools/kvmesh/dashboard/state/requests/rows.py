@@ -5,11 +5,14 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
+from kvmesh.bus.messages import Decision
 from kvmesh.dashboard.state.requests.seen import SeenRequest
 from kvmesh.observer.cache_text import lost_for
 from kvmesh.observer.columns import RowColumn, RowView, count_text, share_text
-from kvmesh.observer.decision_text import clock_text, time_text
+from kvmesh.observer.decision_text import clock_text, moved, shares_text, time_text, told_text
 from kvmesh.observer.pauses import pauses, wait_text
+from kvmesh.observer.prefetch_uses import base_id
+from kvmesh.observer.returns import expected_rates
 
 MOST_RUNNING = 2_000  # listed; those that began first
 
@@ -48,7 +51,10 @@ class EndedRow(NamedTuple):
 
 
 class TurnRow(NamedTuple):
-    """A turn of a session; one that runs has no account yet. `pause_s` follows it."""
+    """A turn of a session; one that runs has no account yet. `pause_s` follows it.
+
+    `expected` and `told` say what routers expected of that pause, and told the worker.
+    """
 
     request: str
     turn: int
@@ -64,6 +70,8 @@ class TurnRow(NamedTuple):
     lost_for: str
     waits_for: str
     pause_s: float | None
+    expected: str
+    told: str
 
 
 def running_rows(requests: Iterable[SeenRequest], now: float) -> list[RunningRow]:
@@ -114,10 +122,19 @@ def turn_rows(turns: Iterable[SeenRequest]) -> list[TurnRow]:
     shown = list(turns)
     ends = [inf if seen.outcome is None else seen.outcome.time for seen in shown]
     after = pauses(ends, (seen.arrived for seen in shown))
-    return [_turn_row(seen, pause_s) for seen, pause_s in zip(shown, after, strict=True)]
+    decisions = (decision for seen in shown for decision in seen.decisions)
+    following = {
+        base_id(decision.expected.after): decision
+        for decision in decisions
+        if decision.expected is not None
+    }
+    return [
+        _turn_row(seen, pause_s, following.get(seen.request))
+        for seen, pause_s in zip(shown, after, strict=True)
+    ]
 
 
-def _turn_row(seen: SeenRequest, pause_s: float | None) -> TurnRow:
+def _turn_row(seen: SeenRequest, pause_s: float | None, following: Decision | None) -> TurnRow:
     outcome = seen.outcome
     account = outcome.cache if outcome is not None else None
     return TurnRow(
@@ -135,7 +152,16 @@ def _turn_row(seen: SeenRequest, pause_s: float | None) -> TurnRow:
         lost_for(account),
         wait_text(outcome.waits_for) if outcome is not None else "",
         pause_s,
+        *_expected(following),
     )
+
+
+def _expected(following: Decision | None) -> tuple[str, str]:
+    """The expected return of a turn, by the decision about the next one; what was told of it."""
+    if following is None or following.expected is None:
+        return "", ""
+    expected = following.expected
+    return shares_text(expected_rates(expected)), told_text(expected, moved(expected, following))
 
 
 def _share(tokens: int | None, total: int) -> float | None:
@@ -200,6 +226,8 @@ TURNS = RowView(
         RowColumn("worker", "worker", number=False),
         RowColumn("waits_for", "then waits for", number=False),
         RowColumn("pause_s", "returns after", _span),
+        RowColumn("expected", "expected", number=False, wraps=True),
+        RowColumn("told", "worker was told", number=False, wraps=True),
     ),
     "turn",
     True,
