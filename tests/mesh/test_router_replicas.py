@@ -115,6 +115,39 @@ def _of_burst(routes: Tail[Decision]) -> list[Decision]:
     return [d for d in routes.seen if d.request.startswith("three")]
 
 
+async def test_siblings_in_all_routers_wait_for_the_one_that_computes(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    await scripted_index(bus, {})
+    prefix = sequence(*range(10_000))  # half a minute at the speed that routers assume
+    prompts = {f"sibling{n}": prefix + sequence(n) for n in range(9)}
+    async with running_workers(bus, limits, "a"):
+        routers = [await start_router(options, f"r{n}", queue_threshold=0.0) for n in range(2)]
+        async with Tail[Decision](
+            bus, bus.subjects.route_stream, bus.subjects.route("m"), DECISIONS
+        ) as routes:
+            await all_serve(bus, routes, routers)
+            await request_placement(bus, request("first", prefix))
+            await caught_up(bus, routers)
+            waiting = [
+                asyncio.create_task(
+                    query_router(bus, request(name, blocks, deadline_s=60.0), timeout=30)
+                )
+                for name, blocks in prompts.items()
+            ]
+            queues = [running.router._models["m"].queue for running in routers]
+            await eventually(lambda: sum(queue.waiting for queue in queues) == len(prompts))
+            assert not any(task.done() for task in waiting)
+            bus.post(bus.subjects.seq("m"), SeqBatch("f", [SeqPrefilled("first")]))
+            assert all(isinstance(reply, Routed) for reply in await asyncio.gather(*waiting))
+            await eventually(lambda: prompts.keys() <= {d.request for d in routes.seen})
+            placed = [d for d in routes.seen if d.request in prompts]
+        assert {wait.request for d in placed for wait in d.prefix_waits} == {"first"}
+        assert len({d.router for d in placed}) == 2
+        for router in routers:
+            await router.stop()
+
+
 async def test_a_killed_router_loses_no_accounting(
     bus: Bus, options: BusOptions, limits: StreamLimits
 ) -> None:
