@@ -41,6 +41,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     ShowLearned,
     ShowReturns,
+    encode,
 )
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.returns.classes import MAX_WAITS
@@ -130,10 +131,11 @@ async def test_another_replica_counts_the_load_of_earlier_requests(
                 await request_placement(bus, request(name, TEN, placement=pinned))
         async with running_router(
             options, "r2", predicted_ttl_s=0.0
-        ):  # r1 is gone: this one replays the stream
+        ) as second:  # r1 is gone: this one replays the stream
             assert (await request_placement(bus, request("3", TEN))).instance == "b"
-            subject = bus.subjects.seq("m")
-            bus.post(subject, SeqBatch("f", [SeqFree("1"), SeqFree("2")]))
+            batch = SeqBatch("f", [SeqFree("1"), SeqFree("2")])
+            await bus.js.context.publish(bus.subjects.seq("m"), encode(batch))
+            await caught_up(bus, [second])
             reply = await request_placement(bus, request("4", TEN, explain=True))
             assert reply.instance == "a"
 
