@@ -75,7 +75,7 @@ class CostModel:
         """The cost of each candidate: linear with a `prefill_weight`, else with its effects.
 
         It is multiplied by the candidate's slowness, and the answer takes longer there, which
-        counts by ANSWER_WEIGHT (ADR 46). Each missing block adds SHORTAGE_COST: the request would
+        counts by ANSWER_WEIGHT (ADR 50). Each missing block adds SHORTAGE_COST: the request would
         wait there for running ones to end, and later ones behind it (ADR 9).
         """
         weight = self.prefill_weight

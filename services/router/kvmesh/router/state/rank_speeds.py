@@ -3,7 +3,7 @@
 Step durations depend on the load, so they are not compared directly. The engines' counters are cut
 into windows of work and time. One model of step times is fitted to all ranks, and the slowness of a
 rank is the median of its windows' measured over expected time, normalised to 1 for the median rank
-(ADR 24). Costs use it smoothly (ADR 46): not at all while ranks are alike within the error of the
+(ADR 24). Costs use it smoothly (ADR 50): not at all while ranks are alike within the error of the
 fit, and less the older the evidence.
 """
 
