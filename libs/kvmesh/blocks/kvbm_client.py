@@ -34,6 +34,7 @@ from kvmesh.bus.messages import (
     Fetched,
     Finish,
     Incomplete,
+    KvLayout,
     MessageDecoder,
     Offer,
     Retain,
@@ -93,6 +94,12 @@ class TierSpeeds(Struct, frozen=True, kw_only=True):
 
     compute_tps: float = 0.0
     load_bps: float = 0.0
+
+    def load_ratio(self, layout: KvLayout) -> float:
+        """The time to load a block over the time to compute it; 0 if unknown."""
+        if not (self.compute_tps and self.load_bps):
+            return 0.0
+        return layout.block_bytes * self.compute_tps / (self.load_bps * layout.block_size)
 
 
 class FetchedPart(Struct, frozen=True, kw_only=True):

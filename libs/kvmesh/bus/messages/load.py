@@ -15,6 +15,8 @@ class Load(Struct, frozen=True, kw_only=True):
     counts the steps that computed prompt tokens. Engines that return a stream per request count a
     request as decoding from its first token on, take the latest ones as waiting, and report no
     `prefill_steps` (vLLM does with `vllm.retention`). 0 is unknown.
+
+    `load_ratio` is the time to load a block from the node's kvbm over the time to compute it.
     """
 
     instance: str
@@ -41,3 +43,4 @@ class Load(Struct, frozen=True, kw_only=True):
     waiting_tokens: int = 0
     waiting_var: float = 0.0
     prefill_steps: int = 0
+    load_ratio: float = 0.0

@@ -84,6 +84,18 @@ def test_the_documented_example_of_three_workers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ratio", "left"), [(0.0, 2.5), (0.2, 2.5), (0.5, 5.0), (2.0, 10.0), (1e9, 10.0)]
+)
+def test_a_block_of_the_node_saves_what_its_load_takes_less(ratio: float, left: float) -> None:
+    seen = candidates([0, 0], [0, 0])
+    seen.overlap[0] = [0, 10, 0, 0]
+    seen.table.set_load_ratio(0, ratio)
+    assert CostModel(prefill_weight=1.0).prefill(seen).tolist() == [left, 10]
+    seen.overlap[0] = [10, 0, 0, 0]
+    assert CostModel(prefill_weight=1.0).prefill(seen).tolist() == [0, 10]
+
+
+@pytest.mark.parametrize(
     ("name", "overlap", "decode", "prefill", "cost"),
     [
         ("kv", [0, 10], [10, 30], [0, 0], [20, 30]),

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Protocol
 
+from kvmesh.blocks.kvbm_client import TierSpeeds
 from kvmesh.bus.messages import Attach, Await, Declined, Fetch, Fetched, Finish
 from kvmesh.simulator.nodes.links import VirtualLink
 from kvmesh.simulator.nodes.node import SimulatedNode
@@ -48,6 +49,7 @@ class SimulatedAttachment:
         self.core = core
         self._worker = worker
         self._options = options
+        self._layout = layout
         self._loads: dict[Sequence, _Load] = {}
         speed = options.links.host * core.options.speedup
         self.to_engine = VirtualLink(speed)
@@ -69,6 +71,14 @@ class SimulatedAttachment:
         core.node_tiers = self
 
     # the core's side
+
+    @property
+    def load_ratio(self) -> float:
+        return self._speeds.load_ratio(self._layout)
+
+    @property
+    def _speeds(self) -> TierSpeeds:
+        return TierSpeeds(compute_tps=self.compute_speed.value, load_bps=self.load_speed.value)
 
     def on_filled(self, sequence: Sequence) -> None:
         request = sequence.request.id
@@ -121,7 +131,7 @@ class SimulatedAttachment:
 
     def fetch(self, sequence: Sequence, held: int, wait_s: float) -> Fetch:
         """The message that asks for a prompt's blocks after the first `held`."""
-        prompt = node_prompt(sequence, len(sequence.reusable))
+        prompt, speeds = node_prompt(sequence, len(sequence.reusable)), self._speeds
         return Fetch(
             attachment=self.number,
             request=sequence.request.id,
@@ -130,8 +140,8 @@ class SimulatedAttachment:
             sequence_hashes=prompt.hashes.tobytes(),
             local=prompt.local.tobytes(),
             salt=prompt.salt,
-            compute_tps=self.compute_speed.value,
-            load_bps=self.load_speed.value,
+            compute_tps=speeds.compute_tps,
+            load_bps=speeds.load_bps,
             wait_s=wait_s,
             tenant=prompt.tenant,
             session=prompt.session,

@@ -62,10 +62,19 @@ class CostModel:
     def _credited(self, candidates: Candidates) -> Floats:
         """Blocks of the prompt that need no prefill.
 
-        With a credit decay d, credits are divided by 1 + d · e, where e is the candidate's prefill
-        backlog beyond the least one, in lengths of this prompt.
+        A block that is loaded from the node saves no more than the part of its computing time that
+        its load, as measured, does not take. With a credit decay d, credits are divided by
+        1 + d · e, where e is the candidate's prefill backlog beyond the least one, in lengths of
+        this prompt.
         """
-        credited: Floats = candidates.overlap.dot(self._credits)
+        table = candidates.table
+        if table.loads_measured:
+            saved = 1 - table.load_ratio.take(candidates.slots)
+            worth = np.minimum(self._credits, np.maximum(saved, ZERO, out=saved)[:, None])
+            worth[:, 0] = self._credits[0]
+            credited: Floats = (candidates.overlap * worth).sum(1)
+        else:
+            credited = candidates.overlap.dot(self._credits)
         if self.credit_decay:
             excess = (candidates.prefill - candidates.prefill.min()) / candidates.prompt
             credited /= 1 + self.credit_decay * excess

@@ -45,6 +45,7 @@ class EngineReports:
             return None
         cells = table.cells
         table.set_capacity(slot, load.total_blocks)
+        table.set_load_ratio(slot, load.load_ratio)
         window = self._windows.get(slot)
         if window is None:
             window = self._windows[slot] = _Window(now)

@@ -63,6 +63,7 @@ class Cells:
     total_blocks: Column
     step_tokens: Column
     recent_blocks: Column
+    load_ratio: Column
 
 
 COLUMNS = tuple(field.name for field in fields(Cells))
@@ -80,9 +81,11 @@ class RankTable:
     - `total_blocks`, `step_tokens`: KV blocks, and the maximum tokens of one step (0: unknown);
     - `recent_blocks`: blocks of placed prompts; they fade as RECENT_MEMORIES times the memory of
       all ranks is placed;
+    - `load_ratio`: time to load a block from the node's kvbm over that to compute it (0: unknown);
     - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
 
-    `cells` is scalar access to all but the usable blocks. `load_memory` is the memory of the first
+    `loads_measured` is set once some `load_ratio` is known. `cells` is scalar access to all but the
+    usable blocks. `load_memory` is the memory of the first
     five columns, as `gather` reads them. `disaggregated` is set while some worker only prefills or
     needs handoffs.
     """
@@ -97,6 +100,7 @@ class RankTable:
     total_blocks: Floats
     step_tokens: Floats
     recent_blocks: Floats
+    load_ratio: Floats
     usable_blocks: Floats
     min_usable_blocks: float
 
@@ -117,6 +121,7 @@ class RankTable:
         self.version = 0
         self.disaggregated = False
         self.block_size = 0
+        self.loads_measured = False
         self._memory = 0.0
         self._set_columns(np.zeros((len(COLUMNS), 16)))
 
@@ -209,6 +214,11 @@ class RankTable:
             self.usable_blocks[slot] = USABLE_SHARE * blocks if blocks else inf
             self.min_usable_blocks = float(self.usable_blocks.min())
             self._memory = float(self.total_blocks.sum())
+
+    def set_load_ratio(self, slot: int, ratio: float) -> None:
+        """Set a rank's time to load a block over its time to compute it (0: unknown)."""
+        self.cells.load_ratio[slot] = ratio
+        self.loads_measured = self.loads_measured or ratio > 0
 
     def record_prompt(self, slot: int, blocks: float) -> None:
         """Record that a prompt of `blocks` blocks was placed on a rank."""

@@ -150,6 +150,7 @@ class RequestStreams:
         step_s: float = 0.0,
         busy_s: float = 0.0,
         prefill_steps: int = 0,
+        load_ratio: float = 0.0,
     ) -> Load:
         """The load of a rank; values that the engine reports replace estimates from the streams."""
         requests = [request for request in self._requests.values() if request.work.rank == rank]
@@ -190,6 +191,7 @@ class RequestStreams:
             waiting_tokens=sum(queued),
             waiting_var=_variance(queued),
             prefill_steps=prefill_steps,
+            load_ratio=load_ratio,
         )
 
     async def _follow(self, request: _StreamRequest, stream: AsyncIterator[StreamOutput]) -> None:

@@ -249,6 +249,7 @@ class MockCore:
             waiting_tokens=scheduler.waiting_tokens,
             waiting_var=scheduler.waiting_variance,
             prefill_steps=counters.prefill_steps,
+            load_ratio=self.node_tiers.load_ratio if self.node_tiers is not None else 0.0,
         )
 
     def take_events(self) -> list[KvEvent]:

@@ -132,6 +132,10 @@ class KvbmTiers:
     def available(self) -> bool:
         return self._client.key is not None
 
+    @property
+    def load_ratio(self) -> float:
+        return self._speeds.load_ratio(self._client.worker.layout)
+
     def on_filled(self, sequence: Sequence) -> None:
         request, full = sequence.request.id, sequence.full_blocks
         if self.available and request not in self._looked_up:

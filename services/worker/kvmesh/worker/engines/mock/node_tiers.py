@@ -17,6 +17,11 @@ class NodeTiers(Protocol):
         """True if sequences wait for blocks from there, until `MockCore.finish_loading`."""
         ...
 
+    @property
+    def load_ratio(self) -> float:
+        """The time to load a block from there over the time to compute it; 0 if unknown."""
+        ...
+
     def on_filled(self, sequence: Sequence) -> None:
         """Called when blocks of a sequence are full by the end of the step in progress."""
         ...

@@ -218,6 +218,7 @@ class TorchEngine:
                 waiting_tokens=core.scheduler.waiting_tokens,
                 waiting_var=core.scheduler.waiting_variance,
                 prefill_steps=counters.prefill_steps,
+                load_ratio=self._lower_tiers.load_ratio if self._lower_tiers is not None else 0.0,
             )
         ]
 

@@ -321,6 +321,7 @@ class VllmEngine(PrefetchingAdapter):
             stats.counters.step_s,
             stats.counters.busy_s,
             stats.counters.prefill_steps,
+            stats.load_ratio,
         )
 
     async def _clear(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvmesh.runtime.lru import LruCache
-from kvmesh.worker.adapters.connector_series import CORRUPT, LOADED, SKIPPED, WRITTEN
+from kvmesh.worker.adapters.connector_series import CORRUPT, LOAD_RATIO, LOADED, SKIPPED, WRITTEN
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.enginecore.counters import EngineCounters
 from kvmesh.worker.engines.vllm.kvbm.settings import CONNECTOR as KVBM_CONNECTOR
@@ -21,6 +21,8 @@ IDLE_S = 1.0
 class RankStats:
     """Latest figures of one rank; `usage` is the share of blocks in use.
 
+    `load_ratio` is the time to load a block from the kvbm over that to compute it, 0 if unknown.
+
     A rank is busy between `begin` and `forget` of a request. vLLM steps without pause while
     requests only wait for onboarded blocks or a grammar: one such step per IDLE_S counts, as a sign
     of life, and their time is not busy time.
@@ -31,6 +33,7 @@ class RankStats:
         self.usage = 0.0
         self.counters = EngineCounters()
         self.preemptions = 0
+        self.load_ratio = 0.0
         self._last_step = 0.0
         self._last_idle_step = 0.0
         self._active_requests = 0
@@ -94,6 +97,7 @@ class RankStats:
         for name in (KVBM_CONNECTOR, RETENTION_CONNECTOR):
             stats = {**stats, **stats.get(name, {})}
         self.retention = stats.get(STATE, self.retention)
+        self.load_ratio = stats.get(LOAD_RATIO, self.load_ratio)
         counters = self.counters
         counters.prefill_steps = stats.get(PREFILL_STEPS, counters.prefill_steps)
         for request, outcomes in stats.get(OUTCOMES, {}).items():

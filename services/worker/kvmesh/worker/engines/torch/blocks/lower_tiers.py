@@ -271,6 +271,11 @@ class LowerTiers:
     def speeds(self) -> TierSpeeds:
         return TierSpeeds(compute_tps=self._compute_speed.value, load_bps=self._load_speed.value)
 
+    @property
+    def load_ratio(self) -> float:
+        """The time to load a block over the time to compute it; 0 if unknown."""
+        return self.speeds.load_ratio(self._client.worker.layout)
+
     async def _describe_prompt(
         self, request: EngineRequest, hashes: "array[int]", local: "array[int]"
     ) -> KvbmPrompt | None:

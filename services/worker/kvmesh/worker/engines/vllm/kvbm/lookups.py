@@ -81,7 +81,10 @@ class LookupResult(Struct):
 
 
 class SchedulerBridge(KvbmBridge):
-    """The scheduler's bridge: looks up prompts and holds the blocks found until they are copied."""
+    """The scheduler's bridge: looks up prompts and holds the blocks found until they are copied.
+
+    `load_ratio` is the time to load a block over the time to compute it, 0 if unknown.
+    """
 
     def __init__(self, options: BridgeOptions, parts: KvParts) -> None:
         self._lock = threading.Lock()
@@ -93,6 +96,7 @@ class SchedulerBridge(KvbmBridge):
         self._state_parts = [group * parts.shards + s for group in parts.states for s in shards]
         self._speeds = [TierSpeeds()] * len(parts.layouts)
         self.corrupt = 0
+        self.load_ratio = 0.0
         super().__init__(options, "scheduler", parts.layouts, torch.device("cpu"))
 
     def lookup(
@@ -120,6 +124,9 @@ class SchedulerBridge(KvbmBridge):
         layouts = self._layouts
         whole = sum(layout.block_bytes for layout in layouts if not layout.window)
         load_bps = combined_throughput(copy_bps * self._parts.shards, self._check_speed.value)
+        if load_bps and compute_tps:
+            ratio = whole * compute_tps / (load_bps * self._parts.block_size)
+            self.load_ratio = round(ratio, 2)
         self._speeds = [
             # what is read of a window is little, and without it the rest is of no use
             TierSpeeds()

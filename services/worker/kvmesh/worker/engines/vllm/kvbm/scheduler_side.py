@@ -9,7 +9,7 @@ from msgspec import Struct
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvmesh.bus.messages import adapter_name
-from kvmesh.worker.adapters.connector_series import CORRUPT, LOADED
+from kvmesh.worker.adapters.connector_series import CORRUPT, LOAD_RATIO, LOADED
 from kvmesh.worker.adapters.request_origin import OriginError, RequestOrigin, request_origin
 from kvmesh.worker.engines.vllm.kvbm.lookups import LookupResult, SchedulerBridge
 from kvmesh.worker.engines.vllm.kvbm.parts import KvParts
@@ -100,7 +100,7 @@ class SchedulerSide:
         self._received_after: dict[str, int] = {}
         self._failed: set[str] = set()
         self._loaded: dict[str, list[int]] = {}
-        self._corrupt = 0
+        self._reported = (0, 0.0)
         self._loads: list[BlockLoad] = []
         self._finished: set[str] = set()
 
@@ -168,12 +168,16 @@ class SchedulerSide:
             self.bridge.release_lookup(request)
 
     def take_stats(self) -> KvmeshConnectorStats | None:
-        """Blocks loaded by request and tier, and corrupt blocks; None if nothing changed."""
-        loaded, corrupt = self._loaded, self.bridge.corrupt
-        if not loaded and corrupt == self._corrupt:
+        """Blocks loaded by request and tier, corrupt blocks and the cost of a load.
+
+        None if nothing changed.
+        """
+        loaded, figures = self._loaded, (self.bridge.corrupt, self.bridge.load_ratio)
+        if not loaded and figures == self._reported:
             return None
-        self._loaded, self._corrupt = {}, corrupt
-        return KvmeshConnectorStats({LOADED: loaded, CORRUPT: corrupt})
+        self._loaded, self._reported = {}, figures
+        corrupt, ratio = figures
+        return KvmeshConnectorStats({LOADED: loaded, CORRUPT: corrupt, LOAD_RATIO: ratio})
 
     def request_finished(self, request: str) -> None:
         self._held_blocks.pop(request, None)
