@@ -53,13 +53,15 @@ class OfMemory:
 class Scene:
     """A fleet under a load. `memory` is in tokens per engine, `host` in multiples of it.
 
-    `speed` divides the waits; `engines` has how many times as fast as the default each engine is.
+    Each engine and host memory are connected by a link of `host_bytes_per_s`. `speed` divides the
+    waits; `engines` has how many times as fast as the default each engine is.
     """
 
     memory: int
     engines: tuple[float, ...] = (1.0,) * 4
     speed: float = 1.0
     host: int = 0
+    host_bytes_per_s: float = 25e9
 
     def pooled(self) -> "Scene":
         """One engine with the memory and the speed of all."""
@@ -72,7 +74,8 @@ class Scene:
         settings, worker = MockSettings(), WorkerSettings()
         tokens = self.host * self.memory * len(self.engines)
         memory = KvbmSettings(host_bytes=tokens * settings.kv_bytes_per_token)
-        return node_options(1, memory, settings, worker, settings.transfer_bytes_per_s)
+        options = node_options(1, memory, settings, worker, settings.transfer_bytes_per_s)
+        return replace(options, links=replace(options.links, host=self.host_bytes_per_s))
 
     def options(self, router: RouterSettings, seed: int, times: int = 1) -> SimulationOptions:
         """The fleet with `times` the memory, at the step times of the present one."""
@@ -81,7 +84,7 @@ class Scene:
             blocks * times,
             SchedulerLimits(block_size=BLOCK),
             OfMemory(PolynomialStepModel(), blocks * BLOCK),
-            TierOptions(host_blocks=self.host * blocks),
+            TierOptions(host_blocks=self.host * blocks, host_bytes_per_s=self.host_bytes_per_s),
         )
         speeds = Counter(self.engines)
         return SimulationOptions(
