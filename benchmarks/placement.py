@@ -1,9 +1,10 @@
 """The policy `kv` without a set weight on the conversation trace, beside fixed weights and bounds.
 
-Each fleet replays the whole trace in virtual time: under `kv` as by default, under fixed values of
-`prefill_weight`, without regard to load and cache, and on one engine with the memory and speed of
-all, whose hits are those of one LRU cache. The column of Dynamo is its own offline replay (1.6) of
-the same trace and fleet with `prefill_load_scale` 16, which was run apart.
+Each fleet replays the whole trace in virtual time: under `kv` as by default; with each request
+placed alone, also under fixed values of `prefill_weight`; without regard to load and cache; and on
+one engine with the memory and speed of all, whose hits are those of one LRU cache. The column of
+Dynamo is its own offline replay (1.6) of the same trace and fleet with `prefill_load_scale` 16,
+which was run apart.
 """
 
 import sys
@@ -79,10 +80,15 @@ def main() -> None:
     chosen = arguments.parse_args()
     trace, _ = load(str(chosen.trace))
     trace = msgspec.structs.replace(trace, rounds=trace.rounds[: chosen.limit])
-    policies = {"kv": RouterSettings(policy="kv")}
+    policies = {
+        "kv": RouterSettings(policy="kv"),
+        "kv, one by one": RouterSettings(policy="kv", gather_s=0.0),
+    }
     for weight in map(float, chosen.weights.split(",")):
-        policies[f"kv, {weight:g}"] = RouterSettings(policy="kv", prefill_weight=weight)
-    policies["round-robin"] = RouterSettings(policy="round-robin")
+        policies[f"kv, {weight:g}"] = RouterSettings(
+            policy="kv", prefill_weight=weight, gather_s=0.0
+        )
+    policies["round-robin"] = RouterSettings(policy="round-robin", gather_s=0.0)
     report = Report("Placement (virtual time)", "Dynamo, 16")
     for fleet in FLEETS:
         bound = replay(trace, fleet, policies["kv"], united=True)["cached"]

@@ -152,6 +152,7 @@ def placements(core: RouterCore, prompts: Prompts, answer: Overlaps) -> Iterator
         ticket = Ticket(prompts.request(f"q{turn}", 512), 1.0, answer)
         started = time.perf_counter()
         dispatcher.submit(ticket, 1.0)
+        dispatcher.place_gathered(1.0)
         yield time.perf_counter() - started
         dispatcher.apply(SeqFree(ticket.request.request), 1.0)
         core.expire(100.0)

@@ -13,7 +13,14 @@ CORES = {
     "libs/kvmesh/returns": ["*"],
     "libs/kvmesh/step_times": ["interface"],
     "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "removed_blocks", "shards"],
-    "services/router/kvmesh/router/placement": ["fair_order", "policy_runner", "queue", "router"],
+    "services/router/kvmesh/router/placement": [
+        "fair_order",
+        "gathering",
+        "held_prompts",
+        "policy_runner",
+        "queue",
+        "router",
+    ],
     "services/router/kvmesh/router/policies": ["thompson_trust"],
     "services/router/kvmesh/router/scoring": ["candidates", "cost", "overlaps", "possible_hits"],
     "services/router/kvmesh/router/state": [

@@ -324,7 +324,7 @@ def test_a_worker_leaves_after_its_running_step() -> None:
         for b in branches
     ]
     workload = Workload(tree=tree, sessions=[Session(name="s")], rounds=alike)
-    leaves = (Fault(0.001, "leave", 0),)
+    leaves = (Fault(0.002, "leave", 0),)
     simulation, result = run(workload, options("round-robin", workers=2, faults=leaves))
     assert result.failed == result.migrations == 0
     assert [w.requests for w in result.workers] == [1, 1]

@@ -39,6 +39,7 @@ class RouterReplica:
         self.name = f"router-{number}"
         self.core = RouterCore(model, self.name, settings, rng)
         self.queue = PlacementQueue(self.core, self.name)
+        self.gathers = False  # until the queue is asked to place what it gathered
 
 
 class SimulatedRouters:
@@ -68,6 +69,7 @@ class SimulatedRouters:
         self._on_forecasts = on_forecasts
         self._delay = delay
         self._queries_index = settings.kv_events
+        self._gather_s = settings.gather_s
         self._next = 0
         self.on_sequences: OnSequences | None = None
         self.on_route: OnRoute | None = None
@@ -99,6 +101,13 @@ class SimulatedRouters:
         now = self._clock.now
         ticket = Ticket(request, now, overlaps=self._overlaps(request))
         self._apply(replica, replica.queue.submit(ticket, now))
+        if replica.queue.gathering and not replica.gathers:
+            replica.gathers = True
+            self._clock.after(self._gather_s, partial(self._place_gathered, replica))
+
+    def _place_gathered(self, replica: RouterReplica) -> None:
+        replica.gathers = False
+        self._apply(replica, replica.queue.place_gathered(self._clock.now))
 
     def publish(self, events: list[SeqEvent]) -> None:
         """Apply sequence events of frontends, then place queued requests that now fit."""

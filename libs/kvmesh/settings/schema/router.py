@@ -85,6 +85,13 @@ class RouterSettings(Section, frozen=True, kw_only=True):
             "of prefill; 0: never"
         ),
     ] = 2.0
+    gather_s: Annotated[
+        Weight,
+        Meta(
+            description="requests that arrive within this time are placed together, and the router "
+            "holds them until their rank is nearly free; 0: neither"
+        ),
+    ] = 0.001
     queue_order: Annotated[
         Literal["fcfs", "wspt", "lcfs"], Meta(description="order of waiting requests of one tier")
     ] = "fcfs"

@@ -70,10 +70,12 @@ class ModelRouter:
         self.queue = PlacementQueue(self.core, service.instance)
         self.index = IndexClient(service.bus, model, settings.index_timeout_s)
         self._uses_index = settings.kv_events
+        self._gather_s = settings.gather_s
         self._route_subject = service.bus.subjects.route(model)
         self._seq_subject = service.bus.subjects.seq(model)
         self._metrics = metrics.RouterModelMetrics(model)
         self._placement_scheduled = False
+        self._gathering_ends: asyncio.TimerHandle | None = None
         self._serving = False
         self._leaving = False
         self._calls: dict[str, RouteCall] = {}
@@ -166,11 +168,25 @@ class ModelRouter:
         actions = self.queue.submit(call, now)
         self._metrics.core_seconds.observe(monotonic() - now)
         self._execute(actions)
-        if call.result is None:
-            if call.trace is not None:
-                call.trace.waits(now)
-            if call.acks:
-                self._acknowledge(call)
+        if self.queue.gathering and self._gathering_ends is None:
+            self._gathering_ends = self._loop.call_later(self._gather_s, self._place_gathered)
+
+    def _place_gathered(self) -> None:
+        self._gathering_ends = None
+        if self._leaving:
+            return
+        now = monotonic()
+        actions = self.queue.place_gathered(now)
+        self._metrics.core_seconds.observe(monotonic() - now)
+        self._execute(actions)
+
+    def _note_wait(self, ticket: Ticket) -> None:
+        """Tell the sender, and the trace, that the request waits."""
+        if isinstance(ticket, RouteCall) and ticket.result is None:
+            if ticket.trace is not None:
+                ticket.trace.waits(monotonic())
+            if ticket.acks:
+                self._acknowledge(ticket)
 
     def _acknowledge(self, call: RouteCall) -> None:
         """Reply `Parked` if the request waits here."""
@@ -214,6 +230,8 @@ class ModelRouter:
             self._bus.post(self._seq_subject, SeqBatch(self._service.instance, actions.events))
         for ticket in actions.done:
             self._reply(ticket)
+        for ticket in actions.parked:
+            self._note_wait(ticket)
         if actions.done:
             self._loop.call_soon(self._record_all, actions.done)
 

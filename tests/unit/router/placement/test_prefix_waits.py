@@ -100,6 +100,53 @@ def test_siblings_wait_for_the_one_that_computes() -> None:
     )
 
 
+def test_siblings_of_one_instant_wait_for_the_one_that_is_sent_first() -> None:
+    routers = Routers(queue_threshold=16.0, gather_s=0.001)
+    for number in range(4):
+        routers.submit(str(number))
+    assert not routers.placed
+    routers.step(0.001)
+    [leader] = routers.placed
+    assert routers.queues[0].waiting == 3
+    routers.tell(0.5, SeqPrefilled(leader))
+    assert routers.where() == dict.fromkeys("0123", "a")
+    assert routers.queues[0].waiting == 0
+
+
+def test_the_tokens_of_siblings_that_wait_do_not_keep_back_the_one_that_computes() -> None:
+    routers = Routers(queue_threshold=16.0, gather_s=0.001)
+    routers.submit("before", common=0)
+    routers.step(0.001)
+    for number in range(4):
+        routers.submit(str(number), 0.1)
+    routers.step(0.101)
+    assert list(routers.placed) == ["before"]
+    assert routers.queues[0].waiting == 4
+    routers.tell(0.2, SeqPrefilled("before"))
+    assert len(routers.placed) == 2
+    routers.tell(0.5, SeqPrefilled(list(routers.placed)[1]))
+    assert routers.where() == dict.fromkeys(("before", *"0123"), "a")
+
+
+def test_the_one_that_computes_is_cancelled_before_it_is_sent() -> None:
+    routers = Routers(queue_threshold=16.0, gather_s=0.001)
+    routers.submit("before", common=0)
+    routers.step(0.001)
+    for number in range(3):
+        routers.submit(str(number), 0.1)
+    routers.step(0.101)
+    queue = routers.queues[0]
+    held = next(str(n) for n in range(3) if queue.core.prefills.waits(str(n)) is False)
+    routers._apply(queue.cancel(held), 0.15)
+    routers.tell(0.2, SeqPrefilled("before"))
+    following = list(routers.placed)[1]
+    assert following != held
+    routers.tell(0.5, SeqPrefilled(following))
+    assert sorted(routers.placed) == sorted({"before", *"012"} - {held})
+    assert queue.waiting == 0
+    assert queue.core.table.held_tokens.sum() == 0
+
+
 def test_a_wait_ends_when_another_rank_would_have_computed_the_prompt() -> None:
     routers = Routers(busy=300)
     routers.submit("0")
@@ -239,7 +286,7 @@ def test_a_request_waits_at_most_three_times() -> None:
 
 
 def test_a_queued_request_waits_for_a_prefix_when_it_is_its_turn() -> None:
-    routers = Routers(queue_threshold=0.5)
+    routers = Routers(queue_threshold=0.5, gather_s=0.0)
     core = routers.queues[0].core
     core.table.prefill_tokens[:2] = 10_000.0
     routers.submit("0")

@@ -30,7 +30,7 @@ STEP = 10 * BLOCK  # one prompt of ten blocks fills one engine step
 
 def queue(*names: str, router: str = "r", **settings: Any) -> PlacementQueue:
     """A queue over workers with capacity for one prompt of ten blocks each."""
-    options = {"predicted_ttl_s": 0.0, "queue_threshold": 0.5, **settings}
+    options = {"predicted_ttl_s": 0.0, "queue_threshold": 0.5, "gather_s": 0.0, **settings}
     core = RouterCore("m", router, RouterSettings(**options), Random(7))
     for name in names or ("a",):
         core.join(worker(name, step=STEP))

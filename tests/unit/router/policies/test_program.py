@@ -171,7 +171,7 @@ def test_a_paused_agents_request_waits_in_the_queue() -> None:
 
 @pytest.mark.parametrize(("deadline_s", "until"), [(60.0, 55.0), (2.0, 1.0)])
 def test_a_pause_ends_before_the_request_would_be_refused(deadline_s: float, until: float) -> None:
-    router, _ = core(queue_threshold=0.1)
+    router, _ = core(queue_threshold=0.1, gather_s=0.0)
     dispatcher = PlacementQueue(router, "r")
     for agent in "wx":
         start(router, turn(agent, 5))

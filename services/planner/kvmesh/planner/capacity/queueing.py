@@ -2,15 +2,15 @@
 
 Each worker batches continuously with chunked prefill, as vLLM V1 does: a step computes a chunk of
 prompt tokens and one token of each decoding sequence. Requests go to the worker of the least cost,
-as routers count it but for cached blocks. A request costs some 20 µs, a tenth of the whole
-simulator's time or less; cached tokens are given, not found.
+as routers count it but for cached blocks, and are held until their turn, as by routers. A request
+costs some 20 µs, a tenth of the whole simulator's time or less; cached tokens are given, not found.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import ceil, inf
+from math import ceil, inf, sqrt
 from typing import Protocol
 
 # as in the router's cost (docs/adr/0044)
@@ -18,6 +18,11 @@ STALL_WEIGHT = 0.3
 DECODE_WEIGHT = 0.05
 CROWD_WEIGHT = 8.0
 MOST_CROWD_WEIGHT = 0.5
+# as routers hold prompts back (docs/adr/0048)
+HOLD_S = 2.0
+YIELD_S = 0.25
+FIXED_SHARE = 0.125
+QUEUE_STEPS = 2.0
 
 
 class StepTimes(Protocol):
@@ -94,11 +99,16 @@ class _Worker:
         "_ttft",
         "busy",
         "clock",
+        "computed",
+        "computed_at",
         "decoding",
+        "held",
         "kind",
         "kv",
         "now",
         "pending",
+        "queued",
+        "sent",
         "waiting",
     )
 
@@ -120,6 +130,10 @@ class _Worker:
         self.kv = 0
         self.pending = 0
         self.clock = 0
+        self.computed, self.computed_at = 0, 0.0  # tokens of the last prompts, and their end
+        self.sent = 0  # tokens of prompts that are in the engine until their first token
+        self.held: list[tuple[float, int, int]] = []  # position, number, tokens
+        self.queued: deque[tuple[int, int]] = deque()  # number, tokens
         self.waiting: deque[list[int]] = deque()  # number of the request, tokens left
         self.decoding: list[tuple[int, int, float]] = []  # last step, number, first token at
 
@@ -127,12 +141,21 @@ class _Worker:
         if self.now < at:
             self.advance(at)
         tokens = max(self._requests[number].uncached, 1)
-        self.waiting.append([number, tokens])
+        backlog = self._backlog() + (self.computed if at < self.computed_at else 0)
+        if self.queued or backlog > QUEUE_STEPS * self.kind.step_tokens:
+            self.queued.append((number, tokens))
+        else:
+            late = min(YIELD_S * tokens / self.kind.step_tokens, HOLD_S)
+            heappush(self.held, (at + late, number, tokens))
+        if at >= self.computed_at:
+            self._send()
         self.pending += tokens
 
     def cost(self, uncached: int) -> float:
         """The cost of a request with so many uncached tokens here, in tokens of prefill."""
-        stalled = uncached * (len(self.waiting) + len(self.decoding))
+        stalled = uncached * (
+            len(self.held) + len(self.queued) + len(self.waiting) + len(self.decoding)
+        )
         crowd = CROWD_WEIGHT * (self.kv / self.kind.kv_tokens) ** 2
         held = self.kv * (DECODE_WEIGHT + min(crowd, MOST_CROWD_WEIGHT))
         return self.pending + STALL_WEIGHT * stalled + held
@@ -140,6 +163,8 @@ class _Worker:
     def advance(self, until: float) -> None:
         """Take steps until the first one that ends at or after `until`."""
         while self.now < until:
+            if self.held or self.queued:
+                self._send()
             if self.waiting and self._admits():
                 self._prefill_step()
             elif self.decoding:
@@ -147,9 +172,33 @@ class _Worker:
             elif self.waiting:  # longer than the whole KV memory: it would be refused
                 number, left = self.waiting.popleft()
                 self.pending -= left
+                self.sent -= max(self._requests[number].uncached, 1)
                 self._ttft[number] = inf
             else:
                 self.now = until
+
+    def _backlog(self) -> int:
+        """Tokens of the prompts without a first token that are held or in the engine."""
+        return self.sent + sum([tokens for _, _, tokens in self.held])
+
+    def _send(self) -> None:
+        """Pass prompts to the engine: held ones while it has few tokens, queued ones in turn."""
+        held, step = self.held, self.kind.step_tokens
+        backlog = self._backlog()
+        room = sqrt(backlog * step * FIXED_SHARE)
+        while held:
+            _, number, tokens = held[0]
+            full = self.sent > 0 and self.sent + tokens > room
+            if full and self.now < self._requests[number].at + HOLD_S:
+                break
+            heappop(held)
+            self.waiting.append([number, tokens])
+            self.sent += tokens
+        while self.queued and backlog <= QUEUE_STEPS * step:
+            number, tokens = self.queued.popleft()
+            self.waiting.append([number, tokens])
+            self.sent += tokens
+            backlog += tokens
 
     def _admits(self) -> bool:
         request = self._requests[self.waiting[0][0]]
@@ -182,9 +231,13 @@ class _Worker:
         self.now += seconds
         self.busy += seconds
         self._finish()
+        if done:
+            self.computed, self.computed_at = 0, self.now
         for number in done:
             request = self._requests[number]
+            self.computed += max(request.uncached, 1)
             self._ttft[number] = self.now - request.at
+            self.sent -= max(request.uncached, 1)
             if request.output > 1:
                 heappush(decoding, (self.clock + request.output - 1, number, self.now))
             else:
@@ -234,6 +287,6 @@ def latencies(requests: Sequence[RequestShape], workers: Sequence[ModelledEngine
     for worker in fleet:
         worker.advance(end)
         busy += min(worker.busy, end)
-        while worker.waiting or worker.decoding:
+        while worker.held or worker.queued or worker.waiting or worker.decoding:
             worker.advance(worker.now + 3600.0)
     return Latencies(ttft, itl, queue, busy / (len(fleet) * end) if end > 0 else 0.0)

@@ -30,10 +30,13 @@ from kvmesh.router.errors import RouteError, RouterOverloaded
 from kvmesh.router.placement.batch_lane import TIER, BatchLane
 from kvmesh.router.placement.failure_log import FailureLog
 from kvmesh.router.placement.fair_order import BATCH, FairOrder, fair_class
+from kvmesh.router.placement.gathering import Gathering
+from kvmesh.router.placement.held_prompts import HeldPrompt, HeldPrompts
 from kvmesh.router.placement.prefix_waits import PrefixWaits
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
+from kvmesh.router.state.arrays import Slots
 
 REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
 SKIP_REPLICA_S = 5.0  # the queue does not wait for a replica that was too slow
@@ -44,14 +47,21 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 
 @dataclass
 class QueueActions:
-    """Actions for the caller after a step: events to publish and tickets with a result."""
+    """Actions for the caller after a step.
+
+    Events to publish, tickets with a result, and tickets that wait from now on.
+    """
 
     events: list[SeqEvent] = field(default_factory=list)
     done: list[Ticket] = field(default_factory=list)
+    parked: list[Ticket] = field(default_factory=list)
 
 
 class PlacementQueue:
-    """Places tickets at once if capacity is free, else in order. `router` is this instance."""
+    """Places tickets together with those of the same instant if capacity is free, else in order.
+
+    `router` is this instance.
+    """
 
     def __init__(self, core: RouterCore, router: str) -> None:
         settings = core.settings
@@ -63,6 +73,9 @@ class PlacementQueue:
         )
         self._batch = BatchLane(core)
         self._prefix = PrefixWaits(core)
+        self._gathers = settings.gather_s > 0 and settings.queue_threshold > 0
+        self._gathering = Gathering(settings.gather_s)
+        self._held = HeldPrompts(core.table, core.prefills)
         self._constraints: dict[str, RouteRequest] = {"": _ANY}
         self._own: dict[str, Ticket] = {}
         self._unadmitted: dict[str, Ticket] = {}
@@ -76,7 +89,13 @@ class PlacementQueue:
     @property
     def waiting(self) -> int:
         """Number of requests that wait in any replica's queue, or here for another reason."""
-        return len(self._queue) + len(self._unadmitted) + len(self._prefix)
+        here = len(self._unadmitted) + len(self._gathering) + len(self._held) + len(self._prefix)
+        return len(self._queue) + here
+
+    @property
+    def gathering(self) -> bool:
+        """True while requests wait for others of the same instant."""
+        return len(self._gathering) > 0
 
     @property
     def own_tickets(self) -> list[Ticket]:
@@ -85,23 +104,36 @@ class PlacementQueue:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(entry.cost for entry in self._queue.entries.values())
+        return sum(entry.cost for entry in self._queue.entries.values()) + self._held.tokens
 
     # actions
 
     def submit(self, ticket: Ticket, now: float) -> QueueActions:
-        """Place a request, queue it, or refuse it."""
+        """Place a request, queue it, or refuse it.
+
+        A request that is `gathering` afterwards is placed by `place_gathered`.
+        """
         ticket.scored_at = now
         actions = QueueActions()
         try:
             if not self.core.policies.admits(ticket.request, now):
-                self._hold_back(ticket)
+                self._hold_back(ticket, actions)
+            elif self._gathers and self._may_wait(ticket.request):
+                self._gathering.add(ticket, now)
+                if self._gathering.complete(now):
+                    self._place_gathered(now, actions)
             elif self._must_wait(ticket):
                 self._enqueue(ticket, now, actions)
             else:
                 self._place(ticket, now, actions)
         except Exception as error:
             _finish(ticket, self._refusal(ticket, error), actions)
+        return actions
+
+    def place_gathered(self, now: float) -> QueueActions:
+        """Place the requests that were gathered."""
+        actions = QueueActions()
+        self._place_gathered(now, actions)
         return actions
 
     def apply(self, event: SeqEvent, now: float) -> None:
@@ -112,9 +144,12 @@ class PlacementQueue:
         if type(event) is SeqFree:
             self._remove(event.request, placed=False)
         elif type(event) is SeqAdd:
+            self._held.remove(event.request)  # another router placed it, if it is here
             self._remove(event.request, placed=True, events=[event])
-        elif type(event) is SeqPrefilled:
+        if type(event) is SeqPrefilled:
             self._prefix.on_computed(event.request)
+        if type(event) is SeqPrefilled or type(event) is SeqFree:
+            self._held.computed(event.request)
         self._batch.apply(event)
         self.core.apply(event, now)
 
@@ -123,6 +158,10 @@ class PlacementQueue:
         actions = QueueActions()
         if self._prefix:
             self._place_after_prefixes(now, actions)
+        if self._gathering.complete(now):
+            self._place_gathered(now, actions)
+        if self._held:
+            self._send_held(now, actions)
         if self._unadmitted:
             self._submit_admitted(now, actions)
         lanes = self._queue.lanes
@@ -144,6 +183,8 @@ class PlacementQueue:
             self._own.pop(request, None)
             or self._unadmitted.pop(request, None)
             or self._prefix.drop(request)
+            or self._gathering.remove(request)
+            or self._held.cancel(request)
         )
         if ticket is not None:
             self._remove(request, placed=False)
@@ -153,6 +194,7 @@ class PlacementQueue:
     def expire(self, now: float) -> QueueActions:
         """Refuse own requests past their deadline; drop those of other replicas."""
         actions = QueueActions()
+        self._held.forget_lost(self.core.active)
         for ticket in list(self._own.values()):
             unseen = ticket.request.request not in self._queue.entries
             if unseen and ticket.waiting is not None and ticket.scored_at < now - ECHO_PATIENCE_S:
@@ -213,23 +255,12 @@ class PlacementQueue:
     def _place(self, ticket: Ticket, now: float, actions: QueueActions) -> None:
         request = ticket.request
         slots = self._batch.room(request) if self._batch.includes(request) else None
-        decision = self.core.decide(
-            request,
-            ticket.overlaps,
-            now,
-            ticket.arrived,
-            ticket.index_s,
-            ticket.note,
-            slots,
-            ticket.prefix_waits,
-        )
-        if slots is None and self._settings.await_prefixes:
-            waits = self._prefix.begin(ticket, decision, now)
-            if waits:
-                actions.events += waits
-                return
-        actions.events += self.core.commit(decision, now)
+        decision = self._decide(ticket, now, slots)
+        if slots is None and self._waits_for_prefix(ticket, decision, now, actions):
+            actions.parked.append(ticket)
+            return
         self._update_rate(decision, now)
+        actions.events += self.core.commit(decision, now)
         _finish(ticket, decision, actions)
 
     def _place_after_prefixes(self, now: float, actions: QueueActions) -> None:
@@ -241,6 +272,94 @@ class PlacementQueue:
                 actions.events.append(SeqFree(ticket.request.request))
                 _finish(ticket, self._refusal(ticket, error), actions)
 
+    def _decide(self, ticket: Ticket, now: float, slots: Slots | None = None) -> Decision:
+        return self.core.decide(
+            ticket.request,
+            ticket.overlaps,
+            now,
+            ticket.arrived,
+            ticket.index_s,
+            ticket.note,
+            slots,
+            ticket.prefix_waits,
+        )
+
+    def _waits_for_prefix(
+        self, ticket: Ticket, decision: Decision, now: float, actions: QueueActions
+    ) -> bool:
+        """Let a request wait if its rank computes its prefix for another one; False if not."""
+        if not self._settings.await_prefixes:
+            return False
+        events = self._prefix.begin(ticket, decision, now)
+        actions.events += events
+        return len(events) > 0
+
+    def _place_gathered(self, now: float, actions: QueueActions) -> None:
+        """Place the gathered requests, and send those whose turn it is on their rank."""
+        tickets = self._gathering.take()
+        ready = [ticket for ticket in tickets if not self._queued(ticket, now, actions)]
+        for ticket in ready:
+            self._place_or_hold(ticket, now, actions, alone=len(ready) == 1)
+        if self._held:
+            self._send_held(now, actions)
+        actions.parked += [t for t in tickets if t.result is None and t.waiting is None]
+
+    def _queued(self, ticket: Ticket, now: float, actions: QueueActions) -> bool:
+        """Queue or refuse a request that must wait for capacity; False if it need not."""
+        try:
+            if not self._must_wait(ticket):
+                return False
+            self._enqueue(ticket, now, actions)
+        except Exception as error:
+            _finish(ticket, self._refusal(ticket, error), actions)
+        return True
+
+    def _place_or_hold(
+        self, ticket: Ticket, now: float, actions: QueueActions, alone: bool = False
+    ) -> None:
+        """Place a request; the router keeps it until its turn on its rank.
+
+        One that was gathered alone is sent at once if its rank has no prompt to compute.
+        """
+        try:
+            if len(self._held) >= self._settings.queue_limit:
+                self._place(ticket, now, actions)
+                return
+            decision = self._decide(ticket, now)
+            if self._waits_for_prefix(ticket, decision, now, actions):
+                return
+            self._update_rate(decision, now)
+            events = self.core.commit(decision, now)
+            idle = alone and not (decision.prefill or decision.chosen).prefill
+            if self._held.loads(decision) or idle:
+                actions.events += events
+                _finish(ticket, decision, actions)
+                return
+            key = self._sort_key(ticket.request, ticket.queued_since, decision.tokens)
+            self._held.add(ticket, decision, events, key, self._tier(ticket.request), now)
+        except Exception as error:
+            _finish(ticket, self._refusal(ticket, error), actions)
+
+    def _send_held(self, now: float, actions: QueueActions) -> None:
+        lost: list[Ticket] = []
+        for prompt in self._held.take_ready(now):
+            if prompt.decision.chosen.instance in self.core.table.cards:
+                self._send(prompt, now, actions)
+            else:
+                self.core.apply(SeqFree(prompt.ticket.request.request), now)
+                lost.append(prompt.ticket)
+        for ticket in lost:
+            if not self._queued(ticket, now, actions):
+                self._place_or_hold(ticket, now, actions)
+
+    def _send(self, prompt: HeldPrompt, now: float, actions: QueueActions) -> None:
+        decision, time = prompt.decision, now + self.core.epoch
+        if time > decision.time:
+            waited = decision.wait_s + time - decision.time
+            decision = replace(decision, time=time, wait_s=waited)
+        actions.events += prompt.events
+        _finish(prompt.ticket, decision, actions)
+
     def _update_rate(self, decision: Decision, now: float) -> None:
         """Update the rate of placed uncached tokens per second, smoothed over about 10 s."""
         cached = sum(decision.chosen.overlap) * self.core.table.block_size
@@ -249,6 +368,12 @@ class PlacementQueue:
             self._rate *= 1 - share
             self._rate_updated = now
         self._rate += max(decision.tokens - cached, 0) / 10.0
+
+    def _may_wait(self, request: RouteRequest) -> bool:
+        """False for batch requests, which have their own order, and for agents past their wait."""
+        return not (
+            self._batch.includes(request) or self.core.policies.queue_boost_s(request) == inf
+        )
 
     def _must_wait(self, ticket: Ticket) -> bool:
         if self._batch.includes(ticket.request):
@@ -308,9 +433,10 @@ class PlacementQueue:
 
     # waiting
 
-    def _hold_back(self, ticket: Ticket) -> None:
+    def _hold_back(self, ticket: Ticket, actions: QueueActions) -> None:
         self._check_limit(ticket)
         self._unadmitted[ticket.request.request] = ticket
+        actions.parked.append(ticket)
 
     def _submit_admitted(self, now: float, actions: QueueActions) -> None:
         for name, ticket in list(self._unadmitted.items()):
@@ -319,12 +445,14 @@ class PlacementQueue:
                 admitted = self.submit(ticket, now)
                 actions.events += admitted.events
                 actions.done += admitted.done
+                actions.parked += admitted.parked
 
     def _enqueue(self, ticket: Ticket, now: float, actions: QueueActions) -> None:
         self._check_limit(ticket)
         ticket.waiting = self._entry(ticket, now)
         self._own[ticket.request.request] = ticket
         actions.events.append(ticket.waiting)
+        actions.parked.append(ticket)
 
     def _check_limit(self, ticket: Ticket) -> None:
         """Raise RouterOverloaded if the queue is full, unless the request was queued before."""
@@ -389,6 +517,8 @@ class PlacementQueue:
             self._own.pop(request, None)
             self._unadmitted.pop(request, None)
             self._prefix.drop(request)
+            self._held.remove(request)
+            self._gathering.remove(request)
 
     def _lane_has_capacity(self, lane: str) -> bool:
         """True if a lane's requests have capacity, or will be refused and so need not wait."""

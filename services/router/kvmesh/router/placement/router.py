@@ -128,15 +128,16 @@ class RouterCore:
     def _add(self, event: SeqAdd, now: float) -> None:
         at = min(event.time - self.epoch, now)
         table, waited = self.table, False
+        size = max(table.block_size, 1)
+        found = table.find_slot(event.instance, event.rank)
+        own = max(event.tokens - event.overlap * size, 0)
         if event.waits_for:
             if event.request not in self.active:
-                self.prefills.wait(event, now)
+                self.prefills.wait(event, found, own, now)
         else:
             waited = self.prefills.end_wait(event.request)
-        found = table.find_slot(event.instance, event.rank)
         ahead = 0.0 if found is None else self._backlog(found)
         slot = self.active.add(event, at)
-        size = max(table.block_size, 1)
         if slot is not None and not waited:
             table.record_prompt(slot, event.tokens / size)
         if event.waits_for or at + self.settings.sequence_ttl_s <= now:
@@ -145,7 +146,6 @@ class RouterCore:
             slot = table.find_slot(event.instance, event.rank)
         if slot is not None:
             self._predicted.add(event.request, slot, event.sequence_hashes, at)
-            own = max(event.tokens - event.overlap * size, 0)
             self.prefills.start(event, slot, ahead + own, at)
 
     def _backlog(self, slot: int) -> float:

@@ -28,9 +28,9 @@ class _Window:
 class EngineReports:
     """Maintains a RankTable's `correction_tokens` and `correction_blocks`, added to tracked loads.
 
-    Requests that wait in the engine hold no blocks yet: while some wait, blocks are not
-    subtracted. Tokens are not subtracted while requests wait and the engine reports no tokens to
-    prefill: such an engine does not count the tokens of waiting requests.
+    Requests that wait in the engine, or are held back from it, hold no blocks yet: while some do,
+    blocks are not subtracted. Tokens are not subtracted while requests wait and the engine reports
+    no tokens to prefill: such an engine does not count the tokens of waiting requests.
     """
 
     def __init__(self, table: RankTable) -> None:
@@ -50,14 +50,15 @@ class EngineReports:
         if window is None:
             window = self._windows[slot] = _Window(now)
         closed = now - window.since >= WINDOW_S
-        tokens = cells.prefill_tokens[slot] - load.prefill_tokens
+        held = cells.held_tokens[slot]
+        tokens = cells.prefill_tokens[slot] - held - load.prefill_tokens
         least = 0.0 if load.waiting > 0 and not load.prefill_tokens else tokens
         if least < window.tokens:
             window.tokens = least
         before = cells.correction_tokens[slot]
         cells.correction_tokens[slot] = _correction(tokens, window.tokens, closed, before)
         blocks = cells.active_blocks[slot] - load.active_blocks
-        least = 0.0 if load.waiting else blocks
+        least = 0.0 if load.waiting or held > 0 else blocks
         if least < window.blocks:
             window.blocks = least
         before = cells.correction_blocks[slot]

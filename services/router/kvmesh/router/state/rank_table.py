@@ -64,6 +64,7 @@ class Cells:
     step_tokens: Column
     recent_blocks: Column
     load_ratio: Column
+    held_tokens: Column
 
 
 COLUMNS = tuple(field.name for field in fields(Cells))
@@ -82,6 +83,7 @@ class RankTable:
     - `recent_blocks`: blocks of placed prompts; they fade as RECENT_MEMORIES times the memory of
       all ranks is placed;
     - `load_ratio`: time to load a block from the node's kvbm over that to compute it (0: unknown);
+    - `held_tokens`: the part of `prefill_tokens` that this router holds back from the engine;
     - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
 
     `loads_measured` is set once some `load_ratio` is known. `cells` is scalar access to all but the
@@ -101,6 +103,7 @@ class RankTable:
     step_tokens: Floats
     recent_blocks: Floats
     load_ratio: Floats
+    held_tokens: Floats
     usable_blocks: Floats
     min_usable_blocks: float
 

@@ -40,6 +40,20 @@ class Prefill(NamedTuple):
         return common_prefix(self.hashes, hashes, 0) // HASH_BYTES
 
 
+class WaitForPrefill(NamedTuple):
+    """A request that waits for the prefill of `leader`, since `time` by the stream's clock.
+
+    It counts `tokens` on the rank in `slot`, whose engine does not have it. `heard` is on the
+    router's clock.
+    """
+
+    leader: str
+    time: float
+    slot: int | None
+    tokens: float
+    heard: float
+
+
 class RunningPrefills:
     """Prefills by slot, the requests that wait for each, and the seconds for a token of a rank.
 
@@ -51,7 +65,8 @@ class RunningPrefills:
         self._patience = patience
         self._running: OrderedDict[str, Prefill] = OrderedDict()
         self._of_slot: dict[int, dict[str, Prefill]] = {}
-        self._waits_for: OrderedDict[str, tuple[str, float, float]] = OrderedDict()
+        self._waits_for: OrderedDict[str, WaitForPrefill] = OrderedDict()
+        self._waiting_tokens: dict[int, float] = {}
         self._token_s: dict[int, float] = {}
         self._any_token_s: float | None = None
 
@@ -62,16 +77,32 @@ class RunningPrefills:
         """True for a request that waits for the prefill of another one."""
         return request in self._waits_for
 
-    def wait(self, event: SeqAdd, now: float) -> None:
-        """A request waits for the prefill of another one, `event.waits_for`."""
-        self._waits_for.pop(event.request, None)
-        self._waits_for[event.request] = event.waits_for, event.time, now
+    def wait(self, event: SeqAdd, slot: int | None, tokens: float, now: float) -> None:
+        """A request waits for the prefill of another one, `event.waits_for`.
+
+        It counts `tokens` to compute on the rank in `slot`.
+        """
+        self.end_wait(event.request)
+        self._waits_for[event.request] = WaitForPrefill(
+            event.waits_for, event.time, slot, tokens, now
+        )
+        if slot is not None:
+            self._waiting_tokens[slot] = self.waiting_tokens(slot) + tokens
         if len(self._waits_for) > MAX_PREFILLS:
-            self._waits_for.popitem(last=False)
+            self.end_wait(next(iter(self._waits_for)))
 
     def end_wait(self, request: str) -> bool:
         """A request waits no longer; False if it did not wait."""
-        return self._waits_for.pop(request, None) is not None
+        wait = self._waits_for.pop(request, None)
+        if wait is not None and wait.slot in self._waiting_tokens:
+            left = self._waiting_tokens.pop(wait.slot) - wait.tokens
+            if left > 0:
+                self._waiting_tokens[wait.slot] = left
+        return wait is not None
+
+    def waiting_tokens(self, slot: int) -> float:
+        """Tokens that count on a rank of requests that wait for a prefill, in any router."""
+        return self._waiting_tokens.get(slot, 0.0)
 
     def start(self, event: SeqAdd, slot: int, work: float, now: float) -> None:
         """A rank got the prompt of a request; `work` is as in `Prefill`."""
@@ -128,7 +159,7 @@ class RunningPrefills:
     def successor(self, request: str) -> str | None:
         """Of the requests that wait for this one, the first: it computes if this one does not."""
         waiting = [
-            (time, name) for name, (leader, time, _) in self._waits_for.items() if leader == request
+            (wait.time, name) for name, wait in self._waits_for.items() if wait.leader == request
         ]
         return min(waiting)[1] if waiting else None
 
@@ -143,11 +174,12 @@ class RunningPrefills:
             for request in list(self._of_slot.get(slot, ())):
                 self.drop(request)
             self._token_s.pop(slot, None)
+            self._waiting_tokens.pop(slot, None)
 
     def expire(self, now: float) -> None:
         """Forget the prefills and waits of which nothing was heard for too long."""
         oldest = now - self._patience
         while self._running and next(iter(self._running.values())).placed < oldest:
             self.drop(next(iter(self._running)))
-        while self._waits_for and next(iter(self._waits_for.values()))[2] < oldest:
-            self._waits_for.popitem(last=False)
+        while self._waits_for and next(iter(self._waits_for.values())).heard < oldest:
+            self.end_wait(next(iter(self._waits_for)))

@@ -1,0 +1,156 @@
+"""Placed prompts that the router holds until their rank has few tokens left to compute.
+
+An engine fills each step with the prompts that wait, in order of arrival: two that share a step
+both wait for its end. Held back and sent one after the other, the shortest first, the same prompts
+have their first tokens sooner, and the last one as soon as before (ADR 48).
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+from kvmesh.bus.messages import Decision, SeqAdd
+from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.state.active_sequences import ActiveSequences
+from kvmesh.router.state.rank_table import RankTable
+from kvmesh.router.state.running_prefills import RunningPrefills
+
+HOLD_S = 2.0  # at most: an engine that takes longer for a prompt has it in its own queue
+YIELD_S = 0.25  # a prompt goes as if it had arrived so much later for each step that it fills
+FIXED_SHARE = 0.125  # the fixed time of an engine step, in tokens of prefill, over its most tokens
+
+
+@dataclass(slots=True, eq=False)
+class HeldPrompt:
+    """A placed request; `tokens` are those to compute on the rank of `slot`, `events` unpublished.
+
+    `key` is its order among those of the rank; after `until` it is sent in any case.
+    """
+
+    ticket: Ticket
+    decision: Decision
+    events: list[SeqAdd]
+    slot: int
+    tokens: float
+    key: float
+    until: float
+
+
+class HeldPrompts:
+    """Held prompts by rank. Their tokens are the table's `held_tokens`.
+
+    A prompt whose engine first loads blocks from a lower tier is sent at once, and the engine has
+    time for others meanwhile. Requests that wait for a prefix have not been sent either.
+    """
+
+    def __init__(self, table: RankTable, prefills: RunningPrefills) -> None:
+        self._table = table
+        self._prefills = prefills
+        self._prompts: dict[str, HeldPrompt] = {}
+        self._ranks: dict[int, list[tuple[int, float, int, HeldPrompt]]] = {}
+        self._count = 0
+        self._loading: dict[str, tuple[int, float]] = {}  # slot, tokens
+        self._loading_tokens: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def tokens(self) -> int:
+        return int(sum([prompt.tokens for prompt in self._prompts.values()]))
+
+    def add(
+        self,
+        ticket: Ticket,
+        decision: Decision,
+        events: list[SeqAdd],
+        key: float,
+        tier: int,
+        now: float,
+    ) -> None:
+        """Hold a request that `decision` placed; `key` is its position in the tier, in seconds."""
+        table = self._table
+        slot, tokens = self._work(decision)
+        steps = tokens / max(table.cells.step_tokens[slot], 1.0)
+        until = now + min(HOLD_S, max(ticket.deadline - now, 0.0) / 2)
+        prompt = HeldPrompt(
+            ticket, decision, events, slot, tokens, key + min(YIELD_S * steps, HOLD_S), until
+        )
+        self._prompts[ticket.request.request] = prompt
+        self._count += 1
+        heapq.heappush(self._ranks.setdefault(slot, []), (-tier, prompt.key, self._count, prompt))
+        table.cells.held_tokens[slot] += tokens
+
+    def loads(self, decision: Decision) -> bool:
+        """True if the engine first loads blocks from a lower tier; it is then noted as sent."""
+        computes = decision.prefill or decision.chosen
+        if not sum(computes.overlap[1:]):
+            return False
+        slot, tokens = self._loading[decision.request] = self._work(decision)
+        self._loading_tokens[slot] = self._loading_tokens.get(slot, 0.0) + tokens
+        return True
+
+    def computed(self, request: str) -> None:
+        """A request has its first token, or has ended."""
+        slot, tokens = self._loading.pop(request, (0, 0.0))
+        if tokens:
+            self._loading_tokens[slot] -= tokens
+
+    def forget_lost(self, active: ActiveSequences) -> None:
+        """Forget the loads of requests that are no longer active: their ends were lost."""
+        for request in [request for request in self._loading if request not in active]:
+            self.computed(request)
+
+    def _work(self, decision: Decision) -> tuple[int, float]:
+        """The slot that computes a prompt, and how many of its tokens."""
+        table, computes = self._table, decision.prefill or decision.chosen
+        tokens = decision.tokens - sum(computes.overlap) * table.block_size
+        return table.slot(computes.instance, computes.rank), float(max(tokens, 0))
+
+    def remove(self, request: str) -> HeldPrompt | None:
+        """Take a prompt out; None if it is not held."""
+        prompt = self._prompts.pop(request, None)
+        if prompt is not None:
+            held = self._table.cells.held_tokens
+            held[prompt.slot] = max(held[prompt.slot] - prompt.tokens, 0.0)
+        return prompt
+
+    def cancel(self, request: str) -> Ticket | None:
+        """Drop a prompt; returns its ticket if it was held."""
+        prompt = self.remove(request)
+        return None if prompt is None else prompt.ticket
+
+    def take_ready(self, now: float) -> list[HeldPrompt]:
+        """Take the prompts to send now."""
+        ready: list[HeldPrompt] = []
+        for slot in list(self._ranks):
+            ready += self._take_ready_of(slot, now)
+            if not self._ranks[slot]:
+                del self._ranks[slot]
+        return ready
+
+    def _take_ready_of(self, slot: int, now: float) -> Iterator[HeldPrompt]:
+        """Take prompts in order while the engine has few tokens to compute.
+
+        n tokens in steps of s tokens, each of which takes as long as f more tokens, are computed in
+        the least mean time with s = √(n · f).
+        """
+        table, heap = self._table, self._ranks[slot]
+        cells, here = table.cells, table.ranks[slot].instance in table.cards
+        step = cells.step_tokens[slot]
+        while heap:
+            _, _, _, prompt = heap[0]
+            if self._prompts.get(prompt.ticket.request.request) is prompt:
+                elsewhere = self._loading_tokens.get(slot, 0.0) + self._prefills.waiting_tokens(
+                    slot
+                )
+                waiting = max(cells.prefill_tokens[slot] - elsewhere, 0.0)
+                sent = max(waiting - cells.held_tokens[slot], 0.0)
+                room = sqrt(waiting * step * FIXED_SHARE)
+                full = sent > 0 and sent + prompt.tokens > room
+                if full and step and here and now < prompt.until:
+                    return
+                self.remove(prompt.ticket.request.request)
+                yield prompt
+            heapq.heappop(heap)
