@@ -27,7 +27,7 @@ from kvmesh.workload.model import Workload
 DEADLINE_S = 7200.0
 SATURATED = 0.05  # of all requests wait at once
 MOST_TIMED = 1500
-SETTINGS: dict[str, RouterSettings] = {}
+SETTINGS = {"kv, all active": RouterSettings(admit_agents=False)}
 
 
 class Run(NamedTuple):
@@ -48,7 +48,8 @@ Pick = Callable[[Run], float]
 class Scene:
     """A fleet under a load. `memory` is in tokens per worker; `speed` divides the waits.
 
-    `engine` is how many times as fast as the default each engine is.
+    `engine` is how many times as fast as the default each engine is; `deadline_s` bounds the wait
+    for a placement.
     """
 
     workers: int
@@ -56,6 +57,7 @@ class Scene:
     block: int
     speed: float
     engine: float = 1.0
+    deadline_s: float = DEADLINE_S
 
     def options(self, policy: str, seed: int) -> SimulationOptions:
         limits = SchedulerLimits(block_size=self.block)
@@ -65,7 +67,7 @@ class Scene:
             workers=(WorkerOptions(self.workers, core),),
             speed=self.speed,
             seed=seed,
-            deadline_s=DEADLINE_S,
+            deadline_s=self.deadline_s,
         )
 
     @property
@@ -216,6 +218,11 @@ def of_ideal(run: Run) -> float:
 
 def throughput(run: Run) -> float:
     return run.figures.steady_tokens_per_s
+
+
+def made(run: Run) -> float:
+    """Output tokens per second of the whole run."""
+    return run.figures.output_tokens_per_s
 
 
 def lost(run: Run, reason: str) -> float:

@@ -25,7 +25,7 @@ from kvmesh.bus.messages import (
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.classes import MAX_WAITS, ClassNames, TurnHistory, class_keys
 from kvmesh.returns.curves import Awaited, ReturnCurves
-from kvmesh.returns.rates import BINS, pack_rates
+from kvmesh.returns.rates import BINS, pack_rates, share_within
 from kvmesh.returns.shadow_caches import LEAST_RETURNS, MEMORY_RETURNS, ShadowCaches
 from kvmesh.returns.tool_calls import ReportedTools, due_rates
 from kvmesh.returns.value import values_by_age
@@ -70,6 +70,8 @@ class Turn:
     pause_s: float | None
     returns: int = 0
     reports: int = 0
+    waits_for_tools: bool = False
+    rates: list[float] | None = None
     awaited: Awaited | None = None
     sent: bool = False
     waits: tuple[str, ...] = ()
@@ -217,8 +219,10 @@ class ReturnForecaster:
         turn.awaited = self.curves.start(tables, rates, now)
         turn.waits, turn.agent = waits, agent
         self._remember(turn, now)
-        if turn.session and (waits[:1] == ("tool",) or outcome.finish == "tool_calls"):
-            self._wait_for_tools(turn)
+        turn.rates = rates
+        turn.waits_for_tools = waits[:1] == ("tool",) or outcome.finish == "tool_calls"
+        if turn.session:
+            self._wait_for(turn)
         self.shadow.end_use(turn.conversation, values_by_age(rates), now)
         self._forecast(turn, rates, now)
 
@@ -232,10 +236,25 @@ class ReturnForecaster:
         time = _earlier(event.time, now)
         self._tools.apply(replace(event, time=time) if time != event.time else event)
         at, turn = self.curves.advance(time), self._sessions.get(event.session)
-        if turn is None or turn.awaited is None or turn.awaited.over:
+        if turn is None or not turn.waits_for_tools or turn.awaited is None or turn.awaited.over:
             return
         if turn.reports < (MAX_REPORTS // 2 if event.event == "progress" else MAX_REPORTS):
             turn.reports += self._forecast(turn, self.curves.rates(turn.awaited.tables), at)
+
+    def returns_within(self, session: str, seconds: float, now: float) -> tuple[float, bool] | None:
+        """The probability that a session without a request is back within so many seconds.
+
+        By the known end of its tools (True), else by the rates of its latest turn, which count
+        from its end to the next placement (False); None if unknown.
+        """
+        turn = self._sessions.get(session)
+        if turn is None or turn.awaited is None or turn.awaited.over or turn.rates is None:
+            return None
+        end = self._tools.end(session, turn.placed) if turn.waits_for_tools else None
+        if end is not None:
+            return share_within(due_rates(end - now), 0.0, seconds), True
+        age_s = max(now - turn.awaited.since, 0.0)
+        return share_within(turn.rates, age_s, seconds), False
 
     def take_forecasts(self, now: float) -> list[tuple[str, ReturnForecast]]:
         """The forecasts to send, each with the worker instance that computed the prompt."""
@@ -256,7 +275,7 @@ class ReturnForecaster:
             if oldest.awaited is not None:
                 self.curves.forget(oldest.awaited, now)
 
-    def _wait_for_tools(self, turn: Turn) -> None:
+    def _wait_for(self, turn: Turn) -> None:
         self._sessions[turn.session] = turn
         self._sessions.move_to_end(turn.session)
         if len(self._sessions) > MAX_RUNNING:

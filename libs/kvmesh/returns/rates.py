@@ -6,7 +6,7 @@ double. On the wire each rate is one byte, its logarithm in eighths of an octave
 """
 
 from collections.abc import Sequence
-from math import exp, inf, log2
+from math import exp, expm1, inf, log2
 
 BINS = 16
 FIRST_BIN_S = 0.5
@@ -33,6 +33,18 @@ def share_returned(rates: Sequence[float], within_s: float) -> float:
             expected += rate * (min(within_s, end) - start)
         start = end
     return 1.0 - exp(-expected)
+
+
+def share_within(rates: Sequence[float], age_s: float, seconds: float) -> float:
+    """The share that returns within so many seconds, of the prompts that wait at an age."""
+    expected, at, until = 0.0, max(age_s, 0.0), max(age_s, 0.0) + seconds
+    for bin_ in range(age_bin(at), BINS):
+        end = min(AGE_ENDS[bin_], until)
+        expected += rates[bin_] * (end - at)
+        if end >= until:
+            break
+        at = end
+    return -expm1(-expected)
 
 
 def pack_rates(rates: Sequence[float]) -> bytes:

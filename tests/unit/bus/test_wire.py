@@ -27,6 +27,7 @@ STRUCTS = [
 # Structs outside the subjects that the tail decodes: replies, values of buckets, keys of objects.
 NOT_TAILED = {
     messages.Attached,
+    messages.ActiveAgentsReport,
     messages.BanditStats,
     messages.ControlReply,
     messages.Declined,
@@ -47,6 +48,7 @@ NOT_TAILED = {
     messages.RankKey,
     messages.RankSpeed,
     messages.Refused,
+    messages.RestingAgent,
     messages.ReturnCheck,
     messages.ReturnClass,
     messages.ReturnsReport,

@@ -5,9 +5,9 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.bus.messages import Outcome, ReturnCheck, ReturnClass
+from kvmesh.bus.messages import ActiveAgentsReport, Outcome, RestingAgent, ReturnCheck, ReturnClass
 from kvmesh.cli.outcomes import show_session
-from kvmesh.cli.returns import check_lines, render
+from kvmesh.cli.returns import agent_lines, check_lines, render
 from kvmesh.returns.rates import BINS, pack_rates
 
 QUICK = pack_rates([2**-7] * BINS)  # exact on the wire
@@ -44,6 +44,20 @@ def test_forecasts_are_compared_with_what_came_true() -> None:
     check = ReturnCheck(model="m", within_s=64.0, expected=1234.56, observed=1200.0)
     (line,) = check_lines([check])
     assert line == "m: forecasts expected 1,234.6 returns within 64 s, 1,200.0 were observed"
+
+
+def test_agents_that_rest_are_listed_by_their_rest() -> None:
+    resting = RestingAgent(session="s", owner="t", tokens=61440, rested_s=12.4, ends_in_s=42.6)
+    agents = ActiveAgentsReport(
+        model="m", active=8, window=0.75, lost_share=0.012, resting=[resting]
+    )
+    assert list(agent_lines([agents])) == [
+        "m: 8 agents active, 1 rest; 75 % of the memory for contexts, of which 1.2 % were lost "
+        "between turns",
+        "  s of t rests for 12.4 s, 42.6 s more at most; 61,440 tokens",
+    ]
+    idle = ActiveAgentsReport(model="m", active=0, window=None, lost_share=0.0)
+    assert next(iter(agent_lines([idle]))).startswith("m: 0 agents active, 0 rest; no limit for")
 
 
 def test_a_turn_shows_the_forecast_of_the_finest_class_of_its_model() -> None:

@@ -65,7 +65,6 @@ def test_every_policy_and_setting_is_documented() -> None:
         "metrics_port",
         "metrics_host",
         "thompson_exploration",
-        "program_acting_weight",
     }
     fields = set(RouterSettings.__struct_fields__) - silent
     words = set(re.findall(r"[a-z_]+", PAGE.replace("no-kv-events", "kv_events")))

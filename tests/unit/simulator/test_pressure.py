@@ -41,29 +41,31 @@ def agents() -> Workload:
     return Workload(tree=tree, sessions=sessions, rounds=rounds)
 
 
-def run(policy: str, tokens: int, **settings: float) -> Figures:
+def run(admits: bool, tokens: int, deadline_s: float = 36000.0) -> Figures:
     core = CoreOptions(tokens // BLOCK, SchedulerLimits(block_size=BLOCK))
     options = SimulationOptions(
-        router=RouterSettings(policy=policy, **settings),  # type: ignore[arg-type]
+        router=RouterSettings(admit_agents=admits),
         workers=(WorkerOptions(2, core),),
         seed=1,
-        deadline_s=36000.0,
+        deadline_s=deadline_s,
     )
     simulation = Simulation(agents(), options)
     simulation.run()
     return figures(simulation)
 
 
-def test_under_pressure_pausing_agents_raises_the_throughput() -> None:
-    kv, program = run("kv", 300_000), run("program", 300_000)
-    patient = run("program", 300_000, program_acting_tau_s=10.0)
-    assert kv.failed == program.failed == patient.failed == 0
-    assert kv.cache.share_of_ideal < 0.6, "there is pressure"
-    assert program.cache.share_of_ideal > kv.cache.share_of_ideal + 0.1
-    assert program.output_tokens_per_s > 1.05 * kv.output_tokens_per_s
-    assert patient.output_tokens_per_s > 1.15 * kv.output_tokens_per_s
+def test_under_pressure_resting_agents_raises_the_throughput() -> None:
+    everybody, some = run(False, 300_000), run(True, 300_000)
+    assert everybody.failed == some.failed == 0
+    assert everybody.cache.share_of_ideal < 0.6, "there is pressure"
+    assert some.cache.share_of_ideal > everybody.cache.share_of_ideal + 0.1
+    assert some.output_tokens_per_s > 1.05 * everybody.output_tokens_per_s
 
 
-def test_no_agent_is_paused_if_all_fit() -> None:
-    kv, program = run("kv", 1_000_000), run("program", 1_000_000)
-    assert program.latency.ttft_s == kv.latency.ttft_s
+def test_no_request_is_refused_for_a_rest() -> None:
+    assert run(True, 300_000, deadline_s=60.0).failed == 0
+
+
+def test_no_agent_rests_if_all_fit() -> None:
+    everybody, some = run(False, 1_000_000), run(True, 1_000_000)
+    assert some.latency.ttft_s == everybody.latency.ttft_s

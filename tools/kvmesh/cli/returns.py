@@ -11,6 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.errors import BusError, NotPermitted
 from kvmesh.bus.messages import (
+    ActiveAgentsReport,
     Instance,
     MessageDecoder,
     ReturnCheck,
@@ -29,6 +30,7 @@ from kvmesh.settings import Settings
 
 TIMEOUT_S = 2.0
 ROUTERS = 3
+MOST_RESTING = 20  # shown
 WITHIN = {"10 s": 10.0, "1 min": 60.0, "10 min": 600.0, "1 h": 3600.0}
 _reports = MessageDecoder(ReturnsReport)
 
@@ -46,7 +48,17 @@ async def learned_returns(bus: Bus, settings: Settings) -> ReturnsReport | None:
     reports = [report for report in asked if report is not None]
     if not reports:
         return None
-    return max(reports, key=lambda report: sum(each.prompts for each in report.classes))
+    best = max(reports, key=lambda report: sum(each.prompts for each in report.classes))
+    agents = [_united(each, reports) for each in best.agents]
+    return msgspec.structs.replace(best, agents=agents)
+
+
+def _united(agents: ActiveAgentsReport, reports: list[ReturnsReport]) -> ActiveAgentsReport:
+    """A model's agents with those that rest at any of the routers."""
+    same = (each for report in reports for each in report.agents if each.model == agents.model)
+    resting = [agent for each in same for agent in each.resting]
+    resting.sort(key=lambda agent: -agent.rested_s)
+    return msgspec.structs.replace(agents, resting=resting)
 
 
 async def _ask(bus: Bus, router: Instance) -> ReturnsReport | None:
@@ -73,6 +85,22 @@ def check_lines(checks: Iterable[ReturnCheck]) -> Iterator[str]:
             f"{each.model}: forecasts expected {each.expected:,.1f} returns within"
             f" {each.within_s:g} s, {each.observed:,.1f} were observed"
         )
+
+
+def agent_lines(agents: Iterable[ActiveAgentsReport]) -> Iterator[str]:
+    """A line for each model's agents, and one for each agent that rests."""
+    for each in agents:
+        window = "no limit" if each.window is None else f"{100 * each.window:.0f} % of the memory"
+        yield (
+            f"{each.model}: {each.active:,} agents active, {len(each.resting):,} rest; {window} for"
+            f" contexts, of which {100 * each.lost_share:.1f} % were lost between turns"
+        )
+        for agent in each.resting[:MOST_RESTING]:
+            owner = f" of {agent.owner}" if agent.owner else ""
+            yield (
+                f"  {agent.session}{owner} rests for {agent.rested_s:.1f} s,"
+                f" {agent.ends_in_s:.1f} s more at most; {agent.tokens:,} tokens"
+            )
 
 
 def render(classes: Iterable[ReturnClass]) -> Table:

@@ -23,6 +23,7 @@ from kvmesh.bus.messages.cache import (
 )
 from kvmesh.bus.messages.codec import MessageDecoder, encode, is_outcome
 from kvmesh.bus.messages.control import (
+    ActiveAgentsReport,
     AdapterCommand,
     Cancel,
     CheckIndex,
@@ -42,6 +43,7 @@ from kvmesh.bus.messages.control import (
     RankSpeed,
     Release,
     Resend,
+    RestingAgent,
     ReturnCheck,
     ReturnClass,
     ReturnForecast,
@@ -190,6 +192,7 @@ __all__ = [
     "UNKNOWN",
     "UNLIKELY",
     "WORKER_GONE",
+    "ActiveAgentsReport",
     "AdapterCommand",
     "Attach",
     "Attached",
@@ -276,6 +279,7 @@ __all__ = [
     "Removal",
     "Removed",
     "Resend",
+    "RestingAgent",
     "Retain",
     "ReturnCheck",
     "ReturnClass",

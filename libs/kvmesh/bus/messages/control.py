@@ -241,11 +241,36 @@ class ReturnCheck(Struct, frozen=True, kw_only=True):
     observed: float
 
 
+class RestingAgent(Struct, frozen=True, kw_only=True):
+    """A session with a request that rests, for `rested_s` seconds so far, `ends_in_s` at most."""
+
+    session: str
+    owner: str
+    tokens: int
+    rested_s: float
+    ends_in_s: float
+
+
+class ActiveAgentsReport(Struct, frozen=True, kw_only=True):
+    """Agents of a model: those with a place, and those that rest at this router, longest first.
+
+    `window` is the share of the ranks' memory for contexts of active agents, None without a limit;
+    `lost_share` that of recent prompts which active agents had computed and found evicted.
+    """
+
+    model: str
+    active: int
+    window: float | None
+    lost_share: float
+    resting: list[RestingAgent] = []
+
+
 class ReturnsReport(Struct, frozen=True):
     """The classes of all models, at most a bounded number, of most prompts; checks of forecasts."""
 
     classes: list[ReturnClass]
     checks: list[ReturnCheck] = []
+    agents: list[ActiveAgentsReport] = []
 
 
 class ShowLearned(Struct, frozen=True, tag="show_learned"):

@@ -169,42 +169,12 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     thompson_trust: Annotated[
         Count, Meta(description="thompson: outcomes before it deviates from kv")
     ] = 50
-    program_tick_s: Annotated[Seconds, Meta(description="program: time between reviews")] = 5.0
-    program_pause: Annotated[
-        float,
-        Meta(gt=0, le=1, description="program: share of blocks above which agents are paused"),
-    ] = 0.95
-    program_pause_target: Annotated[
-        float,
-        Meta(gt=0, le=1, description="program: share of blocks down to which agents are paused"),
-    ] = 0.80
-    program_demote: Annotated[
-        float, Meta(gt=0, le=1, description="program: share of blocks above which agents yield")
-    ] = 0.80
-    program_hysteresis: Annotated[
-        float,
-        Meta(
-            ge=0, lt=1, description="program: free share below program_pause that resuming leaves"
-        ),
-    ] = 0.10
-    program_resume_s: Annotated[
-        Seconds, Meta(description="program: longest pause of an agent with a waiting request")
-    ] = 1800.0
-    program_demote_s: Annotated[
-        Weight, Meta(description="program: arrival time of a yielding agent moves forward by this")
-    ] = 2.0
-    program_boost_s: Annotated[
-        Weight, Meta(description="program: arrival time of a resumed agent moves back by this")
-    ] = 1.0
-    program_acting_weight: Annotated[
-        float,
-        Meta(ge=0, le=1, description="program: weight of an agent's tokens when a tool starts"),
-    ] = 1.0
-    program_acting_tau_s: Annotated[
-        Seconds, Meta(description="program: time constant of that weight's decay")
-    ] = 1.0
     learn_speeds: Annotated[
         bool, Meta(description="learn the ranks' speeds, and place by them")
+    ] = True
+    admit_agents: Annotated[
+        bool,
+        Meta(description="kv: have some agents rest while contexts exceed the memory"),
     ] = True
     forecast_returns: Annotated[
         bool, Meta(description="learn when prompts return, and tell the workers what to expect")

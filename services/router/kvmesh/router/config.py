@@ -13,12 +13,6 @@ def check_settings(settings: RouterSettings) -> None:
     """Raise RouterConfigError naming the key and the reason if the settings are invalid."""
     for key in settings.__struct_fields__:
         _finite(key, getattr(settings, key))
-    if settings.program_pause_target > settings.program_pause:
-        raise RouterConfigError("program_pause_target", "must not be above program_pause")
-    if settings.program_demote > settings.program_pause:
-        raise RouterConfigError("program_demote", "must not be above program_pause")
-    if settings.program_hysteresis >= settings.program_pause:
-        raise RouterConfigError("program_hysteresis", "must be below program_pause")
     if settings.kv_events and settings.predicted_ttl_s > settings.sequence_ttl_s:
         raise RouterConfigError("predicted_ttl_s", "must not be above sequence_ttl_s")
     if settings.rescore_s > settings.starvation_s:

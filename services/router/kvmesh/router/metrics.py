@@ -7,6 +7,7 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.forecaster import ReturnForecaster
 from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.policies.admission import AgentAdmission
 
 _FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0)
 _SLOW = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -67,6 +68,21 @@ forecast_hits = Gauge(
     "Share of the blocks read again, of a sample of conversations, that a cache of the ranks' size "
     f"would hold if it evicts by forecast or by recency: {_SAME}",
     ["model", "order"],
+)
+agents = Gauge(
+    f"{_PREFIX}_agents",
+    "Agents by state: active, about the same in each router, or resting with a request here",
+    ["model", "state"],
+)
+agent_window = Gauge(
+    f"{_PREFIX}_agent_window",
+    f"Share of the ranks' memory for contexts of active agents, +Inf without a limit: {_SAME}",
+    ["model"],
+)
+agent_rests = Counter(
+    f"{_PREFIX}_agent_rests",
+    "Rests of agents with a request, by what ended them: room, deadline, or share of the owner",
+    ["model", "end"],
 )
 lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])
 ranks = Gauge(f"{_PREFIX}_ranks", f"Known data-parallel ranks: {_SAME}", ["model"])
@@ -132,6 +148,7 @@ class RouterModelMetrics:
         self._slow: set[tuple[str, str, str]] = set()
         self._measured: set[tuple[str, str, str]] = set()
         self._failures: dict[str, int] = {}
+        self._rests: dict[str, int] = {}
 
     def observe_placement(self, decision: Decision) -> None:
         """Count one placement."""
@@ -163,11 +180,21 @@ class RouterModelMetrics:
         for report in core.learned():
             learner_gain.labels(self._model, report.learner).set(report.gain)
             learner_on.labels(self._model, report.learner).set(report.on)
+        if isinstance(core.policies.default, AgentAdmission):
+            self._admission(core.policies.default)
         if core.returns is not None:
             self._returns(core.returns)
         for policy, count in core.policies.failures.items():
             failures.labels(self._model, policy).inc(count - self._failures.get(policy, 0))
             self._failures[policy] = count
+
+    def _admission(self, admission: AgentAdmission) -> None:
+        agents.labels(self._model, "active").set(admission.active)
+        agents.labels(self._model, "resting").set(len(admission.waiting))
+        agent_window.labels(self._model).set(admission.window.share)
+        for end, count in admission.rests.items():
+            agent_rests.labels(self._model, end).inc(count - self._rests.get(end, 0))
+            self._rests[end] = count
 
     def _returns(self, returns: ReturnForecaster) -> None:
         for each in returns.curves.calibrations:

@@ -220,7 +220,7 @@ class RouterService:
         self, question: ShowLearned | ShowReturns | ShowSpeeds
     ) -> LearnedReport | ReturnsReport | SpeedReport:
         if isinstance(question, ShowReturns):
-            return returns_report(router.core for router in self._models.values())
+            return returns_report((each.core for each in self._models.values()), monotonic())
         if isinstance(question, ShowLearned):
             learned = (router.core.learned() for router in self._models.values())
             return LearnedReport(list(islice(chain.from_iterable(learned), MAX_LEARNERS)))

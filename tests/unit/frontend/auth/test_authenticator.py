@@ -12,7 +12,7 @@ from kvmesh.frontend.auth.accounts import Account, Key
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError, read_keys, secret_of
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.namespaces import TenantNamespaces
-from kvmesh.router.placement.fair_order import fair_class
+from kvmesh.router.state.fair_classes import fair_class
 
 
 def test_a_keys_file_is_read_or_its_error_is_named(tmp_path: Path) -> None:

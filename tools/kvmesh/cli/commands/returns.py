@@ -1,4 +1,4 @@
-"""`kvmesh returns`: shows after how long sessions return, by what they wait for."""
+"""`kvmesh returns`: shows after how long sessions return, and which agents rest."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     from kvmesh.bus.client import Bus
     from kvmesh.cli.bus_session import run_on_bus
-    from kvmesh.cli.returns import check_lines, learned_returns, render
+    from kvmesh.cli.returns import agent_lines, check_lines, learned_returns, render
     from kvmesh.cli.units import literal_lines
     from kvmesh.returns.rates import BINS, unpack_rates
 
@@ -36,21 +36,23 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             return 1
         shown = [each for each in report.classes if arguments.model in (None, each.model)]
         checks = [each for each in report.checks if arguments.model in (None, each.model)]
+        agents = [each for each in report.agents if arguments.model in (None, each.model)]
         if arguments.json:
             classes = [
                 msgspec.structs.asdict(each) | {"rates": unpack_rates(each.rates)}
                 for each in shown
                 if len(each.rates) == BINS
             ]
-            content = {"classes": classes, "checks": checks}
+            content = {"classes": classes, "checks": checks, "agents": agents}
             print(msgspec.json.encode(content).decode())
             return 0
         console = Console(highlight=False)
         wide = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        if not shown:
+        if shown:
+            wide.print(render(shown), Text(), literal_lines(check_lines(checks)), sep="\n")
+        else:
             print("no prompt has ended yet")
-            return 0
-        wide.print(render(shown), Text(), literal_lines(check_lines(checks)), sep="\n")
+        wide.print(literal_lines(agent_lines(agents)))
         return 0
 
     return run_on_bus("returns", settings, main)

@@ -12,26 +12,11 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping
 
-from kvmesh.bus.messages import Hints, SeqWait
+from kvmesh.bus.messages import SeqWait
+from kvmesh.router.state.fair_classes import main_class
 
 Heap = list[tuple[float, float, str]]
-SEPARATOR = "\x1f"
 BATCH = "~"  # first character of the lanes of batch requests
-
-
-def fair_class(hints: Hints) -> str:
-    """The class of a request: its tenant, subdivided by the caller's fair class.
-
-    Without a tenant, the caller's fair class alone.
-    """
-    if hints.tenant is None:
-        return hints.fair_class or ""
-    return f"{hints.tenant}{SEPARATOR}{hints.fair_class}" if hints.fair_class else hints.tenant
-
-
-def _main_class(name: str) -> str:
-    """The class without its subdivision."""
-    return name.partition(SEPARATOR)[0]
 
 
 class QueuePart:
@@ -151,7 +136,7 @@ class PriorityTier:
         self._turns: deque[FairClass] = deque()
 
     def push(self, entry: SeqWait) -> None:
-        name = _main_class(entry.fair_class)
+        name = main_class(entry.fair_class)
         fair = self._classes.get(name)
         if fair is None:
             fair = self._classes[name] = FairClass(name)
@@ -213,7 +198,7 @@ class PriorityTier:
 
     def charge(self, entry: SeqWait) -> None:
         """Charge a placed request of this tier."""
-        fair = self._classes.get(_main_class(entry.fair_class))
+        fair = self._classes.get(main_class(entry.fair_class))
         if fair is not None:
             fair.charge(entry)
 

@@ -29,7 +29,7 @@ from kvmesh.router.config import fair_weights
 from kvmesh.router.errors import RouteError, RouterOverloaded
 from kvmesh.router.placement.batch_lane import TIER, BatchLane
 from kvmesh.router.placement.failure_log import FailureLog
-from kvmesh.router.placement.fair_order import BATCH, FairOrder, fair_class
+from kvmesh.router.placement.fair_order import BATCH, FairOrder
 from kvmesh.router.placement.gathering import Gathering
 from kvmesh.router.placement.held_prompts import HeldPrompt, HeldPrompts
 from kvmesh.router.placement.prefix_waits import PrefixWaits
@@ -37,6 +37,7 @@ from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.router.state.arrays import Slots
+from kvmesh.router.state.fair_classes import fair_class
 
 REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
 SKIP_REPLICA_S = 5.0  # the queue does not wait for a replica that was too slow
@@ -116,7 +117,7 @@ class PlacementQueue:
         ticket.scored_at = now
         actions = QueueActions()
         try:
-            if not self.core.policies.admits(ticket.request, now):
+            if not self._admits(ticket.request, now):
                 self._hold_back(ticket, actions)
             elif self._gathers and self._may_wait(ticket.request):
                 self._gathering.add(ticket, now)
@@ -433,6 +434,9 @@ class PlacementQueue:
 
     # waiting
 
+    def _admits(self, request: RouteRequest, now: float) -> bool:
+        return self._batch.includes(request) or self.core.policies.admits(request, now)
+
     def _hold_back(self, ticket: Ticket, actions: QueueActions) -> None:
         self._check_limit(ticket)
         self._unadmitted[ticket.request.request] = ticket
@@ -440,7 +444,7 @@ class PlacementQueue:
 
     def _submit_admitted(self, now: float, actions: QueueActions) -> None:
         for name, ticket in list(self._unadmitted.items()):
-            if self.core.policies.admits(ticket.request, now):
+            if self._admits(ticket.request, now):
                 del self._unadmitted[name]
                 admitted = self.submit(ticket, now)
                 actions.events += admitted.events

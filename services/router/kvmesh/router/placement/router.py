@@ -79,6 +79,8 @@ class RouterCore:
         self._gone_since: dict[str, float] = {}
         self.policies = PolicyRunner(settings, rng)
         self.returns = ReturnForecaster(router) if settings.forecast_returns else None
+        within = self._returns_within if self.returns is not None else None
+        self.policies.default.follow(within, self.speeds)
 
     # inputs
 
@@ -189,6 +191,12 @@ class RouterCore:
         """The decision with the return that was expected of the prompt that it continues."""
         expected = None if self.returns is None else self.returns.expected_return(decision)
         return decision if expected is None else replace(decision, expected=expected)
+
+    def _returns_within(
+        self, session: str, seconds: float, now: float
+    ) -> tuple[float, bool] | None:
+        assert self.returns is not None
+        return self.returns.returns_within(session, seconds, now + self.epoch)
 
     def take_forecasts(self, now: float) -> dict[str, list[ReturnForecast]]:
         """The forecasts of returns to send, by the instance that expects them.

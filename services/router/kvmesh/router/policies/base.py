@@ -1,6 +1,6 @@
 """Base class of policies and the simple ones. Policies are pure: time and rng are passed in."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 
 import numpy as np
@@ -8,6 +8,11 @@ import numpy as np
 from kvmesh.bus.messages import Decision, LearnerReport, Outcome, RouteRequest
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
+from kvmesh.router.state.rank_speeds import RankSpeeds
+
+# session, seconds, now: the probability that it is back within that time, and whether that rests
+# on reported tools; None if unknown
+ReturnsWithin = Callable[[str, float, float], tuple[float, bool] | None]
 
 
 class Policy:
@@ -35,6 +40,9 @@ class Policy:
 
     def on_freed(self, request: str, now: float) -> None:
         """A request ended or was given up; its outcome arrives before, after or never."""
+
+    def follow(self, within: ReturnsWithin | None, speeds: RankSpeeds) -> None:
+        """Called at start with the router's forecasts of returns, if it learns them, and speeds."""
 
     def admits(self, request: RouteRequest, now: float) -> bool:
         """True if the request may be placed now; else called again until its deadline."""

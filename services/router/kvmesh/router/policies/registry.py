@@ -7,6 +7,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from kvmesh.router.errors import RouterConfigError
+from kvmesh.router.policies.admission import AgentAdmission
 from kvmesh.router.policies.base import (
     Kv,
     KvMultiplicative,
@@ -17,14 +18,13 @@ from kvmesh.router.policies.base import (
     RoundRobin,
     Uniform,
 )
-from kvmesh.router.policies.program import ProgramPolicy
 from kvmesh.router.policies.session import SessionPolicy
 from kvmesh.router.policies.thompson import Thompson
 from kvmesh.settings.schema import RouterSettings
 
 ENTRY_POINTS = "kvmesh.policies"
 BUILT_IN: dict[str, Callable[[RouterSettings], Policy]] = {
-    "kv": lambda _: Kv(),
+    "kv": lambda settings: AgentAdmission() if settings.admit_agents else Kv(),
     "kv-multiplicative": lambda _: KvMultiplicative(),
     "least-loaded": lambda _: LeastLoaded(),
     "power-of-two": lambda _: PowerOfTwo(),
@@ -33,7 +33,6 @@ BUILT_IN: dict[str, Callable[[RouterSettings], Policy]] = {
     "thompson": lambda s: Thompson(
         s.thompson_exploration, s.thompson_forgetting, s.thompson_feedback_s, s.thompson_trust
     ),
-    "program": ProgramPolicy,
     "round-robin": lambda _: RoundRobin(),
     "random": lambda _: Uniform(),
 }
@@ -70,6 +69,8 @@ def _load(name: str) -> Callable[[], object]:
     points = _entry_points()
     target = points.get(name, name)
     module, colon, attribute = target.partition(":")
+    if name == "program":
+        raise RouterConfigError("policy", "program is no more: kv lets agents rest by itself")
     if not colon:
         known = ", ".join(sorted({*BUILT_IN, *points}))
         raise RouterConfigError("policy", f"{name!r} is none of {known}, nor module:Class")

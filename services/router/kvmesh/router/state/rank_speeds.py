@@ -31,6 +31,8 @@ OUTLIER = 2.0  # times as slow, or as fast: a rank becomes an outlier
 NORMAL = 1.5
 CONTRARY = 4  # comparisons in a row that make an outlier, or end that
 MAX_SLOWNESS = 10.0
+RATE_HALF_S = 600.0
+RATE_BUSY_S = 0.5  # in shorter windows, a step at the edge would count too much
 ANSWER_MEMORY = 0.02  # weight of an answer in the mean
 MOST_STEP_TOKENS = 1000.0  # prompt tokens that take as long as a step at most
 _NEGLIGIBLE = math.log(1.05)
@@ -92,6 +94,9 @@ class RankSpeeds:
     It counts while the speeds are `trusted`. `seconds` are the step times that the last comparison
     found, None before. `answer` is the mean number of tokens that requests generate, `compared` the
     number of windows that were compared.
+
+    `prefill_rate` is the most prompt tokens that a rank computed per busy second of a window; it
+    fades by half in RATE_HALF_S, and is 0 if unknown.
     """
 
     def __init__(self) -> None:
@@ -103,6 +108,7 @@ class RankSpeeds:
         self.answer = 0.0
         self.trusted = True
         self.compared = 0
+        self.prefill_rate = 0.0
 
     def observe(self, slot: int, load: Load, now: float) -> None:
         """Record one load report of the rank in a slot."""
@@ -119,9 +125,13 @@ class RankSpeeds:
         if now - history.window_start < WINDOW_S:
             return
         last, history.load, history.window_start = history.load, load, now
-        if load.busy_s - last.busy_s >= MIN_BUSY_S:
-            history.windows.append(_window(last, load, now))
+        busy = load.busy_s - last.busy_s
+        if busy >= MIN_BUSY_S:
+            window = _window(last, load, now)
+            history.windows.append(window)
             self.compared += 1
+            if busy >= RATE_BUSY_S:
+                self.prefill_rate = max(self.prefill_rate, window.work[1] / busy)
 
     def observe_answer(self, tokens: int) -> None:
         """Record the number of tokens that a request has generated."""
@@ -138,6 +148,7 @@ class RankSpeeds:
         """Compare the ranks every FIT_S seconds; `size` is the number of slots."""
         if now - self._fitted < FIT_S:
             return
+        self.prefill_rate *= 0.5 ** (min(now - self._fitted, RATE_HALF_S) / RATE_HALF_S)
         self._fitted = now
         for history in self._histories.values():
             while history.windows and now - history.windows[0].end > EVIDENCE_S:

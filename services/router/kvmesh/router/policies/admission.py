@@ -1,0 +1,251 @@
+"""Admission of agents: while contexts exceed the memory, some agents rest between their turns.
+
+An agent alternates between a request and a tool. If more agents take turns than the memory holds
+contexts, each turn evicts what another agent is about to need. Resting a few keeps the contexts of
+the others (ThunderAgent, arXiv 2602.13692; Concur, arXiv 2601.22705).
+"""
+
+from collections import defaultdict
+from math import inf
+from random import Random
+
+from kvmesh.bus.messages import Decision, Outcome, RouteRequest
+from kvmesh.router.policies.active_agents import ActiveAgents, AgentState, RankId
+from kvmesh.router.policies.agent_window import AgentWindow
+from kvmesh.router.policies.base import Kv, ReturnsWithin
+from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
+from kvmesh.router.scoring.cost import CostModel
+from kvmesh.router.state.rank_speeds import RankSpeeds
+
+HISTORY_S = 600.0
+MARGIN_S = 5.0  # a rest ends this long before the deadline: time for two placements
+LEAD_S = 15.0  # before that, others leave for the agent
+QUANTA = 2.0  # an active agent keeps its place for so many times `hold_s` before others replace it
+REVIEW_S = 0.25
+LEAST_HOLD_S = 2.0  # below, contexts are computed faster than agents can change places
+
+
+class AgentAdmission(Kv):
+    """`Kv`, and a window of active agents on each rank while agents lose their contexts.
+
+    Decisions and outcomes of all routers determine who is active, so that routers agree but for
+    the messages under way. Each router admits its own requests; `waiting` are the agents that rest
+    with one, by session. Requests without a session are always admitted, and so are all while the
+    window is open. `rests` counts rests by what ended them.
+    """
+
+    def __init__(self) -> None:
+        self.window = AgentWindow()
+        self.agents = ActiveAgents()
+        self.rests: dict[str, int] = {"room": 0, "deadline": 0, "share": 0}
+        self.waiting: dict[str, AgentState] = {}
+        self._limits: dict[RankId, float] = {}
+        self._free: dict[RankId, float] = {}
+        self._owned: dict[str, float] = {}
+        self._reviewed = -inf
+
+    @property
+    def history_s(self) -> float:
+        return HISTORY_S
+
+    def follow(self, within: ReturnsWithin | None, speeds: RankSpeeds) -> None:
+        self.agents.returns_within, self.agents.speeds = within, speeds
+
+    @property
+    def active(self) -> int:
+        """The agents that have a place."""
+        return sum(agent.active for _, agent in self.agents)
+
+    # placements
+
+    def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
+        self.agents.table = candidates.table
+        choice = super().choose(candidates, model, rng)
+        agent = self.agents.find(candidates.request.hints.session)
+        if agent is None or not agent.admitted or not agent.waited_s:
+            return choice
+        note = f"rested {agent.waited_s:.1f} s for a place among the active agents"
+        chosen = choice.chosen
+        if agent.rank is not None:
+            reserved = candidates.index_of(*agent.rank)
+            chosen = chosen if reserved is None else reserved
+        return PolicyChoice(chosen, choice.cost, note)
+
+    def on_placed(self, decision: Decision, now: float) -> None:
+        turn = self.agents.placed(decision, self.window.open, now)
+        self.waiting.pop(decision.hints.session or "", None)
+        if turn is None:
+            return
+        self.window.observe_pause(turn.tokens, turn.pause_s, self.agents.hold_s, now)
+        if turn.kept:
+            self.window.observe(turn.tokens, turn.lost, now)
+
+    def on_finished(self, outcome: Outcome, now: float) -> None:
+        self.agents.finished(outcome.request, outcome.output_tokens, now)
+
+    def on_freed(self, request: str, now: float) -> None:
+        self.agents.freed(request, now)
+
+    # admission
+
+    def admits(self, request: RouteRequest, now: float) -> bool:
+        agent = self.agents.of(request)
+        if agent is None or (agent.active and not agent.leaving):
+            return True
+        if self.window.open or self._parent_is_active(request):
+            self._admit(request, agent, agent.rank, now)
+            return True
+        self._review(now)
+        if agent.waiting_since is None:
+            agent.waiting_since = now
+            self.waiting[request.hints.session or ""] = agent
+            agent.tokens += max(request.tokens - agent.context, 0)
+            agent.context = max(agent.context, request.tokens)
+        ends = now + request.deadline_s - min(MARGIN_S, request.deadline_s / 2)
+        agent.rest_ends = min(agent.rest_ends, ends)
+        reason, rank = self._place_for(agent, now)
+        if reason is None:
+            return False
+        if now > agent.waiting_since:
+            self.rests[reason] += 1
+        self._admit(request, agent, rank, now)
+        agent.overdue = reason == "deadline" and len(self._owned) < 2
+        return True
+
+    def queue_boost_s(self, request: RouteRequest) -> float:
+        """A rest that lasted until the deadline skips the queue, if no other owner has agents."""
+        agent = self.agents.find(request.hints.session)
+        return inf if agent is not None and agent.overdue else 0.0
+
+    def _parent_is_active(self, request: RouteRequest) -> bool:
+        """True for a subagent of an active agent, which waits for it."""
+        parent = self.agents.find(request.hints.parent_session)
+        return parent is not None and parent.active
+
+    def _place_for(self, agent: AgentState, now: float) -> tuple[str | None, RankId | None]:
+        """The reason for which an agent may be active now, and its rank; None while it rests.
+
+        A context beyond the limit of every rank fits where no other agent is active.
+        """
+        limits, tokens = self._limits, agent.tokens
+        fits = {r: free for r, free in self._free.items() if free >= min(tokens, limits[r])}
+        if fits:
+            own = agent.rank is not None and agent.rank in fits
+            return "room", agent.rank if own else min(fits, key=lambda rank: fits[rank])
+        if not self._free:
+            return "room", None
+        if now >= agent.rest_ends:
+            return "deadline", None
+        if self._owned.get(agent.owner, 0.0) + agent.tokens <= self._fair_share(agent.owner):
+            return "share", None
+        return None, None
+
+    def _fair_share(self, owner: str) -> float:
+        """The tokens that an owner's active agents may have whatever the others have."""
+        owners = {*self._owned, owner}
+        if len(owners) < 2:
+            return 0.0
+        return sum(self._limits.values()) / len(owners)
+
+    def _admit(
+        self, request: RouteRequest, agent: AgentState, rank: RankId | None, now: float
+    ) -> None:
+        agent.waited_s = agent.rested_s(now)
+        self.waiting.pop(request.hints.session or "", None)
+        agent.active, agent.leaving, agent.admitted = True, False, True
+        agent.active_since = agent.ended = now
+        agent.waiting_since, agent.rest_ends = None, inf
+        if rank is None:
+            agent.rank = None
+        else:
+            self.agents.move(agent, rank)
+            if rank in self._free:
+                self._free[rank] -= agent.tokens
+        self._owned[agent.owner] = self._owned.get(agent.owner, 0.0) + agent.tokens
+
+    # review
+
+    def tick(self, now: float) -> None:
+        self.agents.update_hold()
+        self.agents.drop_gone(now)
+        self._forget_waiting(now)
+        if self.agents.hold_s < LEAST_HOLD_S or not self.window.pays:
+            self.window.share = inf
+        else:
+            self.window.review(bool(self.waiting), now)
+        if self.window.open:
+            return
+        self._review(now, True)
+        for rank, free in self._free.items():
+            if free < 0.0:
+                self._shrink(rank, -free, now)
+        self._rotate(now)
+
+    def _forget_waiting(self, now: float) -> None:
+        """Forget agents that wait no more: their requests were withdrawn or refused."""
+        for session, agent in list(self.waiting.items()):
+            if now > agent.rest_ends + MARGIN_S or self.agents.find(session) is not agent:
+                agent.waiting_since, agent.rest_ends = None, inf
+                del self.waiting[session]
+
+    def _review(self, now: float, always: bool = False) -> None:
+        """Measure the free memory of each rank, and the tokens of each owner's active agents."""
+        if now - self._reviewed < REVIEW_S and not always:
+            return
+        self._reviewed = now
+        share = self.window.share
+        self._limits = {rank: share * each for rank, each in self.agents.capacities().items()}
+        free = dict(self._limits)
+        owned: defaultdict[str, float] = defaultdict(float)
+        for session, agent in self.agents:
+            if agent.active:
+                tokens = agent.tokens * self.agents.presence(session, agent, now)
+                owned[agent.owner] += tokens
+                if agent.rank in free:
+                    free[agent.rank] -= tokens
+        waiting = {agent.owner: 0.0 for agent in self.waiting.values()}
+        self._free, self._owned = free, waiting | owned
+
+    def _shrink(self, rank: RankId, tokens: float, now: float) -> None:
+        """Have agents of a rank rest until so many tokens are free."""
+        leaving = [a for _, a in self.agents if a.active and a.leaving and a.rank == rank]
+        tokens -= sum(agent.tokens for agent in leaving)
+        for presence, agent in self._candidates(now, rank):
+            if tokens <= 0.0:
+                return
+            tokens -= agent.tokens * presence
+            self.agents.rest(agent)
+
+    def _rotate(self, now: float) -> None:
+        """Have an agent leave for each one whose rest ends soon."""
+        due = sum(1 for agent in self.waiting.values() if self._ends_soon(agent, now))
+        due -= sum(1 for _, agent in self.agents if agent.active and agent.leaving)
+        if due <= 0:
+            return
+        since = now - QUANTA * self.agents.hold_s
+        old = [agent for _, agent in self._candidates(now, None) if agent.active_since < since]
+        for agent in old[:due]:
+            self.agents.rest(agent)
+
+    def _ends_soon(self, agent: AgentState, now: float) -> bool:
+        return agent.waiting_since is not None and now >= agent.rest_ends - LEAD_S
+
+    def _candidates(self, now: float, rank: RankId | None) -> list[tuple[float, AgentState]]:
+        """Active agents that may rest, the first one first: whose tool will run for longest.
+
+        Then those with requests, the smallest context first. Agents of owners within their fair
+        share stay.
+        """
+        agents = self.agents
+        over = {o for o, tokens in self._owned.items() if tokens > self._fair_share(o)}
+        found = [
+            (agents.expected_soon(session, agent, now), agents.presence(session, agent, now), agent)
+            for session, agent in agents
+            if agent.active
+            and not agent.leaving
+            and not agent.admitted
+            and agent.owner in over
+            and rank in (None, agent.rank)
+        ]
+        found.sort(key=lambda each: (bool(each[2].running), each[0], each[2].tokens))
+        return [(presence, agent) for _, presence, agent in found]
