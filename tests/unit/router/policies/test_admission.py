@@ -64,7 +64,7 @@ def turn(
 def start(router: RouterCore, message: RouteRequest, now: float = 0.0) -> Decision:
     decision = router.decide(message, None, now)
     router.commit(decision, now)
-    router.learn_returns(decision, now)
+    router.learn(decision, now)
     return decision
 
 
@@ -74,7 +74,7 @@ def end(router: RouterCore, request_id: str, now: float) -> None:
         ttft_s=0.1, total_s=1.0, finish="stop", waits_for=["tool", "Bash"],
     )  # fmt: skip
     router.apply_route_event(outcome, now)
-    router.learn_returns(outcome, now)
+    router.learn(outcome, now)
 
 
 def admitted(policy: AgentAdmission, agents: str, now: float, hundreds: int = 1) -> str:
@@ -123,7 +123,7 @@ def test_the_session_rests_whose_tool_is_reported_to_run_for_long() -> None:
     for agent in "wxy":
         end(router, f"{agent}0", 1.0)
     for agent, remaining in (("w", 1.0), ("x", 300.0), ("y", 2.0)):
-        router.learn_returns(
+        router.learn(
             ToolEvent(session=agent, call="c", event="started", time=1.5, remaining_s=remaining),
             1.5,
         )

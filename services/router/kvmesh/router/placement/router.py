@@ -100,8 +100,7 @@ class RouterCore:
         slot = self._reports.apply(load, now)
         if slot is None:
             return
-        if self.settings.learn_speeds:
-            self.speeds.observe(slot, load, now)
+        self.speeds.observe(slot, load, now)
         if not load.running + load.waiting:
             self.active.drop_stale(slot, now - IDLE_GRACE_S)
 
