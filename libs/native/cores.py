@@ -15,10 +15,12 @@ CORES = {
     "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "removed_blocks", "shards"],
     "services/router/kvmesh/router/placement": [
         "fair_order",
+        "free_capacity",
         "gathering",
         "held_prompts",
         "policy_runner",
         "queue",
+        "queue_entries",
         "router",
     ],
     "services/router/kvmesh/router/policies": ["thompson_trust"],

@@ -8,11 +8,8 @@ arrives on the stream.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from math import inf
 
-import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
@@ -27,23 +24,23 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.router.config import fair_weights
 from kvmesh.router.errors import RouteError, RouterOverloaded
-from kvmesh.router.placement.batch_lane import TIER, BatchLane
+from kvmesh.router.placement.batch_lane import BatchLane
 from kvmesh.router.placement.failure_log import FailureLog
 from kvmesh.router.placement.fair_order import BATCH, FairOrder
+from kvmesh.router.placement.free_capacity import FreeCapacity, lane_of
 from kvmesh.router.placement.gathering import Gathering
 from kvmesh.router.placement.held_prompts import HeldPrompt, HeldPrompts
 from kvmesh.router.placement.prefix_waits import PrefixWaits
+from kvmesh.router.placement.queue_entries import QueueEntries
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.router.state.arrays import Slots
-from kvmesh.router.state.fair_classes import fair_class
 
 REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
 SKIP_REPLICA_S = 5.0  # the queue does not wait for a replica that was too slow
 ECHO_PATIENCE_S = 0.5  # for this replica's entry to arrive on the stream
 NEWCOMER_S = 5.0  # for the card of a new replica to arrive
-_ENCODE = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
@@ -73,11 +70,12 @@ class PlacementQueue:
             settings.queue_quantum, fair_weights(settings), settings.starvation_s
         )
         self._batch = BatchLane(core)
+        self._capacity = FreeCapacity(core, self._batch, self._queue)
+        self._entries = QueueEntries(core, self._batch, router)
         self._prefix = PrefixWaits(core)
         self._gathers = settings.gather_s > 0 and settings.queue_threshold > 0
         self._gathering = Gathering(settings.gather_s)
         self._held = HeldPrompts(core.table, core.prefills)
-        self._constraints: dict[str, RouteRequest] = {"": _ANY}
         self._own: dict[str, Ticket] = {}
         self._unadmitted: dict[str, Ticket] = {}
         self._stalled: tuple[str, float] | None = None
@@ -85,7 +83,6 @@ class PlacementQueue:
         self._failures = FailureLog()
         self._rate = 0.0
         self._rate_updated = 0.0
-        self._last_free = np.zeros(0, np.int64), 0  # slots, and the one with capacity among them
 
     @property
     def waiting(self) -> int:
@@ -118,7 +115,7 @@ class PlacementQueue:
         actions = QueueActions()
         try:
             if not self._admits(ticket.request, now):
-                self._hold_back(ticket, actions)
+                self._park(ticket, actions)
             elif self._gathers and self._may_wait(ticket.request):
                 self._gathering.add(ticket, now)
                 if self._gathering.complete(now):
@@ -237,7 +234,7 @@ class PlacementQueue:
         ticket.overlaps, ticket.scored_at = overlaps, now
         if ticket.waiting is not None and ticket.request.request in self._own:
             try:
-                entry = self._entry(ticket, now)
+                entry = self._entries.entry(ticket, now)
             except Exception:
                 return actions  # the entry stays; placing it refuses it
             if entry.key != ticket.waiting.key:
@@ -336,8 +333,8 @@ class PlacementQueue:
                 actions.events += events
                 _finish(ticket, decision, actions)
                 return
-            key = self._sort_key(ticket.request, ticket.queued_since, decision.tokens)
-            self._held.add(ticket, decision, events, key, self._tier(ticket.request), now)
+            key = self._entries.sort_key(ticket.request, ticket.queued_since, decision.tokens)
+            self._held.add(ticket, decision, events, key, self._entries.tier(ticket.request), now)
         except Exception as error:
             _finish(ticket, self._refusal(ticket, error), actions)
 
@@ -378,50 +375,18 @@ class PlacementQueue:
 
     def _must_wait(self, ticket: Ticket) -> bool:
         if self._batch.includes(ticket.request):
-            ticket.lane = BATCH + _lane_of(ticket.request)
+            ticket.lane = BATCH + lane_of(ticket.request)
             return True
         if (
             not self._settings.queue_threshold
             or self.core.policies.queue_boost_s(ticket.request) == inf
         ):
             return False
-        ticket.lane = _lane_of(ticket.request)
-        if ticket.lane in self._queue.lanes or not self._has_capacity(ticket.request):
+        ticket.lane = lane_of(ticket.request)
+        if ticket.lane in self._queue.lanes or not self._capacity.has(ticket.request):
             return True
         lanes = self._batch.others(self._queue.lanes)
         return any(self._lane_has_capacity(lane) for lane in lanes)
-
-    def _has_capacity(self, request: RouteRequest) -> bool:
-        """True if some eligible rank is below the threshold of active prefill.
-
-        For a batch request: if a rank has room, and no other request waits.
-        """
-        if self._batch.includes(request):
-            return self._batch_has_room(request)
-        slots = self.core.eligible(request)
-        cached_slots, slot = self._last_free
-        if cached_slots is slots and self._below_threshold(slot):
-            return True
-        table = self.core.table
-        limit = self._settings.queue_threshold * table.step_tokens.take(slots)
-        load = table.loads(slots)[0]
-        if (batch := self._batch.prefill(slots)) is not None:
-            load = load - batch
-        free = ((load <= limit) | (limit == 0)).nonzero()[0]
-        if not len(free):
-            return False
-        self._last_free = slots, int(slots[free[0]])
-        return True
-
-    def _batch_has_room(self, request: RouteRequest) -> bool:
-        waits = bool(self._batch.others(self._queue.lanes))
-        return not waits and len(self._batch.room(request)) > 0
-
-    def _below_threshold(self, slot: int) -> bool:
-        cells = self.core.table.cells
-        limit = self._settings.queue_threshold * cells.step_tokens[slot]
-        waiting = cells.prefill_tokens[slot] + cells.correction_tokens[slot]
-        return max(waiting, 0.0) <= limit or not limit
 
     def _refusal(self, ticket: Ticket, error: Exception) -> Refused:
         """The refusal for an error; an internal error fails one request, not the router."""
@@ -437,7 +402,7 @@ class PlacementQueue:
     def _admits(self, request: RouteRequest, now: float) -> bool:
         return self._batch.includes(request) or self.core.policies.admits(request, now)
 
-    def _hold_back(self, ticket: Ticket, actions: QueueActions) -> None:
+    def _park(self, ticket: Ticket, actions: QueueActions) -> None:
         self._check_limit(ticket)
         self._unadmitted[ticket.request.request] = ticket
         actions.parked.append(ticket)
@@ -453,7 +418,7 @@ class PlacementQueue:
 
     def _enqueue(self, ticket: Ticket, now: float, actions: QueueActions) -> None:
         self._check_limit(ticket)
-        ticket.waiting = self._entry(ticket, now)
+        ticket.waiting = self._entries.entry(ticket, now)
         self._own[ticket.request.request] = ticket
         actions.events.append(ticket.waiting)
         actions.parked.append(ticket)
@@ -468,55 +433,18 @@ class PlacementQueue:
                 f"{self._settings.queue_limit} requests wait already", retry_after
             )
 
-    def _entry(self, ticket: Ticket, now: float) -> SeqWait:
-        request, epoch = ticket.request, self.core.epoch
-        candidates = self.core.candidates(request, ticket.overlaps, now)
-        cached = int(candidates.overlap.sum(1).max()) * self.core.table.block_size
-        uncached = max(request.tokens - cached, 1)
-        arrived = ticket.queued_since + epoch
-        return SeqWait(
-            request=request.request,
-            router=self._router,
-            lane=ticket.lane,
-            tier=self._tier(request),
-            fair_class=fair_class(request.hints),
-            key=self._sort_key(request, arrived, uncached),
-            cost=uncached,
-            arrived=arrived,
-            deadline=ticket.deadline + epoch,
-            placement=request.placement if ticket.lane else None,
-            adapter=request.adapter,
-        )
-
-    def _tier(self, request: RouteRequest) -> int:
-        return TIER if self._batch.includes(request) else max(request.hints.strict_priority, 0)
-
-    def _sort_key(self, request: RouteRequest, arrived: float, uncached: int) -> float:
-        settings, hints = self._settings, request.hints
-        priority = max(hints.priority, 0)
-        if settings.queue_order == "wspt":
-            return -(1 + priority) / uncached
-        if settings.queue_order == "lcfs":
-            return -arrived
-        shift = priority * settings.priority_shift_s
-        shift += min(max(hints.latency_sensitivity, 0.0), 1.0) * settings.latency_shift_s
-        return arrived - shift - self.core.policies.queue_boost_s(request)
-
     def _insert(self, entry: SeqWait) -> None:
         if entry.router == self._router and entry.request not in self._own:
             return
         self._queue.push(entry)
-        if entry.placement is not None and entry.lane not in self._constraints:
-            self._constraints[entry.lane] = replace(
-                _ANY, placement=entry.placement, adapter=entry.adapter
-            )
+        self._capacity.note(entry)
 
     def _remove(self, request: str, placed: bool, events: Collection[SeqEvent] = ()) -> None:
         entry = self._queue.remove(request, placed)
         if entry is not None and entry.lane.startswith(BATCH):
             self._batch.placed(entry, events)
-        if entry is not None and entry.lane and entry.lane not in self._queue.lanes:
-            self._constraints.pop(entry.lane, None)
+        if entry is not None and entry.lane not in self._queue.lanes:
+            self._capacity.forget(entry.lane)
         if not placed:
             self._own.pop(request, None)
             self._unadmitted.pop(request, None)
@@ -526,13 +454,8 @@ class PlacementQueue:
 
     def _lane_has_capacity(self, lane: str) -> bool:
         """True if a lane's requests have capacity, or will be refused and so need not wait."""
-        constraints = self._constraints.get(lane)
-        if constraints is None:
-            return False  # another replica did not publish its constraints
         try:
-            if lane.startswith(BATCH):
-                return self._batch_has_room(constraints)
-            return self._has_capacity(constraints)
+            return self._capacity.lane_has(lane)
         except Exception:
             return any(ticket.lane == lane for ticket in self._own.values())  # refused when placed
 
@@ -545,7 +468,7 @@ class PlacementQueue:
         if ticket is None:
             return self._await_replica(head, blocked, now)
         try:
-            if not self._has_capacity(ticket.request):
+            if not self._capacity.has(ticket.request):
                 blocked.add(head.lane)
                 return True
             self._place(ticket, now, actions)
@@ -587,14 +510,3 @@ class PlacementQueue:
 def _finish(ticket: Ticket, result: Decision | Refused, actions: QueueActions) -> None:
     ticket.result = result
     actions.done.append(ticket)
-
-
-def _lane_of(request: RouteRequest) -> str:
-    """The lane of a request: requests with the same constraints wait for each other."""
-    if request.placement == _ANY.placement and request.adapter is None:
-        return ""
-    constraints = _ENCODE((request.placement, request.adapter))
-    return blake2b(constraints, digest_size=8).hexdigest()
-
-
-_ANY = RouteRequest(request="", model="", sequence_hashes=b"", tokens=0, max_tokens=0, deadline_s=0)
