@@ -11,13 +11,12 @@ class PairedErrors:
 
     The verdict changes if the mean difference exceeds its standard error: to `trusted` if the
     learner is better, and from it if it is worse. Until then it is trusted. `count` is the number
-    of requests that still weigh, `seen` that of all.
+    of requests that still weigh.
     """
 
     def __init__(self) -> None:
         self.trusted = True
         self.count = 0.0
-        self.seen = 0
         self._own = 0.0
         self._fallback = 0.0
         self._squares = 0.0
@@ -37,7 +36,6 @@ class PairedErrors:
 
     def add(self, own: float, fallback: float) -> None:
         """Record the errors on one request."""
-        self.seen += 1
         self.count = self.count * MEMORY + 1.0
         self._own = self._own * MEMORY + own
         self._fallback = self._fallback * MEMORY + fallback
