@@ -18,7 +18,6 @@ from kvmesh.settings.schema import RouterSettings
         ({"decode_credits": [float("nan"), 0.0, 0.0, 0.0]}, "decode_credits"),
         ({"temperature": float("inf")}, "temperature"),
         ({"prefill_weight": float("nan")}, "prefill_weight"),
-        ({"policy": "program"}, "policy"),
         ({"predicted_ttl_s": 400.0}, "predicted_ttl_s"),
         ({"rescore_s": 60.0}, "rescore_s"),
         ({"fair_weights": ["gold"]}, "fair_weights"),

@@ -69,8 +69,6 @@ def _load(name: str) -> Callable[[], object]:
     points = _entry_points()
     target = points.get(name, name)
     module, colon, attribute = target.partition(":")
-    if name == "program":
-        raise RouterConfigError("policy", "program is no more: kv lets agents rest by itself")
     if not colon:
         known = ", ".join(sorted({*BUILT_IN, *points}))
         raise RouterConfigError("policy", f"{name!r} is none of {known}, nor module:Class")
