@@ -113,7 +113,7 @@ class ReturnForecaster:
         elif shadow.returns < LEAST_RETURNS:
             reason = f"fewer than {LEAST_RETURNS} returns"
         else:
-            reason = "eviction by recency has as many hits"
+            reason = "eviction by recency has as many hits, or more"
         yield LearnerReport(
             model=model,
             learner="returns",

@@ -162,7 +162,7 @@ class ManagerCollector(Collector):
         for blocks, count in manager.returns.returns.items():
             returns.add_metric([blocks], count)
         kept_off = _counter(
-            "not_offloaded_blocks", "Blocks that a lower tier would not be worth the write", "tier"
+            "not_offloaded_blocks", "Blocks not written to a tier, as that would not pay", "tier"
         )
         for tier, offload in manager.offloads.items():
             kept_off.add_metric([str(tier)], offload.not_worth)

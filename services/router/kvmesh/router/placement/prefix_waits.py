@@ -1,7 +1,7 @@
 """Requests that wait while another one computes the prefix of their prompt (ADR 49).
 
-A wait is bounded by what computing the prompt elsewhere would take: whoever waits in vain has lost
-no more time than it could have saved, as with renting skis for the price of a pair.
+A wait is bounded by the time in which another rank would compute the prompt: a request that waits
+in vain loses no more time than it could have saved.
 """
 
 from dataclasses import dataclass

@@ -324,11 +324,8 @@ class RouterCore:
 
         The best of those that the decision names, with its backlog, by measured speeds.
         """
-        size, blocks, found = (
-            self.table.block_size,
-            -(-decision.tokens // self.table.block_size),
-            [],
-        )
+        size, found = self.table.block_size, []
+        blocks = -(-decision.tokens // size)
         for other in decision.candidates:
             slot = self.table.find_slot(other.instance, other.rank)
             if slot is not None and (other.instance, other.rank) != (rank.instance, rank.rank):

@@ -1,4 +1,4 @@
-"""One model of step times for all ranks, and by how much each rank takes longer (ADR 24, 46)."""
+"""One model of step times for all ranks, and by how much each rank takes longer (ADR 24, 50)."""
 
 import math
 from collections.abc import Sequence
