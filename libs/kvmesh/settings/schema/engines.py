@@ -84,7 +84,7 @@ class MockSettings(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, description="factor by which generating tokens takes longer")
     ] = 1.0
     noise: Annotated[
-        float, Meta(gt=0, description="factor by which a noisy neighbour slows it; 1: none")
+        float, Meta(gt=0, description="factor by which a noisy neighbour slows the engine; 1: none")
     ] = 1.0
     noise_s: Annotated[
         float, Meta(gt=0, description="mean duration of the neighbour's noisy spells")
@@ -93,10 +93,12 @@ class MockSettings(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, description="mean duration of the calm spells between them")
     ] = 60.0
     heat: Annotated[
-        float, Meta(gt=0, description="factor by which heat slows it if always busy; 1: none")
+        float,
+        Meta(gt=0, description="factor by which heat slows an engine that is always busy; 1: none"),
     ] = 1.0
     heat_s: Annotated[
-        float, Meta(gt=0, description="time in which it heats up or cools down by two thirds")
+        float,
+        Meta(gt=0, description="time in which an engine heats up or cools down by two thirds"),
     ] = 60.0
     lose_every: Annotated[
         int, Meta(ge=0, description="every n-th batch of KV events is lost; 0: none")

@@ -110,7 +110,7 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="most tokens of one speculative prefill that is no trial; those have 8,192",
+            description="most tokens of one speculative prefill; a trial has at most 8,192",
         ),
     ] = 131_072
     responses_ttl_s: Annotated[

@@ -58,6 +58,7 @@ class RouterSettings(Section, frozen=True, kw_only=True):
             "when its KV events must have arrived; 0: never"
         ),
     ] = 1.0
+    approximate_ttl_s: Annotated[Seconds, Meta(description="the same if kv_events is off")] = 120.0
     await_prefixes: Annotated[
         bool,
         Meta(
@@ -65,7 +66,6 @@ class RouterSettings(Section, frozen=True, kw_only=True):
             " one, at most for the time in which another rank would compute it"
         ),
     ] = True
-    approximate_ttl_s: Annotated[Seconds, Meta(description="the same if kv_events is off")] = 120.0
     busy_blocks: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="active blocks at which a rank gets no more requests"),
