@@ -60,11 +60,11 @@ POLICIES = {
     KV: RouterSettings(),
     THOMPSON: RouterSettings(policy="thompson"),
     TOLD: RouterSettings(),
-    BACKLOG: RouterSettings(policy="arena:LeastBacklog"),
+    BACKLOG: RouterSettings(policy="unlike_engines:LeastBacklog"),
 }
 
 
-class ArenaSimulation(Simulation):
+class UnlikeSimulation(Simulation):
     """A simulation whose routers are `told` the true speeds, or whose engines are `silent`."""
 
     def __init__(
@@ -226,7 +226,7 @@ class Scene(NamedTuple):
             deadline_s=7200.0,
         )
         told = policy in (TOLD, BACKLOG)
-        simulation = ArenaSimulation(workload, options, told, self.silent)
+        simulation = UnlikeSimulation(workload, options, told, self.silent)
         records = simulation.run()
         arrived, first, ended = (
             records.column(name)[WARM_UP:] for name in ("arrived", "first_token", "ended")
@@ -278,7 +278,7 @@ def main() -> None:
     chosen = arguments.parse_args()
     fleets, kinds = tuple(chosen.only.split(",")), tuple(chosen.clients.split(","))
     policies = dict.fromkeys([BLIND, *chosen.policies.split(",")])
-    report = Report("Arena (virtual time)")
+    report = Report("Unlike engines (virtual time)")
     for clients in CLIENTS:
         if not clients.key.startswith(kinds):
             continue
@@ -295,7 +295,7 @@ def main() -> None:
                 show(scene, found, report)
                 if chosen.json is not None:
                     report.save("not complete", chosen.json)
-    report.finish("arena: learned speeds and thompson over kv without speeds", chosen.json)
+    report.finish("unlike engines: learned speeds and thompson over kv without speeds", chosen.json)
 
 
 if __name__ == "__main__":
