@@ -52,7 +52,7 @@ def test_agents_that_rest_are_listed_by_their_rest() -> None:
         model="m", active=8, window=0.75, lost_share=0.012, resting=[resting]
     )
     assert list(agent_lines([agents])) == [
-        "m: 8 agents active, 1 rest; 75 % of the memory for contexts, of which 1.2 % were lost "
+        "m: 8 agents active, 1 rest; 75 % of the memory for contexts; 1.2 % of prompts were lost "
         "between turns",
         "  s of t rests for 12.4 s, 42.6 s more at most; 61,440 tokens",
     ]

@@ -90,10 +90,10 @@ def check_lines(checks: Iterable[ReturnCheck]) -> Iterator[str]:
 def agent_lines(agents: Iterable[ActiveAgentsReport]) -> Iterator[str]:
     """A line for each model's agents, and one for each agent that rests."""
     for each in agents:
-        window = "no limit" if each.window is None else f"{100 * each.window:.0f} % of the memory"
+        limit = "no limit" if each.window is None else f"{100 * each.window:.0f} % of the memory"
         yield (
-            f"{each.model}: {each.active:,} agents active, {len(each.resting):,} rest; {window} for"
-            f" contexts, of which {100 * each.lost_share:.1f} % were lost between turns"
+            f"{each.model}: {each.active:,} agents active, {len(each.resting):,} rest; {limit} for"
+            f" contexts; {100 * each.lost_share:.1f} % of prompts were lost between turns"
         )
         for agent in each.resting[:MOST_RESTING]:
             owner = f" of {agent.owner}" if agent.owner else ""

@@ -12,7 +12,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvmesh learned [options]"
     parser.epilog = (
         "Gains are over the fallback, on requests that a learner had not learned from when it was "
-        "judged by them. One that loses is off until it wins."
+        "judged by them. A learner that loses is off until it wins."
     )
     parser.add_argument("--model", metavar="M", help="only this model [all]")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")

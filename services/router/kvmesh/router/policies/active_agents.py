@@ -114,10 +114,10 @@ class ActiveAgents:
             self.rest(self._agents.popitem(last=False)[1])
         return agent
 
-    def placed(self, decision: Decision, everybody: bool, now: float) -> SeenTurn | None:
+    def placed(self, decision: Decision, all_admitted: bool, now: float) -> SeenTurn | None:
         """A request was placed: its agent is active. Returns its turn if that continues one.
 
-        While `everybody` is admitted, an agent keeps its place for `hold_s`.
+        While `all_admitted`, an agent keeps its place for `hold_s`.
         """
         session = decision.hints.session
         if not session or len(session) > MAX_ID_LENGTH or decision.prefetch is not None:
@@ -129,7 +129,7 @@ class ActiveAgents:
         turn = None
         if decision.request not in agent.running:
             pause_s = max(now - decision.wait_s - agent.ended, 0.0)
-            kept = (agent.active or everybody) and not agent.waited_s and pause_s <= self.hold_s
+            kept = (agent.active or all_admitted) and not agent.waited_s and pause_s <= self.hold_s
             lost = self._continue(agent, decision)
             turn = None if lost is None else SeenTurn(decision.tokens, lost, pause_s, kept)
         if not agent.active:

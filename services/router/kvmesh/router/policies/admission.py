@@ -113,7 +113,7 @@ class AgentAdmission(Kv):
         return True
 
     def queue_boost_s(self, request: RouteRequest) -> float:
-        """A rest that lasted until the deadline skips the queue, if no other owner has agents."""
+        """Infinite after a rest until the deadline, if no other owner has agents: no queue."""
         agent = self.agents.find(request.hints.session)
         return inf if agent is not None and agent.overdue else 0.0
 

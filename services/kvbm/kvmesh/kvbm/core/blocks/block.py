@@ -69,7 +69,7 @@ class Copy:
     The checksum is of these bytes: two computations of one block may differ in the last bits. An
     `inbound` copy is being moved here from another tier. `lapsed` is the reason why the copy has
     no retention that was requested for it since its last use: "expired" or "clipped". A `restored`
-    copy was moved up before anybody asked for it, and has not been read.
+    copy was moved up before a request needed it, and has not been read.
     """
 
     block: "Block"

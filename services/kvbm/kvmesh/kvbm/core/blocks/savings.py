@@ -14,8 +14,8 @@ class Savings:
     """Compares computing a block with loading it, by the speeds of engines and paths so far.
 
     A copy in the arena saves the load from below if a lower tier has the block, else its
-    computation; a lower copy saves what loading it is cheaper than computing it. While the node
-    `restores` blocks before they are asked for, the load of an expected block costs nobody time.
+    computation; a lower copy saves the time by which loading is faster than computing. While the
+    node `restores` blocks before returns, the load of an expected block costs no request time.
     """
 
     def __init__(self, store: Store) -> None:
@@ -41,9 +41,9 @@ class Savings:
     def pays_below(self, block: Block, tier: int) -> bool:
         """True if a copy in a lower tier is expected to save more than writing it costs.
 
-        It saves what loading is cheaper than computing, if the prompt returns. The write delays
-        loads from the tier by its own time, as often as such loads run. While the speed of the
-        engines is unknown, any chance of a return is enough.
+        It saves the time by which loading is faster than computing, if the prompt returns. The
+        write delays loads from the tier by its own time, as often as such loads run. While the
+        speed of the engines is unknown, any chance of a return is enough.
         """
         space, traffic, now = block.space, self._store.traffic, self._store.now
         chance = chance_of_return(block.expected, now)

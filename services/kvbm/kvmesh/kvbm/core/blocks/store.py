@@ -209,7 +209,7 @@ class Store:
             self._tier(tier).release(*same)
 
     def note_read(self, copies: Iterable[Copy]) -> None:
-        """Note that somebody reads these copies in the arena."""
+        """Note that a worker or another node reads these copies in the arena."""
         for copy in copies:
             if copy.restored:
                 self._end_restored(copy, True)
