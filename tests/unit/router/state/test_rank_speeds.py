@@ -5,11 +5,18 @@ from random import Random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.routing import request, sequence, worker
 
 from kvmesh.bus.messages import Load
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.state.rank_speeds import EVIDENCE_S, FIT_S, MAX_SLOWNESS, RankSpeeds
+from kvmesh.router.state.rank_speeds import (
+    EVIDENCE_S,
+    FIT_S,
+    MAX_SLOWNESS,
+    RATE_HALF_S,
+    RankSpeeds,
+)
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.step_times.interface import DecodeLoad
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
@@ -194,3 +201,16 @@ def test_slowness_that_is_not_trusted_does_not_count() -> None:
     speeds.trusted = False
     assert speeds.factors(np.array([0, 1, 2])) is None
     assert speeds.learned(2) > 2.0
+
+
+def test_an_earlier_prefill_rate_fades_also_where_ranks_are_not_compared() -> None:
+    """Ten prompts of 2,000 tokens a second, and after RATE_HALF_S ten of 400."""
+    speeds, load = RankSpeeds(), Engine("a").load()
+    at, busy_s, computed, rates = 0.0, 1.0, 0, []
+    for tokens, pause_s in ((0, 0.0), (20_000, 1.0), (4_000, RATE_HALF_S)):
+        at, busy_s, computed = at + pause_s, busy_s + 1.0, computed + tokens
+        speeds.observe(
+            0, replace(load, steps=computed, busy_s=busy_s, computed_tokens=computed), at
+        )
+        rates.append(speeds.prefill_rate)
+    assert rates == pytest.approx([0.0, 20_000.0, 10_000.0])

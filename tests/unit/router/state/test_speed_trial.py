@@ -15,8 +15,8 @@ from kvmesh.settings.schema import RouterSettings
 SECONDS = StepSeconds(prompt_token=1e-4, step=0.01)
 
 
-def core_with(slowness: list[float]) -> RouterCore:
-    core = RouterCore("m", "router", RouterSettings(), Random(0))
+def core_with(slowness: list[float], learn_speeds: bool = True) -> RouterCore:
+    core = RouterCore("m", "router", RouterSettings(learn_speeds=learn_speeds), Random(0))
     for name in ("a", "b"):
         core.join(worker(name, ranks=1))
     core.speeds.slowness = np.array(slowness)
@@ -74,6 +74,11 @@ def test_requests_on_ranks_of_median_speed_tell_nothing() -> None:
     [report] = [each for each in core.learned() if each.learner == "speeds"]
     assert report.held_out == 0
     assert "no request on an unlike rank" in report.reason
+
+
+def test_without_learned_speeds_there_is_no_report() -> None:
+    core = core_with([1.0, 1.0], learn_speeds=False)
+    assert [each for each in core.learned() if each.learner == "speeds"] == []
 
 
 def test_the_length_of_answers_is_learned() -> None:

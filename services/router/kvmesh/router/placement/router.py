@@ -180,9 +180,10 @@ class RouterCore:
 
     def learned(self) -> Iterator[LearnerReport]:
         """The reports of everything that learns in this router."""
-        learners: list[Learner] = [self._speed_trial, *self.policies.learners]
-        if self.returns is not None:
-            learners.insert(0, self.returns)
+        learners: list[Learner] = [self.returns] if self.returns is not None else []
+        if self.settings.learn_speeds:
+            learners.append(self._speed_trial)
+        learners += self.policies.learners
         for learner in learners:
             yield from learner.report(self.model)
 

@@ -95,8 +95,8 @@ class RankSpeeds:
     found, None before. `answer` is the mean number of tokens that requests generate, `compared` the
     number of windows that were compared.
 
-    `prefill_rate` is the most prompt tokens that a rank computed per busy second of a window; it
-    fades by half in RATE_HALF_S, and is 0 if unknown.
+    `prefill_rate` is the most prompt tokens that a rank computed per busy second of a window, 0 if
+    unknown; an earlier rate counts half after RATE_HALF_S.
     """
 
     def __init__(self) -> None:
@@ -109,6 +109,7 @@ class RankSpeeds:
         self.trusted = True
         self.compared = 0
         self.prefill_rate = 0.0
+        self._rated = 0.0
 
     def observe(self, slot: int, load: Load, now: float) -> None:
         """Record one load report of the rank in a slot."""
@@ -131,7 +132,11 @@ class RankSpeeds:
             history.windows.append(window)
             self.compared += 1
             if busy >= RATE_BUSY_S:
-                self.prefill_rate = max(self.prefill_rate, window.work[1] / busy)
+                self._observe_rate(window.work[1] / busy, now)
+
+    def _observe_rate(self, rate: float, now: float) -> None:
+        earlier = self.prefill_rate * 0.5 ** (max(now - self._rated, 0.0) / RATE_HALF_S)
+        self.prefill_rate, self._rated = max(earlier, rate), now
 
     def observe_answer(self, tokens: int) -> None:
         """Record the number of tokens that a request has generated."""
@@ -148,7 +153,6 @@ class RankSpeeds:
         """Compare the ranks every FIT_S seconds; `size` is the number of slots."""
         if now - self._fitted < FIT_S:
             return
-        self.prefill_rate *= 0.5 ** (min(now - self._fitted, RATE_HALF_S) / RATE_HALF_S)
         self._fitted = now
         for history in self._histories.values():
             while history.windows and now - history.windows[0].end > EVIDENCE_S:
