@@ -76,12 +76,11 @@ def moved(expected: ExpectedReturn, decision: Decision) -> bool:
     return (rank.instance, rank.rank) != (expected.instance, expected.rank)
 
 
-def told_text(expected: ExpectedReturn, went: bool) -> str:
-    """The forecast that the worker was sent; `went`: the session went on elsewhere."""
+def told_text(expected: ExpectedReturn, elsewhere: bool) -> str:
+    """The forecast that the worker was sent; `elsewhere`: the session went on elsewhere."""
     known = {"class": "as learned", "tool": "the known end of its tool", "": "nothing"}
-    return known.get(expected.by, expected.by) + (
-        ", then withdrawn" if went and expected.by else ""
-    )
+    withdrawn = ", then withdrawn" if elsewhere and expected.by else ""
+    return known.get(expected.by, expected.by) + withdrawn
 
 
 def shares_text(rates: Sequence[float] | None) -> str:

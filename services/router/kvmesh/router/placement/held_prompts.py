@@ -82,8 +82,8 @@ class HeldPrompts:
         heapq.heappush(self._ranks.setdefault(slot, []), (-tier, prompt.key, self._count, prompt))
         table.cells.held_tokens[slot] += tokens
 
-    def loads(self, decision: Decision) -> bool:
-        """True if the engine first loads blocks from a lower tier; it is then noted as sent."""
+    def note_loading(self, decision: Decision) -> bool:
+        """Count a request as sent whose engine first loads blocks; False if it loads none."""
         computes = decision.prefill or decision.chosen
         if not sum(computes.overlap[1:]):
             return False

@@ -97,7 +97,7 @@ class PlacementQueue:
 
     @property
     def own_tickets(self) -> list[Ticket]:
-        """Waiting tickets of this replica."""
+        """Tickets of this replica that wait for capacity, admission or a prefix."""
         return [*self._own.values(), *self._unadmitted.values(), *self._prefix.tickets]
 
     @property
@@ -329,7 +329,7 @@ class PlacementQueue:
             self._update_rate(decision, now)
             events = self.core.commit(decision, now)
             idle = alone and not (decision.prefill or decision.chosen).prefill
-            if self._held.loads(decision) or idle:
+            if self._held.note_loading(decision) or idle:
                 actions.events += events
                 _finish(ticket, decision, actions)
                 return
