@@ -135,6 +135,39 @@ def test_a_held_prompt_is_sent_after_a_while_in_any_case() -> None:
     assert names(one.place_ready(SOON + HOLD_S)) == ["y"]
 
 
+@pytest.mark.parametrize(
+    ("hints", "order"),
+    [({"strict_priority": 1}, "fcfs"), ({"priority": 100}, "fcfs"), ({}, "wspt")],
+)
+def test_prompts_that_go_first_delay_a_held_one_by_a_bounded_time(
+    hints: dict[str, Any], order: str
+) -> None:
+    """Every rank has one to compute, and the router another that goes first, all the time."""
+    one = queue(queue_order=order)
+    low = submit(one, prompt("low", 60), 0.0)
+    for name in ("h0", "h1", "h2"):
+        submit(one, prompt(name, 40, **hints), 0.0)
+    running = names(one.place_gathered(0.0))
+    now = 0.0
+    while low.result is None and now < 4 * HOLD_S:
+        now += HOLD_S / 4
+        submit(one, prompt(f"h{now}", 40, **hints), now)
+        running += names(one.place_gathered(now)) + first_token(one, running.pop(0), now)
+    assert isinstance(low.result, Decision)
+    assert now == pytest.approx(HOLD_S, abs=HOLD_S / 4)
+
+
+def test_the_event_of_an_earlier_placement_does_not_lose_a_held_prompt() -> None:
+    """Its reply was lost with a connection, and the sender repeats the request."""
+    one = queue()
+    place(one, {"x": 40, "y": 90})
+    hashes = prompt("y", 90).sequence_hashes
+    one.apply(SeqAdd("y", "a", 0, hashes, 90 * BLOCK, 0, 0, 0.0), 0.1)
+    assert one.waiting == 1
+    assert first_token(one, "x", 0.2) == ["y"]
+    assert one.core.table.held_tokens[0] == 0
+
+
 def test_half_the_deadline_bounds_the_wait() -> None:
     one = queue()
     submit(one, prompt("x", 40), 0.0)
@@ -209,6 +242,36 @@ def test_an_engine_that_loads_blocks_has_time_for_others() -> None:
     assert names(place(one, {"x": 90}, 0.1)) == ["x"]
     one.apply(SeqPrefilled("loads"), 0.2)
     assert names(place(one, {"y": 90}, 0.2)) == []
+
+
+def test_a_request_that_loads_blocks_and_is_sent_again_counts_once() -> None:
+    one = queue()
+    for _ in range(3):
+        submit(one, prompt("loads", 90), 0.0, overlaps({"a": (0, 20)}))
+        assert names(one.place_gathered(0.0)) == ["loads"]
+    one.apply(SeqPrefilled("loads"), 0.2)
+    assert names(place(one, {"x": 40}, 0.2)) == ["x"]
+    assert names(place(one, {"y": 90}, 0.2)) == []
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_prompts_held_for_a_prefill_worker_that_goes_are_placed_anew(gone: bool) -> None:
+    pair = queue("d", disagg_tokens=1)
+    decode = worker("d", step=STEP, serves="decode", needs_handoff=True)
+    prefill = {name: worker(name, step=STEP, serves="prefill") for name in "pq"}
+    for card in (decode, prefill["p"]):
+        pair.core.join(card)
+    place(pair, {"x": 40, "y": 90})
+    pair.core.join(prefill["q"])
+    if gone:
+        pair.core.leave("p")
+    else:
+        pair.core.join(replace(prefill["p"], draining=True))
+    [ticket] = pair.place_ready(0.1).done + pair.place_ready(0.2).done
+    assert ticket.request.request == "y"
+    assert isinstance(ticket.result, Decision)
+    assert ticket.result.prefill is not None
+    assert ticket.result.prefill.instance == "q"
 
 
 def test_a_gathering_is_bounded() -> None:

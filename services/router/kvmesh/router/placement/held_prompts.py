@@ -49,6 +49,7 @@ class HeldPrompts:
         self._prefills = prefills
         self._prompts: dict[str, HeldPrompt] = {}
         self._ranks: dict[int, list[tuple[int, float, int, HeldPrompt]]] = {}
+        self._ends: list[tuple[float, int, HeldPrompt]] = []
         self._count = 0
         self._loading: dict[str, tuple[int, float]] = {}  # slot, tokens
         self._loading_tokens: dict[int, float] = {}
@@ -77,16 +78,25 @@ class HeldPrompts:
         prompt = HeldPrompt(
             ticket, decision, events, slot, tokens, key + min(YIELD_S * steps, HOLD_S), until
         )
+        self.remove(ticket.request.request)
         self._prompts[ticket.request.request] = prompt
         self._count += 1
+        heapq.heappush(self._ends, (until, self._count, prompt))
         heapq.heappush(self._ranks.setdefault(slot, []), (-tier, prompt.key, self._count, prompt))
         table.cells.held_tokens[slot] += tokens
+
+    def is_served(self, prompt: HeldPrompt) -> bool:
+        """True unless a worker of the decision is gone or takes no more requests."""
+        decision, cards = prompt.decision, self._table.cards
+        found = [cards.get(each.instance) for each in (decision.chosen, decision.prefill) if each]
+        return all(card is not None and not card.draining for card in found)
 
     def note_loading(self, decision: Decision) -> bool:
         """Count a request as sent whose engine first loads blocks; False if it loads none."""
         computes = decision.prefill or decision.chosen
         if not sum(computes.overlap[1:]):
             return False
+        self.computed(decision.request)  # it was sent before
         slot, tokens = self._loading[decision.request] = self._work(decision)
         self._loading_tokens[slot] = self._loading_tokens.get(slot, 0.0) + tokens
         return True
@@ -123,12 +133,23 @@ class HeldPrompts:
 
     def take_ready(self, now: float) -> list[HeldPrompt]:
         """Take the prompts to send now."""
-        ready: list[HeldPrompt] = []
+        ready = list(self._take_overdue(now))
         for slot in list(self._ranks):
             ready += self._take_ready_of(slot, now)
             if not self._ranks[slot]:
                 del self._ranks[slot]
         return ready
+
+    def _take_overdue(self, now: float) -> Iterator[HeldPrompt]:
+        """Take the prompts that have been held for as long as they may be, whatever their order."""
+        while self._ends and (self._ends[0][0] <= now or not self._holds(self._ends[0][2])):
+            _, _, prompt = heapq.heappop(self._ends)
+            if self._holds(prompt):
+                self.remove(prompt.ticket.request.request)
+                yield prompt
+
+    def _holds(self, prompt: HeldPrompt) -> bool:
+        return self._prompts.get(prompt.ticket.request.request) is prompt
 
     def _take_ready_of(self, slot: int, now: float) -> Iterator[HeldPrompt]:
         """Take prompts in order while the engine has few tokens to compute.
@@ -137,11 +158,12 @@ class HeldPrompts:
         the least mean time with s = √(n · f).
         """
         table, heap = self._table, self._ranks[slot]
-        cells, here = table.cells, table.ranks[slot].instance in table.cards
+        cells, card = table.cells, table.cards.get(table.ranks[slot].instance)
+        here = card is not None and not card.draining
         step = cells.step_tokens[slot]
         while heap:
             _, _, _, prompt = heap[0]
-            if self._prompts.get(prompt.ticket.request.request) is prompt:
+            if self._holds(prompt):
                 elsewhere = self._loading_tokens.get(slot, 0.0) + self._prefills.waiting_tokens(
                     slot
                 )
@@ -149,7 +171,7 @@ class HeldPrompts:
                 sent = max(waiting - cells.held_tokens[slot], 0.0)
                 room = sqrt(waiting * step * FIXED_SHARE)
                 full = sent > 0 and sent + prompt.tokens > room
-                if full and step and here and now < prompt.until:
+                if full and step and here:
                     return
                 self.remove(prompt.ticket.request.request)
                 yield prompt

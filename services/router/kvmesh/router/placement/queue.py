@@ -142,7 +142,6 @@ class PlacementQueue:
         if type(event) is SeqFree:
             self._remove(event.request, placed=False)
         elif type(event) is SeqAdd:
-            self._held.remove(event.request)  # another router placed it, if it is here
             self._remove(event.request, placed=True, events=[event])
         if type(event) is SeqPrefilled:
             self._prefix.on_computed(event.request)
@@ -341,7 +340,7 @@ class PlacementQueue:
     def _send_held(self, now: float, actions: QueueActions) -> None:
         lost: list[Ticket] = []
         for prompt in self._held.take_ready(now):
-            if prompt.decision.chosen.instance in self.core.table.cards:
+            if self._held.is_served(prompt):
                 self._send(prompt, now, actions)
             else:
                 self.core.apply(SeqFree(prompt.ticket.request.request), now)
