@@ -160,6 +160,7 @@ from kvmesh.bus.messages.sequences import (
     ToolEvent,
     ToolState,
     prefill_part,
+    prefilled_request,
 )
 from kvmesh.bus.messages.work import (
     Chunk,
@@ -330,4 +331,5 @@ __all__ = [
     "of_class",
     "owner",
     "prefill_part",
+    "prefilled_request",
 ]

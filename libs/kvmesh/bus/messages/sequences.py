@@ -6,10 +6,17 @@ from msgspec import Struct
 
 from kvmesh.bus.messages.routing import Placement
 
+_PREFILL = "#prefill"
+
 
 def prefill_part(request: str) -> str:
     """Return the id of a request's prefill on another rank; it ends with the request at latest."""
-    return f"{request}#prefill"
+    return f"{request}{_PREFILL}"
+
+
+def prefilled_request(name: str) -> str | None:
+    """The request of which this is the id of the prefill; None for another id."""
+    return name.removesuffix(_PREFILL) if name.endswith(_PREFILL) else None
 
 
 class SeqAdd(Struct, frozen=True, array_like=True, tag="add"):

@@ -16,11 +16,12 @@ from kvmesh.bus.messages import (
     SeqEvent,
     SeqFree,
     SeqPrefilled,
+    prefill_part,
 )
 from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
-from kvmesh.router.state.running_prefills import UNKNOWN_TOKEN_S
+from kvmesh.router.state.running_prefills import UNKNOWN_TOKEN_S, RunningPrefills
 from kvmesh.settings.schema import RouterSettings
 
 COMMON, OWN = 300, 10  # blocks
@@ -285,6 +286,14 @@ def test_a_request_waits_at_most_three_times() -> None:
     assert list(routers.placed) == ["0", "1", "2", "3", "4", "5"]
 
 
+def test_no_more_requests_wait_for_prefixes_than_may_wait_in_the_queue() -> None:
+    routers = Routers(queue_limit=2)
+    for number in range(5):
+        routers.submit(str(number))
+    assert routers.queues[0].waiting == 2
+    assert list(routers.placed) == ["0", "3", "4"]
+
+
 def test_a_queued_request_waits_for_a_prefix_when_it_is_its_turn() -> None:
     routers = Routers(queue_threshold=0.5, gather_s=0.0)
     core = routers.queues[0].core
@@ -307,3 +316,85 @@ def test_an_event_of_an_older_router_has_no_wait() -> None:
     assert not routers.placed
     routers.tell(0.4, SeqPrefilled("x"))
     assert routers.where() == {"1": "a"}
+
+
+def test_a_request_that_is_sent_again_does_not_wait_for_itself() -> None:
+    """The reply to the first time was lost."""
+    routers = Routers()
+    routers.submit("0")
+    del routers.placed["0"]
+    routers.submit("0", 0.2)
+    assert list(routers.placed) == ["0"]
+    assert not routers.placed["0"].prefix_waits
+
+
+def test_many_siblings_of_a_lost_leader_cost_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    routers = Routers()
+    prefills = routers.queues[0].core.prefills
+    for number in range(20):
+        routers.submit(f"{number:02}", 0.001 * number)
+    searched = []
+    search = prefills.successor
+
+    def successor(leader: str) -> str | None:
+        searched.append(leader)
+        return search(leader)
+
+    monkeypatch.setattr(prefills, "successor", successor)
+    routers.tell(0.1, SeqFree("00"))
+    assert searched == ["00"]
+    assert search("01") == "02"
+
+
+class ApartRouters(Routers):
+    """Worker "p", and the busy "q", compute prompts for "d", which only generates."""
+
+    def __init__(self, count: int = 1) -> None:
+        super().__init__(count, disagg_tokens=1)
+        for queue in self.queues:
+            core = queue.core
+            for name in "ab":
+                core.leave(name)
+            core.table.active_blocks[:2] = 0
+            core.join(worker("d", serves="decode", needs_handoff=True))
+            for name in "pq":
+                core.join(worker(name, serves="prefill"))
+            core.table.prefill_tokens[core.table.slot("q", 0)] = 8000
+
+
+def test_a_prefix_that_is_computed_apart_is_known_once_its_prefill_has_ended() -> None:
+    routers = ApartRouters(2)
+    for number in range(3):
+        routers.submit(str(number), at=number % 2)
+    assert list(routers.placed) == ["0"]
+    routers.tell(0.5, SeqFree(prefill_part("0")))
+    assert sorted(routers.placed) == ["0", "1", "2"]
+    leader = routers.placed["0"].prefill
+    assert leader is not None
+    for name in "12":
+        found = routers.placed[name].prefill
+        assert found is not None
+        assert (found.instance, found.overlap[0]) == (leader.instance, COMMON)
+        assert [wait.end for wait in routers.placed[name].prefix_waits] == ["computed"]
+
+
+def test_a_sibling_that_is_freed_while_its_prefix_is_computed_apart_leaves_nothing() -> None:
+    routers = ApartRouters(2)
+    for number in range(3):
+        routers.submit(str(number), at=number % 2)
+    routers.tell(0.1, SeqFree("1"))
+    for queue in routers.queues:
+        prefills = queue.core.prefills
+        assert not prefills.waits(prefill_part("1"))
+        assert prefills.successor(prefill_part("0")) == "2"
+        slots = range(queue.core.table.size)
+        assert sum(prefills.waiting_tokens(slot) for slot in slots) == OWN * BLOCK
+
+
+def test_an_engine_that_stalled_once_does_not_make_others_wait_for_long() -> None:
+    prefills = RunningPrefills(300.0)
+    for slot, seconds in ((0, 0.2), (0, 200.0), (1, 200.0)):
+        prefills.start(SeqAdd("x", "a", 0, b"", 1000, 0, 0, 0.0), slot, 1000.0, 0.0)
+        prefills.computed("x", seconds)
+    assert prefills.token_s(0) < 2 * 0.2 / 1000
+    assert prefills.token_s(1) < 8 * 0.2 / 1000

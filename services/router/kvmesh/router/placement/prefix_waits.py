@@ -6,7 +6,7 @@ in vain loses no more time than it could have saved.
 
 from dataclasses import dataclass
 
-from kvmesh.bus.messages import Candidate, Decision, PrefixWait, SeqAdd
+from kvmesh.bus.messages import Candidate, Decision, PrefixWait, SeqAdd, prefill_part
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 
@@ -58,7 +58,9 @@ class PrefixWaits:
         if slot is None or request.prefetch is not None or len(ticket.prefix_waits) >= MOST_WAITS:
             return []
         prefills = core.prefills
-        found = prefills.find(slot, decision.sequence_hashes, request.hints.priority)
+        found = prefills.find(
+            slot, decision.sequence_hashes, request.hints.priority, request.request
+        )
         if found is None:
             return []
         leader, blocks = found
@@ -71,9 +73,10 @@ class PrefixWaits:
         return core.reserve(decision, leader.request, now)
 
     def on_computed(self, request: str) -> None:
-        """A request has its first token."""
+        """A request has its first token, or its prefill on another rank has ended."""
+        names = request, prefill_part(request)
         for wait in self._waits.values():
-            if wait.leader == request:
+            if wait.leader in names:
                 wait.computed = True
 
     def drop(self, request: str) -> Ticket | None:
@@ -87,7 +90,9 @@ class PrefixWaits:
         If the request that computed has ended early, the first of those that wait for it, in any
         router, is the next to compute, and the others wait for that one.
         """
-        over = [(wait, end) for wait in list(self._waits.values()) if (end := self._end(wait, now))]
+        successors: dict[str, str | None] = {}  # by leader, as many may wait for the same one
+        waits = list(self._waits.values())
+        over = [(wait, end) for wait in waits if (end := self._end(wait, now, successors))]
         for wait, end in over:
             request = wait.ticket.request.request
             del self._waits[request]
@@ -105,8 +110,8 @@ class PrefixWaits:
             self._core.withdraw(request)
         return [wait.ticket for wait, _ in over]
 
-    def _end(self, wait: _Wait, now: float) -> str:
-        """The end of a wait; empty if it goes on."""
+    def _end(self, wait: _Wait, now: float, successors: dict[str, str | None]) -> str:
+        """The end of a wait; empty if it goes on. `successors` are those found so far."""
         prefills = self._core.prefills
         if wait.computed:
             return COMPUTED
@@ -115,7 +120,9 @@ class PrefixWaits:
             return LATE
         if wait.leader in prefills or prefills.waits(wait.leader):
             return ""
-        following = prefills.successor(wait.leader)
+        if wait.leader not in successors:
+            successors[wait.leader] = prefills.successor(wait.leader)
+        following = successors[wait.leader]
         if following is None or following in self._waits:
             return LOST
         wait.leader = following

@@ -143,7 +143,7 @@ class PlacementQueue:
             self._remove(event.request, placed=False)
         elif type(event) is SeqAdd:
             self._remove(event.request, placed=True, events=[event])
-        if type(event) is SeqPrefilled:
+        if self.core.ends_prefill(event):
             self._prefix.on_computed(event.request)
         if type(event) is SeqPrefilled or type(event) is SeqFree:
             self._held.computed(event.request)
@@ -285,7 +285,8 @@ class PlacementQueue:
         self, ticket: Ticket, decision: Decision, now: float, actions: QueueActions
     ) -> bool:
         """Let a request wait if its rank computes its prefix for another one; False if not."""
-        if not self._settings.await_prefixes:
+        settings = self._settings
+        if not settings.await_prefixes or len(self._prefix) >= settings.queue_limit:
             return False
         events = self._prefix.begin(ticket, decision, now)
         actions.events += events

@@ -26,6 +26,7 @@ from kvmesh.bus.messages import (
     ToolEvent,
     of_class,
     prefill_part,
+    prefilled_request,
 )
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.learning.learner import Learner
@@ -113,9 +114,17 @@ class RouterCore:
         if type(event) is SeqPrefilled:
             self._end_prefill(event.request, now, computed=True)
         elif type(event) is SeqFree:
-            self._end_prefill(event.request, now, computed=not self.settings.kv_events)
+            computed = not self.settings.kv_events or self.ends_prefill(event)
+            self._end_prefill(event.request, now, computed)
             self.prefills.end_wait(event.request)
+            self.prefills.end_wait(prefill_part(event.request))
             self.policies.on_freed(event.request, now)
+
+    def ends_prefill(self, event: SeqEvent) -> bool:
+        """True if the prompt of a request has been computed, perhaps on another rank than its."""
+        if type(event) is not SeqFree:
+            return type(event) is SeqPrefilled
+        return prefilled_request(event.request) in self.active
 
     def _end_prefill(self, request: str, now: float, computed: bool) -> None:
         for name in (request, prefill_part(request)):
@@ -323,11 +332,12 @@ class RouterCore:
     def recompute_s(self, decision: Decision, rank: Candidate) -> float:
         """Seconds in which another rank would compute the prompt; this one, if it is the only one.
 
-        The best of those that the decision names, with its backlog, by measured speeds.
+        The best of those that the decision names, with its backlog, by measured speeds. Those of a
+        prompt that is computed apart only generate.
         """
         size, found = self.table.block_size, []
         blocks = -(-decision.tokens // size)
-        for other in decision.candidates:
+        for other in decision.candidates if decision.prefill is None else ():
             slot = self.table.find_slot(other.instance, other.rank)
             if slot is not None and (other.instance, other.rank) != (rank.instance, rank.rank):
                 work = other.prefill + max(blocks - sum(other.overlap), 0)

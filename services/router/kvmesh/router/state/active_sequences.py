@@ -59,7 +59,7 @@ class ActiveSequences:
     def __len__(self) -> int:
         return len(self._active)
 
-    def __contains__(self, request: str) -> bool:
+    def __contains__(self, request: str | None) -> bool:
         return request in self._active
 
     def apply(self, event: SeqEvent, now: float) -> None:

@@ -6,7 +6,7 @@ Each follows from the active-sequence events of all routers, so replicas know th
 from collections import OrderedDict
 from typing import NamedTuple
 
-from kvmesh.bus.messages import SeqAdd
+from kvmesh.bus.messages import SeqAdd, prefill_part
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.state.prefix_tree import common_prefix
 
@@ -14,6 +14,7 @@ MAX_PREFILLS = 16_384
 MAX_COMPARED = 64  # prompts of one rank, the latest
 UNKNOWN_TOKEN_S = 1 / 5000  # for a token, until some rank's prefill was measured
 MEASURED_TOKENS = 512  # in fewer, the engine's overhead outweighs the prefill
+MOST_SLOWER = 4.0  # times the time known before, as which a sample counts: an engine may stall
 _SMOOTHING = 0.2
 
 
@@ -66,6 +67,7 @@ class RunningPrefills:
         self._running: OrderedDict[str, Prefill] = OrderedDict()
         self._of_slot: dict[int, dict[str, Prefill]] = {}
         self._waits_for: OrderedDict[str, WaitForPrefill] = OrderedDict()
+        self._followers: dict[str, dict[str, float]] = {}  # of a leader: request, time
         self._waiting_tokens: dict[int, float] = {}
         self._token_s: dict[int, float] = {}
         self._any_token_s: float | None = None
@@ -86,6 +88,7 @@ class RunningPrefills:
         self._waits_for[event.request] = WaitForPrefill(
             event.waits_for, event.time, slot, tokens, now
         )
+        self._followers.setdefault(event.waits_for, {})[event.request] = event.time
         if slot is not None:
             self._waiting_tokens[slot] = self.waiting_tokens(slot) + tokens
         if len(self._waits_for) > MAX_PREFILLS:
@@ -94,11 +97,17 @@ class RunningPrefills:
     def end_wait(self, request: str) -> bool:
         """A request waits no longer; False if it did not wait."""
         wait = self._waits_for.pop(request, None)
-        if wait is not None and wait.slot in self._waiting_tokens:
+        if wait is None:
+            return False
+        followers = self._followers[wait.leader]
+        del followers[request]
+        if not followers:
+            del self._followers[wait.leader]
+        if wait.slot in self._waiting_tokens:
             left = self._waiting_tokens.pop(wait.slot) - wait.tokens
             if left > 0:
                 self._waiting_tokens[wait.slot] = left
-        return wait is not None
+        return True
 
     def waiting_tokens(self, slot: int) -> float:
         """Tokens that count on a rank of requests that wait for a prefill, in any router."""
@@ -124,6 +133,10 @@ class RunningPrefills:
         if prefill.work < MEASURED_TOKENS or now <= prefill.placed:
             return
         sample = (now - prefill.placed) / prefill.work
+        before = self._token_s.get(prefill.slot, self._any_token_s)
+        if before is None:
+            before = sample
+        sample = min(sample, MOST_SLOWER * before)
         before = self._token_s.get(prefill.slot, sample)
         self._token_s[prefill.slot] = before + _SMOOTHING * (sample - before)
         if self._any_token_s is None:
@@ -140,17 +153,20 @@ class RunningPrefills:
         if not of_slot:
             del self._of_slot[prefill.slot]
 
-    def find(self, slot: int, hashes: bytes, priority: int) -> tuple[Prefill, int] | None:
+    def find(
+        self, slot: int, hashes: bytes, priority: int, request: str
+    ) -> tuple[Prefill, int] | None:
         """The prefill on a rank that computes most leading blocks of a prompt, and their number.
 
-        None if no engine computes any before a request with this priority.
+        None if no engine computes any before a request with this priority. The prompt is that of
+        `request`, which may be there itself if it is sent again.
         """
         of_slot = self._of_slot.get(slot)
         if of_slot is None or not hashes:
             return None
-        best, most = None, 0
+        best, most, own = None, 0, (request, prefill_part(request))
         for prefill in list(of_slot.values())[-MAX_COMPARED:]:
-            if prefill.priority >= priority:
+            if prefill.priority >= priority and prefill.request not in own:
                 blocks = prefill.shared(hashes) - prefill.overlap
                 if blocks > most:
                     best, most = prefill, blocks
@@ -158,10 +174,8 @@ class RunningPrefills:
 
     def successor(self, request: str) -> str | None:
         """Of the requests that wait for this one, the first: it computes if this one does not."""
-        waiting = [
-            (wait.time, name) for name, wait in self._waits_for.items() if wait.leader == request
-        ]
-        return min(waiting)[1] if waiting else None
+        followers = self._followers.get(request)
+        return min((time, name) for name, time in followers.items())[1] if followers else None
 
     def token_s(self, slot: int) -> float:
         """Seconds that a rank takes for a token of a prompt, measured under its load."""
