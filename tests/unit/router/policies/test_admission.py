@@ -17,7 +17,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     ToolEvent,
 )
-from kvmesh.router.placement.queue import PlacementQueue
+from kvmesh.router.placement.queue import ASK_AGAIN_S, PlacementQueue
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.policies.active_agents import MAX_AGENTS, MAX_ID_LENGTH
@@ -272,6 +272,28 @@ def test_a_rest_ends_before_the_request_would_be_refused(deadline_s: float, unti
     assert isinstance(crowded.result, Refused)
 
 
+def test_asking_whether_many_may_be_admitted_takes_a_bounded_part_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router, policy = core()
+    queue = PlacementQueue(router, "r")
+    for agent in "wx":
+        start(router, turn(agent, 5))
+    for number in range(100):
+        queue.submit(Ticket(turn("n", 5, number), 0.0), 0.0)
+    assert queue.waiting == 100
+    asked = []
+
+    def admits(request: RouteRequest, now: float) -> bool:
+        asked.append(now)
+        return False
+
+    monkeypatch.setattr(policy, "admits", admits)
+    for step in range(100):  # events of a tenth of a second
+        queue.place_ready(1.0 + 0.001 * step)
+    assert len(asked) < 0.1 / ASK_AGAIN_S + 2 * 100
+
+
 def test_before_a_rest_ends_an_agent_leaves_that_had_its_time() -> None:
     router, policy = core()
     start(router, turn("w", 4), 0.0)
@@ -302,13 +324,26 @@ def test_an_owner_within_its_share_never_rests_for_the_agents_of_another() -> No
     assert policy.active < 5
 
 
+def test_the_only_agent_of_an_owner_rests_for_no_other_owner_whatever_its_size() -> None:
+    """Among many owners its context exceeds a share, and it would rest until its deadline."""
+    router, policy = core()
+    for agent in "abcd":
+        start(router, turn(agent, 2, tenant="crowd"))
+    for agent in "efghi":
+        start(router, turn(agent, 1, tenant=f"t{agent}"))
+    assert not policy.admits(turn("x", 3, tenant="crowd"), 1.0)
+    assert policy.admits(turn("y", 3, tenant="other"), 1.0)
+    assert not policy.admits(turn("z", 3, tenant="other"), 1.0)
+
+
 def test_operators_see_who_rests_and_for_how_long() -> None:
     router, policy = core()
     for agent in "wx":
-        start(router, turn(agent, 5))
+        start(router, turn(agent, 4))
+    start(router, turn("m", 1, tenant="t"))
     assert not policy.admits(turn("n", 5, tenant="t", deadline_s=60.0), 1.0)
     (report,) = returns_report([router], 13.0).agents
-    assert (report.active, report.window) == (2, SHARE)
+    assert (report.active, report.window) == (3, SHARE)
     assert [(r.session, r.owner, r.rested_s, r.ends_in_s) for r in report.resting] == [
         ("n", "t", 12.0, 43.0)
     ]

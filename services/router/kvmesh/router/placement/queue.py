@@ -41,6 +41,7 @@ REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
 SKIP_REPLICA_S = 5.0  # the queue does not wait for a replica that was too slow
 ECHO_PATIENCE_S = 0.5  # for this replica's entry to arrive on the stream
 NEWCOMER_S = 5.0  # for the card of a new replica to arrive
+ASK_AGAIN_S = 1e-4  # for each request but one that is not admitted: asking takes a part of it
 
 
 @dataclass
@@ -78,6 +79,7 @@ class PlacementQueue:
         self._held = HeldPrompts(core.table, core.prefills)
         self._own: dict[str, Ticket] = {}
         self._unadmitted: dict[str, Ticket] = {}
+        self._ask_again = 0.0
         self._stalled: tuple[str, float] | None = None
         self._skipped_until: dict[str, float] = {}
         self._failures = FailureLog()
@@ -159,7 +161,7 @@ class PlacementQueue:
             self._place_gathered(now, actions)
         if self._held:
             self._send_held(now, actions)
-        if self._unadmitted:
+        if self._unadmitted and now >= self._ask_again:
             self._submit_admitted(now, actions)
         lanes = self._queue.lanes
         blocked = (
@@ -408,6 +410,7 @@ class PlacementQueue:
         actions.parked.append(ticket)
 
     def _submit_admitted(self, now: float, actions: QueueActions) -> None:
+        self._ask_again = now + ASK_AGAIN_S * (len(self._unadmitted) - 1)
         for name, ticket in list(self._unadmitted.items()):
             if self._admits(ticket.request, now):
                 del self._unadmitted[name]

@@ -136,9 +136,16 @@ class AgentAdmission(Kv):
             return "room", None
         if now >= agent.rest_ends:
             return "deadline", None
-        if self._owned.get(agent.owner, 0.0) + agent.tokens <= self._fair_share(agent.owner):
-            return "share", None
-        return None, None
+        return ("share" if self._is_fair(agent) else None), None
+
+    def _is_fair(self, agent: AgentState) -> bool:
+        """True if its owner may have this agent, too, whatever the others have.
+
+        One of several owners may have one agent of any size: it would rest for those of others
+        until its deadline.
+        """
+        owned, share = self._owned.get(agent.owner, 0.0), self._fair_share(agent.owner)
+        return owned + agent.tokens <= share or (owned <= 0.0 < share)
 
     def _fair_share(self, owner: str) -> float:
         """The tokens that an owner's active agents may have whatever the others have."""
