@@ -3,8 +3,9 @@
 import pytest
 from support.kvbm_manager import BLOCK_BYTES, ManagedNode, prompt
 
+from kvmesh.bus.messages import ReturnForecast
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK
-from kvmesh.returns.rates import BINS
+from kvmesh.returns.rates import BINS, pack_rates
 
 OFTEN, SELDOM, NEVER = [1.0] * BINS, [0.001] * BINS, [0.0] * BINS
 OLD, NEW, NEXT = prompt(4, 1), prompt(4, 2), prompt(4, 3)
@@ -155,3 +156,19 @@ def test_malformed_forecasts_are_counted() -> None:
     node.manager.expect_returns([], node.now)
     node.expect("old", [0.1] * 3)
     assert node.manager.returns.forecasts["malformed"] == 1
+
+
+def test_forecasts_of_many_blocks_are_applied_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each changes the order of all blocks of its prompt, and fetches wait meanwhile."""
+    monkeypatch.setattr("kvmesh.kvbm.core.returns.MOST_APPLIED", 3)
+    node = ManagedNode(arena=8)
+    node.put("a", OLD, session="a")
+    node.put("b", NEW, session="b")
+    returns, blocks = node.manager.returns, node.manager.store.blocks.values()
+    forecasts = [ReturnForecast(name, 0, node.now, pack_rates(OFTEN)) for name in "ab"]
+    for _ in range(5):
+        assert len(returns.expect(forecasts)) == 3
+    assert [sum(bool(block.expected) for block in blocks), len(returns.apply_due())] == [3, 3]
+    node.tick()
+    assert all(block.expected for block in blocks)
+    assert returns.apply_due() == []

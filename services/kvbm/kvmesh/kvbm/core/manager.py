@@ -344,12 +344,13 @@ class Manager:
         self._advance(())
 
     def tick(self, now: float) -> None:
-        """Expire leases, claims, announcements and waits."""
+        """Expire leases, claims, announcements and waits; apply forecasts that are due."""
         self.store.begin(now)
         if self.store.remote is not None:
             self.store.remote.expire()
         self.claims.renew(self.in_progress.requests, now)
         self.peer_claims.expire(now)
+        self._consider_offload(self.returns.apply_due())
         self._advance(self.in_progress.expire(now))
         self.onboarding.expire()
         self.returns.savings.restores = self.restoring.mode in ("trial", "on")

@@ -1,6 +1,6 @@
 """Expected returns of a node's blocks: forecasts of prompts, applied to the blocks of each."""
 
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 
 from kvmesh.bus.messages import ReturnForecast
@@ -18,12 +18,14 @@ from kvmesh.retention.return_value import TypicalReturn
 from kvmesh.retention.valued_keys import Expected, ReturnOrder
 
 MAX_BLOCKS = 1 << 21  # of all awaited prompts, 16 bytes each
+MOST_APPLIED = 2048  # blocks at once, 20 ms: forecasts of long prompts must not stop the node
 LEAD = 0
 
 
 class NodeReturns:
     """Orders eviction in the tiers of a node by forecasts, once there are any.
 
+    They are applied to at most MOST_APPLIED blocks at once, those of the first prompt first.
     Without `by_forecast`, recency orders it whatever is forecast.
     """
 
@@ -36,6 +38,7 @@ class NodeReturns:
             lambda: AwaitedPrompts(self._typical, MAX_PROMPTS, MAX_BLOCKS)
         )  # by part
         self._awaited[LEAD] = AwaitedPrompts(self._typical, MAX_PROMPTS, MAX_BLOCKS)
+        self._due: OrderedDict[int, tuple[AwaitedPrompt[Digests], int]] = OrderedDict()
         self.ordered = False
 
     @property
@@ -84,10 +87,9 @@ class NodeReturns:
         return [digests for _, digests in found[:count]]
 
     def expect(self, forecasts: Iterable[ReturnForecast]) -> list[Block]:
-        """Apply forecasts, with `since` on the caller's clock; return their blocks in memory."""
-        blocks: list[Block] = []
+        """Take forecasts, with `since` on the caller's clock, and apply some, as `apply_due`."""
         if not self.by_forecast:
-            return blocks
+            return []
         if not self.ordered:
             self.ordered = True
             order = ReturnOrder(self._typical, _expected, _last_use, self.savings.of_copy)
@@ -97,15 +99,36 @@ class NodeReturns:
             for awaited in self._awaited.values():
                 prompt = awaited.expect(forecast)
                 if prompt is not None:
-                    blocks += self._apply(prompt)
+                    self._due.pop(id(prompt), None)
+                    self._due[id(prompt)] = prompt, 0
+        while len(self._due) > MAX_PROMPTS:
+            self._due.popitem(last=False)
+        return self.apply_due()
+
+    def apply_due(self) -> list[Block]:
+        """Apply forecasts to the next blocks that are due; return those of them in memory."""
+        blocks: list[Block] = []
+        left = MOST_APPLIED
+        while self._due and left > 0:
+            key, (prompt, first) = next(iter(self._due.items()))
+            end = min(first + left, len(prompt.place))
+            blocks += self._apply(prompt, first, end)
+            left -= max(end - first, 1)
+            if end < len(prompt.place):
+                self._due[key] = prompt, end
+            else:
+                del self._due[key]
         return blocks
 
-    def _apply(self, prompt: AwaitedPrompt[Digests]) -> list[Block]:
-        """Expect the return of all blocks of a prompt that are held; return those in memory."""
+    def _apply(
+        self, prompt: AwaitedPrompt[Digests], first: int = 0, end: int | None = None
+    ) -> list[Block]:
+        """Expect the return of a prompt's blocks that are held; return those in memory."""
         expectation, store = prompt.expectation, self._store
-        if expectation is None:
+        if expectation is None or expectation.over:
             return []
-        blocks = list(filter(None, map(store.blocks.get, prompt.place)))
+        digests = prompt.place.between(first, len(prompt.place) if end is None else end)
+        blocks = list(filter(None, map(store.blocks.get, digests)))
         for block in blocks:
             block.expected = with_expectation(block.expected, expectation, store.now)
             for number, copy in block.copies.items():
