@@ -5,7 +5,7 @@ from random import Random
 import msgspec
 import numpy as np
 import pytest
-from support.routing import request, sequence, worker
+from support.routing import Placement, overlaps, request, sequence, worker
 
 from kvmesh.bus.messages import Decision, Outcome
 from kvmesh.router.placement.router import RouterCore
@@ -101,3 +101,14 @@ def test_a_slow_rank_costs_more_the_longer_the_answer() -> None:
         costs.append({each.instance: each.cost for each in decision.candidates})
     assert costs[0]["a"] < costs[1]["a"] < costs[2]["a"]
     assert costs[0]["b"] == costs[2]["b"]
+
+
+def test_engines_that_count_no_steps_do_not_end_the_comparison() -> None:
+    """A whole cached prompt is then expected to take no time."""
+    core = core_with([3.0, 1.0])
+    core.speeds.seconds = StepSeconds(prompt_token=1e-4, step=0.0)
+    asked = request("x", sequence(*range(10)), placement=Placement(instance="a"))
+    decision = core.decide(asked, overlaps({"a": (10,)}), 1.0)
+    core.learn(decision, 1.0)
+    ended(core, decision, 1.0)
+    assert core._speed_trial.errors.seen == 1

@@ -98,5 +98,5 @@ class SpeedTrial:
 def _error(expected: tuple[float, float], observed: tuple[float, float]) -> float:
     """The mean logarithm of the factors by which times were expected wrongly."""
     pairs = zip(expected, observed, strict=True)
-    logs = [abs(math.log(e / max(o, _SHORTEST_S))) for e, o in pairs]
+    logs = [abs(math.log(max(e, _SHORTEST_S) / max(o, _SHORTEST_S))) for e, o in pairs]
     return sum(logs) / len(logs)
