@@ -164,6 +164,22 @@ def test_a_wait_ends_when_another_rank_would_have_computed_the_prompt() -> None:
     assert [wait.end for wait in routers.placed["2"].prefix_waits] == ["lost", "computed"]
 
 
+def test_a_short_prompt_that_ceases_to_wait_leaves_the_others_waiting() -> None:
+    """It has the start in common with them, and computes it in less time than the leader needs."""
+    routers = Routers()
+    routers.submit("0")
+    routers.submit("1", 0.01)
+    routers.submit("short", 0.02, common=40)
+    assert routers.queues[0].waiting == 2
+    for now in (0.3, 0.4, 0.5):
+        routers.step(now)
+    assert list(routers.placed) == ["0", "short"]
+    assert [wait.end for wait in routers.placed["short"].prefix_waits] == ["late"]
+    routers.tell(0.9, SeqPrefilled("0"))
+    assert [wait.end for wait in routers.placed["1"].prefix_waits] == ["computed"]
+    assert routers.placed["1"].chosen.overlap[0] == COMMON
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_next_one_computes_if_the_first_is_cancelled(count: int) -> None:
     routers = Routers(count)

@@ -64,6 +64,8 @@ class PrefixWaits:
         if found is None:
             return []
         leader, blocks = found
+        if any(wait.request == leader.request for wait in ticket.prefix_waits):
+            return []
         if blocks * core.table.block_size * prefills.token_s(slot) < LEAST_S:
             return []
         until = min(now + core.recompute_s(decision, rank), ticket.deadline - MARGIN_S)
@@ -88,7 +90,8 @@ class PrefixWaits:
         """End the waits that are over; their tickets are to be placed now, in this order.
 
         If the request that computed has ended early, the first of those that wait for it, in any
-        router, is the next to compute, and the others wait for that one.
+        router, is the next to compute, and the others wait for that one. One that takes longer than
+        expected is given up for all, but not one that a short prompt has no time to wait for.
         """
         successors: dict[str, str | None] = {}  # by leader, as many may wait for the same one
         waits = list(self._waits.values())
@@ -116,7 +119,8 @@ class PrefixWaits:
         if wait.computed:
             return COMPUTED
         if now >= wait.until:
-            self._core.give_up_prefill(wait.leader)
+            if prefills.is_late(wait.leader, wait.blocks, now):
+                self._core.give_up_prefill(wait.leader)
             return LATE
         if wait.leader in prefills or prefills.waits(wait.leader):
             return ""

@@ -15,6 +15,7 @@ MAX_COMPARED = 64  # prompts of one rank, the latest
 UNKNOWN_TOKEN_S = 1 / 5000  # for a token, until some rank's prefill was measured
 MEASURED_TOKENS = 512  # in fewer, the engine's overhead outweighs the prefill
 MOST_SLOWER = 4.0  # times the time known before, as which a sample counts: an engine may stall
+ON_TIME = 0.95  # of the expected time: those that wait for as long have no more of it
 _SMOOTHING = 0.2
 
 
@@ -171,6 +172,18 @@ class RunningPrefills:
                 if blocks > most:
                     best, most = prefill, blocks
         return None if best is None else (best, most)
+
+    def is_late(self, request: str, blocks: int, now: float) -> bool:
+        """True if a prompt takes too long for one that waits for so many of its blocks.
+
+        That is one that waits for most of them, or any later than they were expected.
+        """
+        prefill = self._running.get(request)
+        if prefill is None:
+            return False
+        most = 2 * blocks >= len(prefill.hashes) // HASH_BYTES - prefill.overlap
+        expected = ON_TIME * prefill.work * self.token_s(prefill.slot)
+        return most or now - prefill.placed >= expected
 
     def successor(self, request: str) -> str | None:
         """Of the requests that wait for this one, the first: it computes if this one does not."""
