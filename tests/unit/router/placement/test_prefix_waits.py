@@ -207,6 +207,20 @@ def test_the_next_one_computes_elsewhere_if_the_worker_goes() -> None:
     assert routers.where()["2"] == "b"
 
 
+def test_all_routers_count_a_sibling_where_it_waits_next() -> None:
+    """Its engine does not have it: its tokens keep no other prompt back."""
+    routers = Routers(2)
+    for number in range(3):
+        routers.submit(str(number), 0.1 * number)
+    for queue in routers.queues:
+        queue.core.leave("a")
+    routers.step(0.5)
+    assert routers.where() == {"0": "a", "1": "b"}
+    for queue in routers.queues:
+        slot = queue.core.table.slot("b", 0)
+        assert queue.core.prefills.waiting_tokens(slot) == OWN * BLOCK
+
+
 def test_a_sibling_that_is_freed_while_it_waits_leaves_no_load() -> None:
     routers = Routers(2)
     routers.submit("0")

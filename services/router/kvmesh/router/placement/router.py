@@ -142,7 +142,7 @@ class RouterCore:
         found = table.find_slot(event.instance, event.rank)
         own = max(event.tokens - event.overlap * size, 0)
         if event.waits_for:
-            if event.request not in self.active:
+            if event.request not in self.active or self.prefills.waits(event.request):
                 self.prefills.wait(event, found, own, now)
         else:
             waited = self.prefills.end_wait(event.request)
