@@ -207,6 +207,16 @@ def test_the_next_one_computes_elsewhere_if_the_worker_goes() -> None:
     assert routers.where()["2"] == "b"
 
 
+def test_all_routers_count_what_a_sibling_computes_after_its_leader_was_lost() -> None:
+    routers = Routers(2)
+    routers.submit("0")
+    routers.submit("1", 0.1)
+    routers.tell(0.5, SeqFree("0"))
+    assert [routers.load("a", at) for at in range(2)] == [((COMMON + OWN) * BLOCK, 1)] * 2
+    routers.tell(0.9, SeqPrefilled("1"), SeqFree("1"))
+    assert [routers.load("a", at) for at in range(2)] == [(0, 0)] * 2
+
+
 def test_all_routers_count_a_sibling_where_it_waits_next() -> None:
     """Its engine does not have it: its tokens keep no other prompt back."""
     routers = Routers(2)

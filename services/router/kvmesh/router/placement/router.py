@@ -146,14 +146,14 @@ class RouterCore:
                 self.prefills.wait(event, found, own, now)
         else:
             waited = self.prefills.end_wait(event.request)
+            if waited:  # it may compute more than it would have after its wait
+                self.active.withdraw(event.request)
         ahead = 0.0 if found is None else self._backlog(found)
         slot = self.active.add(event, at)
         if slot is not None and not waited:
             table.record_prompt(slot, event.tokens / size)
         if event.waits_for or at + self.settings.sequence_ttl_s <= now:
             return
-        if slot is None and waited:
-            slot = table.find_slot(event.instance, event.rank)
         if slot is not None:
             self._predicted.add(event.request, slot, event.sequence_hashes, at)
             self.prefills.start(event, slot, ahead + own, at)
