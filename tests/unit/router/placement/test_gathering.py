@@ -244,6 +244,30 @@ def test_an_engine_that_loads_blocks_has_time_for_others() -> None:
     assert names(place(one, {"y": 90}, 0.2)) == []
 
 
+def test_a_burst_does_not_pass_the_queue() -> None:
+    """Requests above the threshold wait in fair order: other tenants come between."""
+    one = queue()
+    for number in range(20):
+        submit(one, prompt(f"p{number}", 90, tenant="crowd"), 0.0)
+    actions = one.place_gathered(SOON)
+    for event in actions.events:
+        one.apply(event, SOON)
+    assert one.core.table.prefill_tokens[0] <= 3 * STEP
+    other = Ticket(prompt("other", 90, tenant="other"), 0.1)
+    for event in one.submit(other, 0.1).events:
+        one.apply(event, 0.1)
+    running = names(QueueActions([e for e in actions.events if type(e) is SeqAdd], actions.done))
+    now, computed = 0.1, 0
+    while other.result is None and computed < 20:
+        now, computed = now + 0.1, computed + 1
+        one.apply(SeqPrefilled(running.pop(0)), now)
+        more = one.place_ready(now)
+        for event in more.events:
+            one.apply(event, now)
+        running += [ticket.request.request for ticket in more.done]
+    assert computed <= 7  # a quantum of the crowd
+
+
 def test_a_request_that_loads_blocks_and_is_sent_again_counts_once() -> None:
     one = queue()
     for _ in range(3):

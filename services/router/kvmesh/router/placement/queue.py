@@ -295,11 +295,14 @@ class PlacementQueue:
         return len(events) > 0
 
     def _place_gathered(self, now: float, actions: QueueActions) -> None:
-        """Place the gathered requests, and send those whose turn it is on their rank."""
+        """Place the gathered requests, and send those whose turn it is on their rank.
+
+        Each counts for the capacity that the next one finds: a burst does not pass the queue.
+        """
         tickets = self._gathering.take()
-        ready = [ticket for ticket in tickets if not self._queued(ticket, now, actions)]
-        for ticket in ready:
-            self._place_or_hold(ticket, now, actions, alone=len(ready) == 1)
+        for ticket in tickets:
+            if not self._queued(ticket, now, actions):
+                self._place_or_hold(ticket, now, actions, alone=len(tickets) == 1)
         if self._held:
             self._send_held(now, actions)
         actions.parked += [t for t in tickets if t.result is None and t.waiting is None]
