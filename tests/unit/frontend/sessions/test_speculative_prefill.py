@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.stamp import STAMP
@@ -26,8 +26,15 @@ from kvmesh.frontend.conversation import (
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
-from kvmesh.frontend.sessions.speculation_gate import FollowUp, FollowUpFamily
+from kvmesh.frontend.sessions.hooks import SessionHooks
+from kvmesh.frontend.sessions.speculation_gate import (
+    MIN_TRIALS,
+    FollowUp,
+    FollowUpFamily,
+    SpeculationGate,
+)
 from kvmesh.frontend.sessions.speculations import (
+    MAX_OPEN,
     MAX_PER_BASE,
     Speculation,
     SpeculativePrefills,
@@ -283,6 +290,24 @@ def test_replaced_crowded_out_and_expired_speculations_are_returned() -> None:
     assert list(table.add(three)) == [one]
     assert list(table.expire(2.5)) == [two]
     assert list(table.expire(2.5)) == []
+
+
+def test_sessions_that_crowd_out_others_do_not_end_speculation() -> None:
+    """A tenant with many sessions would otherwise end it for all tenants."""
+    gate = SpeculationGate("auto")
+    family = FOLLOW_UP.family
+    for _ in range(2 * MIN_TRIALS):
+        gate.record(FOLLOW_UP, 100, 100)
+    nothing = cast(Any, None)
+    hooks = SessionHooks(nothing, nothing, nothing, gate, 8192)
+    for number in range(MAX_OPEN + 100):
+        hooks.open(made(hashes(number, 2), 1, session=f"s{number}"))
+    planned = gate.plan(family, False)
+    assert planned is not None
+    assert planned.reason == "pays"
+    for _ in range(100):
+        hooks.open(made(hashes(7, 2), 1, session="again"))
+    assert gate.plan(family, False) != planned
 
 
 def test_used_tokens_are_those_found_beyond_the_base() -> None:

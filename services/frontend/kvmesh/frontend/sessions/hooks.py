@@ -205,8 +205,7 @@ class SessionHooks:
     ) -> None:
         """Have the worker that computed the prompt compute the missing tokens of the next one."""
         prepared, task = active.prepared, active.tasks[0]
-        for replaced in self._speculations.add(speculation):
-            self._count(replaced, 0, replaced.requested_tokens)
+        self.open(speculation)
         command = Prefetch(
             id=speculation.id,
             tokens=tokens,
@@ -230,6 +229,18 @@ class SessionHooks:
             return
         if hinted:
             active.charge(speculation.requested_tokens)
+
+    def open(self, speculation: Speculation) -> None:
+        """Look out for the prompt of a speculation.
+
+        Sessions that come after crowd out those of others: that says nothing about what follows.
+        """
+        for other in self._speculations.add(speculation):
+            if speculation.replaces(other):
+                self._count(other, 0, other.requested_tokens)
+            else:
+                wasted = metrics.speculative_tokens.labels(other.model, "wasted")
+                wasted.inc(other.requested_tokens)
 
     async def _stop(self, speculation: Speculation, hooked: HookedRequest) -> None:
         reply = await self._control.request(speculation.instance, Cancel(speculation.id))

@@ -42,6 +42,10 @@ class Speculation(Struct, frozen=True):
         end = self.blocks * HASH_BYTES
         return sequence_hashes[end - HASH_BYTES : end] == self.end_hash
 
+    def replaces(self, other: "Speculation") -> bool:
+        """True if it is of the same session, whose next prompt is no longer the other one's."""
+        return (self.tenant, self.session) == (other.tenant, other.session)
+
     def ahead(self, fits: bool, block_size: int) -> ComputedAhead:
         """The tokens that it was to compute of the real prompt, which fits or differs."""
         return ComputedAhead(
@@ -72,7 +76,7 @@ class SpeculativePrefills:
         self._bases: Counter[int] = Counter()
 
     def add(self, speculation: Speculation) -> Iterator[Speculation]:
-        """Add a speculation; yield those that it replaces."""
+        """Add a speculation; yield those that it replaces or crowds out."""
         known = self._by_base.get((speculation.tenant, speculation.base_hash), [])
         replaced = [one for one in known if one.session == speculation.session]
         if len(known) >= MAX_PER_BASE and not replaced:
