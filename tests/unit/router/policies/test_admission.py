@@ -272,6 +272,20 @@ def test_a_rest_ends_before_the_request_would_be_refused(deadline_s: float, unti
     assert isinstance(crowded.result, Refused)
 
 
+def test_an_agent_that_rested_is_not_gathered_until_the_next_check() -> None:
+    router, policy = core(gather_s=0.001)
+    queue = PlacementQueue(router, "r")
+    for agent in "wx":
+        start(router, turn(agent, 5))
+    resting = Ticket(turn("n", 5), 0.0)
+    queue.submit(resting, 0.0)
+    for agent in "wx":
+        router.apply(SeqFree(f"{agent}0"), 0.5)
+    policy.window.share = inf
+    assert queue.place_ready(1.0).done == [resting]
+    assert queue.waiting == 0
+
+
 def test_asking_whether_many_may_be_admitted_takes_a_bounded_part_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

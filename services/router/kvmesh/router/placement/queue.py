@@ -413,6 +413,7 @@ class PlacementQueue:
         actions.parked.append(ticket)
 
     def _submit_admitted(self, now: float, actions: QueueActions) -> None:
+        """Submit the requests that are admitted now; they have waited enough to be gathered."""
         self._ask_again = now + ASK_AGAIN_S * (len(self._unadmitted) - 1)
         for name, ticket in list(self._unadmitted.items()):
             if self._admits(ticket.request, now):
@@ -421,6 +422,8 @@ class PlacementQueue:
                 actions.events += admitted.events
                 actions.done += admitted.done
                 actions.parked += admitted.parked
+        if self._gathering:
+            self._place_gathered(now, actions)
 
     def _enqueue(self, ticket: Ticket, now: float, actions: QueueActions) -> None:
         self._check_limit(ticket)
