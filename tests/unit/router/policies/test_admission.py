@@ -1,5 +1,6 @@
 """Admission of agents: who rests, who resumes, and where."""
 
+from collections.abc import Iterator
 from math import inf
 from random import Random
 from typing import Any
@@ -20,7 +21,12 @@ from kvmesh.bus.messages import (
 from kvmesh.router.placement.queue import ASK_AGAIN_S, PlacementQueue
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
-from kvmesh.router.policies.active_agents import MAX_AGENTS, MAX_ID_LENGTH
+from kvmesh.router.policies.active_agents import (
+    MAX_AGENTS,
+    MAX_ID_LENGTH,
+    ActiveAgents,
+    AgentState,
+)
 from kvmesh.router.policies.admission import AgentAdmission
 from kvmesh.router.policies.base import Kv
 from kvmesh.router.returns_report import returns_report
@@ -348,6 +354,24 @@ def test_the_only_agent_of_an_owner_rests_for_no_other_owner_whatever_its_size()
     assert not policy.admits(turn("x", 3, tenant="crowd"), 1.0)
     assert policy.admits(turn("y", 3, tenant="other"), 1.0)
     assert not policy.admits(turn("z", 3, tenant="other"), 1.0)
+
+
+def test_agents_are_looked_through_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, policy = core(*"abcdef")
+    for rank, agents in zip("abcdef", ("ab", "cd", "ef", "gh", "ij", "kl"), strict=True):
+        for agent in agents:
+            start(router, turn(agent, 6, to=rank))
+    passes = []
+    agents_of = ActiveAgents.__iter__
+
+    def count(agents: ActiveAgents) -> Iterator[tuple[str, AgentState]]:
+        passes.append(1)
+        return agents_of(agents)
+
+    monkeypatch.setattr(ActiveAgents, "__iter__", count)
+    policy.tick(1.0)
+    assert len(passes) < 6
+    assert sum(agent.leaving for _, agent in policy.agents) == 6
 
 
 def test_operators_see_who_rests_and_for_how_long() -> None:

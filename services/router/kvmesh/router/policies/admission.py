@@ -183,9 +183,7 @@ class AgentAdmission(Kv):
         if self.window.open:
             return
         self._review(now, True)
-        for rank, free in self._free.items():
-            if free < 0.0:
-                self._shrink(rank, -free, now)
+        self._shrink(now)
         self._rotate(now)
 
     def _forget_waiting(self, now: float) -> None:
@@ -213,15 +211,18 @@ class AgentAdmission(Kv):
         waiting = {agent.owner: 0.0 for agent in self.waiting.values()}
         self._free, self._owned = free, waiting | owned
 
-    def _shrink(self, rank: RankId, tokens: float, now: float) -> None:
-        """Have agents of a rank rest until so many tokens are free."""
-        leaving = [a for _, a in self.agents if a.active and a.leaving and a.rank == rank]
-        tokens -= sum(agent.tokens for agent in leaving)
-        for presence, agent in self._candidates(now, rank):
-            if tokens <= 0.0:
-                return
-            tokens -= agent.tokens * presence
-            self.agents.rest(agent)
+    def _shrink(self, now: float) -> None:
+        """Have agents of each rank rest until their contexts fit its limit."""
+        excess = {rank: -free for rank, free in self._free.items() if free < 0.0}
+        if not excess:
+            return
+        for _, agent in self.agents:
+            if agent.active and agent.leaving and agent.rank in excess:
+                excess[agent.rank] -= agent.tokens
+        for presence, agent in self._candidates(now):
+            if agent.rank is not None and excess.get(agent.rank, 0.0) > 0.0:
+                excess[agent.rank] -= agent.tokens * presence
+                self.agents.rest(agent)
 
     def _rotate(self, now: float) -> None:
         """Have an agent leave for each one whose rest ends soon."""
@@ -230,14 +231,14 @@ class AgentAdmission(Kv):
         if due <= 0:
             return
         since = now - QUANTA * self.agents.hold_s
-        old = [agent for _, agent in self._candidates(now, None) if agent.active_since < since]
+        old = [agent for _, agent in self._candidates(now) if agent.active_since < since]
         for agent in old[:due]:
             self.agents.rest(agent)
 
     def _ends_soon(self, agent: AgentState, now: float) -> bool:
         return agent.waiting_since is not None and now >= agent.rest_ends - LEAD_S
 
-    def _candidates(self, now: float, rank: RankId | None) -> list[tuple[float, AgentState]]:
+    def _candidates(self, now: float) -> list[tuple[float, AgentState]]:
         """Active agents that may rest, the first one first: whose tool will run for longest.
 
         Then those with requests, the smallest context first. Agents of owners within their fair
@@ -248,11 +249,7 @@ class AgentAdmission(Kv):
         found = [
             (agents.expected_soon(session, agent, now), agents.presence(session, agent, now), agent)
             for session, agent in agents
-            if agent.active
-            and not agent.leaving
-            and not agent.admitted
-            and agent.owner in over
-            and rank in (None, agent.rank)
+            if agent.active and not agent.leaving and not agent.admitted and agent.owner in over
         ]
         found.sort(key=lambda each: (bool(each[2].running), each[0], each[2].tokens))
         return [(presence, agent) for _, presence, agent in found]
