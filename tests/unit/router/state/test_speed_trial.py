@@ -111,4 +111,4 @@ def test_engines_that_count_no_steps_do_not_end_the_comparison() -> None:
     decision = core.decide(asked, overlaps({"a": (10,)}), 1.0)
     core.learn(decision, 1.0)
     ended(core, decision, 1.0)
-    assert core._speed_trial.errors.seen == 1
+    assert core._speed_trial.errors.count == 1.0
