@@ -242,6 +242,21 @@ def test_a_sibling_that_is_freed_while_it_waits_leaves_no_load() -> None:
     assert list(routers.placed) == ["0"]
 
 
+def test_a_sibling_that_is_freed_before_its_wait_is_known_leaves_no_load() -> None:
+    """Its sender has left, and nobody else would free it."""
+    routers = Routers(2)
+    routers.submit("0")
+    ticket = Ticket(request("1", sequence(*range(COMMON), 1, 2, 3)), 0.1)
+    actions = routers.queues[0].submit(ticket, 0.1)
+    assert routers.queues[0].waiting == 1
+    routers.tell(0.1, SeqFree("1"), *actions.events)
+    routers.step(0.2)
+    for at, queue in enumerate(routers.queues):
+        assert routers.load("a", at) == ((COMMON + OWN) * BLOCK, 1)
+        assert not queue.core.prefills.waits("1")
+        assert queue.waiting == 0
+
+
 def test_a_wait_ends_before_the_deadline() -> None:
     routers = Routers()
     routers.submit("0")

@@ -79,6 +79,7 @@ class PlacementQueue:
         self._held = HeldPrompts(core.table, core.prefills)
         self._own: dict[str, Ticket] = {}
         self._unadmitted: dict[str, Ticket] = {}
+        self._freed: list[SeqFree] = []  # of waits whose events may follow the first ones
         self._ask_again = 0.0
         self._stalled: tuple[str, float] | None = None
         self._skipped_until: dict[str, float] = {}
@@ -88,9 +89,12 @@ class PlacementQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait in any replica's queue, or here for another reason."""
+        """Number of requests that wait in any replica's queue, or here for another reason.
+
+        Those freed during a wait count until they are freed again.
+        """
         here = len(self._unadmitted) + len(self._gathering) + len(self._held) + len(self._prefix)
-        return len(self._queue) + here
+        return len(self._queue) + here + len(self._freed)
 
     @property
     def gathering(self) -> bool:
@@ -155,6 +159,8 @@ class PlacementQueue:
     def place_ready(self, now: float) -> QueueActions:
         """Place the waiting requests with free capacity; call when load may have fallen."""
         actions = QueueActions()
+        actions.events += self._freed
+        self._freed.clear()
         if self._prefix:
             self._place_after_prefixes(now, actions)
         if self._gathering.complete(now):
@@ -457,7 +463,8 @@ class PlacementQueue:
         if not placed:
             self._own.pop(request, None)
             self._unadmitted.pop(request, None)
-            self._prefix.drop(request)
+            if self._prefix.drop(request) is not None:
+                self._freed.append(SeqFree(request))
             self._held.remove(request)
             self._gathering.remove(request)
 
