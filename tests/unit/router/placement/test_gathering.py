@@ -278,24 +278,29 @@ def test_a_request_that_loads_blocks_and_is_sent_again_counts_once() -> None:
     assert names(place(one, {"y": 90}, 0.2)) == []
 
 
-@pytest.mark.parametrize("gone", [True, False])
-def test_prompts_held_for_a_prefill_worker_that_goes_are_placed_anew(gone: bool) -> None:
+def test_a_prefill_worker_gets_its_prompts_at_once() -> None:
+    """The router learns of their ends after the handoffs, and the engine would idle meanwhile."""
     pair = queue("d", disagg_tokens=1)
-    decode = worker("d", step=STEP, serves="decode", needs_handoff=True)
-    prefill = {name: worker(name, step=STEP, serves="prefill") for name in "pq"}
-    for card in (decode, prefill["p"]):
-        pair.core.join(card)
+    pair.core.join(worker("d", step=STEP, serves="decode", needs_handoff=True))
+    pair.core.join(worker("p", step=STEP, serves="prefill"))
+    done = place(pair, {"x": 40, "y": 90}).done
+    assert [ticket.request.request for ticket in done] == ["y", "x"]
+    assert pair.waiting == 0
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_prompts_held_for_a_worker_that_goes_are_placed_anew(gone: bool) -> None:
+    pair = queue("p")
     place(pair, {"x": 40, "y": 90})
-    pair.core.join(prefill["q"])
+    pair.core.join(worker("q", step=STEP))
     if gone:
         pair.core.leave("p")
     else:
-        pair.core.join(replace(prefill["p"], draining=True))
+        pair.core.join(replace(worker("p", step=STEP), draining=True))
     [ticket] = pair.place_ready(0.1).done + pair.place_ready(0.2).done
     assert ticket.request.request == "y"
     assert isinstance(ticket.result, Decision)
-    assert ticket.result.prefill is not None
-    assert ticket.result.prefill.instance == "q"
+    assert ticket.result.chosen.instance == "q"
 
 
 def test_a_gathering_is_bounded() -> None:

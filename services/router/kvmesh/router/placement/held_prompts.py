@@ -86,15 +86,13 @@ class HeldPrompts:
         table.cells.held_tokens[slot] += tokens
 
     def is_served(self, prompt: HeldPrompt) -> bool:
-        """True unless a worker of the decision is gone or takes no more requests."""
-        decision, cards = prompt.decision, self._table.cards
-        found = [cards.get(each.instance) for each in (decision.chosen, decision.prefill) if each]
-        return all(card is not None and not card.draining for card in found)
+        """True unless the worker of the decision is gone or takes no more requests."""
+        card = self._table.cards.get(prompt.decision.chosen.instance)
+        return card is not None and not card.draining
 
     def note_loading(self, decision: Decision) -> bool:
         """Count a request as sent whose engine first loads blocks; False if it loads none."""
-        computes = decision.prefill or decision.chosen
-        if not sum(computes.overlap[1:]):
+        if not sum(decision.chosen.overlap[1:]):
             return False
         self.computed(decision.request)  # it was sent before
         slot, tokens = self._loading[decision.request] = self._work(decision)
@@ -114,9 +112,9 @@ class HeldPrompts:
 
     def _work(self, decision: Decision) -> tuple[int, float]:
         """The slot that computes a prompt, and how many of its tokens."""
-        table, computes = self._table, decision.prefill or decision.chosen
-        tokens = decision.tokens - sum(computes.overlap) * table.block_size
-        return table.slot(computes.instance, computes.rank), float(max(tokens, 0))
+        table, rank = self._table, decision.chosen
+        tokens = decision.tokens - sum(rank.overlap) * table.block_size
+        return table.slot(rank.instance, rank.rank), float(max(tokens, 0))
 
     def remove(self, request: str) -> HeldPrompt | None:
         """Take a prompt out; None if it is not held."""

@@ -328,7 +328,8 @@ class PlacementQueue:
     ) -> None:
         """Place a request; the router keeps it until its turn on its rank.
 
-        One that was gathered alone is sent at once if its rank has no prompt to compute.
+        One that was gathered alone is sent at once if its rank has no prompt to compute, and so is
+        one for a prefill worker, whose end the router learns only after the handoff.
         """
         try:
             if len(self._held) >= self._settings.queue_limit:
@@ -339,8 +340,9 @@ class PlacementQueue:
                 return
             self._update_rate(decision, now)
             events = self.core.commit(decision, now)
-            idle = alone and not (decision.prefill or decision.chosen).prefill
-            if self._held.note_loading(decision) or idle:
+            apart = decision.prefill is not None
+            idle = alone and not decision.chosen.prefill
+            if apart or self._held.note_loading(decision) or idle:
                 actions.events += events
                 _finish(ticket, decision, actions)
                 return
