@@ -17,6 +17,7 @@ from kvmesh.bus.messages import (
     SeqAdd,
     SeqFree,
     SeqPrefilled,
+    SeqWait,
 )
 from kvmesh.router.placement.gathering import MOST_GATHERED
 from kvmesh.router.placement.held_prompts import HOLD_S
@@ -266,6 +267,16 @@ def test_a_burst_does_not_pass_the_queue() -> None:
             one.apply(event, now)
         running += [ticket.request.request for ticket in more.done]
     assert computed <= 7  # a quantum of the crowd
+
+
+def test_without_fair_classes_a_burst_waits_for_its_ranks_and_not_in_the_queue() -> None:
+    one = queue()
+    actions = place(one, {f"p{number}": 90 for number in range(20)})
+    assert not [event for event in actions.events if type(event) is SeqWait]
+    assert one.waiting == 19
+    submit(one, prompt("tenant", 90, tenant="t"), 0.1)
+    later = one.place_gathered(0.1 + SOON)
+    assert [event.request for event in later.events if type(event) is SeqWait] == ["tenant"]
 
 
 def test_a_request_that_loads_blocks_and_is_sent_again_counts_once() -> None:

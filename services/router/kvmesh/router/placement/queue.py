@@ -36,11 +36,13 @@ from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.router.state.arrays import Slots
+from kvmesh.router.state.fair_classes import fair_class
 
 REPLICA_PATIENCE_S = 0.25  # for the replica whose request is first to place it
 SKIP_REPLICA_S = 5.0  # the queue does not wait for a replica that was too slow
 ECHO_PATIENCE_S = 0.5  # for this replica's entry to arrive on the stream
 NEWCOMER_S = 5.0  # for the card of a new replica to arrive
+CLASSES_S = 300.0  # after a request of a fair class, the classes have to get their shares
 ASK_AGAIN_S = 1e-4  # for each request but one that is not admitted: asking takes a part of it
 
 
@@ -81,6 +83,7 @@ class PlacementQueue:
         self._unadmitted: dict[str, Ticket] = {}
         self._freed: list[SeqFree] = []  # of waits whose events may follow the first ones
         self._ask_again = 0.0
+        self._classes_until = -inf
         self._stalled: tuple[str, float] | None = None
         self._skipped_until: dict[str, float] = {}
         self._failures = FailureLog()
@@ -123,6 +126,8 @@ class PlacementQueue:
             if not self._admits(ticket.request, now):
                 self._park(ticket, actions)
             elif self._gathers and self._may_wait(ticket.request):
+                if fair_class(ticket.request.hints):
+                    self._classes_until = now + CLASSES_S
                 self._gathering.add(ticket, now)
                 if self._gathering.complete(now):
                     self._place_gathered(now, actions)
@@ -303,11 +308,15 @@ class PlacementQueue:
     def _place_gathered(self, now: float, actions: QueueActions) -> None:
         """Place the gathered requests, and send those whose turn it is on their rank.
 
-        Each counts for the capacity that the next one finds: a burst does not pass the queue.
+        Where requests have fair classes, each counts for the capacity that the next one finds: a
+        burst does not pass the queue, which gives every class its share.
         """
         tickets = self._gathering.take()
+        classes = now < self._classes_until
+        if not classes:
+            tickets = [ticket for ticket in tickets if not self._queued(ticket, now, actions)]
         for ticket in tickets:
-            if not self._queued(ticket, now, actions):
+            if not classes or not self._queued(ticket, now, actions):
                 self._place_or_hold(ticket, now, actions, alone=len(tickets) == 1)
         if self._held:
             self._send_held(now, actions)
