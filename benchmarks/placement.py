@@ -47,8 +47,10 @@ FLEETS = (
 )
 
 
-def replay(trace: Workload, fleet: Fleet, router: RouterSettings, united: bool) -> dict[str, float]:
-    """The figures of one run, in the units of UNITS."""
+def replay(
+    trace: Workload, fleet: Fleet, router: RouterSettings, routers: int, united: bool
+) -> dict[str, float]:
+    """The figures of one run with so many routers, in the units of UNITS."""
     share = fleet.engines if united else 1
     core = CoreOptions(fleet.blocks * share, LIMITS, speedup=float(share))
     simulation = Simulation(
@@ -56,6 +58,7 @@ def replay(trace: Workload, fleet: Fleet, router: RouterSettings, united: bool) 
         SimulationOptions(
             router=router,
             workers=(WorkerOptions(fleet.engines // share, core),),
+            replicas=routers,
             speed=fleet.speed,
             deadline_s=7200.0,
         ),
@@ -76,6 +79,7 @@ def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--trace", type=Path, metavar="FILE", required=True)
     arguments.add_argument("--weights", default="3,16", metavar="W,…", help="fixed weights")
+    arguments.add_argument("--routers", type=int, default=1, metavar="N", help="routers (1)")
     arguments.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     chosen = arguments.parse_args()
     trace, _ = load(str(chosen.trace))
@@ -91,9 +95,9 @@ def main() -> None:
     policies["round-robin"] = RouterSettings(policy="round-robin", gather_s=0.0)
     report = Report("Placement (virtual time)", "Dynamo, 16")
     for fleet in FLEETS:
-        bound = replay(trace, fleet, policies["kv"], united=True)["cached"]
+        bound = replay(trace, fleet, policies["kv"], chosen.routers, united=True)["cached"]
         for name, router in policies.items():
-            found = replay(trace, fleet, router, united=False)
+            found = replay(trace, fleet, router, chosen.routers, united=False)
             for what, value in found.items():
                 theirs = fleet.dynamo.get(what) if name == "kv" and chosen.limit is None else None
                 goal = ""

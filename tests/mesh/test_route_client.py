@@ -20,6 +20,7 @@ from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.peer_choice import TURN_S, Peers
 from kvmesh.bus.messages import (
     Decision,
     MessageDecoder,
@@ -41,19 +42,40 @@ DEADLINE_S = 10 * PATIENCE_S  # entries leave the ledger before their time is ov
 Answers = list[asyncio.Task[Routed | Refused]]
 
 
+class Clock:
+    """The time by which a frontend chooses a router."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._turns = Peers(1.0)
+
+    def know(self, router: RunningRouter) -> None:
+        self._turns.joined(router.service.instance)
+
+    def set_turn_of(self, router: RunningRouter) -> None:
+        instance = router.service.instance
+        while self._turns.choose_at(self.now) != instance:
+            self.now += TURN_S
+
+
 @dataclass
 class Stage:
-    """Two routers of one worker with capacity for one prompt of ten blocks at a time."""
+    """Two routers of one worker with capacity for one prompt of ten blocks at a time.
+
+    They have their turns at queries one after the other.
+    """
 
     bus: Bus
     route_client: RouteClient
     proxy: Proxy
     routers: list[RunningRouter]
     decisions: Tail[Decision]
+    clock: "Clock"
     attempts: dict[str, list[str]] = field(default_factory=dict)
 
     def query(self, name: str, blocks: int = 10) -> "asyncio.Task[Routed | Refused]":
         """Query for a placement, as the frontend does for a request."""
+        self.clock.set_turn_of(self.routers[len(self.attempts) % len(self.routers)])
         number = 100 * len(self.attempts)
         attempts = self.attempts[name] = [name]
 
@@ -111,9 +133,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def _route_client(bus: Bus, limits: StreamLimits) -> AsyncIterator[RouteClient]:
+async def _route_client(bus: Bus, limits: StreamLimits, clock: Clock) -> AsyncIterator[RouteClient]:
     tracker = SequenceEventPublisher(bus, "f")
-    query_client = RouteClient(bus, tracker)
+    query_client = RouteClient(bus, tracker, lambda: clock.now)
     directory = Directory(bus, limits, query_client.joined, query_client.left)
     await query_client.open()
     await directory.open()
@@ -137,14 +159,16 @@ async def stage(
         decisions = await stack.enter_async_context(
             Tail[Decision](bus, bus.subjects.route_stream, bus.subjects.route("m"), DECISIONS)
         )
-        query_client = await stack.enter_async_context(_route_client(bus, limits))
+        clock = Clock()
+        query_client = await stack.enter_async_context(_route_client(bus, limits, clock))
         through = replace(options, url=proxy.url)
         routers = [
             await start_router(through, "r0", **QUEUE),
             await start_router(options, "r1", **QUEUE),
         ]
-        stage = Stage(bus, query_client, proxy, routers, decisions)
+        stage = Stage(bus, query_client, proxy, routers, decisions, clock)
         for router in routers:
+            clock.know(router)
             await stage.serves(router)
         yield stage
         proxy.release()
@@ -258,7 +282,7 @@ async def test_a_full_queue_does_not_refuse_requests_queued_before(
 async def test_without_any_router_a_query_is_refused_at_once(
     bus: Bus, limits: StreamLimits
 ) -> None:
-    async with _route_client(bus, limits) as query_client:
+    async with _route_client(bus, limits, Clock()) as query_client:
 
         def compose(_: bool, arrived: float | None) -> RouteRequest:
             return request("q", sequence(1), arrived=arrived)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from random import Random
 
+from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.messages import (
     Decision,
     Instance,
@@ -43,7 +45,7 @@ class RouterReplica:
 
 
 class SimulatedRouters:
-    """All replicas; requests go to them in turn.
+    """All replicas; requests go to the one whose turn it is.
 
     `on_sequences` and `on_route`, if set, receive what routers and frontends publish;
     `on_forecasts` the forecasts of returns for each worker.
@@ -70,12 +72,15 @@ class SimulatedRouters:
         self._delay = delay
         self._queries_index = settings.kv_events
         self._gather_s = settings.gather_s
-        self._next = 0
         self.on_sequences: OnSequences | None = None
         self.on_route: OnRoute | None = None
         self.replicas = [
             RouterReplica(n, model, settings, _rng(settings, seed, n)) for n in range(count)
         ]
+        self._named = {replica.name: replica for replica in self.replicas}
+        self._turns = Peers(inf)
+        for name in self._named:
+            self._turns.joined(name)
         clock.after(TICK_S, self._tick)
         clock.after(SWEEP_S, self._sweep)
 
@@ -96,9 +101,8 @@ class SimulatedRouters:
 
     def route(self, request: RouteRequest) -> None:
         """Route a request; `on_result` receives its ticket, now or after a wait in the queue."""
-        replica = self.replicas[self._next]
-        self._next = (self._next + 1) % len(self.replicas)
         now = self._clock.now
+        replica = self._named[self._turns.choose_at(now) or self.replicas[0].name]
         ticket = Ticket(request, now, overlaps=self._overlaps(request))
         self._apply(replica, replica.queue.submit(ticket, now))
         if replica.queue.gathering and not replica.gathers:

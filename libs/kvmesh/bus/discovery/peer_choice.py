@@ -1,12 +1,15 @@
-"""Round-robin choice among the processes of a role, without those suspected of being down.
+"""Choice among the processes of a role, without those suspected of being down.
 
-Pure. Times are those of the caller's clock, in seconds.
+Pure. Times are those of the caller's clock, in seconds, unless they are Unix times.
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from hashlib import blake2b
 
 PROBE_S = 0.25
+TURN_S = 0.05  # of one process: much longer than a message takes to the others
+MOST_IN_TURN = 64  # choices of one process in a row: a larger burst is divided
 
 
 class Peer:
@@ -31,6 +34,9 @@ class Peers:
         self._limit = limit
         self._known: dict[str, Peer] = {}
         self._order: deque[str] = deque()
+        self._turn = -1
+        self._chosen = 0
+        self._in_turn: list[str] = []
 
     def __contains__(self, instance: str) -> bool:
         return instance in self._known
@@ -43,15 +49,37 @@ class Peers:
         if instance not in self._known:
             self._known[instance] = Peer()
             self._order.append(instance)
+            self._turn = -1
 
     def left(self, instance: str) -> None:
         if self._known.pop(instance, None) is not None:
             self._order.remove(instance)
+            self._turn = -1
 
     def choose(self, excluded: Collection[str] = ()) -> str | None:
         """The next process; a suspected one only if no other is left; None if all are excluded."""
         self._order.rotate(-1)
-        eligible = [instance for instance in self._order if instance not in excluded]
+        return self._first(self._order, excluded)
+
+    def choose_at(self, time: float, excluded: Collection[str] = ()) -> str | None:
+        """The process whose turn it is at a Unix time, for all that choose; others as in `choose`.
+
+        Turns of TURN_S are in an order without a period. After MOST_IN_TURN choices within one, the
+        next process follows.
+        """
+        turn = int(time / TURN_S)
+        if turn != self._turn:
+            self._turn, self._chosen = turn, 0
+            self._in_turn = sorted(self._known, key=lambda name: _rank(name, turn))
+        found = self._first(self._in_turn, excluded)
+        self._chosen += 1
+        if self._chosen >= MOST_IN_TURN and len(self._in_turn) > 1:
+            self._chosen = 0
+            self._in_turn.append(self._in_turn.pop(0))
+        return found
+
+    def _first(self, order: Iterable[str], excluded: Collection[str]) -> str | None:
+        eligible = [instance for instance in order if instance not in excluded]
         return next(filter(self.trusts, eligible), eligible[0] if eligible else None)
 
     def trusts(self, instance: str) -> bool:
@@ -94,3 +122,8 @@ class Peers:
         for instance in due:
             self._known[instance].probed_at = now
         return due
+
+
+def _rank(instance: str, turn: int) -> bytes:
+    """The position of a process in a turn; the least comes first."""
+    return blake2b(f"{instance} {turn}".encode(), digest_size=8).digest()

@@ -45,6 +45,10 @@ _replies: MessageDecoder[RouteNews] = MessageDecoder(RouteNews)
 Compose = Callable[[bool, float | None], RouteRequest]
 
 
+def _unix_time() -> float:
+    return time.time()
+
+
 @dataclass(eq=False, slots=True)
 class RouteQuery:
     """A query in progress.
@@ -73,12 +77,18 @@ class RouteClient:
     """All route queries of one frontend.
 
     Its clock stops while this process does not run or has no connection: replies sent meanwhile may
-    still be unread.
+    still be unread. `turn_time`, in Unix seconds, decides which router's turn it is.
     """
 
-    def __init__(self, bus: Bus, events: SequenceEventPublisher) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        events: SequenceEventPublisher,
+        turn_time: Callable[[], float] = _unix_time,
+    ) -> None:
         self._bus = bus
         self._events = events
+        self._turn_time = turn_time
         self._loop = asyncio.get_running_loop()
         self._inbox = bus.new_inbox()
         self._names = itertools.count(1)
@@ -135,8 +145,8 @@ class RouteClient:
     # queries
 
     def _send(self, query: RouteQuery) -> None:
-        """Query the next router; refuse if all have declined."""
-        router = self.routers.choose(query.declined)
+        """Query the router whose turn it is; refuse if all have declined."""
+        router = self.routers.choose_at(self._turn_time(), query.declined)
         if router is None and ANY_ROUTER in query.declined:
             self._end(query, NO_ROUTER)
         else:
