@@ -46,10 +46,10 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
+from kvmesh.router.waiting.queue import PlacementQueue
+from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.settings.schema import RouterSettings
 
 BLOCK = 16

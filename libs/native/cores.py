@@ -9,19 +9,20 @@ from mypyc.build import mypycify
 # theirs; the simulator's `virtual_clock`, since Ctrl-C is seen between two of its events; and the
 # workload's `model`, which msgspec reads.
 CORES = {
+    "libs/kvmesh/placement_rules": ["holding"],
     "libs/kvmesh/retention": ["*"],
     "libs/kvmesh/returns": ["*"],
     "libs/kvmesh/step_times": ["interface"],
     "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "removed_blocks", "shards"],
-    "services/router/kvmesh/router/placement": [
+    "services/router/kvmesh/router/placement": ["policy_runner", "router"],
+    "services/router/kvmesh/router/waiting": [
+        "common_queue",
         "fair_order",
         "free_capacity",
         "gathering",
         "held_prompts",
-        "policy_runner",
         "queue",
         "queue_entries",
-        "router",
     ],
     "services/router/kvmesh/router/policies": ["thompson_trust"],
     "services/router/kvmesh/router/scoring": ["candidates", "cost", "overlaps", "possible_hits"],

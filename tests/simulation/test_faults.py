@@ -11,8 +11,8 @@ from kvmesh.bus.streams.publisher import ACK_TIMEOUT_S, KvPublisher
 from kvmesh.bus.streams.reader import StreamReader
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.router.model_router import ModelRouter
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.state.active_sequences import ActiveSequences
+from kvmesh.router.waiting.ticket import Ticket
 
 
 @pytest.mark.parametrize("fault", faults.ALL)

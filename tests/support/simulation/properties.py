@@ -12,9 +12,9 @@ from kvmesh.hashing import HASH_BYTES
 from kvmesh.indexer.queries.reply import answer
 from kvmesh.indexer.service import IndexerService
 from kvmesh.router.model_router import ModelRouter
-from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.state.active_sequences import TrackedRequest
 from kvmesh.router.state.prefix_tree import PrefixNode
+from kvmesh.router.waiting.queue import PlacementQueue
 from support.events import MODEL, depths, prompt
 from support.simulation.callers import prompts
 from support.simulation.jetstream import JetStream, Stream
@@ -200,7 +200,7 @@ def order_differences(world: "World") -> list[str]:
 
 
 def _entries(queue: PlacementQueue) -> dict[str, SeqWait]:
-    return queue._queue.entries
+    return queue.common.order.entries
 
 
 def _order(queue: PlacementQueue) -> dict[tuple[int, str], list[str]]:
@@ -212,7 +212,7 @@ def _order(queue: PlacementQueue) -> dict[tuple[int, str], list[str]]:
     shared = {
         id(entry): entry for entry in _entries(queue).values()
     }  # never changed, so not copied
-    copied, order = deepcopy(queue._queue, shared), dict[tuple[int, str], list[str]]()
+    copied, order = deepcopy(queue.common.order, shared), dict[tuple[int, str], list[str]]()
     while (head := copied.head(0.0)) is not None:
         order.setdefault((head.tier, head.fair_class), []).append(head.request)
         copied.remove(head.request, placed=True)

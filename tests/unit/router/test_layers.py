@@ -14,6 +14,7 @@ LAYERS = [
         "placement_trace",
         "returns_report",
     ],
+    ["waiting"],
     ["placement"],
     ["config"],
     ["policies"],
@@ -29,5 +30,5 @@ def test_imports_only_point_downwards() -> None:
 
 
 def test_the_core_has_no_event_loop_and_no_clock() -> None:
-    pure = ["placement", "policies", "scoring", "state"]
+    pure = ["waiting", "placement", "policies", "scoring", "state"]
     assert imports_of("router", pure, ["asyncio", "datetime", "threading", "time"]) == []

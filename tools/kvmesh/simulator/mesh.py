@@ -22,7 +22,7 @@ from kvmesh.bus.messages import (
     SeqProgress,
 )
 from kvmesh.hashing import HASH_BYTES
-from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.simulator.active_round import ActiveRound, output_limit
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.clients.harness import Harness

@@ -18,10 +18,10 @@ from kvmesh.bus.messages import (
     SeqEvent,
     ToolEvent,
 )
-from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
+from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
+from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.virtual_clock import VirtualClock
 

@@ -5,9 +5,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from kvmesh.bus.messages import Decision
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.forecaster import ReturnForecaster
-from kvmesh.router.placement.queue import PlacementQueue
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.admission import AgentAdmission
+from kvmesh.router.waiting.queue import PlacementQueue
 
 _FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0)
 _SLOW = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -26,12 +26,12 @@ from kvmesh.bus.messages import (
 from kvmesh.returns.forecaster import NO_RETURN
 from kvmesh.router import metrics
 from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
-from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.placement_trace import PlacementTrace, placement_trace
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.policy_state import PolicyState
+from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
+from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.runtime.service import Service
 
 log = logging.getLogger(__name__)

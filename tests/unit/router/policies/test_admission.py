@@ -18,9 +18,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     ToolEvent,
 )
-from kvmesh.router.placement.queue import ASK_AGAIN_S, PlacementQueue
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.policies.active_agents import (
     MAX_AGENTS,
     MAX_ID_LENGTH,
@@ -30,6 +28,9 @@ from kvmesh.router.policies.active_agents import (
 from kvmesh.router.policies.admission import AgentAdmission
 from kvmesh.router.policies.base import Kv
 from kvmesh.router.returns_report import returns_report
+from kvmesh.router.waiting.queue import PlacementQueue
+from kvmesh.router.waiting.resting import ASK_AGAIN_S
+from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.settings.schema import RouterSettings
 
 SHARE = 0.9  # of 1,024 blocks: 921

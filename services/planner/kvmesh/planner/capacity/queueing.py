@@ -10,19 +10,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import ceil, inf, sqrt
+from math import ceil, inf
 from typing import Protocol
 
-# as in the router's cost (docs/adr/0044)
-STALL_WEIGHT = 0.3
-DECODE_WEIGHT = 0.05
-CROWD_WEIGHT = 8.0
-MOST_CROWD_WEIGHT = 0.5
-# as routers hold prompts back (docs/adr/0048)
-HOLD_S = 2.0
-YIELD_S = 0.25
-FIXED_SHARE = 0.125
-QUEUE_STEPS = 2.0
+from kvmesh.placement_rules.holding import HOLD_S, has_turn, yielded_s
+from kvmesh.placement_rules.weights import (
+    CROWD_WEIGHT,
+    DECODE_WEIGHT,
+    MOST_CROWD_WEIGHT,
+    STALL_WEIGHT,
+)
+from kvmesh.settings.schema import RouterSettings
+
+QUEUE_STEPS = RouterSettings().queue_threshold
 
 
 class StepTimes(Protocol):
@@ -145,7 +145,7 @@ class _Worker:
         if self.queued or backlog > QUEUE_STEPS * self.kind.step_tokens:
             self.queued.append((number, tokens))
         else:
-            late = min(YIELD_S * tokens / self.kind.step_tokens, HOLD_S)
+            late = yielded_s(tokens, self.kind.step_tokens)
             heappush(self.held, (at + late, number, tokens))
         if at >= self.computed_at:
             self._send()
@@ -185,11 +185,10 @@ class _Worker:
         """Pass prompts to the engine: held ones while it has few tokens, queued ones in turn."""
         held, step = self.held, self.kind.step_tokens
         backlog = self._backlog()
-        room = sqrt(backlog * step * FIXED_SHARE)
         while held:
             _, number, tokens = held[0]
-            full = self.sent > 0 and self.sent + tokens > room
-            if full and self.now < self._requests[number].at + HOLD_S:
+            overdue = self.now >= self._requests[number].at + HOLD_S
+            if not overdue and not has_turn(tokens, self.sent, backlog, step):
                 break
             heappop(held)
             self.waiting.append([number, tokens])

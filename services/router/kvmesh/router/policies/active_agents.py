@@ -17,7 +17,7 @@ from kvmesh.router.state.rank_table import RankTable
 MAX_AGENTS = 16_384
 MAX_REQUESTS = 32_768
 MAX_ID_LENGTH = 256
-HOLD_S = 10.0  # while no speed of an engine is known
+BREAK_EVEN_S = 10.0  # while no speed of an engine is known
 SHORTEST_S, LONGEST_S = 0.05, 30.0
 RESERVED_S = 60.0  # for an admitted request to be placed
 GONE = 0.2  # weight below which an agent without a request has left
@@ -74,15 +74,15 @@ class SeenTurn(NamedTuple):
 class ActiveAgents:
     """At most MAX_AGENTS agents; those unused for longest are forgotten. Times in seconds.
 
-    `hold_s` is the time in which a rank computes as many tokens as it holds: to keep a context for
-    an agent that returns later costs more than to compute it again.
+    `break_even_s` is the time in which a rank computes as many tokens as it holds: to keep a
+    context for an agent that returns later costs more than to compute it again.
     """
 
     def __init__(self) -> None:
         self.table: RankTable | None = None
         self.returns_within: ReturnsWithin | None = None
         self.speeds: RankSpeeds | None = None
-        self.hold_s = HOLD_S
+        self.break_even_s = BREAK_EVEN_S
         self._agents: OrderedDict[str, AgentState] = OrderedDict()
         self._requests: OrderedDict[str, str] = OrderedDict()
         self._prefixes = PrefixTree()
@@ -117,7 +117,7 @@ class ActiveAgents:
     def placed(self, decision: Decision, all_admitted: bool, now: float) -> SeenTurn | None:
         """A request was placed: its agent is active. Returns its turn if that continues one.
 
-        While `all_admitted`, an agent keeps its place for `hold_s`.
+        While `all_admitted`, an agent keeps its place for `break_even_s`.
         """
         session = decision.hints.session
         if not session or len(session) > MAX_ID_LENGTH or decision.prefetch is not None:
@@ -129,12 +129,16 @@ class ActiveAgents:
         turn = None
         if decision.request not in agent.running:
             pause_s = max(now - decision.wait_s - agent.ended, 0.0)
-            kept = (agent.active or all_admitted) and not agent.waited_s and pause_s <= self.hold_s
+            kept = (
+                (agent.active or all_admitted)
+                and not agent.waited_s
+                and pause_s <= self.break_even_s
+            )
             lost = self._continue(agent, decision)
             turn = None if lost is None else SeenTurn(decision.tokens, lost, pause_s, kept)
         if not agent.active:
             agent.active, agent.active_since = True, now
-        self._hold(agent, decision)
+        self._count_context(agent, decision)
         agent.running.add(decision.request)
         agent.admitted = agent.overdue = False
         agent.waited_s = 0.0
@@ -162,7 +166,7 @@ class ActiveAgents:
         held = max(held, max((sum(c.overlap) for c in decision.candidates), default=0))
         return max(known - held, 0) * decision.block_size
 
-    def _hold(self, agent: AgentState, decision: Decision) -> None:
+    def _count_context(self, agent: AgentState, decision: Decision) -> None:
         """Count the agent's context on the rank of the decision."""
         self._release(agent)
         agent.rank = decision.chosen.instance, decision.chosen.rank
@@ -212,13 +216,13 @@ class ActiveAgents:
         agent.active = agent.leaving = agent.admitted = False
         self._release(agent)
 
-    def update_hold(self) -> None:
-        """Update `hold_s` by the memory and the measured speed of the ranks."""
+    def update_break_even(self) -> None:
+        """Update `break_even_s` by the memory and the measured speed of the ranks."""
         rate = self.speeds.prefill_rate if self.speeds is not None else 0.0
         sizes = self.capacities().values()
         if rate > 0.0 and sizes:
-            hold_s = sum(sizes) / len(sizes) / rate
-            self.hold_s = min(max(hold_s, SHORTEST_S), LONGEST_S)
+            break_even_s = sum(sizes) / len(sizes) / rate
+            self.break_even_s = min(max(break_even_s, SHORTEST_S), LONGEST_S)
 
     def drop_gone(self, now: float) -> None:
         """End the activity of agents whose tools run for long."""
@@ -233,21 +237,24 @@ class ActiveAgents:
     def presence(self, session: str, agent: AgentState, now: float) -> float:
         """Share of an active agent's context that counts.
 
-        While no request runs, it fades over `hold_s`, or follows the reported end of a tool.
+        While no request runs, it fades over `break_even_s`, or follows the reported end of a tool.
         Learned pauses contain waits in the queue, so they do not count here.
         """
         if agent.running or agent.admitted:
             return 1.0
         share, reported = self._returns(session, now)
-        return share if reported else exp(-max(now - agent.ended, 0.0) / self.hold_s)
+        return share if reported else exp(-max(now - agent.ended, 0.0) / self.break_even_s)
 
     def expected_soon(self, session: str, agent: AgentState, now: float) -> float:
-        """The probability that an agent is back in `hold_s`, by its tools or what was learned."""
+        """The probability of a return within `break_even_s`, by its tools or what was learned."""
         return 1.0 if agent.running or agent.admitted else self._returns(session, now)[0]
 
     def _returns(self, session: str, now: float) -> tuple[float, bool]:
         within = self.returns_within
-        return (within(session, self.hold_s, now) if within is not None else None) or (0.5, False)
+        return (within(session, self.break_even_s, now) if within is not None else None) or (
+            0.5,
+            False,
+        )
 
     def capacities(self) -> dict[RankId, float]:
         """The memory in tokens of each rank that decodes, where known."""

@@ -20,9 +20,11 @@ from kvmesh.router.state.rank_speeds import RankSpeeds
 HISTORY_S = 600.0
 MARGIN_S = 5.0  # a rest ends this long before the deadline: time for two placements
 LEAD_S = 15.0  # before that, others leave for the agent
-QUANTA = 2.0  # an active agent keeps its place for so many times `hold_s` before others replace it
+QUANTA = (
+    2.0  # an active agent keeps its place for so many times `break_even_s` before others replace it
+)
 REVIEW_S = 0.25
-LEAST_HOLD_S = 2.0  # below, contexts are computed faster than agents can change places
+LEAST_BREAK_EVEN_S = 2.0  # below, contexts are computed faster than agents can change places
 
 
 class AgentAdmission(Kv):
@@ -76,7 +78,7 @@ class AgentAdmission(Kv):
         self.waiting.pop(decision.hints.session or "", None)
         if turn is None:
             return
-        self.window.observe_pause(turn.tokens, turn.pause_s, self.agents.hold_s, now)
+        self.window.observe_pause(turn.tokens, turn.pause_s, self.agents.break_even_s, now)
         if turn.kept:
             self.window.observe(turn.tokens, turn.lost, now)
 
@@ -173,10 +175,10 @@ class AgentAdmission(Kv):
     # review
 
     def tick(self, now: float) -> None:
-        self.agents.update_hold()
+        self.agents.update_break_even()
         self.agents.drop_gone(now)
         self._forget_waiting(now)
-        if self.agents.hold_s < LEAST_HOLD_S or not self.window.pays:
+        if self.agents.break_even_s < LEAST_BREAK_EVEN_S or not self.window.pays:
             self.window.share = inf
         else:
             self.window.review(bool(self.waiting), now)
@@ -230,7 +232,7 @@ class AgentAdmission(Kv):
         due -= sum(1 for _, agent in self.agents if agent.active and agent.leaving)
         if due <= 0:
             return
-        since = now - QUANTA * self.agents.hold_s
+        since = now - QUANTA * self.agents.break_even_s
         old = [agent for _, agent in self._candidates(now) if agent.active_since < since]
         for agent in old[:due]:
             self.agents.rest(agent)

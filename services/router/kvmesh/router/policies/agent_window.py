@@ -34,7 +34,7 @@ class AgentWindow:
     def __init__(self) -> None:
         self.share = inf
         self._prompt = self._lost = self._turns = 0.0
-        self._saved = self._held = 0.0
+        self._saved = self._kept = 0.0
         self._faded = self._reviewed = -inf
         self._useless = 0
         self._back_off_s = BACK_OFF_S
@@ -53,16 +53,17 @@ class AgentWindow:
     def pays(self) -> bool:
         """True if keeping contexts between turns saves clearly more than it costs.
 
-        A context that is kept for at most `hold_s` costs its share of the memory for the pause; one
-        that is then used saves its computation, which is its share of the memory times `hold_s`.
+        A context that is kept for at most `break_even_s` costs its share of the memory for the
+        pause; one that is then used saves its computation, which is its share of the memory times
+        `break_even_s`.
         """
-        return self._saved > GAIN * self._held
+        return self._saved > GAIN * self._kept
 
-    def observe_pause(self, tokens: int, pause_s: float, hold_s: float, now: float) -> None:
+    def observe_pause(self, tokens: int, pause_s: float, break_even_s: float, now: float) -> None:
         """Count the pause before any turn that continues another."""
         self._fade(now)
-        self._saved += tokens * hold_s * (pause_s <= hold_s)
-        self._held += tokens * min(pause_s, hold_s)
+        self._saved += tokens * break_even_s * (pause_s <= break_even_s)
+        self._kept += tokens * min(pause_s, break_even_s)
 
     def observe(self, prompt_tokens: int, lost_tokens: int, now: float) -> None:
         """Count a turn of an agent that kept its place since the turn before."""
@@ -79,7 +80,7 @@ class AgentWindow:
         self._lost *= kept
         self._turns *= kept
         self._saved *= kept
-        self._held *= kept
+        self._kept *= kept
         self._faded = now
 
     def review(self, resting: bool, now: float) -> None:

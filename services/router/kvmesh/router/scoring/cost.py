@@ -8,6 +8,12 @@ from random import Random
 
 import numpy as np
 
+from kvmesh.placement_rules.weights import (
+    CROWD_WEIGHT,
+    DECODE_WEIGHT,
+    MOST_CROWD_WEIGHT,
+    STALL_WEIGHT,
+)
 from kvmesh.router.errors import InvalidRouteRequest
 from kvmesh.router.scoring.candidates import Candidates
 from kvmesh.router.state.arrays import ZERO, Floats
@@ -21,10 +27,6 @@ SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
 LINEAR_WEIGHT = 3.0  # of a block to prefill, where the cost is linear without a set weight
 ANSWER_WEIGHT = 0.4  # of a later end of the answer, relative to a later first token
 COPY_WEIGHT = 2.0  # of an uncached block, for the copies that it evicts and the ranks it delays
-STALL_WEIGHT = 0.3  # of a request's delay by another's prefill, relative to a later first token
-DECODE_WEIGHT = 0.05  # of an active block on an empty rank
-CROWD_WEIGHT = 8.0  # more, times the square of the share of the usable blocks in use, but
-MOST_CROWD_WEIGHT = 0.5  # at most this: past it, hits matter more
 FAIR_SHARE = 1.2  # of the mean of recent prompts
 BALANCE_WEIGHT = 4.0  # of each further mean, in lengths of the prompt, on a rank with at least
 BUSY_REQUESTS = 4.0  # active requests; fewer count in proportion

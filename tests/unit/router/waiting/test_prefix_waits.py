@@ -18,10 +18,10 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     prefill_part,
 )
-from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.state.running_prefills import UNKNOWN_TOKEN_S, RunningPrefills
+from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
+from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.settings.schema import RouterSettings
 
 COMMON, OWN = 300, 10  # blocks

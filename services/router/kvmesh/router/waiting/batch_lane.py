@@ -20,9 +20,9 @@ from kvmesh.bus.messages import (
     prefill_part,
 )
 from kvmesh.router.errors import RouterOverloaded
-from kvmesh.router.placement.fair_order import BATCH
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.state.arrays import Floats, Slots
+from kvmesh.router.waiting.fair_order import BATCH
 
 Flags: TypeAlias = NDArray[np.bool_]
 TIER = -1  # below all others

@@ -20,9 +20,9 @@ from kvmesh.bus.messages import (
     SeqFree,
     SeqPrefilled,
 )
-from kvmesh.router.placement.queue import PlacementQueue, QueueActions
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
+from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.settings.schema import RouterSettings
 
 STEP = 10 * BLOCK  # one prompt of ten blocks fills one engine step

@@ -7,9 +7,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import RouteRequest, SeqWait
-from kvmesh.router.placement.batch_lane import BatchLane
-from kvmesh.router.placement.fair_order import BATCH, FairOrder
 from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.waiting.batch_lane import BatchLane
+from kvmesh.router.waiting.fair_order import BATCH, FairOrder
 
 _ENCODE = msgspec.msgpack.Encoder().encode
 _ANY = RouteRequest(request="", model="", sequence_hashes=b"", tokens=0, max_tokens=0, deadline_s=0)

@@ -6,9 +6,9 @@ in vain loses no more time than it could have saved.
 
 from dataclasses import dataclass
 
-from kvmesh.bus.messages import Candidate, Decision, PrefixWait, SeqAdd, prefill_part
+from kvmesh.bus.messages import Candidate, Decision, PrefixWait, SeqAdd, SeqEvent, prefill_part
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
+from kvmesh.router.waiting.ticket import Ticket
 
 LEAST_S = 0.1  # of computing the prefix: less is not worth a wait
 MOST_WAITS = 3  # of one request
@@ -74,20 +74,20 @@ class PrefixWaits:
         self._waits[request.request] = _Wait(ticket, leader.request, rank, blocks, now, until)
         return core.reserve(decision, leader.request, now)
 
-    def on_computed(self, request: str) -> None:
-        """A request has its first token, or its prefill on another rank has ended."""
-        names = request, prefill_part(request)
-        for wait in self._waits.values():
-            if wait.leader in names:
-                wait.computed = True
+    def apply(self, event: SeqEvent) -> None:
+        """The prompt of a request may have been computed, perhaps on another rank than its."""
+        if self._waits and self._core.ends_prefill(event):
+            names = event.request, prefill_part(event.request)
+            for wait in self._waits.values():
+                if wait.leader in names:
+                    wait.computed = True
 
     def drop(self, request: str) -> Ticket | None:
-        """Drop a ticket; returns it if it waited."""
         wait = self._waits.pop(request, None)
         return None if wait is None else wait.ticket
 
-    def end_due(self, now: float) -> list[Ticket]:
-        """End the waits that are over; their tickets are to be placed now, in this order.
+    def take_due(self, now: float) -> list[Ticket]:
+        """Take the tickets whose wait is over.
 
         If the request that computed has ended early, the first of those that wait for it, in any
         router, is the next to compute, and the others wait for that one. One that takes longer than

@@ -1,10 +1,10 @@
 """Entries of the queue: the position of a request among those that wait in any router."""
 
 from kvmesh.bus.messages import RouteRequest, SeqWait
-from kvmesh.router.placement.batch_lane import TIER, BatchLane
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.state.fair_classes import fair_class
+from kvmesh.router.waiting.batch_lane import TIER, BatchLane
+from kvmesh.router.waiting.ticket import Ticket
 
 
 class QueueEntries:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.routing import entry
 
 from kvmesh.bus.messages import SeqWait
-from kvmesh.router.placement.fair_order import FairOrder
+from kvmesh.router.waiting.fair_order import FairOrder
 
 
 def lane(

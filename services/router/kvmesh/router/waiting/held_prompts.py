@@ -8,17 +8,13 @@ have their first tokens sooner, and the last one as soon as before (ADR 48).
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import sqrt
 
-from kvmesh.bus.messages import Decision, SeqAdd
-from kvmesh.router.placement.ticket import Ticket
+from kvmesh.bus.messages import Decision, SeqAdd, SeqEvent, SeqFree, SeqPrefilled
+from kvmesh.placement_rules.holding import HOLD_S, has_turn, yielded_s
 from kvmesh.router.state.active_sequences import ActiveSequences
 from kvmesh.router.state.rank_table import RankTable
 from kvmesh.router.state.running_prefills import RunningPrefills
-
-HOLD_S = 2.0  # at most: an engine that takes longer for a prompt has it in its own queue
-YIELD_S = 0.25  # a prompt goes as if it had arrived so much later for each step that it fills
-FIXED_SHARE = 0.125  # the fixed time of an engine step, in tokens of prefill, over its most tokens
+from kvmesh.router.waiting.ticket import Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +54,10 @@ class HeldPrompts:
         return len(self._prompts)
 
     @property
+    def tickets(self) -> list[Ticket]:
+        return [prompt.ticket for prompt in self._prompts.values()]
+
+    @property
     def tokens(self) -> int:
         return int(sum([prompt.tokens for prompt in self._prompts.values()]))
 
@@ -73,12 +73,10 @@ class HeldPrompts:
         """Hold a request that `decision` placed; `key` is its position in the tier, in seconds."""
         table = self._table
         slot, tokens = self._work(decision)
-        steps = tokens / max(table.cells.step_tokens[slot], 1.0)
+        position = key + yielded_s(tokens, max(table.cells.step_tokens[slot], 1.0))
         until = now + min(HOLD_S, max(ticket.deadline - now, 0.0) / 2)
-        prompt = HeldPrompt(
-            ticket, decision, events, slot, tokens, key + min(YIELD_S * steps, HOLD_S), until
-        )
-        self.remove(ticket.request.request)
+        prompt = HeldPrompt(ticket, decision, events, slot, tokens, position, until)
+        self.drop(ticket.request.request)
         self._prompts[ticket.request.request] = prompt
         self._count += 1
         heapq.heappush(self._ends, (until, self._count, prompt))
@@ -94,13 +92,17 @@ class HeldPrompts:
         """Count a request as sent whose engine first loads blocks; False if it loads none."""
         if not sum(decision.chosen.overlap[1:]):
             return False
-        self.computed(decision.request)  # it was sent before
+        self._end_load(decision.request)  # it was sent before
         slot, tokens = self._loading[decision.request] = self._work(decision)
         self._loading_tokens[slot] = self._loading_tokens.get(slot, 0.0) + tokens
         return True
 
-    def computed(self, request: str) -> None:
-        """A request has its first token, or has ended."""
+    def apply(self, event: SeqEvent) -> None:
+        """A request may have its first token, or have ended."""
+        if type(event) is SeqPrefilled or type(event) is SeqFree:
+            self._end_load(event.request)
+
+    def _end_load(self, request: str) -> None:
         slot, tokens = self._loading.pop(request, (0, 0.0))
         if tokens:
             self._loading_tokens[slot] -= tokens
@@ -108,7 +110,7 @@ class HeldPrompts:
     def forget_lost(self, active: ActiveSequences) -> None:
         """Forget the loads of requests that are no longer active: their ends were lost."""
         for request in [request for request in self._loading if request not in active]:
-            self.computed(request)
+            self._end_load(request)
 
     def _work(self, decision: Decision) -> tuple[int, float]:
         """The slot that computes a prompt, and how many of its tokens."""
@@ -116,21 +118,16 @@ class HeldPrompts:
         tokens = decision.tokens - sum(rank.overlap) * table.block_size
         return table.slot(rank.instance, rank.rank), float(max(tokens, 0))
 
-    def remove(self, request: str) -> HeldPrompt | None:
-        """Take a prompt out; None if it is not held."""
+    def drop(self, request: str) -> Ticket | None:
         prompt = self._prompts.pop(request, None)
-        if prompt is not None:
-            held = self._table.cells.held_tokens
-            held[prompt.slot] = max(held[prompt.slot] - prompt.tokens, 0.0)
-        return prompt
+        if prompt is None:
+            return None
+        held = self._table.cells.held_tokens
+        held[prompt.slot] = max(held[prompt.slot] - prompt.tokens, 0.0)
+        return prompt.ticket
 
-    def cancel(self, request: str) -> Ticket | None:
-        """Drop a prompt; returns its ticket if it was held."""
-        prompt = self.remove(request)
-        return None if prompt is None else prompt.ticket
-
-    def take_ready(self, now: float) -> list[HeldPrompt]:
-        """Take the prompts to send now."""
+    def take_due(self, now: float) -> list[HeldPrompt]:
+        """Take the prompts to send now, or to place anew if their worker is not `is_served`."""
         ready = list(self._take_overdue(now))
         for slot in list(self._ranks):
             ready += self._take_ready_of(slot, now)
@@ -143,18 +140,14 @@ class HeldPrompts:
         while self._ends and (self._ends[0][0] <= now or not self._holds(self._ends[0][2])):
             _, _, prompt = heapq.heappop(self._ends)
             if self._holds(prompt):
-                self.remove(prompt.ticket.request.request)
+                self.drop(prompt.ticket.request.request)
                 yield prompt
 
     def _holds(self, prompt: HeldPrompt) -> bool:
         return self._prompts.get(prompt.ticket.request.request) is prompt
 
     def _take_ready_of(self, slot: int, now: float) -> Iterator[HeldPrompt]:
-        """Take prompts in order while the engine has few tokens to compute.
-
-        n tokens in steps of s tokens, each of which takes as long as f more tokens, are computed in
-        the least mean time with s = √(n · f).
-        """
+        """Take prompts in order while the engine has few tokens to compute."""
         table, heap = self._table, self._ranks[slot]
         cells, card = table.cells, table.cards.get(table.ranks[slot].instance)
         here = card is not None and not card.draining
@@ -162,15 +155,12 @@ class HeldPrompts:
         while heap:
             _, _, _, prompt = heap[0]
             if self._holds(prompt):
-                elsewhere = self._loading_tokens.get(slot, 0.0) + self._prefills.waiting_tokens(
-                    slot
-                )
+                elsewhere = self._loading_tokens.get(slot, 0.0)
+                elsewhere += self._prefills.waiting_tokens(slot)
                 waiting = max(cells.prefill_tokens[slot] - elsewhere, 0.0)
                 sent = max(waiting - cells.held_tokens[slot], 0.0)
-                room = sqrt(waiting * step * FIXED_SHARE)
-                full = sent > 0 and sent + prompt.tokens > room
-                if full and step and here:
+                if step and here and not has_turn(prompt.tokens, sent, waiting, step):
                     return
-                self.remove(prompt.ticket.request.request)
+                self.drop(prompt.ticket.request.request)
                 yield prompt
             heapq.heappop(heap)

@@ -6,8 +6,8 @@ that a later one has its prefix on. So those that have the most to lose are plac
 
 import numpy as np
 
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import TIERS, Overlaps
+from kvmesh.router.waiting.ticket import Ticket
 
 MOST_GATHERED = 64  # are placed without further delay
 
@@ -28,17 +28,21 @@ class Gathering:
             self._ends_at = now + self._span_s
         self._tickets.append(ticket)
 
-    def remove(self, request: str) -> Ticket | None:
-        """Take a ticket out; None if it is not here."""
+    @property
+    def tickets(self) -> list[Ticket]:
+        return list(self._tickets)
+
+    def drop(self, request: str) -> Ticket | None:
         for at, ticket in enumerate(self._tickets):
             if ticket.request.request == request:
                 return self._tickets.pop(at)
         return None
 
-    def complete(self, now: float) -> bool:
-        """True if the tickets have to be placed."""
+    def take_due(self, now: float) -> list[Ticket]:
+        """Take the tickets if their time is over, or if they are many."""
         tickets = len(self._tickets)
-        return tickets > 0 and (now >= self._ends_at or tickets >= MOST_GATHERED)
+        due = tickets > 0 and (now >= self._ends_at or tickets >= MOST_GATHERED)
+        return self.take() if due else []
 
     def take(self) -> list[Ticket]:
         """All tickets: by priority, then the longest cached prefix first, then the longest prompt.

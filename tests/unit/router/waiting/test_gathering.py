@@ -19,12 +19,12 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
     SeqWait,
 )
-from kvmesh.router.placement.gathering import MOST_GATHERED
-from kvmesh.router.placement.held_prompts import HOLD_S
-from kvmesh.router.placement.queue import PlacementQueue, QueueActions
+from kvmesh.placement_rules.holding import HOLD_S
 from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.placement.ticket import Ticket
 from kvmesh.router.scoring.overlaps import Overlaps
+from kvmesh.router.waiting.gathering import MOST_GATHERED
+from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
+from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.settings.schema import RouterSettings
 
 STEP = 100 * BLOCK
@@ -312,6 +312,18 @@ def test_prompts_held_for_a_worker_that_goes_are_placed_anew(gone: bool) -> None
     assert ticket.request.request == "y"
     assert isinstance(ticket.result, Decision)
     assert ticket.result.chosen.instance == "q"
+
+
+def test_a_held_prompt_outlives_its_entry_in_the_queue_of_a_router_that_is_gone() -> None:
+    one = queue()
+    place(one, {"first": 90})
+    ticket = submit(one, prompt("x", 90), 0.0)
+    one.place_gathered(SOON)
+    one.apply(SeqWait("x", "gone", "", 0, "", 0.0, 10, arrived=-60.0, deadline=60.0), 0.1)
+    one.retain_routers({"r"}, 0.2)
+    assert one.common.order.head(0.2) is None
+    assert ticket.result is None
+    assert first_token(one, "first", 0.3) == ["x"]
 
 
 def test_a_gathering_is_bounded() -> None:
