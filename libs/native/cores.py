@@ -14,7 +14,7 @@ CORES = {
     "libs/kvmesh/returns": ["*"],
     "libs/kvmesh/step_times": ["interface"],
     "services/indexer/kvmesh/indexer": ["incarnations", "rank_state", "removed_blocks", "shards"],
-    "services/router/kvmesh/router/placement": ["policy_runner", "router"],
+    "services/router/kvmesh/router/placement": ["choice", "learning", "policy_runner", "router"],
     "services/router/kvmesh/router/waiting": [
         "common_queue",
         "fair_order",

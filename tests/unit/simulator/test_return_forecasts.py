@@ -64,7 +64,7 @@ def test_forecasts_keep_the_contexts_of_agents() -> None:
     workload = mixture()
     by_recency, by_forecast = simulate(False, workload), simulate(True, workload)
     assert cached(by_forecast) > 1.1 * cached(by_recency)
-    returns = by_forecast.routers.replicas[0].core.returns
+    returns = by_forecast.routers.replicas[0].core.learning.returns
     assert returns is not None
     assert returns.shadow.forecasts_win
     waits = {each.waits for each in returns.curves.summaries()}

@@ -154,7 +154,7 @@ class EmbeddedRouter:
             adapter=adapter,
         )
         result = await self._router.overlaps(request.sequence_hashes, request.salt)
-        candidates = self._router.core.candidates(request, result.overlaps, monotonic())
+        candidates = self._router.core.choice.candidates(request, result.overlaps, monotonic())
         new = candidates.prompt - candidates.overlap.sum(1)
         tokens = (candidates.prefill + new) * self._router.core.table.block_size
         return [

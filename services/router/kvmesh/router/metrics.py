@@ -177,13 +177,13 @@ class RouterModelMetrics:
         queued_tokens.labels(self._model).set(queue.waiting_tokens)
         self._slowness(core)
         self._speeds(core)
-        for report in core.learned():
+        for report in core.learning.reports(core.model):
             learner_gain.labels(self._model, report.learner).set(report.gain)
             learner_on.labels(self._model, report.learner).set(report.on)
         if isinstance(core.policies.default, AgentAdmission):
             self._admission(core.policies.default)
-        if core.returns is not None:
-            self._returns(core.returns)
+        if core.learning.returns is not None:
+            self._returns(core.learning.returns)
         for policy, count in core.policies.failures.items():
             failures.labels(self._model, policy).inc(count - self._failures.get(policy, 0))
             self._failures[policy] = count

@@ -253,7 +253,7 @@ class ModelRouter:
     def _record(self, result: Decision | Refused | None) -> None:
         if isinstance(result, Decision):
             self._metrics.observe_placement(result)
-            self._bus.post(self._route_subject, self.core.with_expected_return(result))
+            self._bus.post(self._route_subject, self.core.learning.with_expected_return(result))
         elif result is not None:
             metrics.refusals.labels(self.model, result.code).inc()
 

@@ -56,9 +56,9 @@ def _agents(core: RouterCore, now: float) -> Iterator[ActiveAgentsReport]:
 
 
 def _classes(core: RouterCore) -> Iterator[ReturnClass]:
-    if core.returns is None:
+    if core.learning.returns is None:
         return
-    for found in core.returns.curves.summaries(MAX_CLASSES):
+    for found in core.learning.returns.curves.summaries(MAX_CLASSES):
         yield ReturnClass(
             model=core.model,
             waits=list(found.waits),
@@ -70,9 +70,9 @@ def _classes(core: RouterCore) -> Iterator[ReturnClass]:
 
 
 def _checks(core: RouterCore) -> Iterator[ReturnCheck]:
-    if core.returns is None:
+    if core.learning.returns is None:
         return
-    for check in core.returns.curves.calibrations:
+    for check in core.learning.returns.curves.calibrations:
         yield ReturnCheck(
             model=core.model,
             within_s=check.within_s,

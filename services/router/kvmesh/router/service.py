@@ -222,7 +222,9 @@ class RouterService:
         if isinstance(question, ShowReturns):
             return returns_report((each.core for each in self._models.values()), monotonic())
         if isinstance(question, ShowLearned):
-            learned = (router.core.learned() for router in self._models.values())
+            learned = (
+                router.core.learning.reports(router.model) for router in self._models.values()
+            )
             return LearnedReport(list(islice(chain.from_iterable(learned), MAX_LEARNERS)))
         found = [_speeds(router.core) for router in self._models.values()]
         return SpeedReport([speed for speeds in found for speed in speeds])
@@ -231,7 +233,7 @@ class RouterService:
         router = self._models.get(model)
         if router is None:
             router = self._models[model] = ModelRouter(self._service, model)
-            router.core.limits = self._limits.get(model, router.core.limits)
+            router.core.choice.limits = self._limits.get(model, router.core.choice.limits)
             for card in self._kvbms.values():
                 router.core.join(card)
             for indexer in self._indexers:
@@ -320,7 +322,7 @@ class RouterService:
         limits = limits or thresholds(self._service.settings.router)
         self._limits[model] = limits
         if model in self._models:
-            self._models[model].core.limits = limits
+            self._models[model].core.choice.limits = limits
         texts = (f"{name} {value:g}" for name, value in msgspec.to_builtins(limits).items())
         log.info("busy thresholds of %s: %s", model, ", ".join(texts) or "none")
 

@@ -40,9 +40,9 @@ def finish(router: RouterCore, name: str, on: str, first: int = 0) -> None:
 
 
 def trust(router: RouterCore) -> None:
-    assert router.returns is not None
-    router.returns.shadow.returns = 1000
-    router.returns.shadow.hits_by_value = 1e9
+    assert router.learning.returns is not None
+    router.learning.returns.shadow.returns = 1000
+    router.learning.returns.shadow.hits_by_value = 1e9
 
 
 def test_a_worker_that_expects_returns_gets_the_forecast() -> None:
@@ -51,8 +51,8 @@ def test_a_worker_that_expects_returns_gets_the_forecast() -> None:
     finish(router, "1", "a")
     [forecast] = router.take_forecasts(6.0)["a"]
     assert (forecast.request, forecast.since) == ("1", EPOCH + 6.0)
-    assert router.returns is not None
-    assert router.returns.shadow.capacity == 2 * 1024
+    assert router.learning.returns is not None
+    assert router.learning.returns.shadow.capacity == 2 * 1024
     finish(router, "2", "b", first=50)
     assert router.take_forecasts(7.0) == {}
 
@@ -83,5 +83,5 @@ def test_the_kvbm_of_the_workers_node_gets_it_too(expects: bool) -> None:
 def test_forecasts_can_be_turned_off() -> None:
     router = core(forecast_returns=False)
     finish(router, "1", "a")
-    assert router.returns is None
+    assert router.learning.returns is None
     assert router.take_forecasts(6.0) == {}

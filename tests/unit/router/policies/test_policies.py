@@ -367,14 +367,14 @@ def test_subagents_start_beside_their_parent_and_a_final_request_unbinds() -> No
 )
 def test_a_rank_past_any_busy_threshold_is_left_out(limits: Thresholds) -> None:
     router = core("a", "b")
-    router.limits = limits
+    router.choice.limits = limits
     home = place(router, "1").chosen.instance
     held = overlaps({home: (10,)})
     assert router.decide(request("2", TEN), held, 0.0).chosen.instance != home
     place(router, "2", sequence(*range(50, 60)))
     with pytest.raises(RouterOverloaded):
         router.decide(request("3", TEN), None, 0.0)
-    router.limits = Thresholds()
+    router.choice.limits = Thresholds()
     assert router.decide(request("3", TEN), held, 0.0).chosen.instance == home
 
 

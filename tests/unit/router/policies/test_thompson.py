@@ -138,10 +138,10 @@ def test_unreadable_states_are_refused(state: bytes) -> None:
 
 def test_it_reports_its_gain_over_kv_on_held_out_requests() -> None:
     router, policy = core()
-    [report] = [each for each in router.learned() if each.learner == "thompson"]
+    [report] = [each for each in router.learning.reports("m") if each.learner == "thompson"]
     assert (report.on, report.fallback) == (False, "kv")
     train(router, {"a": 2.0, "b": 0.1, "c": 0.1}, 40)
-    [report] = [each for each in router.learned() if each.learner == "thompson"]
+    [report] = [each for each in router.learning.reports("m") if each.learner == "thompson"]
     assert report.on
     assert report.observations == pytest.approx(policy.evidence)
     assert "trust" in report.reason

@@ -59,7 +59,7 @@ def test_speeds_count_while_they_expect_times_better(times: float, trusted: bool
         ended(core, placed(core, str(n), "a"), times)
     slots = core.table.eligible(request("x", b"").placement, None, "all")
     assert (core.speeds.factors(slots) is not None) is trusted
-    [report] = [each for each in core.learned() if each.learner == "speeds"]
+    [report] = [each for each in core.learning.reports("m") if each.learner == "speeds"]
     assert report.on is trusted
     assert (report.gain > 0) is trusted
     assert report.held_out == pytest.approx(20, rel=0.2)
@@ -71,14 +71,14 @@ def test_speeds_count_while_they_expect_times_better(times: float, trusted: bool
 def test_requests_on_ranks_of_median_speed_tell_nothing() -> None:
     core = core_with([3.0, 1.0])
     ended(core, placed(core, "1", "b"), 1.0)
-    [report] = [each for each in core.learned() if each.learner == "speeds"]
+    [report] = [each for each in core.learning.reports("m") if each.learner == "speeds"]
     assert report.held_out == 0
     assert "no request on an unlike rank" in report.reason
 
 
 def test_without_learned_speeds_there_is_no_report() -> None:
     core = core_with([1.0, 1.0], learn_speeds=False)
-    assert [each for each in core.learned() if each.learner == "speeds"] == []
+    assert [each for each in core.learning.reports("m") if each.learner == "speeds"] == []
 
 
 def test_the_length_of_answers_is_learned() -> None:
@@ -111,4 +111,4 @@ def test_engines_that_count_no_steps_do_not_end_the_comparison() -> None:
     decision = core.decide(asked, overlaps({"a": (10,)}), 1.0)
     core.learn(decision, 1.0)
     ended(core, decision, 1.0)
-    assert core._speed_trial.errors.count == 1.0
+    assert core.learning._speed_trial.errors.count == 1.0

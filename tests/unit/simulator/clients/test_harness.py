@@ -130,7 +130,7 @@ def test_reports_reach_every_router() -> None:
     simulation = Simulation(agents(), options)
     simulation.run()
     for replica in simulation.routers.replicas:
-        forecaster = replica.core.returns
+        forecaster = replica.core.learning.returns
         assert forecaster is not None
         end = forecaster._tools.end("a", since=0.0)
         assert end is not None

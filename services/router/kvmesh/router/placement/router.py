@@ -1,10 +1,8 @@
 """Placement decisions for one model, as synchronous code that service and simulator share."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from random import Random
 
-import numpy as np
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
@@ -12,9 +10,7 @@ from kvmesh.bus.messages import (
     Candidate,
     Decision,
     Instance,
-    LearnerReport,
     Load,
-    Outcome,
     PrefixWait,
     ReturnForecast,
     RouteEvent,
@@ -28,25 +24,19 @@ from kvmesh.bus.messages import (
     prefill_part,
     prefilled_request,
 )
-from kvmesh.hashing import HASH_BYTES
-from kvmesh.learning.learner import Learner
-from kvmesh.returns.forecaster import ReturnForecaster
-from kvmesh.router.config import cost_model, thresholds
-from kvmesh.router.errors import InvalidRouteRequest, NoWorkers, RouterOverloaded
+from kvmesh.router.placement.choice import RankChoice
+from kvmesh.router.placement.learning import RouterLearning
 from kvmesh.router.placement.policy_runner import PolicyRunner
-from kvmesh.router.policies.base import Policy
-from kvmesh.router.scoring.candidates import Candidates, PolicyChoice, to_wire
-from kvmesh.router.scoring.overlaps import Overlaps, OverlapWatch, gather
+from kvmesh.router.scoring.candidates import to_wire
+from kvmesh.router.scoring.overlaps import Overlaps, OverlapWatch
 from kvmesh.router.scoring.possible_hits import possible_hits
 from kvmesh.router.state.active_sequences import ActiveSequences
-from kvmesh.router.state.arrays import Floats, Slots
+from kvmesh.router.state.arrays import Slots
 from kvmesh.router.state.engine_reports import EngineReports
 from kvmesh.router.state.predicted_prefixes import PredictedPrefixes
 from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import RankTable, Serves
 from kvmesh.router.state.running_prefills import RunningPrefills
-from kvmesh.router.state.speed_trial import SpeedTrial
-from kvmesh.router.state.unmet import Unmet
 from kvmesh.settings.schema import RouterSettings
 
 GONE_GRACE_S = 10.0  # for a worker to return, or for its card to arrive
@@ -64,9 +54,7 @@ class RouterCore:
         self.table = RankTable(model)
         self._reports = EngineReports(self.table)
         self.speeds = RankSpeeds()
-        self._speed_trial = SpeedTrial(self.speeds)
         self.active = ActiveSequences(self.table, settings.sequence_ttl_s)
-        self.limits = thresholds(settings)
         self.epoch = epoch
         self._router = router
         ttl = settings.predicted_ttl_s if settings.kv_events else settings.approximate_ttl_s
@@ -74,13 +62,13 @@ class RouterCore:
         self.prefills = RunningPrefills(settings.sequence_ttl_s)
         self._batch_classes = frozenset(settings.batch_classes)
         self.overlap_watch = OverlapWatch()
-        self._model = cost_model(settings)
-        self._prefill_model = cost_model(settings, settings.prefill_credits)
-        self._decode_model = cost_model(settings, settings.decode_credits, computes=False)
         self._gone_since: dict[str, float] = {}
         self.policies = PolicyRunner(settings, rng)
-        self.returns = ReturnForecaster(router) if settings.forecast_returns else None
-        within = self._returns_within if self.returns is not None else None
+        self.choice = RankChoice(
+            settings, self.table, self.active, self._predicted, self.speeds, self.policies
+        )
+        self.learning = RouterLearning(settings, router, self.table, self.speeds, self.policies)
+        within = self._returns_within if self.learning.returns is not None else None
         self.policies.default.follow(within, self.speeds)
 
     # inputs
@@ -169,61 +157,17 @@ class RouterCore:
 
     def learn(self, event: RouteEvent | ToolEvent, now: float) -> None:
         """Pass an event of this router, a replica or a harness to what learns from all of them."""
-        if isinstance(event, Outcome):
-            self.speeds.observe_answer(event.output_tokens)
-            self._speed_trial.on_finished(event)
-        elif isinstance(event, Decision):
-            slot = self.table.find_slot(event.chosen.instance, event.chosen.rank)
-            self._speed_trial.on_placed(event, slot)
-        self._learn_returns(event, now)
+        self.learning.apply(event, now + self.epoch)
 
-    def _learn_returns(self, event: RouteEvent | ToolEvent, now: float) -> None:
-        if self.returns is None:
-            return
-        if isinstance(event, ToolEvent):
-            self.returns.on_tool(event, now + self.epoch)
-        elif isinstance(event, Outcome):
-            self.returns.on_finished(event, now + self.epoch)
-        else:
-            self.returns.on_placed(event, now + self.epoch)
-
-    def learned(self) -> Iterator[LearnerReport]:
-        """The reports of everything that learns in this router."""
-        learners: list[Learner] = [self.returns] if self.returns is not None else []
-        if self.settings.learn_speeds:
-            learners.append(self._speed_trial)
-        learners += self.policies.learners
-        for learner in learners:
-            yield from learner.report(self.model)
-
-    def with_expected_return(self, decision: Decision) -> Decision:
-        """The decision with the return that was expected of the prompt that it continues."""
-        expected = None if self.returns is None else self.returns.expected_return(decision)
-        return decision if expected is None else replace(decision, expected=expected)
+    def take_forecasts(self, now: float) -> dict[str, list[ReturnForecast]]:
+        """The forecasts of returns to send, by the instance that expects them."""
+        return self.learning.take_forecasts(now + self.epoch)
 
     def _returns_within(
         self, session: str, seconds: float, now: float
     ) -> tuple[float, bool] | None:
-        assert self.returns is not None
-        return self.returns.returns_within(session, seconds, now + self.epoch)
-
-    def take_forecasts(self, now: float) -> dict[str, list[ReturnForecast]]:
-        """The forecasts of returns to send, by the instance that expects them.
-
-        That is the worker that computed the prompt, and the kvbm of its node.
-        """
-        found: dict[str, list[ReturnForecast]] = {}
-        if self.returns is None:
-            return found
-        self.returns.set_capacity(int(self.table.total_blocks.sum()))
-        cards = self.table.cards
-        for instance, forecast in self.returns.take_forecasts(now + self.epoch):
-            if instance in cards:
-                card = cards[instance]
-                for each in (card, *self.table.nodes.cards_of(card.node)):
-                    if each.expects_returns:
-                        found.setdefault(each.instance, []).append(forecast)
-        return found
+        assert self.learning.returns is not None
+        return self.learning.returns.returns_within(session, seconds, now + self.epoch)
 
     def expire(self, now: float) -> list[str]:
         """Drop expired state; call about once a second. Returns the requests given up as lost."""
@@ -264,24 +208,18 @@ class RouterCore:
 
         `commit` counts its load.
         """
-        candidates = self.candidates(request, overlaps, now, slots=slots)
-        name = request.policy or self.settings.policy
-        policy = self.policies.find(name)
-        model = self._model.overridden(request.overrides) if request.overrides else self._model
-        choice = self.policies.choose(name, policy, candidates, model)
+        found = self.choice.choose(request, overlaps, now, slots)
+        candidates, prefill = found.candidates, found.prefill
         if overlaps is not None and arrived is not None:
             self.overlap_watch.observe(request.sequence_hashes, bool(overlaps.rows), now)
-        prefill, first = None, candidates
-        if self.table.disaggregated:
-            candidates, choice, prefill = self._disaggregate(name, policy, candidates, choice)
-        chosen, shown = to_wire(candidates, choice)
+        chosen, shown = to_wire(candidates, found.choice)
         serves: Serves = "all" if prefill is None else "prefill"
         return Decision(
             request=request.request,
             model=self.model,
             time=now + self.epoch,
             router=self._router,
-            policy=name,
+            policy=found.policy,
             chosen=chosen,
             candidates=shown,
             eligible=len(candidates),
@@ -294,9 +232,9 @@ class RouterCore:
             wait_s=0.0 if arrived is None else max(now - arrived - index_s, 0.0),
             index_s=index_s,
             attempt=len(request.placement.exclude),
-            note=note or choice.note,
+            note=note or found.choice.note,
             prefetch=request.prefetch,
-            possible=possible_hits(first, prefill or chosen, serves),
+            possible=possible_hits(found.first, prefill or chosen, serves),
             prefix_waits=list(prefix_waits),
         )
 
@@ -379,138 +317,3 @@ class RouterCore:
         if decision.prefetch is not None or of_class(decision.hints, self._batch_classes):
             return BATCH_PRIORITY
         return decision.hints.priority
-
-    def candidates(
-        self,
-        request: RouteRequest,
-        overlaps: Overlaps | None,
-        now: float,
-        serves: Serves = "all",
-        slots: Slots | None = None,
-    ) -> Candidates:
-        """The candidates of a request; raises RouteError if none is eligible or all are busy."""
-        table = self.table
-        size = table.block_size
-        _check(request, size)
-        if slots is None:
-            slots = self.eligible(request, serves)
-        predicted = self._predicted.depths(request.sequence_hashes, table.size)
-        shared = self.active.held_depths(request.sequence_hashes)
-        prompt_blocks = -(-request.tokens // size)
-        overlap, loads, max_decode = gather(
-            table, slots, overlaps, predicted, shared, prompt_blocks
-        )
-        prefer = request.placement.prefer
-        slowness, answer = self.speeds.factors(slots), None
-        if slowness is not None and serves != "prefill":
-            answer = self._answer_blocks(request, slots, loads)
-        return Candidates(
-            request=request,
-            now=now,
-            prompt=request.tokens / size,
-            slots=slots,
-            overlap=overlap,
-            prefill=loads[0],
-            decode=loads[1],
-            requests=loads[2],
-            table=table,
-            overlaps=overlaps,
-            preference=table.preference(prefer, slots) if prefer else None,
-            max_decode=max_decode,
-            slowness=slowness,
-            running=_deepest(shared, predicted),
-            answer=answer,
-        )
-
-    def _answer_blocks(self, request: RouteRequest, slots: Slots, loads: Floats) -> Floats | None:
-        """Blocks of prefill in the time of the answer on each rank, if all had median speed.
-
-        `loads` are as from `gather`.
-        """
-        seconds, speeds = self.speeds.seconds, self.speeds
-        if seconds is None:
-            return None
-        used = loads[1] / np.maximum(self.table.total_blocks.take(slots), 1.0)
-        np.minimum(used, 1.0, out=used)
-        tokens = max(request.hints.osl or 0, 0) or speeds.answer
-        steps = speeds.decode_seconds(used, loads[2])
-        steps *= tokens / (seconds.prompt_token * self.table.block_size)
-        return steps
-
-    def eligible(self, request: RouteRequest, serves: Serves = "all") -> Slots:
-        """The slots that may run the request now; raises NoWorkers or RouterOverloaded."""
-        placement, adapter = request.placement, request.adapter
-        slots = self.table.eligible(placement, adapter, serves)
-        if not len(slots):
-            reason = self.table.why_not_eligible(placement, adapter)
-            raise NoWorkers(*reason, unmet=True) if isinstance(reason, Unmet) else NoWorkers(reason)
-        if self.limits != _UNLIMITED:
-            slots = self.table.below_thresholds(self.limits, slots)
-            if not len(slots):
-                raise RouterOverloaded("every worker is past its busy threshold", 1.0)
-        return slots
-
-    def _disaggregate(
-        self, name: str, policy: Policy, candidates: Candidates, choice: PolicyChoice
-    ) -> tuple[Candidates, PolicyChoice, Candidate | None]:
-        """Place prefill and decode apart if the prompt is long enough and both kinds are available.
-
-        A prompt with few uncached tokens stays on one worker, and so does every prompt while each
-        prefill rank has a backlog of more than `disagg_backlog` engine steps; unless the chosen
-        rank needs a handoff. Raises NoWorkers if it cannot get one.
-        """
-        request, size = candidates.request, self.table.block_size
-        slot = candidates.slots[choice.chosen]
-        required = self.table.needs_handoff(self.table.ranks[slot].instance)
-        uncached = request.tokens - candidates.overlap[choice.chosen].sum() * size
-        if uncached < self.settings.disagg_tokens and not required:
-            return candidates, choice, None
-        prefill = self._candidates_for(candidates, "prefill", required)
-        decode = self._candidates_for(candidates, "decode")
-        if prefill is None or decode is None:
-            if required:
-                raise NoWorkers("no prefill worker is available, and the decode workers need one")
-            return candidates, choice, None
-        first = self.policies.choose(name, policy, prefill, self._prefill_model)
-        second = self.policies.choose(name, policy, decode, self._decode_model)
-        return decode, second, to_wire(prefill, first)[0]
-
-    def _candidates_for(
-        self, candidates: Candidates, serves: Serves, any_backlog: bool = False
-    ) -> Candidates | None:
-        request, table = candidates.request, self.table
-        slots = table.eligible(request.placement, request.adapter, serves)
-        slots = table.below_thresholds(self.limits, slots)
-        if serves == "prefill" and not any_backlog:
-            limit = self.settings.disagg_backlog * table.step_tokens.take(slots)
-            slots = slots[(table.loads(slots)[0] <= limit) | (limit == 0)]
-        if not len(slots):
-            return None
-        return self.candidates(request, candidates.overlaps, candidates.now, serves, slots)
-
-
-def _deepest(shared: Floats, predicted: Floats | None) -> float:
-    """The most leading blocks of one rank, among those of active and of predicted requests."""
-    deepest = float(shared.max(initial=0.0))
-    return deepest if predicted is None else max(deepest, float(predicted.max(initial=0.0)))
-
-
-_UNLIMITED = thresholds(RouterSettings())
-
-
-def _check(request: RouteRequest, block_size: int) -> None:
-    """Raise InvalidRouteRequest if a number of the request is invalid."""
-    size, tokens, prefer = len(request.sequence_hashes), request.tokens, request.placement.prefer
-    if size % HASH_BYTES:
-        raise InvalidRouteRequest("the sequence hashes are not whole 64-bit numbers")
-    if not 0 < request.deadline_s < math.inf:
-        raise InvalidRouteRequest(f"a deadline of {request.deadline_s} s")
-    if not 0 <= request.hints.latency_sensitivity <= 1:
-        raise InvalidRouteRequest("latency_sensitivity is not between 0 and 1")
-    if prefer and not all(map(math.isfinite, prefer.values())):
-        raise InvalidRouteRequest("a preference is not a finite number")
-    if tokens < 1:
-        raise InvalidRouteRequest(f"a prompt of {tokens} tokens")
-    if size // HASH_BYTES * block_size > tokens:
-        blocks = size // HASH_BYTES
-        raise InvalidRouteRequest(f"{blocks} blocks of {block_size} do not fit {tokens} tokens")

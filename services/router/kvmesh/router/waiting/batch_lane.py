@@ -58,7 +58,7 @@ class BatchLane:
         """
         table = self._core.table
         try:
-            slots = self._core.eligible(request)
+            slots = self._core.choice.eligible(request)
         except RouterOverloaded:
             return np.zeros(0, np.int64)
         if table.disaggregated:

@@ -48,7 +48,7 @@ class FreeCapacity:
         """
         if self._batch.includes(request):
             return self._has_batch_room(request)
-        slots = self._core.eligible(request)
+        slots = self._core.choice.eligible(request)
         cached_slots, slot = self._last_free
         if cached_slots is slots and self._below_threshold(slot):
             return True

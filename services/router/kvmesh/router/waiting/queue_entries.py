@@ -18,7 +18,7 @@ class QueueEntries:
     def entry(self, ticket: Ticket, now: float) -> SeqWait:
         """The entry of a ticket; raises RouteError if no rank may ever run its request."""
         request, epoch = ticket.request, self._core.epoch
-        candidates = self._core.candidates(request, ticket.overlaps, now)
+        candidates = self._core.choice.candidates(request, ticket.overlaps, now)
         cached = int(candidates.overlap.sum(1).max()) * self._core.table.block_size
         uncached = max(request.tokens - cached, 1)
         arrived = ticket.queued_since + epoch

@@ -1,0 +1,89 @@
+"""Learners of a router, by the events of all routers: returns of prompts, speeds of ranks."""
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import (
+    Decision,
+    LearnerReport,
+    Outcome,
+    ReturnForecast,
+    RouteEvent,
+    ToolEvent,
+)
+from kvmesh.learning.learner import Learner
+from kvmesh.returns.forecaster import ReturnForecaster
+from kvmesh.router.placement.policy_runner import PolicyRunner
+from kvmesh.router.state.rank_speeds import RankSpeeds
+from kvmesh.router.state.rank_table import RankTable
+from kvmesh.router.state.speed_trial import SpeedTrial
+from kvmesh.settings.schema import RouterSettings
+
+
+class RouterLearning:
+    """The learners of one model. `time` is Unix time; `router` is this instance."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        router: str,
+        table: RankTable,
+        speeds: RankSpeeds,
+        policies: PolicyRunner,
+    ) -> None:
+        self._table = table
+        self._speeds = speeds
+        self._policies = policies
+        self._learns_speeds = settings.learn_speeds
+        self._speed_trial = SpeedTrial(speeds)
+        self.returns = ReturnForecaster(router) if settings.forecast_returns else None
+
+    def apply(self, event: RouteEvent | ToolEvent, time: float) -> None:
+        """Learn from an event of this router, a replica or a harness."""
+        if isinstance(event, Outcome):
+            self._speeds.observe_answer(event.output_tokens)
+            self._speed_trial.on_finished(event)
+        elif isinstance(event, Decision):
+            slot = self._table.find_slot(event.chosen.instance, event.chosen.rank)
+            self._speed_trial.on_placed(event, slot)
+        if self.returns is None:
+            return
+        if isinstance(event, ToolEvent):
+            self.returns.on_tool(event, time)
+        elif isinstance(event, Outcome):
+            self.returns.on_finished(event, time)
+        else:
+            self.returns.on_placed(event, time)
+
+    def reports(self, model: str) -> Iterator[LearnerReport]:
+        """The reports of everything that learns in this router."""
+        learners: list[Learner] = [self.returns] if self.returns is not None else []
+        if self._learns_speeds:
+            learners.append(self._speed_trial)
+        learners += self._policies.learners
+        for learner in learners:
+            yield from learner.report(model)
+
+    def with_expected_return(self, decision: Decision) -> Decision:
+        """The decision with the return that was expected of the prompt that it continues."""
+        expected = None if self.returns is None else self.returns.expected_return(decision)
+        return decision if expected is None else replace(decision, expected=expected)
+
+    def take_forecasts(self, time: float) -> dict[str, list[ReturnForecast]]:
+        """The forecasts of returns to send, by the instance that expects them.
+
+        That is the worker that computed the prompt, and the kvbm of its node.
+        """
+        found: dict[str, list[ReturnForecast]] = {}
+        if self.returns is None:
+            return found
+        self.returns.set_capacity(int(self._table.total_blocks.sum()))
+        cards = self._table.cards
+        for instance, forecast in self.returns.take_forecasts(time):
+            if instance in cards:
+                card = cards[instance]
+                for each in (card, *self._table.nodes.cards_of(card.node)):
+                    if each.expects_returns:
+                        found.setdefault(each.instance, []).append(forecast)
+        return found
