@@ -7,6 +7,7 @@ import pytest
 from kvmesh.frontend.sessions.speculation_gate import (
     FIRST_TRIALS,
     MAX_FAMILIES,
+    MAX_TENANTS,
     MIN_TRIALS,
     TRIAL_EVERY,
     TRIAL_TOKENS,
@@ -105,10 +106,40 @@ def test_what_stops_paying_ends_and_what_pays_again_resumes() -> None:
     assert share(gate, "tools", 100) == 1.0
 
 
-def test_the_number_of_families_is_bounded() -> None:
+def test_what_a_tenant_makes_of_speculations_concerns_no_other() -> None:
+    """A tenant that wastes all of its speculations, or whose agents never come back otherwise."""
+    gate = SpeculationGate("auto")
+    share(gate, "tools", 100)
+    hostile = FAMILY._replace(tenant="evil")
+    for _ in range(400):
+        gate.record(FollowUp(hostile, "tools"), 100, 0)
+        gate.record(FollowUp(hostile, "user"), 100, 100)
+    assert share(gate, "tools", 100) == 1.0
+    assert gate.most_tokens(FollowUp(FAMILY, "user"), 100_000) == TRIAL_TOKENS
+    planned = gate.plan(FAMILY, False)
+    assert planned is not None
+    for _ in range(FIRST_TRIALS):
+        gate.allows(planned, "user")
+    assert not any(gate.allows(planned, "user") for _ in range(TRIAL_EVERY - 1))
+    reports = {each.about: each for each in gate.report("m")}
+    assert (
+        reports["codex, results of tools, without thinking"].reason == "it pays for 1 of 2 tenants"
+    )
+    assert len(reports) == 2
+
+
+def test_the_families_of_a_tenant_are_bounded() -> None:
     gate = SpeculationGate("auto")
     for number in range(2 * MAX_FAMILIES):
-        family = FollowUpFamily(f"m{number}", "", True)
+        family = FollowUpFamily("m", f"agent-{number}", True, "evil")
         gate.plan(family, False)
         gate.record(FollowUp(family, "user"), 1, 1)
-    assert len(gate._records) == len(gate._answers) == MAX_FAMILIES
+    assert len(list(gate.report("m"))) == MAX_FAMILIES
+    assert gate.plan(FAMILY, False) is not None
+
+
+def test_the_latest_tenants_are_remembered() -> None:
+    gate = SpeculationGate("auto")
+    for number in range(2 * MAX_TENANTS):
+        gate.record(FollowUp(FollowUpFamily(f"m{number}", "", True, f"t{number}"), "user"), 1, 1)
+    assert gate.models == {f"m{number}" for number in range(MAX_TENANTS, 2 * MAX_TENANTS)}

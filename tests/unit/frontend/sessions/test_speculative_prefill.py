@@ -5,6 +5,7 @@ import json
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 from support.stamp import STAMP
 from unit.frontend.dialects.recorded import TEMPLATES
 
@@ -290,6 +291,16 @@ def test_replaced_crowded_out_and_expired_speculations_are_returned() -> None:
     assert list(table.add(three)) == [one]
     assert list(table.expire(2.5)) == [two]
     assert list(table.expire(2.5)) == []
+
+
+def test_a_tenant_crowds_out_its_own_speculations() -> None:
+    table = SpeculativePrefills(limit=4)
+    victim = replace(made(hashes(1, 2), 1), tenant="victim", id="victim")
+    many = [made(hashes(n, n), 1, session=f"s{n}") for n in range(10)]
+    parts = [replace(one, tenant=f"t/part-{one.session}") for one in many]
+    assert list(table.add(victim)) == []
+    assert [one for each in parts for one in table.add(each)] == parts[:7]
+    assert table.pop("victim", None, hashes(1, 2)) is victim
 
 
 def test_sessions_that_crowd_out_others_do_not_end_speculation() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release
+from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release, owner
 from kvmesh.frontend import metrics
 from kvmesh.frontend.conversation import GenerateRequest, ToolCall
 from kvmesh.frontend.dispatch.control_client import ControlClient
@@ -84,7 +84,8 @@ class SessionHooks:
         hooked = HookedRequest(prepared, self._histories.begin(prepared))
         if request.messages and request.n == 1:
             name = prepared.model.card.name
-            family = FollowUpFamily(name, request.agent, request.returns_thinking)
+            tenant = owner(request.cache_salt)
+            family = FollowUpFamily(name, request.agent, request.returns_thinking, tenant)
             hooked.planned = self._gate.plan(family, request.speculative)
             prepared.speculates = hooked.planned is not None
         speculation = self._speculations.pop(

@@ -1,11 +1,11 @@
 """Open speculative prefills, by the prompt that each predicts. Pure."""
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 
 from msgspec import Struct
 
-from kvmesh.bus.messages import ComputedAhead
+from kvmesh.bus.messages import ComputedAhead, owner
 from kvmesh.frontend.sessions.speculation_gate import FollowUp
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.retention.session_blocks import common_prefix
@@ -66,12 +66,14 @@ class SpeculativePrefills:
     """At most `limit` open speculations, looked up by the prompt that each predicted.
 
     Conversations that share a prefix may have speculations with the same base: a prompt that none
-    of them fits ends that of its own session.
+    of them fits ends that of its own session. The tenant with the most has the first one crowded
+    out.
     """
 
     def __init__(self, limit: int = MAX_OPEN) -> None:
         self._limit = limit
         self._open: OrderedDict[str, Speculation] = OrderedDict()
+        self._by_owner: defaultdict[str, OrderedDict[str, Speculation]] = defaultdict(OrderedDict)
         self._by_base: dict[tuple[str, bytes], list[Speculation]] = {}
         self._bases: Counter[int] = Counter()
 
@@ -85,10 +87,12 @@ class SpeculativePrefills:
             self.remove(one.id)
             yield one
         if len(self._open) >= self._limit:
-            oldest = next(iter(self._open.values()))
+            crowd = max(self._by_owner.values(), key=len)
+            oldest = next(iter(crowd.values()))
             self.remove(oldest.id)
             yield oldest
         self._open[speculation.id] = speculation
+        self._by_owner[owner(speculation.tenant)][speculation.id] = speculation
         key = speculation.tenant, speculation.base_hash
         self._by_base.setdefault(key, []).append(speculation)
         self._bases[speculation.base_blocks] += 1
@@ -110,6 +114,10 @@ class SpeculativePrefills:
         found = self._open.pop(speculation, None)
         if found is None:
             return None
+        of_owner = self._by_owner[owner(found.tenant)]
+        del of_owner[speculation]
+        if not of_owner:
+            del self._by_owner[owner(found.tenant)]
         key = found.tenant, found.base_hash
         rest = [one for one in self._by_base.pop(key) if one is not found]
         if rest:
