@@ -56,7 +56,8 @@ class AwaitedPrompts(Generic[P]):
     for the end of their request. A forecast holds until a
     prompt of the same session continues its prompt, or until the session gives that up or ends.
     `results` counts forecasts by what came of them first, and `returns` the prompts with a forecast
-    that returned, by what had become of their blocks. `typical` learns from all forecasts.
+    that returned, by what had become of their blocks. `typical` learns from the first forecast for
+    each prompt: a session whose later ones follow its reports does not change it for others.
     """
 
     def __init__(
@@ -183,9 +184,9 @@ class AwaitedPrompts(Generic[P]):
             return False
         self.results[APPLIED] += 1
         prompt.forecast = any(rates)
-        if prompt.forecast:
-            self._typical.learn(rates)
         values, chances, known = values_by_age(rates), chances_by_age(rates), prompt.expectation
+        if prompt.forecast and known is None:
+            self._typical.learn(rates)
         if known is None:
             prompt.expectation = Expectation(forecast.since, values, chances)
         else:

@@ -27,7 +27,8 @@ from kvmesh.returns.classes import MAX_WAITS, ClassNames, TurnHistory, class_key
 from kvmesh.returns.curves import Awaited, ReturnCurves
 from kvmesh.returns.rates import BINS, pack_rates, share_within
 from kvmesh.returns.shadow_caches import LEAST_RETURNS, MEMORY_RETURNS, ShadowCaches
-from kvmesh.returns.tool_calls import ReportedTools, due_rates
+from kvmesh.returns.tenants import SeenTenants
+from kvmesh.returns.tool_calls import ReportedTools, at_most_learned, due_rates
 from kvmesh.returns.value import values_by_age
 
 MAX_TURNS = 32768
@@ -36,6 +37,13 @@ MAX_UNSENT = 8192
 MAX_EARLY = 1024  # ends that arrive before their placement, which another process publishes
 NO_RETURN = pack_rates((0.0,) * BINS)  # withdraws an earlier forecast
 MAX_REPORTS = 64  # on tools, that change the forecast of one turn; of progress half as many
+
+
+class ReturnChance(NamedTuple):
+    """The probability of a return by what was learned, and by the known end of tools, if any."""
+
+    learned: float
+    reported: float | None
 
 
 class Forecast(NamedTuple):
@@ -83,7 +91,8 @@ class ReturnForecaster:
     """Learns from the events of all routers; forecasts for the requests that `router` has placed.
 
     Times are Unix times, `now` the latest of which an event may speak. At most MAX_TURNS ended
-    turns are remembered, the latest.
+    turns are remembered, the latest. While several tenants use the model, a report on a tool makes
+    no prompt worth more than what was learned: it says only which of a tenant's prompts to give up.
     """
 
     def __init__(self, router: str) -> None:
@@ -94,6 +103,7 @@ class ReturnForecaster:
         self._early: OrderedDict[str, Outcome] = OrderedDict()
         self._names = ClassNames()
         self._tools = ReportedTools()
+        self._tenants = SeenTenants()
         self._unsent: OrderedDict[str, tuple[Turn, ReturnForecast]] = OrderedDict()
         self.curves = ReturnCurves()
         self.shadow = ShadowCaches()
@@ -143,6 +153,7 @@ class ReturnForecaster:
             known.router, known.instance = decision.router, decision.chosen.instance
             known.rank = decision.chosen.rank
             return
+        self._tenants.note(decision.hints, now)
         turn = self._turn(decision, now)
         self._running[turn.request] = turn
         if len(self._running) > MAX_RUNNING:
@@ -241,20 +252,19 @@ class ReturnForecaster:
         if turn.reports < (MAX_REPORTS // 2 if event.event == "progress" else MAX_REPORTS):
             turn.reports += self._forecast(turn, self.curves.rates(turn.awaited.tables), at)
 
-    def returns_within(self, session: str, seconds: float, now: float) -> tuple[float, bool] | None:
+    def returns_within(self, session: str, seconds: float, now: float) -> ReturnChance | None:
         """The probability that a session without a request is back within so many seconds.
 
-        By the known end of its tools (True), else by the rates of its latest turn, which count
-        from its end to the next placement (False); None if unknown.
+        What was learned are the rates of its latest turn, which count from its end to the next
+        placement. None if unknown.
         """
         turn = self._sessions.get(session)
         if turn is None or turn.awaited is None or turn.awaited.over or turn.rates is None:
             return None
         end = self._tools.end(session, turn.placed) if turn.waits_for_tools else None
-        if end is not None:
-            return share_within(due_rates(end - now), 0.0, seconds), True
+        reported = None if end is None else share_within(due_rates(end - now), 0.0, seconds)
         age_s = max(now - turn.awaited.since, 0.0)
-        return share_within(turn.rates, age_s, seconds), False
+        return ReturnChance(share_within(turn.rates, age_s, seconds), reported)
 
     def take_forecasts(self, now: float) -> list[tuple[str, ReturnForecast]]:
         """The forecasts to send, each with the worker instance that computed the prompt."""
@@ -310,11 +320,14 @@ class ReturnForecaster:
         """
         if turn.awaited is None:
             return False
+        by, several = "class" if self.shadow.forecasts_win else "", self._tenants.several(now)
         end = self._tools.end(turn.session, turn.placed) if turn.session else None
-        if end is not None:
-            forecast = Forecast(now, pack_rates(due_rates(end - now)), "tool")
+        if end is not None and (by or not several):
+            rates = due_rates(end - now)
+            if several:
+                rates = at_most_learned(rates, learned, max(now - turn.awaited.since, 0.0))
+            forecast = Forecast(now, pack_rates(rates), "tool")
         else:
-            by = "class" if self.shadow.forecasts_win else ""
             forecast = Forecast(turn.awaited.since, pack_rates(learned), by)
         turn.forecast = forecast
         if turn.router != self._router or not forecast.by:

@@ -17,8 +17,10 @@ from kvmesh.bus.messages import (
     ToolState,
 )
 from kvmesh.returns import forecaster as module
+from kvmesh.returns.classes import ClassKey
 from kvmesh.returns.forecaster import MAX_REPORTS, NO_RETURN, ReturnForecaster
 from kvmesh.returns.rates import age_bin, unpack_rates
+from kvmesh.returns.value import values_by_age
 
 
 def prompt(*blocks: int) -> bytes:
@@ -243,6 +245,37 @@ def test_a_known_end_of_a_tool_wins_over_what_was_learned() -> None:
     assert rates[age_bin(60.0)] > 100 * rates[age_bin(6.0)]
     core.on_tool(ToolEvent(session="s", event="ended", time=120.0, call="c"), 120.0)
     [(_, forecast)] = core.take_forecasts(120.0)
+    assert unpack_rates(forecast.rates)[age_bin(1.0)] > 0.3
+
+
+@pytest.mark.parametrize("others", ["class", "session"])
+@pytest.mark.parametrize("trusted", [True, False])
+def test_beside_other_tenants_a_report_makes_no_prompt_worth_more(
+    others: str, trusted: bool
+) -> None:
+    core = ReturnForecaster("here")
+    if trusted:
+        trust(core)
+    other = placed("o", prompt(9), 99.0, "victim\x1fo" if others == "session" else None)
+    tenant = "class" if others == "class" else None
+    core.on_placed(replace(other, hints=replace(other.hints, tenant=tenant)), 99.0)
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", "Bash", session="evil\x1fs")
+    learned = [unpack_rates(each.rates) for _, each in core.take_forecasts(101.0)]
+    assert len(learned) == trusted
+    values = values_by_age(core.curves.rates(core.curves.tables([ClassKey(("tool", "Bash"))])))
+    event = ToolEvent(session="evil\x1fs", event="ended", time=110.0, call="c")
+    core.on_tool(event, 110.0)
+    sent = core.take_forecasts(110.0)
+    assert len(sent) == trusted
+    for _, forecast in sent:
+        due = values_by_age(unpack_rates(forecast.rates))
+        for later in (0.0, 1.0, 5.0, 60.0):
+            assert due[age_bin(later)] <= 1.05 * max(values[age_bin(9.0 + later) :])
+    core.on_tool(replace(event, event="started", time=111.0, remaining_s=3600.0), 111.0)
+    for _, forecast in core.take_forecasts(111.0):  # it may still give its own prompt up
+        assert values_by_age(unpack_rates(forecast.rates))[0] < 0.1 * values[age_bin(10.0)]
+    core.on_tool(replace(event, time=3000.0), 3000.0)  # the others have long left
+    [(_, forecast)] = core.take_forecasts(3000.0)
     assert unpack_rates(forecast.rates)[age_bin(1.0)] > 0.3
 
 

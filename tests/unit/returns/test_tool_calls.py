@@ -6,7 +6,14 @@ import pytest
 
 from kvmesh.bus.messages import ToolEvent
 from kvmesh.returns.rates import AGE_ENDS, age_bin, pack_rates, share_returned, unpack_rates
-from kvmesh.returns.tool_calls import MAX_CALLS, MAX_KNOWN, MAX_SESSIONS, ReportedTools, due_rates
+from kvmesh.returns.tool_calls import (
+    MAX_CALLS,
+    MAX_KNOWN,
+    MAX_SESSIONS,
+    ReportedTools,
+    at_most_learned,
+    due_rates,
+)
 from kvmesh.returns.value import values_by_age
 
 
@@ -78,3 +85,33 @@ def test_rates_of_a_known_end_concentrate_around_it(remaining_s: float) -> None:
     values = values_by_age(rates)
     if remaining_s:
         assert max(values) > values[0]
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.3, 7.0, 100.0, 1e6])
+@pytest.mark.parametrize("remaining_s", [0.0, 5.0, 600.0])
+def test_a_bounded_report_is_at_no_age_worth_more_than_what_was_learned(
+    age_s: float, remaining_s: float
+) -> None:
+    learned = [0.02, 0.0, 0.5, 0.1, 0.3, 0.05, 0.4, *(0.01 / 2**k for k in range(9))]
+    reported = due_rates(remaining_s)
+    bounded = at_most_learned(reported, learned, age_s)
+    assert all(one <= other for one, other in zip(bounded, reported, strict=True))
+    for later in (0.0, 0.2, 0.6, 3.0, 9.0, 77.0, 5000.0, 1e5):
+        assert bounded[age_bin(later)] <= learned[age_bin(age_s + later)]
+        value = values_by_age(bounded)[age_bin(later)]
+        assert value <= values_by_age(learned)[age_bin(age_s + later)] + 1e-9
+    if not age_s:
+        assert bounded == [min(each) for each in zip(reported, learned, strict=True)]
+
+
+def test_a_tenant_with_many_reports_drops_none_of_another() -> None:
+    calls = ReportedTools()
+    calls.apply(ToolEvent(session="victim\x1fs", event="started", time=1.0, remaining_s=9.0))
+    for number in range(MAX_SESSIONS + 5):
+        name = f"evil/part-{number}\x1f{number}"
+        calls.apply(ToolEvent(session=name, event="started", time=1.0, remaining_s=1.0))
+    for number in range(MAX_KNOWN):
+        name = f"evil\x1f{number // MAX_CALLS}"
+        calls.apply(ToolEvent(session=name, event="ended", time=1.0, call=str(number)))
+    assert len(calls) <= MAX_KNOWN
+    assert calls.end("victim\x1fs", 0.0) == 10.0

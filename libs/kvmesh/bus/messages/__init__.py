@@ -171,6 +171,7 @@ from kvmesh.bus.messages.work import (
     Work,
     WorkReply,
     owner,
+    session_owner,
 )
 
 __all__ = [
@@ -332,4 +333,5 @@ __all__ = [
     "owner",
     "prefill_part",
     "prefilled_request",
+    "session_owner",
 ]

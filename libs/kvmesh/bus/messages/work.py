@@ -13,6 +13,12 @@ def owner(tenant: str) -> str:
     return tenant.partition("/")[0]
 
 
+def session_owner(session: str) -> str:
+    """The owner of a session, from its name on the wire: `TAG`, a separator, and its own name."""
+    tag, separator, _ = session.partition("\x1f")
+    return owner(tag) if separator else ""
+
+
 class Guided(Struct, frozen=True, kw_only=True):
     """Constrained decoding: a JSON schema, a regular expression, a grammar or a set of choices."""
 

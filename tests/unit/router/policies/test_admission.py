@@ -1,11 +1,12 @@
 """Admission of agents: who rests, who resumes, and where."""
 
 from collections.abc import Iterator
-from math import inf
+from math import exp, inf
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.routing import request, sequence, worker
 
 from kvmesh.bus.messages import (
@@ -18,6 +19,7 @@ from kvmesh.bus.messages import (
     SeqFree,
     ToolEvent,
 )
+from kvmesh.returns.forecaster import ReturnChance
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.active_agents import (
     MAX_AGENTS,
@@ -136,6 +138,55 @@ def test_the_session_rests_whose_tool_is_reported_to_run_for_long() -> None:
         )
     policy.tick(2.0)
     assert [session for session, agent in policy.agents if not agent.active] == ["x"]
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        {},
+        {"evil\x1fu": 0.0, "evil\x1fv": 0.0},
+        {"evil\x1fu": 3600.0, "evil\x1fv": 0.0},
+        {"evil\x1fu": 0.0, "evil\x1fv": 3600.0},
+    ],
+)
+def test_by_reports_a_tenant_chooses_only_which_of_its_own_agents_rest(
+    reports: dict[str, float],
+) -> None:
+    router, policy = core(forecast_returns=True)
+    agents = {"u": "evil", "x": "other", "v": "evil", "y": "other"}
+    for number, (agent, tenant) in enumerate(agents.items()):
+        message = turn(agent, 4, tenant=tenant)
+        session = f"{tenant}\x1f{agent}"
+        start(router, replace(message, hints=replace(message.hints, session=session)))
+        end(router, f"{agent}0", 1.0 + 0.01 * number)
+    for session, remaining in reports.items():
+        event = ToolEvent(session=session, event="started", time=1.5, remaining_s=remaining)
+        router.learn(event, 1.5)
+    policy.tick(2.0)
+    resting = sorted(session for session, agent in policy.agents if not agent.active)
+    evil = max(reports, key=lambda session: reports[session], default="evil\x1fu")
+    assert resting == [evil, "other\x1fx"]
+
+
+def test_beside_other_tenants_a_report_keeps_no_place() -> None:
+    _, policy = core()
+    agents = policy.agents
+    agents.hold_s = 4.0
+    agents.returns_within = lambda session, seconds, now: ReturnChance(0.1, 1.0)
+    for tenant in ("evil", "other"):
+        session = f"{tenant}\x1fs"
+        hints = Hints(session=session, tenant=tenant)
+        placed = start(core()[0], request(tenant, sequence(1), hints=hints))
+        agents.placed(placed, False, 0.0)
+        agents.freed(tenant, 1.0)
+    agents.drop_gone(2.0)
+    evil, other = (agents.find(f"{tenant}\x1fs") for tenant in ("evil", "other"))
+    assert evil is not None
+    assert other is not None
+    assert agents.presence("evil\x1fs", evil, 5.0) == pytest.approx(exp(-1.0))
+    agents.drop_gone(30.0)
+    assert not evil.active
+    assert not other.active
 
 
 def test_tokens_that_agents_share_count_once() -> None:

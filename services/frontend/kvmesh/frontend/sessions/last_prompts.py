@@ -12,8 +12,13 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus, Reply
 from kvmesh.bus.errors import RequestTimeout
-from kvmesh.bus.messages import MessageDecoder, PromptChange, SessionPrompt, SessionQuery, owner
-from kvmesh.frontend.namespaces import SEPARATOR
+from kvmesh.bus.messages import (
+    MessageDecoder,
+    PromptChange,
+    SessionPrompt,
+    SessionQuery,
+    session_owner,
+)
 from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 2000  # more than the longest name of a session
@@ -87,7 +92,7 @@ class LastPrompts:
         None if it is not a request of the owner.
         """
         key = self._of_request.get(request)
-        if key is None or _owner(key.session) != owned_by:
+        if key is None or session_owner(key.session) != owned_by:
             return None
         prompts = self._stored(key)
         found = next((p for p in prompts if p.request == request), None)
@@ -118,11 +123,13 @@ class LastPrompts:
             reply(found)
 
     def _stored(self, key: SessionKey) -> tuple[SessionPrompt, ...]:
-        sessions = self._sessions.get(_owner(key.session))
+        sessions = self._sessions.get(session_owner(key.session))
         return () if sessions is None else sessions.peek(key) or ()
 
     def _put(self, key: SessionKey, prompts: tuple[SessionPrompt, ...]) -> None:
-        sessions = self._sessions.setdefault(_owner(key.session), LruCache(sys.maxsize, _size))
+        sessions = self._sessions.setdefault(
+            session_owner(key.session), LruCache(sys.maxsize, _size)
+        )
         self._forget_requests(sessions.peek(key) or ())
         before = sessions.size
         sessions.put(key, prompts)
@@ -150,12 +157,6 @@ def _of_conversation(
     """The newest prompt, or that of a conversation."""
     matching = (p for p in reversed(prompts) if conversation in (None, p.conversation))
     return next(matching, None)
-
-
-def _owner(session: str) -> str:
-    """The owner of a session's tenant, from the session's name on the wire."""
-    tenant, separator, _ = session.partition(SEPARATOR)
-    return owner(tenant) if separator else ""
 
 
 def _size(_key: SessionKey, prompts: tuple[SessionPrompt, ...]) -> int:

@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
     prefill_part,
     prefilled_request,
 )
+from kvmesh.returns.forecaster import ReturnChance
 from kvmesh.router.placement.choice import RankChoice
 from kvmesh.router.placement.learning import RouterLearning
 from kvmesh.router.placement.policy_runner import PolicyRunner
@@ -163,9 +164,7 @@ class RouterCore:
         """The forecasts of returns to send, by the instance that expects them."""
         return self.learning.take_forecasts(now + self.epoch)
 
-    def _returns_within(
-        self, session: str, seconds: float, now: float
-    ) -> tuple[float, bool] | None:
+    def _returns_within(self, session: str, seconds: float, now: float) -> ReturnChance | None:
         assert self.learning.returns is not None
         return self.learning.returns.returns_within(session, seconds, now + self.epoch)
 

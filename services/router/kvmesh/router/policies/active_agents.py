@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from math import exp, inf
 from typing import NamedTuple
 
-from kvmesh.bus.messages import Decision, RouteRequest
+from kvmesh.bus.messages import Decision, RouteRequest, session_owner
 from kvmesh.hashing import HASH_BYTES
+from kvmesh.returns.forecaster import ReturnChance
 from kvmesh.router.policies.base import ReturnsWithin
 from kvmesh.router.state.fair_classes import fair_class, main_class
 from kvmesh.router.state.prefix_tree import PrefixNode, PrefixTree
@@ -21,6 +22,8 @@ BREAK_EVEN_S = 10.0  # while no speed of an engine is known
 SHORTEST_S, LONGEST_S = 0.05, 30.0
 RESERVED_S = 60.0  # for an admitted request to be placed
 GONE = 0.2  # weight below which an agent without a request has left
+CERTAIN = ReturnChance(1.0, None)
+UNKNOWN = ReturnChance(0.5, None)
 
 RankId = tuple[str, int]
 
@@ -58,6 +61,11 @@ class AgentState:
         return 0.0 if self.waiting_since is None else max(now - self.waiting_since, 0.0)
 
 
+def tenant_of(session: str, agent: AgentState) -> str:
+    """The tenant of a session, within the owner of its fair class."""
+    return f"{agent.owner}\x1f{session_owner(session)}"
+
+
 class SeenTurn(NamedTuple):
     """A turn that continues the one before: its tokens, and those that were evicted since.
 
@@ -75,7 +83,9 @@ class ActiveAgents:
     """At most MAX_AGENTS agents; those unused for longest are forgotten. Times in seconds.
 
     `break_even_s` is the time in which a rank computes as many tokens as it holds: to keep a
-    context for an agent that returns later costs more than to compute it again.
+    context for an agent that returns later costs more than to compute it again. While
+    `several_tenants` have active agents, a report on a tool orders those of its own tenant and
+    changes nothing else.
     """
 
     def __init__(self) -> None:
@@ -83,6 +93,7 @@ class ActiveAgents:
         self.returns_within: ReturnsWithin | None = None
         self.speeds: RankSpeeds | None = None
         self.break_even_s = BREAK_EVEN_S
+        self.several_tenants = False
         self._agents: OrderedDict[str, AgentState] = OrderedDict()
         self._requests: OrderedDict[str, str] = OrderedDict()
         self._prefixes = PrefixTree()
@@ -226,6 +237,7 @@ class ActiveAgents:
 
     def drop_gone(self, now: float) -> None:
         """End the activity of agents whose tools run for long."""
+        self._count_tenants()
         for session, agent in self._agents.items():
             if not agent.active or agent.running:
                 continue
@@ -233,6 +245,18 @@ class ActiveAgents:
                 continue
             if agent.admitted or self.presence(session, agent, now) < GONE:
                 self.rest(agent)
+
+    def _count_tenants(self) -> None:
+        first: str | None = None
+        self.several_tenants = False
+        for session, agent in self._agents.items():
+            if agent.active or agent.waiting_since is not None:
+                tenant = tenant_of(session, agent)
+                if first is None:
+                    first = tenant
+                elif tenant != first:
+                    self.several_tenants = True
+                    return
 
     def presence(self, session: str, agent: AgentState, now: float) -> float:
         """Share of an active agent's context that counts.
@@ -242,19 +266,19 @@ class ActiveAgents:
         """
         if agent.running or agent.admitted:
             return 1.0
-        share, reported = self._returns(session, now)
-        return share if reported else exp(-max(now - agent.ended, 0.0) / self.break_even_s)
+        reported = None if self.several_tenants else self._returns(session, now).reported
+        if reported is not None:
+            return reported
+        return exp(-max(now - agent.ended, 0.0) / self.break_even_s)
 
-    def expected_soon(self, session: str, agent: AgentState, now: float) -> float:
-        """The probability of a return within `break_even_s`, by its tools or what was learned."""
-        return 1.0 if agent.running or agent.admitted else self._returns(session, now)[0]
+    def expected_soon(self, session: str, agent: AgentState, now: float) -> ReturnChance:
+        """The probability that an agent is back in `break_even_s`."""
+        return CERTAIN if agent.running or agent.admitted else self._returns(session, now)
 
-    def _returns(self, session: str, now: float) -> tuple[float, bool]:
+    def _returns(self, session: str, now: float) -> ReturnChance:
         within = self.returns_within
-        return (within(session, self.break_even_s, now) if within is not None else None) or (
-            0.5,
-            False,
-        )
+        chance = within(session, self.break_even_s, now) if within is not None else None
+        return chance or UNKNOWN
 
     def capacities(self) -> dict[RankId, float]:
         """The memory in tokens of each rank that decodes, where known."""

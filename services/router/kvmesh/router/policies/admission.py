@@ -5,12 +5,14 @@ contexts, each turn evicts what another agent is about to need. Resting a few ke
 the others (ThunderAgent, arXiv 2602.13692; Concur, arXiv 2601.22705).
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from kvmesh.bus.messages import Decision, Outcome, RouteRequest
-from kvmesh.router.policies.active_agents import ActiveAgents, AgentState, RankId
+from kvmesh.returns.forecaster import ReturnChance
+from kvmesh.router.policies.active_agents import ActiveAgents, AgentState, RankId, tenant_of
 from kvmesh.router.policies.agent_window import AgentWindow
 from kvmesh.router.policies.base import Kv, ReturnsWithin
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
@@ -25,6 +27,14 @@ QUANTA = (
 )
 REVIEW_S = 0.25
 LEAST_BREAK_EVEN_S = 2.0  # below, contexts are computed faster than agents can change places
+
+
+class RestCandidate(NamedTuple):
+    """An active agent that may rest, and the probability that it is back soon."""
+
+    session: str
+    agent: AgentState
+    back: ReturnChance
 
 
 class AgentAdmission(Kv):
@@ -221,8 +231,9 @@ class AgentAdmission(Kv):
         for _, agent in self.agents:
             if agent.active and agent.leaving and agent.rank in excess:
                 excess[agent.rank] -= agent.tokens
-        for presence, agent in self._candidates(now):
+        for session, agent in self._candidates(now):
             if agent.rank is not None and excess.get(agent.rank, 0.0) > 0.0:
+                presence = self.agents.presence(session, agent, now)
                 excess[agent.rank] -= agent.tokens * presence
                 self.agents.rest(agent)
 
@@ -240,18 +251,37 @@ class AgentAdmission(Kv):
     def _ends_soon(self, agent: AgentState, now: float) -> bool:
         return agent.waiting_since is not None and now >= agent.rest_ends - LEAD_S
 
-    def _candidates(self, now: float) -> list[tuple[float, AgentState]]:
+    def _candidates(self, now: float) -> list[tuple[str, AgentState]]:
         """Active agents that may rest, the first one first: whose tool will run for longest.
 
         Then those with requests, the smallest context first. Agents of owners within their fair
-        share stay.
+        share stay. Reports on tools decide which agents of a tenant take the positions that it has
+        by what was learned.
         """
         agents = self.agents
         over = {o for o, tokens in self._owned.items() if tokens > self._fair_share(o)}
         found = [
-            (agents.expected_soon(session, agent, now), agents.presence(session, agent, now), agent)
+            RestCandidate(session, agent, agents.expected_soon(session, agent, now))
             for session, agent in agents
             if agent.active and not agent.leaving and not agent.admitted and agent.owner in over
         ]
-        found.sort(key=lambda each: (bool(each[2].running), each[0], each[2].tokens))
-        return [(presence, agent) for _, presence, agent in found]
+        found.sort(key=_as_learned)
+        of_tenant: defaultdict[str, deque[RestCandidate]] = defaultdict(deque)
+        for each in sorted(found, key=_as_reported):
+            of_tenant[tenant_of(each.session, each.agent)].append(each)
+        resting = [of_tenant[tenant_of(each.session, each.agent)].popleft() for each in found]
+        return [(each.session, each.agent) for each in resting]
+
+
+def _as_learned(candidate: RestCandidate) -> tuple[bool, float, float]:
+    agent = candidate.agent
+    return bool(agent.running), candidate.back.learned, agent.tokens
+
+
+def _as_reported(candidate: RestCandidate) -> tuple[bool, float, float]:
+    agent, back = candidate.agent, candidate.back
+    return (
+        bool(agent.running),
+        back.learned if back.reported is None else back.reported,
+        agent.tokens,
+    )

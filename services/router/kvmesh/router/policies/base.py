@@ -6,13 +6,13 @@ from random import Random
 import numpy as np
 
 from kvmesh.bus.messages import Decision, LearnerReport, Outcome, RouteRequest
+from kvmesh.returns.forecaster import ReturnChance
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
 from kvmesh.router.state.rank_speeds import RankSpeeds
 
-# session, seconds, now: the probability that it is back within that time, and whether that rests
-# on reported tools; None if unknown
-ReturnsWithin = Callable[[str, float, float], tuple[float, bool] | None]
+# session, seconds, now: the probability that it is back within that time; None if unknown
+ReturnsWithin = Callable[[str, float, float], ReturnChance | None]
 
 
 class Policy:
