@@ -27,7 +27,7 @@ from kvmesh.router.policies.active_agents import (
     ActiveAgents,
     AgentState,
 )
-from kvmesh.router.policies.admission import AgentAdmission
+from kvmesh.router.policies.admission import MAX_SUBAGENTS, AgentAdmission
 from kvmesh.router.policies.base import Kv
 from kvmesh.router.returns_report import returns_report
 from kvmesh.router.waiting.queue import PlacementQueue
@@ -302,12 +302,45 @@ def test_requests_without_a_session_never_rest() -> None:
     assert policy.admits(request("long", sequence(1), hints=endless), 1.0)
 
 
-def test_a_subagent_goes_with_its_parent() -> None:
+def test_a_subagent_goes_with_its_parent_that_waits() -> None:
     router, policy = core()
     for agent in "wx":
         start(router, turn(agent, 5))
+    end(router, "w0", 0.9)
     assert not policy.admits(turn("n", 5, parent_session="z"), 1.0)
+    assert not policy.admits(turn("r", 5, parent_session="x"), 1.0)  # it has a request of its own
     assert policy.admits(turn("s", 5, parent_session="w"), 1.0)
+    assert policy.admits(turn("t", 5, parent_session="s"), 1.0)
+
+
+def test_a_parent_takes_a_bounded_number_of_subagents_along() -> None:
+    """A caller could name the same parent for all of its sessions."""
+    router, policy = core()
+    for agent in "wx":
+        start(router, turn(agent, 5))
+    end(router, "w0", 0.9)
+    children = [chr(ord("a") + number) for number in range(2 * MAX_SUBAGENTS)]
+    assert policy.admits(turn("a", 1, parent_session="w"), 1.0)
+    parents = {child: "wa"[number % 2] for number, child in enumerate(children)}
+    along = [c for c in children if policy.admits(turn(c, 1, parent_session=parents[c]), 1.0)]
+    assert along == children[:MAX_SUBAGENTS]
+    start(router, turn("a", 1, parent_session="w"), 1.1)
+    end(router, "a0", 1.2)
+    first = policy.agents.find("a")
+    assert first is not None
+    policy.agents.rest(first)
+    assert policy.admits(turn(children[-1], 1, parent_session="w"), 1.3)
+
+
+def test_subagents_beyond_the_share_of_their_owner_rest_as_others() -> None:
+    router, policy = core()
+    start(router, turn("w", 1, tenant="crowd"))
+    end(router, "w0", 0.9)
+    start(router, turn("x", 4, tenant="other"))
+    hints: dict[str, Any] = {"tenant": "crowd", "parent_session": "w"}
+    assert policy.admits(turn("a", 3, **hints), 1.0)
+    start(router, turn("a", 3, **hints), 1.0)
+    assert not policy.admits(turn("b", 3, **hints), 1.5)
 
 
 @pytest.mark.parametrize(("deadline_s", "until"), [(60.0, 55.0), (2.0, 1.0)])

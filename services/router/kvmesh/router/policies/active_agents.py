@@ -35,7 +35,8 @@ class AgentState:
     `rank` holds its context; `tokens` leave out what other agents there share. `turn` is the packed
     hash of the last full block of its latest prompt, of `blocks` blocks. An active agent that is
     `leaving` rests once its requests have ended. `admitted` is a reservation for a request that is
-    not placed yet, `overdue` if only its deadline ended the rest.
+    not placed yet, `overdue` if only its deadline ended the rest. `subagents` are the sessions that
+    were admitted along with it, each `along` with its session.
     """
 
     owner: str
@@ -50,6 +51,8 @@ class AgentState:
     leaving: bool = False
     admitted: bool = False
     overdue: bool = False
+    along: str = ""
+    subagents: set[str] = field(default_factory=set)
     waiting_since: float | None = None
     waited_s: float = 0.0
     rest_ends: float = inf
@@ -118,6 +121,12 @@ class ActiveAgents:
             agent = self._add(session, AgentState(owner, request.tokens, request.tokens))
         self._agents.move_to_end(session)
         return agent
+
+    def has_along(self, agent: AgentState) -> int:
+        """The number of active subagents that were admitted along with an agent."""
+        active = [s for s in agent.subagents if (each := self.find(s)) is not None and each.active]
+        agent.subagents = set(active)
+        return len(active)
 
     def _add(self, session: str, agent: AgentState) -> AgentState:
         self._agents[session] = agent

@@ -22,10 +22,10 @@ from kvmesh.router.state.rank_speeds import RankSpeeds
 HISTORY_S = 600.0
 MARGIN_S = 5.0  # a rest ends this long before the deadline: time for two placements
 LEAD_S = 15.0  # before that, others leave for the agent
-QUANTA = (
-    2.0  # an active agent keeps its place for so many times `break_even_s` before others replace it
-)
+# An active agent keeps its place for so many times `break_even_s` before others replace it.
+QUANTA = 2.0
 REVIEW_S = 0.25
+MAX_SUBAGENTS = 8  # that go with one agent
 LEAST_BREAK_EVEN_S = 2.0  # below, contexts are computed faster than agents can change places
 
 
@@ -104,10 +104,15 @@ class AgentAdmission(Kv):
         agent = self.agents.of(request)
         if agent is None or (agent.active and not agent.leaving):
             return True
-        if self.window.open or self._parent_is_active(request):
+        if self.window.open:
             self._admit(request, agent, agent.rank, now)
             return True
         self._review(now)
+        first = self._takes_along(request, agent)
+        if first:
+            self._admit(request, agent, agent.rank, now)
+            agent.along = first
+            return True
         if agent.waiting_since is None:
             agent.waiting_since = now
             self.waiting[request.hints.session or ""] = agent
@@ -129,10 +134,25 @@ class AgentAdmission(Kv):
         agent = self.agents.find(request.hints.session)
         return inf if agent is not None and agent.overdue else 0.0
 
-    def _parent_is_active(self, request: RouteRequest) -> bool:
-        """True for a subagent of an active agent, which waits for it."""
-        parent = self.agents.find(request.hints.parent_session)
-        return parent is not None and parent.active
+    def _takes_along(self, request: RouteRequest, agent: AgentState) -> str:
+        """The session that takes a subagent along, which then has a place as well; empty if none.
+
+        Its parent is active and waits for it, without a request of its own. MAX_SUBAGENTS go along
+        with one agent, those of its subagents included, and beside other owners none beyond the
+        share of their own: callers name their parents.
+        """
+        named = request.hints.parent_session or ""
+        parent = self.agents.find(named)
+        if parent is None or not parent.active or parent.running or parent.owner != agent.owner:
+            return ""
+        if len({*self._owned, agent.owner}) > 1 and not self._is_fair(agent):
+            return ""
+        named = parent.along or named
+        first = self.agents.find(named)
+        if first is None or self.agents.has_along(first) >= MAX_SUBAGENTS:
+            return ""
+        first.subagents.add(request.hints.session or "")
+        return named
 
     def _place_for(self, agent: AgentState, now: float) -> tuple[str | None, RankId | None]:
         """The reason for which an agent may be active now, and its rank; None while it rests.
@@ -171,7 +191,7 @@ class AgentAdmission(Kv):
     ) -> None:
         agent.waited_s = agent.rested_s(now)
         self.waiting.pop(request.hints.session or "", None)
-        agent.active, agent.leaving, agent.admitted = True, False, True
+        agent.active, agent.leaving, agent.admitted, agent.along = True, False, True, ""
         agent.active_since = agent.ended = now
         agent.waiting_since, agent.rest_ends = None, inf
         if rank is None:
