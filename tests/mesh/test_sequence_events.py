@@ -13,7 +13,7 @@ from kvmesh.bus.messages import SeqFree
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
-from kvmesh.router.state.sequence_decoding import sequence_events
+from kvmesh.router.state.sequence_decoding import sequence_batch
 
 
 async def test_an_end_is_published_again_until_the_stream_is_restored(
@@ -36,7 +36,9 @@ async def test_an_end_is_published_again_until_the_stream_is_restored(
     read: set[str] = set()
 
     def receive(message: StreamMessage) -> None:
-        read.update(e.request for e in sequence_events(message.data) if isinstance(e, SeqFree))
+        read.update(
+            e.request for e in sequence_batch(message.data).events if isinstance(e, SeqFree)
+        )
 
     reader = StreamReader(bus, bus.subjects.seq_stream, bus.subjects.seq_all, receive, Start())
     await reader.open()

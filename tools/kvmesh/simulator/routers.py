@@ -174,11 +174,11 @@ class SimulatedRouters:
             if replica is not origin:
                 self._clock.after(self._delay, partial(self._receive, replica, events))
             elif not all(isinstance(event, SeqAdd) for event in events):  # applied by the queue
-                self._clock.after(0.0, partial(self._receive, replica, events))
+                self._clock.after(0.0, partial(self._receive, replica, events, own=True))
 
-    def _receive(self, replica: RouterReplica, events: list[SeqEvent]) -> None:
+    def _receive(self, replica: RouterReplica, events: list[SeqEvent], own: bool = False) -> None:
         for event in events:
-            replica.queue.apply(event, self._clock.now)
+            replica.queue.apply(event, self._clock.now, own)
         if replica.queue.waiting:
             self._apply(replica, replica.queue.place_ready(self._clock.now))
 

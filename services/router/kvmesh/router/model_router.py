@@ -200,15 +200,15 @@ class ModelRouter:
         if result.failure is not None:
             self._metrics.index_failures.inc()
 
-    def apply(self, event: SeqEvent) -> None:
-        """Apply an event of the active-sequence stream."""
-        if type(event) is SeqFree:
+    def apply(self, event: SeqEvent, own: bool = False) -> None:
+        """Apply an event of the active-sequence stream; `own`: this router has published it."""
+        if type(event) is SeqFree and not own:
             freed = self._calls.pop(event.request, None)
             if freed is not None:
                 freed.wanted = False
                 if freed.trace is not None:
                     freed.trace.end(None, "freed")
-        self.queue.apply(event, monotonic())
+        self.queue.apply(event, monotonic(), own)
 
     def schedule_placement(self) -> None:
         """Place ready requests in the next loop iteration; call when load may have fallen."""

@@ -42,7 +42,7 @@ from kvmesh.router.model_router import ModelRouter
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.policies.registry import make_policy
 from kvmesh.router.returns_report import returns_report
-from kvmesh.router.state.sequence_decoding import sequence_events
+from kvmesh.router.state.sequence_decoding import sequence_batch
 from kvmesh.runtime.service import VERSION, Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.runtime.warnings import publish_warnings
@@ -288,13 +288,14 @@ class RouterService:
 
     def _on_sequences(self, message: StreamMessage) -> None:
         try:
-            events = sequence_events(message.data)
+            batch = sequence_batch(message.data)
         except msgspec.MsgspecError as error:
             log.warning("ignored malformed active sequences at %d: %s", message.seq, error)
             return
         router = self._router(_model(message))
-        for event in events:
-            router.apply(event)
+        own = batch.source == self._service.instance
+        for event in batch.events:
+            router.apply(event, own)
         router.schedule_placement()
 
     def _on_route(self, message: StreamMessage) -> None:

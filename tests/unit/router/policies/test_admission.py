@@ -171,7 +171,7 @@ def test_by_reports_a_tenant_chooses_only_which_of_its_own_agents_rest(
 def test_beside_other_tenants_a_report_keeps_no_place() -> None:
     _, policy = core()
     agents = policy.agents
-    agents.hold_s = 4.0
+    agents.break_even_s = 4.0
     agents.returns_within = lambda session, seconds, now: ReturnChance(0.1, 1.0)
     for tenant in ("evil", "other"):
         session = f"{tenant}\x1fs"

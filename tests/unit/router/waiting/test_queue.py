@@ -237,6 +237,34 @@ def test_a_request_is_refused_at_its_deadline() -> None:
     assert mesh.replicas[0].waiting == 0
 
 
+@pytest.mark.parametrize("gather_s", [0.0, 0.001])
+def test_a_request_that_is_sent_again_survives_the_echo_of_its_first_end(gather_s: float) -> None:
+    """Its refusal was lost with the connection: the frontend sends the same attempt again."""
+    one = queue(gather_s=gather_s)
+
+    def submit(ticket: Ticket, now: float) -> QueueActions:
+        actions = one.submit(ticket, now)
+        if one.gathering:
+            actions = one.place_gathered(now)
+        return actions
+
+    running = submit(Ticket(prompt("run"), 0.0), 0.0).events
+    first = Ticket(replace(prompt("again"), deadline_s=3.0), 0.0)
+    waits = submit(first, 0.0).events
+    ended = one.expire(4.0)
+    assert ended.events == [SeqFree("again")]
+    assert isinstance(first.result, Refused)
+    second = Ticket(prompt("again"), 4.1)
+    waits_again = submit(second, 4.1).events
+    for event in (*running, *waits, *ended.events, *waits_again):
+        one.apply(event, 4.2, own=True)
+    assert one.waiting == 1
+    one.apply(SeqFree("run"), 5.0)
+    one.place_ready(5.0)
+    assert isinstance(second.result, Decision)
+    assert one.waiting == 0
+
+
 def test_a_free_for_a_waiting_request_cancels_it() -> None:
     mesh = Replicas(queue(), queue(router="s"))
     mesh.submit(prompt("1"))

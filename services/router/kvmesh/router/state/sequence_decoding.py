@@ -26,19 +26,19 @@ _event: MessageDecoder[SeqEvent] = MessageDecoder(SeqEvent)
 _logged = LogOnce()
 
 
-def sequence_events(data: bytes) -> list[SeqEvent]:
-    """The readable events of a message; raises MsgspecError if it is not a batch."""
+def sequence_batch(data: bytes) -> SeqBatch:
+    """A message with its readable events; raises MsgspecError if it is not a batch."""
     try:
-        return _batch.decode(data).events
+        return _batch.decode(data)
     except msgspec.MsgspecError:
         batch = _undecoded.decode(data)
-    events = []
+    events: list[SeqEvent] = []
     for raw in batch.events:
         try:
             events.append(_event.decode(raw))
         except msgspec.MsgspecError as error:
             _log_once(batch.source, str(error))
-    return events
+    return SeqBatch(batch.source, events)
 
 
 def _log_once(source: str, reason: str) -> None:

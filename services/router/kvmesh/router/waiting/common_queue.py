@@ -47,6 +47,9 @@ class CommonQueue:
     def __len__(self) -> int:
         return len(self.order)
 
+    def __contains__(self, request: str) -> bool:
+        return request in self._own
+
     @property
     def tickets(self) -> list[Ticket]:
         return list(self._own.values())
@@ -91,8 +94,12 @@ class CommonQueue:
 
     def drop(self, request: str) -> Ticket | None:
         ticket = self._own.pop(request, None)
-        self._remove(request, placed=False)
+        self.drop_entry(request)
         return ticket
+
+    def drop_entry(self, request: str) -> None:
+        """Forget what the stream said of a request; its ticket stays."""
+        self._remove(request, placed=False)
 
     def placed(self, ticket: Ticket, events: Collection[SeqEvent]) -> None:
         """A ticket that was taken has been placed by these events, among others."""

@@ -23,6 +23,9 @@ class Gathering:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    def __contains__(self, request: str) -> bool:
+        return any(ticket.request.request == request for ticket in self._tickets)
+
     def add(self, ticket: Ticket, now: float) -> None:
         if not self._tickets:
             self._ends_at = now + self._span_s

@@ -53,6 +53,9 @@ class HeldPrompts:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def __contains__(self, request: str) -> bool:
+        return request in self._prompts
+
     @property
     def tickets(self) -> list[Ticket]:
         return [prompt.ticket for prompt in self._prompts.values()]

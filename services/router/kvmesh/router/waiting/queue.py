@@ -117,15 +117,27 @@ class PlacementQueue:
         self._place_together(self._gathered.take(), now, actions)
         return actions
 
-    def apply(self, event: SeqEvent, now: float) -> None:
-        """Apply an event of the active-sequence stream, of this router or a replica."""
+    def apply(self, event: SeqEvent, now: float, own: bool = False) -> None:
+        """Apply an event of the active-sequence stream; `own`: this router has published it."""
         if type(event) is SeqFree:
+            if own and any(event.request in wait for wait in self._waits):
+                self._end_earlier(event, now)
+                return
             self._forget(event)
         self.common.apply(event)
         self._prefix.apply(event)
         self._held.apply(event)
         self._batch.apply(event)
         self.core.apply(event, now)
+
+    def _end_earlier(self, event: SeqFree, now: float) -> None:
+        """An end that this router published of a request that has been sent again meanwhile.
+
+        It was applied here before. The later request keeps its place, and its load if it has one.
+        """
+        self.common.drop_entry(event.request)
+        if event.request not in self._held and event.request not in self._prefix:
+            self.core.apply(event, now)
 
     def _forget(self, event: SeqFree) -> None:
         if event.request in self._prefix:

@@ -19,6 +19,9 @@ class Resting:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    def __contains__(self, request: str) -> bool:
+        return request in self._tickets
+
     @property
     def tickets(self) -> list[Ticket]:
         return list(self._tickets.values())

@@ -19,6 +19,10 @@ class Wait(Protocol[Due]):
         """Requests that wait here; in the common queue those of all routers."""
         ...
 
+    def __contains__(self, request: str) -> bool:
+        """True if a request of this router waits here."""
+        ...
+
     @property
     def tickets(self) -> list[Ticket]:
         """The tickets that wait here."""
