@@ -12,6 +12,7 @@ from kvmesh.returns.rates import AGE_ENDS, BINS, share_returned
 
 MAX_CLASSES = 8192
 MAX_CHECKED = 32768  # prompts whose expected and actual returns are compared at a time
+LATE_S = 60.0  # for a request that has arrived in time to be placed
 CHECKED_BINS = (7, 10)  # the returns within AGE_ENDS of these, 64 s and 512 s, are compared
 
 
@@ -89,16 +90,18 @@ class ReturnCurves:
             checked.append(awaited)
         return awaited
 
-    def returned(self, awaited: Awaited, now: float) -> None:
-        """The prompt has returned."""
+    def returned(self, awaited: Awaited, now: float, waited_s: float = 0.0) -> None:
+        """The prompt has returned: its next request is placed now, after a wait in queues."""
         now = self.advance(now)
-        if not awaited.over:
-            awaited.returned_at = now
-        self._leave(awaited, now, True)
+        if awaited.over:
+            return
+        awaited.returned_at = max(now - waited_s, awaited.since)
+        for table in self._leave(awaited, now):
+            table.count_return(awaited.returned_at - awaited.since, now - awaited.since)
 
     def forget(self, awaited: Awaited, now: float) -> None:
         """Await it no longer."""
-        self._leave(awaited, self.advance(now), False)
+        self._leave(awaited, self.advance(now))
 
     def advance(self, now: float) -> float:
         """Let awaited prompts grow older; returns the time, which never decreases."""
@@ -111,7 +114,7 @@ class ReturnCurves:
                     self._grow_older(awaited, bin_, awaited.since + end_s)
         for number, calibration in enumerate(self.calibrations):
             checked = self._checked[number]
-            while checked and checked[0].since + calibration.within_s <= now:
+            while checked and checked[0].since + calibration.within_s + LATE_S <= now:
                 awaited = checked.popleft()
                 end = awaited.since + calibration.within_s
                 if awaited.returned_at < inf or not awaited.over:
@@ -153,10 +156,9 @@ class ReturnCurves:
         if bin_ + 1 < len(self._queues):
             self._queues[bin_ + 1].append(awaited)
 
-    def _leave(self, awaited: Awaited, now: float, returned: bool) -> None:
-        if awaited.over:
-            return
-        awaited.over = True
-        for table in awaited.tables:
-            table.leave(awaited.bin, now, returned)
-        awaited.tables = []
+    def _leave(self, awaited: Awaited, now: float) -> list[LifeTable]:
+        """Returns the tables that it leaves."""
+        tables, awaited.over, awaited.tables = awaited.tables, True, []
+        for table in tables:
+            table.leave(awaited.bin, now)
+        return tables

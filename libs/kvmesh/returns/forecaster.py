@@ -170,12 +170,13 @@ class ReturnForecaster:
         if before is not None and before.awaited is not None:
             first = not before.returns
             before.returns += 1
-            self.curves.returned(before.awaited, now)
+            waited_s = max(0.0, decision.wait_s) + max(0.0, decision.index_s)
+            self.curves.returned(before.awaited, now, waited_s)
             self._unsent.pop(before.request, None)
             if first:
                 self._withdraw(before, decision, now)
                 conversation, number = before.conversation, before.number + 1
-                pause_s = max(now - before.awaited.since, 0.0)
+                pause_s = max(now - waited_s - before.awaited.since, 0.0)
         own = shared if number else 0
         self.shadow.use(conversation, own, blocks if number else blocks - shared, now)
         return Turn(
@@ -255,8 +256,7 @@ class ReturnForecaster:
     def returns_within(self, session: str, seconds: float, now: float) -> ReturnChance | None:
         """The probability that a session without a request is back within so many seconds.
 
-        What was learned are the rates of its latest turn, which count from its end to the next
-        placement. None if unknown.
+        What was learned are the rates of its latest turn. None if unknown.
         """
         turn = self._sessions.get(session)
         if turn is None or turn.awaited is None or turn.awaited.over or turn.rates is None:

@@ -7,7 +7,7 @@ biased towards early returns. Old evidence fades with a half-life.
 
 from collections.abc import Sequence
 
-from kvmesh.returns.rates import AGE_ENDS, BINS
+from kvmesh.returns.rates import AGE_ENDS, BINS, age_bin
 from kvmesh.returns.value import BIN_WIDTHS, LAST
 
 HALF_LIFE_S = 6 * 3600.0
@@ -49,8 +49,8 @@ class LifeTable:
         self._pass_time(bin_, now)
         self._waiting[bin_] += 1
 
-    def leave(self, bin_: int, now: float, returned: bool = False) -> None:
-        """A prompt leaves a bin of age: it returns, grows older or is forgotten.
+    def leave(self, bin_: int, now: float) -> None:
+        """A prompt leaves a bin of age: it grows older, returns or is forgotten.
 
         Of no effect once closed.
         """
@@ -58,9 +58,21 @@ class LifeTable:
             return
         self._pass_time(bin_, now)
         self._waiting[bin_] -= 1
-        if returned:
-            self._returns[bin_] += 1.0
-            self.returned += 1.0
+
+    def count_return(self, age_s: float, until_s: float) -> None:
+        """A prompt that has left its bin at the age `until_s` had returned at `age_s`.
+
+        Its seconds after that were counted and are taken back. Of no effect once closed.
+        """
+        if self.closed:
+            return
+        first, last = age_bin(age_s), age_bin(until_s)
+        for bin_ in range(first, last + 1):
+            start = max(age_s, AGE_ENDS[bin_ - 1] if bin_ else 0.0)
+            late_s = max(min(until_s, AGE_ENDS[bin_]) - start, 0.0)
+            self._seconds[bin_] = max(self._seconds[bin_] - late_s, 0.0)
+        self._returns[first] += 1.0
+        self.returned += 1.0
 
     def own_rates(self, now: float) -> list[float]:
         """Rates per second from this evidence and the belief that rates halve from bin to bin."""

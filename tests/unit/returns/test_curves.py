@@ -16,7 +16,7 @@ from kvmesh.returns.classes import (
     TurnHistory,
     class_keys,
 )
-from kvmesh.returns.curves import MAX_CLASSES, Awaited, ReturnCurves
+from kvmesh.returns.curves import LATE_S, MAX_CLASSES, Awaited, ReturnCurves
 from kvmesh.returns.life_table import HALF_LIFE_S
 from kvmesh.returns.rates import age_bin
 
@@ -61,6 +61,24 @@ def test_prompts_that_still_wait_count_so_that_rates_have_no_bias() -> None:
     assert rate == pytest.approx(10 / (1000 * 8), rel=0.2)  # the bin begins at 32 s
 
 
+def test_a_wait_in_a_queue_is_no_part_of_the_pause() -> None:
+    """Else pauses look longer the more the mesh is overloaded."""
+    curves, waited = ReturnCurves(), ReturnCurves()
+    for each, wait_s in ((curves, 0.0), (waited, 50.0)):
+        for number in range(400):
+            tables, start = each.tables([ALL]), 200.0 * number
+            awaited = each.start(tables, each.rates(tables), start)
+            end = start + (3.0 if number % 2 else 20.0)
+            each.advance(end)
+            each.returned(awaited, end + wait_s, wait_s)
+        each.advance(200.0 * 400 + 1000.0)
+    [expected] = curves.summaries()
+    [found] = waited.summaries()
+    assert found.rates == pytest.approx(expected.rates, rel=0.01)
+    for one, other in zip(waited.calibrations, curves.calibrations, strict=True):
+        assert one.observed == other.observed == 400
+
+
 def test_without_evidence_rates_fall_by_half_from_bin_to_bin() -> None:
     curves = ReturnCurves()
     rates = curves.rates(curves.tables([ALL]))
@@ -101,9 +119,9 @@ def test_returns_are_compared_once_all_prompts_of_an_age_are_older() -> None:
     first, *_ = [curves.start(tables, curves.rates(tables), 0.0) for _ in range(3)]
     curves.returned(first, 5.0)
     assert [each.observed for each in curves.calibrations] == [0, 0]
-    curves.advance(64.0)
+    curves.advance(64.0 + LATE_S)
     assert [each.observed for each in curves.calibrations] == [1, 0]
-    curves.advance(512.0)
+    curves.advance(512.0 + LATE_S)
     assert [each.observed for each in curves.calibrations] == [1, 1]
 
 

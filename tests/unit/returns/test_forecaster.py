@@ -121,6 +121,29 @@ def test_a_prompt_that_contains_a_turn_is_its_return() -> None:
     assert rates[age_bin(6.0)] > 10 * found["human",].rates[age_bin(6.0)]
 
 
+def test_pauses_end_when_the_next_request_arrives() -> None:
+    core = ReturnForecaster("here")
+    turn(core, "r1", prompt(1, 2), 100.0)
+    waited = replace(placed("r2", prompt(1, 2, 3), 160.0), wait_s=50.0, index_s=1.0)
+    core.on_placed(waited, 160.0)
+    assert core._running["r2"].pause_s == 8.0
+    [summary] = core.curves.summaries()
+    assert summary.returned == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize("wait_s", [nan, inf, -5.0, 1e300])
+def test_an_absurd_wait_harms_nobody(wait_s: float) -> None:
+    core = ReturnForecaster("here")
+    trust(core)
+    turn(core, "r1", prompt(1, 2), 100.0)
+    core.on_placed(replace(placed("r2", prompt(1, 2, 3), 160.0), wait_s=wait_s), 160.0)
+    core.on_finished(ended("r2", 161.0), 161.0)
+    forecasts = core.take_forecasts(162.0)
+    assert all(isfinite(r) for _, each in forecasts for r in unpack_rates(each.rates))
+    rates = core.curves.rates(core.curves.tables([ClassKey()]))
+    assert all(isfinite(rate) for rate in rates)
+
+
 def test_the_second_continuation_begins_a_conversation_of_its_own() -> None:
     core = ReturnForecaster("here")
     turn(core, "system", prompt(1), 0.0)

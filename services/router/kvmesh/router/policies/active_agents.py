@@ -271,7 +271,6 @@ class ActiveAgents:
         """Share of an active agent's context that counts.
 
         While no request runs, it fades over `break_even_s`, or follows the reported end of a tool.
-        Learned pauses contain waits in the queue, so they do not count here.
         """
         if agent.running or agent.admitted:
             return 1.0
