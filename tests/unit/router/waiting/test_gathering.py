@@ -99,6 +99,27 @@ def test_what_waited_in_the_router_is_part_of_the_decisions_wait() -> None:
     assert late.result.wait_s == pytest.approx(0.5)
 
 
+def test_routers_learn_the_speed_of_a_rank_from_when_it_got_a_prompt() -> None:
+    """Else the time for which a router holds prompts would make the ranks look slow."""
+    one, replica = queue(), queue()
+    slot = replica.core.table.slot("a", 0)
+
+    def computed(name: str, now: float) -> None:
+        actions = one.place_ready(now)
+        for event in (*actions.events, SeqPrefilled(name)):
+            for each in (one, replica):
+                each.apply(event, now)
+
+    for event in place(one, {"x": 50, "y": 60, "z": 90}).events:
+        replica.apply(event, SOON)
+    computed("x", SOON + 0.5)
+    computed("y", 1.7)
+    computed("", 1.7)
+    computed("z", 1.7 + 0.9)
+    for each in (one, replica):
+        assert each.core.prefills.token_s(slot) == pytest.approx(0.01 / BLOCK, rel=0.15)
+
+
 def test_short_prompts_share_a_step() -> None:
     """Of 12 · 4 blocks √(48 · 12.5) ≈ 24 are sent at a time: six prompts."""
     one = queue()

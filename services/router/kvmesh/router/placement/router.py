@@ -245,6 +245,20 @@ class RouterCore:
         self.apply_route_event(decision, now)
         return events
 
+    def sent(self, event: SeqAdd, now: float) -> SeqAdd:
+        """A committed prompt that was held is sent to its rank now, which begins to compute it.
+
+        Returns its event for the replicas, which learn from it how long ranks take.
+        """
+        table = self.table
+        slot = table.find_slot(event.instance, event.rank)
+        if slot is not None and event.request in self.prefills:
+            elsewhere = table.cells.held_tokens[slot] + self.prefills.waiting_tokens(slot)
+            own = max(event.tokens - event.overlap * max(table.block_size, 1), 0)
+            work = max(self._backlog(slot) - elsewhere, float(own))
+            self.prefills.start(event, slot, work, now)
+        return replace(event, time=now + self.epoch)
+
     def reserve(self, decision: Decision, leader: str, now: float) -> list[SeqAdd]:
         """Count a request on its rank while it waits for `leader` to compute its prefix.
 

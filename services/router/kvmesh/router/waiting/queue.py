@@ -316,7 +316,7 @@ class PlacementQueue:
         if time > decision.time:
             waited = decision.wait_s + time - decision.time
             decision = replace(decision, time=time, wait_s=waited)
-        actions.events += prompt.events
+        actions.events += [self.core.sent(event, now) for event in prompt.events]
         actions.finish(prompt.ticket, decision)
 
     # placing
