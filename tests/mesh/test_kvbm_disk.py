@@ -72,7 +72,7 @@ async def test_a_prompt_that_is_expected_is_loaded_before_it_returns(node: Node)
     await node.on_disk(60)
     await node.control(Clear(tiers=[1]))
     forecast = ReturnForecast("r", 0, time.time(), pack_rates([1.0] * BINS))
-    assert (await node.control(ExpectReturns([forecast]))).ok
+    await node.expect(ExpectReturns([forecast]))
     size = 60 * layout().block_bytes
     await node.wait_for_metric("restored_bytes", size)
     await node.wait_for_metric("moving_blocks", 0)

@@ -319,6 +319,7 @@ ROUTE = m.RouteRequest(
         ("out", SUBJECTS.out("frontend-0-1"), m.StepOutput("worker-0-1", [m.Chunk("q", 0, [1])])),
         ("work", SUBJECTS.work("worker-0-1"), WORK),
         ("ctl", SUBJECTS.ctl("worker-0-1"), m.Release(sessions=["s"])),
+        ("returns", SUBJECTS.returns("worker-0-1"), m.ExpectReturns([])),
         ("dump", SUBJECTS.dump("worker-0-1"), m.Dump(0)),
         ("ping", SUBJECTS.ping("worker-0-1"), m.Ping()),
         ("kvbm", SUBJECTS.kvbm("kvbm-0-1"), m.Lend(bytes(16), 64)),

@@ -11,7 +11,6 @@ from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import (
-    Control,
     ExpectReturns,
     Hints,
     MessageDecoder,
@@ -22,7 +21,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.returns.rates import age_bin, unpack_rates
 
-CONTROL: MessageDecoder[Control] = MessageDecoder(Control)
+EXPECT = MessageDecoder(ExpectReturns)
 TEN = sequence(*range(10))
 
 
@@ -31,11 +30,10 @@ async def heard(bus: Bus, instance: str) -> AsyncIterator[list[ReturnForecast]]:
     """The forecasts for a worker from now on."""
     forecasts: list[ReturnForecast] = []
 
-    def receive(command: Control) -> None:
-        if isinstance(command, ExpectReturns):
-            forecasts.extend(command.forecasts)
+    def receive(message: ExpectReturns) -> None:
+        forecasts.extend(message.forecasts)
 
-    subscription = await bus.subscribe(bus.subjects.ctl(instance), CONTROL, receive)
+    subscription = await bus.subscribe(bus.subjects.returns(instance), EXPECT, receive)
     yield forecasts
     await subscription.drain()
 

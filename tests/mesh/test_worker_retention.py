@@ -85,7 +85,7 @@ async def test_forecasts_order_eviction_and_are_not_answered(
         ReturnForecast("unknown", 0, since, soon),
         ReturnForecast("a", 0, since, b"malformed"),
     ]
-    frontend.bus.post(frontend.bus.subjects.ctl("w-1"), ExpectReturns(forecasts))
+    frontend.bus.post(frontend.bus.subjects.returns("w-1"), ExpectReturns(forecasts))
     applied = {"applied": 1, "unknown": 1, "malformed": 1}
     await eventually(lambda: started.node.retention()[0].forecasts == applied)
     await frontend.dispatch("w-1", work("b", prompt(80), max_tokens=1, session="s"))

@@ -4,7 +4,14 @@ import asyncio
 import urllib.request
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import ControlReply, Dump, Instance, KvLayout, MessageDecoder
+from kvmesh.bus.messages import (
+    ControlReply,
+    Dump,
+    ExpectReturns,
+    Instance,
+    KvLayout,
+    MessageDecoder,
+)
 from kvmesh.bus.streams.configuration import StreamLimits
 from support.kvbm import TestWorker, find_kvbm, layout
 from support.mesh import Mesh
@@ -61,6 +68,11 @@ class Node:
         assert self.card is not None
         subject = self.bus.subjects.ctl(self.card.instance)
         return await self.bus.request(subject, command, CONTROL_REPLY, PATIENCE_S)
+
+    async def expect(self, message: ExpectReturns) -> None:
+        assert self.card is not None
+        self.bus.post(self.bus.subjects.returns(self.card.instance), message)
+        await self.bus.flush()
 
     def metric(self, name: str, labels: str = "") -> float:
         with urllib.request.urlopen(

@@ -91,7 +91,7 @@ def _router(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.index(ANY), s.index_shard(ANY, ANY), s.index_at(_EACH), s.seq(ANY), s.route(ANY)),
-            s.ctl(_EACH),  # forecasts of returns
+            s.returns(_EACH),
             *_lease(s, User.ROUTER, name),
             *_write(s.router_bucket),
             *_reads(s.seq_stream, s.route_stream),
@@ -130,7 +130,7 @@ def _worker(s: Subjects, name: str) -> Grant:
             *_write_objects(s.model_bucket),
             *_reads(_kv(s.instances_bucket), _objects(s.model_bucket)),
         ],
-        [s.work(own), s.ctl(own), s.dump(own), s.ping(own), s.traces],
+        [s.work(own), s.ctl(own), s.returns(own), s.dump(own), s.ping(own), s.traces],
     )
 
 
@@ -145,7 +145,7 @@ def _kvbm(s: Subjects, name: str) -> Grant:
             *_reads(_kv(s.instances_bucket), _kv(s.kvbm_bucket)),
         ],
         [
-            *(s.kvbm(own), s.ctl(own), s.dump(own), s.traces),
+            *(s.kvbm(own), s.ctl(own), s.returns(own), s.dump(own), s.traces),
             *(s.computing(ANY), s.computing_before(own)),
         ],
     )

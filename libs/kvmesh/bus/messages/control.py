@@ -1,4 +1,4 @@
-"""Commands to workers and kvbms, and questions of operators to routers and indexers."""
+"""Commands and forecasts for workers and kvbms, and questions of operators to services."""
 
 from typing import Literal, TypeAlias
 
@@ -155,17 +155,7 @@ class Ping(Struct, frozen=True, tag="ping"):
 
 AdapterCommand: TypeAlias = LoadAdapter | UnloadAdapter
 Control: TypeAlias = (
-    Cancel
-    | Resend
-    | Drain
-    | Clear
-    | Release
-    | Pin
-    | Unpin
-    | ExpectReturns
-    | Prefetch
-    | AdapterCommand
-    | Serve
+    Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch | AdapterCommand | Serve
 )
 
 

@@ -21,6 +21,7 @@ from kvmesh.retention.awaited_prompts import on_clock
 
 log = logging.getLogger(__name__)
 decoder: MessageDecoder[Control] = MessageDecoder(Control)
+returns_decoder = MessageDecoder(ExpectReturns)
 dumps = MessageDecoder(Dump)
 
 
@@ -56,13 +57,17 @@ class ControlServer:
                 return ControlReply(True, blocks=self._manager.pin(command, now))
             case Unpin(name):
                 return _unpinned(self._manager.unpin(name, now))
-            case ExpectReturns(forecasts):
-                self._manager.expect_returns(on_clock(forecasts, time.time(), now), now)
             case Drain():
                 self._leave()
             case _:
                 return ControlReply(False, "a kvbm runs no requests")
         return ControlReply(True)
+
+    def expect(self, message: ExpectReturns) -> None:
+        """Order eviction by forecasts of returns."""
+        now = self._clock()
+        self._manager.expect_returns(on_clock(message.forecasts, time.time(), now), now)
+        self._settle()
 
     def _clear(self, command: Clear, now: float) -> int:
         blocks = self._manager.clear(command, now)

@@ -129,6 +129,9 @@ class KvbmNode:
                 returning(self._control.obey),
                 on_malformed=_malformed,
             ),
+            await self._bus.subscribe(
+                subjects.returns(instance), control.returns_decoder, self._control.expect
+            ),
             await self._bus.serve(
                 subjects.dump(instance),
                 control.dumps,

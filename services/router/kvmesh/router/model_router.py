@@ -273,7 +273,7 @@ class ModelRouter:
 
     def _send_forecasts(self, now: float) -> None:
         for instance, forecasts in self.core.take_forecasts(now).items():
-            subject = self._bus.subjects.ctl(instance)
+            subject = self._bus.subjects.returns(instance)
             for first in range(0, len(forecasts), MAX_FORECASTS):
                 part = forecasts[first : first + MAX_FORECASTS]
                 self._bus.post(subject, ExpectReturns(part))

@@ -68,9 +68,6 @@ class ControlHandler:
             case Drain():
                 self._on_drain()
                 reply(ControlReply(True))
-            case ExpectReturns(forecasts):
-                if self._forecasts is not None:
-                    self._forecasts.put(forecasts)
             case _ if len(self._tasks) >= MAX_COMMANDS:
                 reply(ControlReply(False, "the engine is busy with other commands"))
             case LoadAdapter() | UnloadAdapter():
@@ -79,6 +76,11 @@ class ControlHandler:
                 self._tasks.start(self._switch_role(command, reply), "role command")
             case _:
                 self._tasks.start(self._execute(command, reply), "engine command")
+
+    def expect(self, message: ExpectReturns) -> None:
+        """Pass forecasts of returns to the engine, if it orders eviction by them."""
+        if self._forecasts is not None:
+            self._forecasts.put(message.forecasts)
 
     async def close(self) -> None:
         """Cancel the commands in execution."""

@@ -17,6 +17,7 @@ from kvmesh.bus.messages import (
     Control,
     ControlReply,
     Dump,
+    ExpectReturns,
     Instance,
     KvEvent,
     Load,
@@ -67,6 +68,7 @@ PUBLISH_S = 5.0
 STALL_CHECKS = 10
 _work_decoder = MessageDecoder(Work)
 _dump_decoder = MessageDecoder(Dump)
+_returns_decoder = MessageDecoder(ExpectReturns)
 _control_decoder: MessageDecoder[Control] = MessageDecoder(Control)
 
 
@@ -335,6 +337,9 @@ class WorkerNode:
                 _control_decoder,
                 self._control.handle,
                 on_malformed=_malformed,
+            ),
+            await self._bus.subscribe(
+                subjects.returns(self.instance), _returns_decoder, self._control.expect
             ),
             await serve(
                 subjects.dump(self.instance),
