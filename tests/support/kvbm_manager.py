@@ -76,11 +76,12 @@ class ManagedNode:
         digests: bytes,
         session: str | None = None,
         retention: list[Retain] | None = None,
+        tenant: str = "",
     ) -> None:
         """Offer and write a prompt, two blocks at a time: more must not be staged at once."""
         names = self.names(digests)
         offer = Offer(1, 0, digests, names, names, 5, request=request)
-        offer = replace(offer, session=session, retention=retention or [])
+        offer = replace(offer, session=session, retention=retention or [], tenant=tenant)
         for first in range(0, len(digests) // 16, 2):
             end = first + 2
             part = replace(

@@ -3,13 +3,13 @@
 import heapq
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from math import inf, isfinite
 from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import ReturnForecast
+from kvmesh.bus.messages import ReturnForecast, session_owner
 from kvmesh.retention.return_value import Expectation, TypicalReturn
 from kvmesh.returns.rates import unpack_rates
 from kvmesh.returns.value import chances_by_age, values_by_age
@@ -135,13 +135,19 @@ class AwaitedPrompts(Generic[P]):
                 self._early.popitem(last=False)
         return None
 
-    def likeliest(self, count: int, now: float) -> list[tuple[float, P]]:
-        """The values and places of at most so many prompts with a forecast, the highest first."""
+    def likeliest(
+        self, count: int, now: float, wanted: Callable[[str], bool]
+    ) -> list[tuple[float, P]]:
+        """The values and places of at most so many prompts with a forecast, the highest first.
+
+        `wanted(tenant)` is true of the tenants to consider, for prompts of a session.
+        """
         found: list[tuple[float, int, P]] = []
+        known: dict[str, bool] = {}
         for number, prompt in enumerate(self._ended.values()):
             if prompt.expectation is not None and prompt.forecast:
                 value = prompt.expectation.at(now)[0]
-                if value > 0.0:
+                if value > 0.0 and _wants(prompt.session, wanted, known):
                     found.append((value, number, prompt.place))
         best = heapq.nlargest(count, found, key=_value_and_number)
         return [(value, place) for value, _, place in best]
@@ -218,6 +224,16 @@ class AwaitedPrompts(Generic[P]):
             del of_session[prompt.request]
             if not of_session and prompt.session is not None:
                 del self._by_session[prompt.session]
+
+
+def _wants(session: str | None, wanted: Callable[[str], bool], known: dict[str, bool]) -> bool:
+    if session is None:
+        return True
+    tenant = session_owner(session)
+    found = known.get(tenant)
+    if found is None:
+        found = known[tenant] = wanted(tenant)
+    return found
 
 
 def _value_and_number(item: tuple[float, int, P]) -> tuple[float, int]:

@@ -353,7 +353,8 @@ class Manager:
         self._consider_offload(self.returns.apply_due())
         self._advance(self.in_progress.expire(now))
         self.onboarding.expire()
-        self.returns.savings.restores = self.restoring.mode in ("trial", "on")
+        self.returns.savings.restores = self.restoring.mode is not None
+        self.store.restored.review()
         if not self.closing:
             self.restoring.check()
 

@@ -1,7 +1,7 @@
 """Expected returns of a node's blocks: forecasts of prompts, applied to the blocks of each."""
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.bus.messages import ReturnForecast
 from kvmesh.kvbm.core.blocks.block import ARENA, Block, Copy
@@ -77,12 +77,15 @@ class NodeReturns:
         for awaited in self._awaited.values():
             awaited.release(sessions)
 
-    def likeliest(self, count: int) -> list[Digests]:
-        """At most so many prompts with a forecast, of the highest value first."""
+    def likeliest(self, count: int, wanted: Callable[[str], bool]) -> list[Digests]:
+        """At most so many prompts with a forecast, of the highest value first.
+
+        `wanted(tenant)` is true of the tenants to consider, for prompts of a session.
+        """
         now = self._store.now
         found: list[tuple[float, Digests]] = []
         for awaited in self._awaited.values():
-            found += awaited.likeliest(count, now)
+            found += awaited.likeliest(count, now, wanted)
         found.sort(key=_value, reverse=True)
         return [digests for _, digests in found[:count]]
 

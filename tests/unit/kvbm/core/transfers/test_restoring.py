@@ -5,9 +5,13 @@ from support.kvbm_manager import BLOCK_BYTES, ManagedNode, prompt
 
 from kvmesh.bus.messages import Fetch
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE
-from kvmesh.kvbm.core.blocks.restored import TRIAL_BLOCKS, RestoredUse
+from kvmesh.kvbm.core.blocks.restored import (
+    MAX_TENANTS,
+    RETRY_S,
+    TRIAL_BLOCKS,
+    RestoredBlocks,
+)
 from kvmesh.kvbm.core.blocks.store import MoveEnd
-from kvmesh.kvbm.core.transfers.restoring import RETRY_S
 from kvmesh.returns.rates import BINS
 
 OFTEN, SELDOM, NEVER = [1.0] * BINS, [0.001] * BINS, [0.0] * BINS
@@ -31,9 +35,9 @@ def test_a_prompt_is_restored_before_it_returns_and_then_read() -> None:
     assert node.tick() == 4
     assert node.held(A) == 4
     use = node.manager.store.restored
-    assert (use.bytes, use.unread, use.read_bytes) == (4 * BLOCK_BYTES, 4, 0)
+    assert (use.bytes, use.of("").unread, use.read_bytes) == (4 * BLOCK_BYTES, 4, 0)
     node.get("again", A, session="a")
-    assert (use.unread, use.read_bytes, use.lost_bytes) == (0, 4 * BLOCK_BYTES, 0)
+    assert (use.of("").unread, use.read_bytes, use.lost_bytes) == (0, 4 * BLOCK_BYTES, 0)
     node.get("again-2", A, session="a")
     assert use.read_bytes == 4 * BLOCK_BYTES
 
@@ -71,7 +75,7 @@ def test_restored_blocks_that_are_evicted_unread_are_lost() -> None:
     node.expect("c", OFTEN)
     node.put("next", prompt(4, 9))
     use = node.manager.store.restored
-    assert (use.unread, use.read_bytes, use.lost_bytes) == (0, 0, 4 * BLOCK_BYTES)
+    assert (use.of("").unread, use.read_bytes, use.lost_bytes) == (0, 0, 4 * BLOCK_BYTES)
 
 
 def test_a_restore_that_fails_is_lost() -> None:
@@ -126,8 +130,8 @@ def test_after_losses_one_batch_a_minute_shows_whether_it_pays_now() -> None:
     node = lowered()
     use = node.manager.store.restored
     for _ in range(TRIAL_BLOCKS):
-        use.start(1)
-        use.end(1, read=False)
+        use.start("", 1)
+        use.end("", 1, read=False)
     assert node.manager.restoring.mode == "off"
     assert node.tick() == 4
     node.put("d", prompt(8, 4))
@@ -138,14 +142,53 @@ def test_after_losses_one_batch_a_minute_shows_whether_it_pays_now() -> None:
     assert node.tick(RETRY_S) == 4
 
 
+def test_a_tenant_whose_sessions_do_not_return_stops_restores_for_itself_alone() -> None:
+    node = ManagedNode(arena=8, disk=64, restores=True)
+    blocks = {"evil": A, "victim": B}
+    for tenant, digests in blocks.items():
+        session = f"{tenant}/part\x1fs"
+        node.put(tenant, digests, session=session, tenant=f"{tenant}/part")
+    node.put("c", C)
+    node.put("d", prompt(4, 4))
+    assert (node.held(A), node.held(B)) == (0, 0)
+    use = node.manager.store.restored
+    for _ in range(TRIAL_BLOCKS):
+        use.start("evil/other", 1)
+        use.end("evil/other", 1, read=False)
+    use.of("evil").wait(node.now)
+    assert (use.of("evil").mode, use.of("victim").mode) == ("off", "trial")
+    for tenant in blocks:
+        node.expect(tenant, OFTEN)
+    node.expect("c", SELDOM)
+    node.expect("d", SELDOM)
+    assert node.tick() == 4
+    assert (node.held(A), node.held(B)) == (0, 4)
+    savings = node.manager.returns.savings
+    held = node.manager.store.blocks
+    found = {b.tenant: savings.restored_ahead(b) for b in held.values() if b.expected}
+    assert found == {"evil/part": False, "victim/part": True, "": True}
+
+
+def test_the_tenants_whose_restores_are_judged_are_bounded() -> None:
+    use = RestoredBlocks()
+    for number in range(2 * MAX_TENANTS):
+        for _ in range(TRIAL_BLOCKS):
+            use.start(str(number), 1)
+            use.end(str(number), 1, read=number < MAX_TENANTS)
+        if number == MAX_TENANTS - 1:
+            assert use.mode == "on"
+    assert use.mode == "off"
+    assert sum(use._modes.values()) == MAX_TENANTS
+
+
 def test_a_restore_is_a_trial_until_enough_is_known() -> None:
-    use = RestoredUse()
+    use = RestoredBlocks()
     seen: list[str] = []
     for number in range(6 * TRIAL_BLOCKS):
         if not seen or seen[-1] != use.mode:
             seen.append(use.mode)
-        use.start(10)
-        use.end(10, read=number < 2 * TRIAL_BLOCKS and number % 3 > 0)
+        use.start("", 10)
+        use.end("", 10, read=number < 2 * TRIAL_BLOCKS and number % 3 > 0)
     assert seen == ["trial", "on", "off"]
     assert use.bytes == use.read_bytes + use.lost_bytes
 

@@ -38,6 +38,12 @@ class Savings:
         bps = traffic[tier, ARENA].bps or traffic[ARENA, tier].bps
         return min(compute_s, space.block_bytes / bps) if bps else UNKNOWN_SHARE * compute_s
 
+    def restored_ahead(self, block: Block) -> bool:
+        """True if the block may be loaded ahead of the return that is expected of it."""
+        if not self.restores or not block.expected:
+            return False
+        return self._store.restored.of(block.tenant).ahead
+
     def pays_below(self, block: Block, tier: int) -> bool:
         """True if a copy in a lower tier is expected to save more than writing it costs.
 
@@ -49,8 +55,9 @@ class Savings:
         chance = chance_of_return(block.expected, now)
         if space not in self._compute_tps:
             return chance > 0.0
-        ahead = self.restores and bool(block.expected)
-        saved = self.compute_s(space) - (0.0 if ahead else self.load_s(space, tier))
+        saved = self.compute_s(space)
+        if not self.restored_ahead(block):
+            saved -= self.load_s(space, tier)
         bps = traffic[ARENA, tier].bps
         write_s = space.block_bytes / bps if bps else 0.0
         delay_s = write_s * traffic[tier, ARENA].busy_share(now)

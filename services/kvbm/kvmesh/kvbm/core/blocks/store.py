@@ -23,7 +23,7 @@ from kvmesh.kvbm.core.blocks.block import (
 from kvmesh.kvbm.core.blocks.events import EventLog
 from kvmesh.kvbm.core.blocks.load_cost import Traffic
 from kvmesh.kvbm.core.blocks.remote_tier import RemoteTier
-from kvmesh.kvbm.core.blocks.restored import RestoredUse
+from kvmesh.kvbm.core.blocks.restored import RestoredBlocks
 from kvmesh.kvbm.core.blocks.tier import Operation, Tier
 from kvmesh.retention.awaited_prompts import still_expected
 from kvmesh.retention.budget import RetentionBudget
@@ -110,7 +110,7 @@ class Store:
             else None
         )
         self.counts = StoreCounts()
-        self.restored = RestoredUse()
+        self.restored = RestoredBlocks()
         self._remote_drops: list[bytes] = []
         self._discarded: set[Copy] = set()
         self._events = EventLog()
@@ -216,7 +216,7 @@ class Store:
 
     def _end_restored(self, copy: Copy, read: bool) -> None:
         copy.restored = False
-        self.restored.end(copy.block.space.block_bytes, read)
+        self.restored.end(copy.block.tenant, copy.block.space.block_bytes, read)
 
     def drop(self, copy: Copy, cause: DropCause = EVICTION) -> None:
         """Drop a copy; of a staged one, which no event has announced, the cause does not matter."""

@@ -54,7 +54,7 @@ class Offload:
         tier = self._store.tiers.get(self._tier)
         if tier is not None and not tier.fits(block.space.slot_bytes):
             return False
-        if block.expected and self._savings.restores:
+        if self._savings.restored_ahead(block):
             return self._savings.pays_below(block, self._tier)
         return block.frequency.at(self._store.now, self._decay_s) >= self._frequency
 

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Copy
-from kvmesh.kvbm.core.blocks.restored import TRIAL_BLOCKS, RestoreMode
+from kvmesh.kvbm.core.blocks.restored import RestoredUse, RestoreMode
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.returns import NodeReturns
 
@@ -11,7 +11,6 @@ CHECK_S = 0.25
 BATCH_BYTES = 256 << 20
 MAX_BATCH = 256
 MAX_TRIED = 512
-RETRY_S = 60.0
 MARGIN = 1.5
 
 
@@ -20,8 +19,8 @@ class Restoring:
 
     A block is restored if the arena has space, or if the block is worth MARGIN times the copy that
     would be evicted for it. A batch is at most BATCH_BYTES, and the next one starts once no
-    move to the arena runs, so that a load waits for one batch at most. While restored blocks are
-    mostly lost unread, one batch per RETRY_S shows whether that has changed.
+    move to the arena runs, so that a load waits for one batch at most. What comes of a tenant's
+    restored blocks decides for that tenant whether more are.
     """
 
     def __init__(self, store: Store, returns: NodeReturns, enabled: bool) -> None:
@@ -49,24 +48,36 @@ class Restoring:
         self._next = store.now + CHECK_S
         if any(path.moving for (_, to), path in store.traffic.items() if to == ARENA):
             return
-        mode = store.restored.mode
-        left = MAX_BATCH if mode == "on" else TRIAL_BLOCKS - store.restored.unread
-        if left > 0 and self._start_batch(min(left, MAX_BATCH)) and mode == "off":
-            self._next = store.now + RETRY_S
+        self._start_batch()
 
-    def _start_batch(self, most: int) -> int:
-        """Start to restore at most so many blocks; return their number."""
+    def _start_batch(self) -> None:
         started = size = 0
-        for digests in self._returns.likeliest(MAX_TRIED):
+        now, restored = self._store.now, self._store.restored
+        left: dict[RestoredUse, float] = {}
+        off: set[RestoredUse] = set()
+        for digests in self._returns.likeliest(MAX_TRIED, self._allows):
             index = bisect_left(digests, True, key=self._is_missing)
-            while index < len(digests) and started < most and size < BATCH_BYTES:
+            while index < len(digests) and started < MAX_BATCH and size < BATCH_BYTES:
                 block = self._store.blocks.get(digests[index])
-                if block is None or not self._restore(block):
+                if block is None:
                     break
+                use = restored.of(block.tenant)
+                if use not in left:
+                    left[use] = use.allowance(now)
+                is_off = use.mode == "off"
+                if left[use] <= 0.0 or not self._restore(block):
+                    break
+                left[use] -= 1.0
+                if is_off:
+                    off.add(use)
                 started, size, index = started + 1, size + block.space.block_bytes, index + 1
-            if started == most or size >= BATCH_BYTES:
+            if started == MAX_BATCH or size >= BATCH_BYTES:
                 break
-        return started
+        for use in off:
+            use.wait(now)
+
+    def _allows(self, tenant: str) -> bool:
+        return self._store.restored.of(tenant).allowance(self._store.now) > 0.0
 
     def _is_missing(self, digest: bytes) -> bool:
         block = self._store.blocks.get(digest)
@@ -80,7 +91,7 @@ class Restoring:
         if target is None:
             return False
         target.restored = True
-        self._store.restored.start(block.space.block_bytes)
+        self._store.restored.start(block.tenant, block.space.block_bytes)
         self._store.move(source, target)
         return True
 
