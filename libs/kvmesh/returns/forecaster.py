@@ -36,6 +36,7 @@ MAX_RUNNING = 16384
 MAX_UNSENT = 8192
 MAX_EARLY = 1024  # ends that arrive before their placement, which another process publishes
 NO_RETURN = pack_rates((0.0,) * BINS)  # withdraws an earlier forecast
+MAX_DELAY_S = 1.0  # of a report on a tool, which nobody repeats: an older one is of a clock behind
 MAX_REPORTS = 64  # on tools, that change the forecast of one turn; of progress half as many
 
 
@@ -245,7 +246,7 @@ class ReturnForecaster:
         """
         if not event.session or not isfinite(event.time):
             return
-        time = _earlier(event.time, now)
+        time = _earlier(max(event.time, now - MAX_DELAY_S), now)
         self._tools.apply(replace(event, time=time) if time != event.time else event)
         at, turn = self.curves.advance(time), self._sessions.get(event.session)
         if turn is None or not turn.waits_for_tools or turn.awaited is None or turn.awaited.over:

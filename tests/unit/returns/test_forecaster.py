@@ -340,6 +340,15 @@ def test_a_report_from_a_clock_ahead_is_not_one_on_later_turns() -> None:
     assert core.take_forecasts(105.0) == []
 
 
+@pytest.mark.parametrize("behind_s", [0.0, 0.5, 30.0, 1e9])
+def test_a_report_from_a_clock_behind_is_one_on_the_latest_turn(behind_s: float) -> None:
+    core = ReturnForecaster("here")
+    turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
+    core.on_tool(ToolEvent(session="s", event="ended", time=103.0 - behind_s), 103.0)
+    [(_, forecast)] = core.take_forecasts(103.0)
+    assert 102.0 <= forecast.since <= 103.0
+
+
 def test_reports_without_end_do_not_keep_a_prompt() -> None:
     core, sent = ReturnForecaster("here"), 0
     turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
@@ -369,8 +378,8 @@ def test_an_end_may_arrive_before_its_placement() -> None:
 def test_reports_that_change_nothing_do_not_count() -> None:
     core = ReturnForecaster("here")
     turn(core, "r1", prompt(1, 2), 100.0, "tool", session="s")
-    for number in range(2 * MAX_REPORTS):  # by a clock behind ours, from before the turn
-        core.on_tool(ToolEvent(session="s", event="ended", time=99.0), 102.0 + number)
+    for number in range(2 * MAX_REPORTS):  # without an estimate
+        core.on_tool(ToolEvent(session="s", event="started", time=102.0 + number), 102.0 + number)
     assert core.take_forecasts(400.0) == []
     core.on_tool(ToolEvent(session="s", event="ended", time=400.0), 400.0)
     assert len(core.take_forecasts(400.0)) == 1
