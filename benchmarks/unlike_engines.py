@@ -1,12 +1,17 @@
 """Placement on engines of unlike and changing speed, beside equal ones.
 
-Requests have fixed times of arrival, whatever the policy. Times are those of the requests after the
-first WARM_UP ones. Figures are medians over the seeds, and in brackets over those of `kv` without
-learned speeds with the same seed.
+Requests have fixed times of arrival, whatever the policy. Loads are shares of the capacity of the
+fleet, its slow engines counted as they are: the most requests per second of the first seed that
+`kv`, told the true speeds, ends under ever more load. Times are those of the requests after the
+first WARM_UP ones, and tokens/s those of requests that end before the last one arrives. Figures are
+medians over the seeds, and in brackets over those of `kv` without learned speeds with the same
+seed. The last column is the share of the prompt tokens on the first engine.
 
 The policies: `kv` without learned speeds, `kv`, `thompson`, and two that are told the true speeds
-at all times: `kv`, and the least backlog of prompts in seconds. With `--silent`, engines report no
-step durations, as those behind HTTP: only outcomes show which one is slow.
+at all times: `kv`, and the least time until the first token. The last row is a bound for all of
+them: `kv` without learned speeds on engines of which none is slow, with the same arrivals. With
+`--silent`, engines report no step durations, as those behind HTTP: only outcomes show which one is
+slow.
 """
 
 import sys
@@ -24,10 +29,12 @@ from rich.table import Table
 from kvmesh.bus.messages import Load
 from kvmesh.router.policies.base import Policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
-from kvmesh.router.scoring.cost import CostModel, pick
+from kvmesh.router.scoring.cost import SHORTAGE_COST, CostModel, pick
+from kvmesh.router.state.arrays import Floats
 from kvmesh.settings.schema import RouterSettings
 from kvmesh.simulator.mesh import Simulation
 from kvmesh.simulator.options import SimulationOptions, WorkerOptions
+from kvmesh.simulator.records import Records, WorkerRecord
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.mock.core import CoreOptions
 from kvmesh.worker.engines.mock.pace import PaceOptions
@@ -43,24 +50,28 @@ TRUTH_S = 0.25
 STEADY = PaceOptions()
 
 
-class LeastBacklog(Policy):
-    """The fewest seconds of prefill before the first token."""
+class SoonestToken(Policy):
+    """The fewest seconds of prefill before the first token, on a rank with free memory."""
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = model.prefill(candidates)
         if candidates.slowness is not None:
             cost = cost * candidates.slowness
+        if candidates.shortage is not None:
+            cost = cost + SHORTAGE_COST * candidates.shortage
         return PolicyChoice(pick(cost, 0.0, rng), cost)
 
 
 BLIND, KV, THOMPSON = "kv without speeds", "kv", "thompson"
-TOLD, BACKLOG = "kv told the speeds", "least backlog told the speeds"
+TOLD, SOONEST = "kv told the speeds", "soonest token told the speeds"
+HEALTHY = "kv with no engine slow"
 POLICIES = {
     BLIND: RouterSettings(learn_speeds=False),
     KV: RouterSettings(),
     THOMPSON: RouterSettings(policy="thompson"),
     TOLD: RouterSettings(),
-    BACKLOG: RouterSettings(policy="unlike_engines:LeastBacklog"),
+    SOONEST: RouterSettings(policy="unlike_engines:SoonestToken"),
+    HEALTHY: RouterSettings(learn_speeds=False),
 }
 
 
@@ -121,14 +132,17 @@ FLEETS = (
 
 
 class Clients(NamedTuple):
-    """A kind of clients, the memory of an engine in tokens, and rates in requests per second."""
+    """A kind of clients, the memory of an engine in tokens, and a rate below any fleet's capacity.
+
+    Rates are in requests per second.
+    """
 
     key: str
     title: str
     profile: AgentProfile
     sessions: int
     memory: int
-    rates: tuple[float, ...]
+    low_rate: float
 
 
 CHAT = AgentProfile(
@@ -164,22 +178,34 @@ DOCUMENTS = AgentProfile(
         )
     ],
 )
-CLIENTS = (
-    Clients(
-        "documents",
-        "questions about 60 documents of 20K tokens",
-        DOCUMENTS,
-        2200,
-        500_000,
-        (20.0,),
-    ),
-    Clients("chat", "people who chat", CHAT, 400, 500_000, (9.0, 15.0)),
-    Clients("agents", "coding agents", load_profile("coding-agents"), 60, 750_000, (2.0,)),
+SINGLE = AgentProfile(
+    description="single prompts that share nothing",
+    sessions=1,
+    per_minute=60.0,
+    agents=[
+        Agent(
+            name="single",
+            share=1.0,
+            prompt_tokens=0,
+            task=Quantiles(p50=3000, p90=12_000, max=32_000),
+            output=Quantiles(p50=100, p90=400, max=1500),
+            steps=1,
+        )
+    ],
 )
+CLIENTS = (
+    Clients("single", "single prompts that share nothing", SINGLE, 2200, 500_000, 8.0),
+    Clients("chat", "people who chat", CHAT, 600, 500_000, 6.0),
+    Clients("agents", "coding agents", load_profile("coding-agents"), 60, 750_000, 1.5),
+    Clients("documents", "questions about 60 documents", DOCUMENTS, 2200, 500_000, 10.0),
+)
+LOADS = (0.6, 0.8, 0.95, 1.1)
+FASTER = 1.3  # each step of the search for the capacity
+KEPT_UP = 0.92  # of the offered rate, at least, served below the capacity
 
 
 class Figures(NamedTuple):
-    """Of one run; times in seconds. `first` is the share of requests on the first engine."""
+    """Of one run; times in seconds. `first` is the share of prompt tokens on the first engine."""
 
     ttft_p50: float
     ttft_p95: float
@@ -208,61 +234,92 @@ def open_loop(clients: Clients, seed: int, count: int) -> Workload:
 
 
 class Scene(NamedTuple):
-    """A fleet under the load of clients at a rate."""
+    """A fleet under the load of clients."""
 
     fleet: Fleet
     clients: Clients
-    rate: float
     silent: bool
 
-    def play(self, workload: Workload, policy: str, seed: int) -> Figures:
-        """Run the workload at this scene's rate."""
+    def run(
+        self, workload: Workload, policy: str, rate: float, seed: int
+    ) -> tuple[Records, list[WorkerRecord]]:
+        """The records of requests that arrive at a rate per second, and those of the engines."""
         core = CoreOptions(self.clients.memory // BLOCK, SchedulerLimits(block_size=BLOCK))
+        paces = [STEADY] * ENGINES if policy == HEALTHY else self.fleet.paces
         options = SimulationOptions(
             router=POLICIES[policy],
-            workers=tuple(WorkerOptions(1, replace(core, pace=p)) for p in self.fleet.paces),
-            speed=self.rate * workload.rounds[-1].at_s / len(workload),
+            workers=tuple(WorkerOptions(1, replace(core, pace=pace)) for pace in paces),
+            speed=rate * workload.rounds[-1].at_s / len(workload),
             seed=seed,
             deadline_s=7200.0,
         )
-        told = policy in (TOLD, BACKLOG)
-        simulation = UnlikeSimulation(workload, options, told, self.silent)
+        simulation = UnlikeSimulation(workload, options, policy in (TOLD, SOONEST), self.silent)
         records = simulation.run()
+        return records, list(simulation.worker_records.values())
+
+    def capacity(self, workload: Workload, seed: int) -> float:
+        """The most requests per second that `kv`, told the speeds, ends under rising load."""
+        most, rate = 0.0, self.clients.low_rate
+        while True:
+            records, _ = self.run(workload, TOLD, rate, seed)
+            served = _per_second(records)
+            most = max(most, served)
+            if served < KEPT_UP * rate:
+                return most
+            rate *= FASTER
+
+    def play(self, workload: Workload, policy: str, rate: float, seed: int) -> Figures:
+        """Run the workload at a rate in requests per second."""
+        records, engines = self.run(workload, policy, rate, seed)
         arrived, first, ended = (
             records.column(name)[WARM_UP:] for name in ("arrived", "first_token", "ended")
         )
-        engines = list(simulation.worker_records.values())
         return Figures(
             ttft_p50=float(np.nanmedian(first - arrived)),
             ttft_p95=float(np.nanquantile(first - arrived, 0.95)),
             latency=float(np.nanmean(ended - arrived)),
             cached=sum(e.cached_tokens for e in engines) / sum(e.prompt_tokens for e in engines),
-            tokens_per_s=float(records.column("output").sum() / np.nanmax(ended)),
-            first=engines[0].requests / sum(e.requests for e in engines),
+            tokens_per_s=_per_second(records, records.column("output")),
+            first=engines[0].prompt_tokens / sum(e.prompt_tokens for e in engines),
         )
 
 
-def show(scene: Scene, found: dict[str, list[Figures]], report: Report) -> None:
+def _per_second(records: Records, weights: Floats | None = None) -> float:
+    """Requests, or their `weights`, that end per second between two arrivals.
+
+    From the WARM_UPth to the last one.
+    """
+    arrived, ended = records.column("arrived"), records.column("ended")
+    start, end = float(arrived[WARM_UP]), float(arrived[-1])
+    within = (ended > start) & (ended <= end)
+    served = within.sum() if weights is None else weights[within].sum()
+    return float(served) / (end - start)
+
+
+def show(scene: Scene, load: float, found: dict[str, list[Figures]], report: Report) -> None:
     """Print the figures of a scene, and add those with a target."""
     silent = ", no step durations" if scene.silent else ""
-    title = f"{scene.fleet.title}: {scene.clients.title}, {scene.rate:g} requests/s{silent}"
+    title = f"{scene.fleet.title}: {scene.clients.title}, load {load:.0%}{silent}"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
-    for heading in ("TTFT p50, s", "TTFT p95, s", "latency, s", "cached", "tokens/s", "on first"):
+    for heading in ("TTFT p50, s", "TTFT p95, s", "latency, s", "cached", "tokens/s", "on 1st"):
         table.add_column(heading, justify="right")
     blind = found[BLIND]
     for policy, runs in found.items():
         cells = []
         for at, name in enumerate(Figures._fields):
-            ratio = median(run[at] / base[at] for run, base in zip(runs, blind, strict=True))
-            value = median(run[at] for run in runs)
-            cells.append(f"{value:,.3g}" + (f" ({ratio:.2f}×)" if name != "first" else ""))
+            cell = f"{median(run[at] for run in runs):,.3g}"
+            if name not in ("cached", "first"):
+                ratio = median(run[at] / base[at] for run, base in zip(runs, blind, strict=True))
+                cell += f" ({ratio:.2f}×)"
+            cells.append(cell)
         table.add_row(policy, *cells)
-        if policy in (KV, THOMPSON):
+        if policy != BLIND:
             for at, name in enumerate(Figures._fields[:3]):
                 ratios = [run[at] / base[at] for run, base in zip(runs, blind, strict=True)]
-                goal = "≤ 0.5" if (name, scene.fleet.key) == ("ttft_p50", "slow") else ""
-                label = f"{scene.fleet.key}, {scene.clients.key} {scene.rate:g}/s{silent}: {policy}"
+                targeted = (name, scene.fleet.key, policy) == ("ttft_p50", "slow", KV)
+                label = f"{scene.fleet.key}, {scene.clients.key} {load:.0%}{silent}: {policy}"
+                goal = "≤ 0.5" if targeted else ""
                 report.add_runs(f"{label}: {name}", ratios, "× blind", "", goal)
     Console(width=None if sys.stdout.isatty() else 130).print(table)
 
@@ -273,12 +330,14 @@ def main() -> None:
     arguments.add_argument("--requests", type=int, default=1200, metavar="N", help="of each run")
     arguments.add_argument("--only", default="", metavar="FLEET,…", help="keys of fleets")
     arguments.add_argument("--clients", default="", metavar="KEY,…", help="keys of clients")
+    arguments.add_argument("--loads", default="", metavar="SHARE,…", help="of the capacity")
     arguments.add_argument("--policies", default=",".join(POLICIES), metavar="NAME,…")
     arguments.add_argument("--silent", action="store_true", help="engines report no step durations")
     chosen = arguments.parse_args()
     fleets, kinds = tuple(chosen.only.split(",")), tuple(chosen.clients.split(","))
     policies = dict.fromkeys([BLIND, *chosen.policies.split(",")])
     report = Report("Unlike engines (virtual time)")
+    loads = tuple(map(float, filter(None, chosen.loads.split(",")))) or LOADS
     for clients in CLIENTS:
         if not clients.key.startswith(kinds):
             continue
@@ -286,13 +345,19 @@ def main() -> None:
         for fleet in FLEETS:
             if not fleet.key.startswith(fleets):
                 continue
-            for rate in clients.rates:
-                scene = Scene(fleet, clients, rate, chosen.silent)
+            scene = Scene(fleet, clients, chosen.silent)
+            capacity = scene.capacity(workloads[0], 0)
+            label = f"{fleet.key}, {clients.key}: capacity"
+            report.add(label, capacity, "requests/s")
+            for load in loads:
                 found = {
-                    policy: [scene.play(w, policy, seed) for seed, w in enumerate(workloads)]
+                    policy: [
+                        scene.play(w, policy, load * capacity, seed)
+                        for seed, w in enumerate(workloads)
+                    ]
                     for policy in policies
                 }
-                show(scene, found, report)
+                show(scene, load, found, report)
                 if chosen.json is not None:
                     report.save("not complete", chosen.json)
     report.finish("unlike engines: learned speeds and thompson over kv without speeds", chosen.json)

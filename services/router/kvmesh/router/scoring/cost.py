@@ -85,21 +85,27 @@ class CostModel:
     def cost(self, candidates: Candidates) -> Floats:
         """The cost of each candidate: linear with a `prefill_weight`, else with its effects.
 
-        It is multiplied by the candidate's slowness, and the answer takes longer there, which
-        counts by ANSWER_WEIGHT (ADR 50). Each missing block adds SHORTAGE_COST: the request would
-        wait there for running ones to end, and later ones behind it (ADR 9).
+        A linear cost is multiplied by the candidate's slowness. Without a weight, the slowness
+        multiplies the request's own times: that until its first token, and that of its answer,
+        which counts by ANSWER_WEIGHT. Its effects on others are not multiplied, since the load of
+        a slow rank, whose requests stay longer, shows them already (ADR 53). Each missing block
+        adds SHORTAGE_COST: the request would wait there for running ones to end, and later ones
+        behind it (ADR 9).
         """
-        weight = self.prefill_weight
+        weight, slowness = self.prefill_weight, candidates.slowness
         cost = self._effects(candidates) if weight is None else self._linear(candidates, weight)
         if self.request_weight:
             cost += self.request_weight * candidates.requests
-        if candidates.slowness is not None:
-            cost *= candidates.slowness
-            if weight is None and candidates.answer is not None:
-                answer = candidates.answer * candidates.slowness
-                answer -= answer[answer.argmin()]
-                answer *= ANSWER_WEIGHT
-                cost += answer
+        if slowness is not None:
+            if weight is not None:
+                cost *= slowness
+            else:
+                cost += (slowness - 1) * self.prefill(candidates)
+                if candidates.answer is not None:
+                    answer = candidates.answer * slowness
+                    answer -= answer[answer.argmin()]
+                    answer *= ANSWER_WEIGHT
+                    cost += answer
         shortage = candidates.shortage
         if shortage is not None:
             cost += SHORTAGE_COST * shortage
