@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from common import Report, parser
 from quality_coding import coding, pressure
-from quality_study import Case, Scene, Study, compare, thompson, windows
+from quality_study import Case, Scene, Study, compare, windows
 from rich.progress import Progress
 
 from kvmesh.simulator.mesh import Simulation
@@ -32,14 +32,13 @@ def conversation(study: Study, trace: Path) -> None:
     whole, _ = load(str(trace))
     rate = len(whole) / max(r.at_s for r in whole.rounds)
     workloads = list(windows(whole, len(study.seeds), WINDOW))
-    gains, bandits = [], []
+    gains = []
     for memory in (1_500_000, 4_000_000, 16_000_000) if study.full else (4_000_000,):
         for speed in (7.0, 9.0, 10.0) if study.full else (7.0, 9.0):
             cases = study.cases(workloads, Scene(8, memory, 512, speed))
             label = f"(a) {memory / 1e6:g}M, {rate * speed:.0f} requests/s"
             gains.append(compare(study, label, cases))
             study.add_cached(label, cases, "kv")
-            bandits.append(thompson(study, label, cases, "≥ 0.95"))
     best = max(gains, key=lambda gain: gain.claimed)
     study.conclude(
         "KV-aware on (a): TTFT ÷3, latency ÷2 against round-robin at equal load",
@@ -48,11 +47,6 @@ def conversation(study: Study, trace: Path) -> None:
         "little to save; the gain is greatest where round-robin is saturated and kv is not, and "
         f"there grows with the length of the trace, of which each seed has {WINDOW:,} requests",
     )
-    study.conclude(
-        "bandit never loses more than 5 % on (a)",
-        min(bandits) >= 0.95,
-        f"worst of TTFT and latency, kv / thompson: {min(bandits):.2f}",
-    )
 
 
 def teams(study: Study) -> None:
@@ -60,7 +54,7 @@ def teams(study: Study) -> None:
     workloads = study.generated("agent-team", 12 if study.full else 8)
     cases = study.cases(workloads, Scene(4, 1_000_000, 256, 2.0))
     best = 0.0
-    for policy in ("kv", "thompson", "session", "round-robin"):
+    for policy in ("kv", "session", "round-robin"):
         runs = [study.simulate(case, policy) for case in cases]
         mates = [kind_share(run, "teammate") for run in runs]
         share = study.add(f"(c) teammates cached, {policy}", mates, "%", "79.4", "≥ 95")

@@ -15,7 +15,6 @@ from quality_study import (
     made,
     of_ideal,
     ratios,
-    thompson,
     throughput,
     total,
     unnamed,
@@ -75,10 +74,6 @@ def gains(study: Study, tight: list[Case], spare: list[Case]) -> None:
     bound = study.add("(b) tight: round-robin / no TTFT at all, latency", most, "×")
     equal = compare(study, "(b) tight, equal load", study.at_load_of(tight, "kv"))
     compare(study, "(b) spare, equal load", study.at_load_of(spare, "kv"))
-    bandits = [
-        thompson(study, label, cases, "> 1")
-        for label, cases in (("(b) tight", tight), ("(b) spare", spare))
-    ]
     study.conclude(
         "KV-aware on (b): more than TTFT ÷3, latency ÷2 against round-robin at equal load",
         equal.reached,
@@ -87,20 +82,11 @@ def gains(study: Study, tight: list[Case], spare: list[Case]) -> None:
         f"the load, and most of its latency is decoding: without any TTFT it would be "
         f"÷{bound:.1f}",
     )
-    study.conclude(
-        "bandit beats kv on (b): TTFT ÷4, tokens/s ×1.5",
-        min(bandits) > 1,
-        f"kv / thompson, the worse of TTFT and latency in the worse scene: {min(bandits):.2f}. "
-        "The factors of the claim are against a default that looks less at caches than kv does",
-    )
 
 
 def shares(study: Study, tight: list[Case]) -> None:
     """Losses from the ideal hits where plain LRU has 90 % of them, by reason."""
-    best = max(
-        study.add_cached("(b) tight", tight, policy, "≥ 97")
-        for policy in ("kv", "thompson", "session")
-    )
+    best = max(study.add_cached("(b) tight", tight, policy, "≥ 97") for policy in ("kv", "session"))
     whys = [f"{why(study, tight, name):.1f} % {text}" for name, text in REASONS.items()]
     united = [replace(case, scene=case.scene.united) for case in tight]
     limit = study.add_cached("(b) tight, one engine of 4 ×", united, "kv")

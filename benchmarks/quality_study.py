@@ -268,13 +268,3 @@ def compare(study: Study, label: str, cases: list[Case]) -> Gain:
             study.add(f"{name}, mean latency", ratios(blind, kv, total), "×", "2", "≥ 2"),
         ]
     return Gain(medians[0], medians[1], label)
-
-
-def thompson(study: Study, label: str, cases: list[Case], goal: str) -> float:
-    """kv against thompson: the worse of the two ratios, above 1 where thompson is better."""
-    kv, bandit = (study.run(cases, p) for p in ("kv", "thompson"))
-    first = study.add(f"{label}: kv / thompson, TTFT p50", ratios(kv, bandit, ttft), "×", "4", goal)
-    gain = ratios(bandit, kv, throughput)
-    study.add(f"{label}: thompson / kv, tokens/s", gain, "×", "1.5", goal)
-    whole = study.add(f"{label}: kv / thompson, latency", ratios(kv, bandit, total), "×", "", goal)
-    return min(first, whole)

@@ -7,11 +7,10 @@ first WARM_UP ones, and tokens/s those of requests that end before the last one 
 medians over the seeds, and in brackets over those of `kv` without learned speeds with the same
 seed. The last column is the share of the prompt tokens on the first engine.
 
-The policies: `kv` without learned speeds, `kv`, `thompson`, and two that are told the true speeds
-at all times: `kv`, and the least time until the first token. The last row is a bound for all of
-them: `kv` without learned speeds on engines of which none is slow, with the same arrivals. With
-`--silent`, engines report no step durations, as those behind HTTP: only outcomes show which one is
-slow.
+The policies: `kv` without learned speeds, `kv`, and two that are told the true speeds at all times:
+`kv`, and the least time until the first token. The last row is a bound for all of them: `kv`
+without learned speeds on engines of which none is slow, with the same arrivals. With `--silent`,
+engines report no step durations, as those behind HTTP.
 """
 
 import sys
@@ -62,13 +61,12 @@ class SoonestToken(Policy):
         return PolicyChoice(pick(cost, 0.0, rng), cost)
 
 
-BLIND, KV, THOMPSON = "kv without speeds", "kv", "thompson"
+BLIND, KV = "kv without speeds", "kv"
 TOLD, SOONEST = "kv told the speeds", "soonest token told the speeds"
 HEALTHY = "kv with no engine slow"
 POLICIES = {
     BLIND: RouterSettings(learn_speeds=False),
     KV: RouterSettings(),
-    THOMPSON: RouterSettings(policy="thompson"),
     TOLD: RouterSettings(),
     SOONEST: RouterSettings(policy="unlike_engines:SoonestToken"),
     HEALTHY: RouterSettings(learn_speeds=False),
@@ -360,7 +358,7 @@ def main() -> None:
                 show(scene, load, found, report)
                 if chosen.json is not None:
                     report.save("not complete", chosen.json)
-    report.finish("unlike engines: learned speeds and thompson over kv without speeds", chosen.json)
+    report.finish("unlike engines: learned speeds over kv without speeds", chosen.json)
 
 
 if __name__ == "__main__":

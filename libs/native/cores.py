@@ -24,7 +24,6 @@ CORES = {
         "queue",
         "queue_entries",
     ],
-    "services/router/kvmesh/router/policies": ["thompson_trust"],
     "services/router/kvmesh/router/scoring": ["candidates", "cost", "overlaps", "possible_hits"],
     "services/router/kvmesh/router/state": [
         "active_sequences",

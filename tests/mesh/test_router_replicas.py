@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import Counter
-from random import Random
 from types import SimpleNamespace
 
 import msgspec
@@ -19,7 +18,7 @@ from support.routers import (
     scripted_index,
     start_router,
 )
-from support.routing import request, sequence, worker
+from support.routing import request, sequence
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions
@@ -27,7 +26,6 @@ from kvmesh.bus.messages import (
     Decision,
     Hints,
     MessageDecoder,
-    Outcome,
     Routed,
     RouteEvent,
     SeqAdd,
@@ -39,10 +37,6 @@ from kvmesh.bus.messages import (
     encode,
 )
 from kvmesh.bus.streams.configuration import StreamLimits
-from kvmesh.router.placement.router import RouterCore
-from kvmesh.router.policies.thompson import Thompson
-from kvmesh.router.policy_state import PolicyState
-from kvmesh.settings.schema import RouterSettings
 
 DECISIONS = MessageDecoder(RouteEvent)
 SEQUENCES = MessageDecoder(SeqBatch)
@@ -285,45 +279,6 @@ def _added(active: Tail[SeqBatch]) -> set[str]:
 
 def _waiting(active: Tail[SeqBatch]) -> list[SeqWait]:
     return [e for batch in active.seen for e in batch.events if isinstance(e, SeqWait)]
-
-
-def bandit(name: str) -> RouterCore:
-    return RouterCore("m", name, RouterSettings(policy="thompson"), Random(1))
-
-
-def trained_router(name: str) -> RouterCore:
-    """A router whose bandit has seen one outcome."""
-    core = bandit(name)
-    core.join(worker("a"))
-    core.commit(core.decide(request("1", b"", tokens=9), None, 0.0), 0.0)
-    outcome = Outcome(
-        request="1", instance="a", time=0.0, cached_tokens=0, output_tokens=10,
-        ttft_s=0.2, total_s=0.9, finish="stop",
-    )  # fmt: skip
-    core.apply_route_event(outcome, 1.0)
-    return core
-
-
-def evidence(core: RouterCore) -> float:
-    assert isinstance(core.policies.default, Thompson)
-    return core.policies.default.evidence
-
-
-async def test_policy_state_survives_a_restart_and_reaches_a_replica(bus: Bus) -> None:
-    def sharing(name: str, core: RouterCore) -> "asyncio.Task[None]":
-        return asyncio.create_task(PolicyState(bus, name, core).run())
-
-    first, replica = trained_router("r1"), bandit("r2")
-    tasks = [sharing("r1", first), sharing("r2", replica)]
-    await eventually(lambda: evidence(replica) == 1)
-    tasks[0].cancel()
-    restarted = bandit("r1")
-    tasks.append(sharing("r1", restarted))
-    await eventually(lambda: evidence(restarted) == 1)
-    assert restarted.policies.state() == first.policies.state()
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
 
 
 async def test_a_router_whose_clock_is_set_publishes_the_new_time(

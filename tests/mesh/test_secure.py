@@ -312,7 +312,6 @@ SENDS: dict[str, set[str]] = {
     f"$KV.{SUBJECTS.secrets_bucket}.tenants": {"frontend", "operator"},
     f"$KV.{SUBJECTS.responses_bucket}.a": {"frontend", "operator"},
     f"$KV.{SUBJECTS.router_bucket}.{SUBJECTS.busy_key('m')}": {"operator"},
-    f"$KV.{SUBJECTS.router_bucket}.{SUBJECTS.bandit_key('m', 'r')}": {"router", "operator"},
     f"$KV.{SUBJECTS.kvbm_bucket}.identity": {KV, "operator"},
     f"$O.{SUBJECTS.index_bucket}.C.x": {"indexer", "operator"},
     f"$O.{SUBJECTS.model_bucket}.C.x": {W0, W1, "operator"},

@@ -188,10 +188,6 @@ class Subjects:
         """Key of a model's busy thresholds in the router bucket."""
         return f"busy.{token(model)}"
 
-    def bandit_key(self, model: str, router: str) -> str:
-        """Key, in the router bucket, of one router's policy state for a model."""
-        return f"bandit.{token(model)}.{token(router)}"
-
     # request/reply in queue groups
 
     def index(self, model: str) -> str:

@@ -28,7 +28,6 @@ STRUCTS = [
 NOT_TAILED = {
     messages.Attached,
     messages.ActiveAgentsReport,
-    messages.BanditStats,
     messages.ControlReply,
     messages.Declined,
     messages.DesiredFleet,

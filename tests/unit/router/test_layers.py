@@ -8,7 +8,6 @@ LAYERS = [
     ["model_router"],
     [
         "index_client",
-        "policy_state",
         "metrics",
         "worker_client",
         "placement_trace",

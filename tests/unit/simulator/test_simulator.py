@@ -154,9 +154,7 @@ def test_blocks_of_ended_sessions_only_are_released() -> None:
     assert 0 < left <= prefix * len(publishing.workers) < held
 
 
-@pytest.mark.parametrize(
-    "policy", ["kv", "round-robin", "random", "power-of-two", "thompson", "session"]
-)
+@pytest.mark.parametrize("policy", ["kv", "round-robin", "random", "power-of-two", "session"])
 def test_two_runs_with_one_seed_are_identical(policy: str) -> None:
     workload = conversations(12, 5)
     first, second = (run(workload, options(policy))[1] for _ in range(2))
@@ -206,7 +204,7 @@ FLEETS: list[list[Literal["aggregated", "prefill", "decode"]]] = [
 
 @given(
     seed=st.integers(0, 1000),
-    policy=st.sampled_from(["kv", "random", "session", "thompson"]),
+    policy=st.sampled_from(["kv", "random", "session"]),
     serves=st.sampled_from(FLEETS),
     replicas=st.integers(1, 3),
     event_delay=st.sampled_from([0.0, 1.0]),

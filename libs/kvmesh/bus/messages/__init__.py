@@ -123,7 +123,6 @@ from kvmesh.bus.messages.planning import (
 )
 from kvmesh.bus.messages.routing import (
     BATCH_PRIORITY,
-    BanditStats,
     Candidate,
     ComputedAhead,
     Decision,
@@ -199,7 +198,6 @@ __all__ = [
     "Attach",
     "Attached",
     "Await",
-    "BanditStats",
     "CacheAccount",
     "CacheLoss",
     "Cancel",

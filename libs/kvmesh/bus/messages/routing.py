@@ -373,16 +373,3 @@ class Thresholds(Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks: int | None = None
     blocks_share: float | None = None
     prefill_tokens: int | None = None
-
-
-class BanditStats(Struct, frozen=True, kw_only=True):
-    """Bandit state of one router: decayed sums over the outcomes of its own decisions.
-
-    `gram` is the sum of x xᵀ, row by row, and `moment` that of x y, over contexts x and values y;
-    `offsets` maps a rank, or a rank and a prefix family, to count and sum of its residuals.
-    """
-
-    count: float
-    gram: list[float]
-    moment: list[float]
-    offsets: dict[str, tuple[float, float]]

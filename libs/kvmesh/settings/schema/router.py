@@ -157,18 +157,6 @@ class RouterSettings(Section, frozen=True, kw_only=True):
         list[float],
         Meta(min_length=4, max_length=4, description="overlap_credits when only decoding"),
     ] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
-    thompson_exploration: Annotated[
-        Weight, Meta(description="thompson: scale of the sampled uncertainty")
-    ] = 0.25
-    thompson_forgetting: Annotated[
-        float, Meta(gt=0, le=1, description="thompson: decay of old evidence per outcome")
-    ] = 0.995
-    thompson_feedback_s: Annotated[
-        Seconds, Meta(description="thompson: a later first token counts as this late")
-    ] = 120.0
-    thompson_trust: Annotated[
-        Count, Meta(description="thompson: outcomes before it deviates from kv")
-    ] = 50
     learn_speeds: Annotated[
         bool, Meta(description="learn the ranks' speeds, and place by them")
     ] = True

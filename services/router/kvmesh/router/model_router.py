@@ -28,8 +28,6 @@ from kvmesh.router import metrics
 from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement_trace import PlacementTrace, placement_trace
-from kvmesh.router.policies.base import Policy
-from kvmesh.router.policy_state import PolicyState
 from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
 from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.runtime.service import Service
@@ -86,9 +84,6 @@ class ModelRouter:
         if self._serving or self._leaving:
             return
         self._serving = True
-        if type(self.core.policies.default).state is not Policy.state:
-            shared = PolicyState(self._bus, self._service.name, self.core)
-            self._service.spawn(shared.run(), "policy state")
         await self.index.open()
         subjects, serve = self._bus.subjects, self._bus.serve
         own = subjects.router_at(self.model, self._service.instance)

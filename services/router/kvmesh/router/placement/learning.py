@@ -14,7 +14,6 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.learning.learner import Learner
 from kvmesh.returns.forecaster import ReturnForecaster
-from kvmesh.router.placement.policy_runner import PolicyRunner
 from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import RankTable
 from kvmesh.router.state.speed_trial import SpeedTrial
@@ -30,11 +29,9 @@ class RouterLearning:
         router: str,
         table: RankTable,
         speeds: RankSpeeds,
-        policies: PolicyRunner,
     ) -> None:
         self._table = table
         self._speeds = speeds
-        self._policies = policies
         self._learns_speeds = settings.learn_speeds
         self._speed_trial = SpeedTrial(speeds)
         self.returns = ReturnForecaster(router) if settings.forecast_returns else None
@@ -61,7 +58,6 @@ class RouterLearning:
         learners: list[Learner] = [self.returns] if self.returns is not None else []
         if self._learns_speeds:
             learners.append(self._speed_trial)
-        learners += self._policies.learners
         for learner in learners:
             yield from learner.report(model)
 

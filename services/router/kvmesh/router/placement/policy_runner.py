@@ -1,6 +1,5 @@
 """Calls of policies, which may be third-party code: a failure is logged and a default used."""
 
-from collections.abc import Sequence
 from operator import index
 from random import Random
 
@@ -11,7 +10,7 @@ from kvmesh.bus.messages import Outcome, RouteEvent, RouteRequest
 from kvmesh.router.errors import InvalidRouteRequest, RouterConfigError
 from kvmesh.router.placement.failure_log import FailureLog
 from kvmesh.router.policies.base import Kv, Policy
-from kvmesh.router.policies.registry import BUILT_IN, make_policy
+from kvmesh.router.policies.registry import make_policy
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel
 from kvmesh.settings.schema import RouterSettings
@@ -55,11 +54,6 @@ class PolicyRunner:
         if any(getattr(type(policy), hook) is not getattr(Policy, hook) for hook in LEARNING_HOOKS):
             self._learners.append((name, policy))
         return policy
-
-    @property
-    def learners(self) -> Sequence[Policy]:
-        """The policies in use that are the project's own and learn."""
-        return [policy for name, policy in self._learners if name in BUILT_IN]
 
     def choose(
         self, name: str, policy: Policy, candidates: Candidates, model: CostModel
@@ -123,23 +117,6 @@ class PolicyRunner:
         except Exception as error:
             self._log_failure(self._settings.policy, "queue_boost_s", error)
             return 0.0
-
-    def state(self) -> bytes | None:
-        """`Policy.state`; None if it fails."""
-        try:
-            return self.default.state()
-        except Exception as error:
-            self._log_failure(self._settings.policy, "state", error)
-            return None
-
-    def merge(self, router: str, state: bytes, own: bool) -> None:
-        """Merge the policy state of `router`; raises ValueError if it is unreadable."""
-        try:
-            self.default.merge(router, state, own)
-        except ValueError:
-            raise
-        except Exception as error:
-            self._log_failure(self._settings.policy, "merge", error)
 
     def _log_failure(self, policy: str, call: str, error: Exception) -> None:
         self._failures.note(policy, f"policy {policy} failed in {call}()", error)

@@ -68,7 +68,7 @@ class RouterCore:
         self.choice = RankChoice(
             settings, self.table, self.active, self._predicted, self.speeds, self.policies
         )
-        self.learning = RouterLearning(settings, router, self.table, self.speeds, self.policies)
+        self.learning = RouterLearning(settings, router, self.table, self.speeds)
         within = self._returns_within if self.learning.returns is not None else None
         self.policies.default.follow(within, self.speeds)
 

@@ -1,11 +1,11 @@
 """Base class of policies and the simple ones. Policies are pure: time and rng are passed in."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from random import Random
 
 import numpy as np
 
-from kvmesh.bus.messages import Decision, LearnerReport, Outcome, RouteRequest
+from kvmesh.bus.messages import Decision, Outcome, RouteRequest
 from kvmesh.returns.forecaster import ReturnChance
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
 from kvmesh.router.scoring.cost import CostModel, pick
@@ -51,20 +51,6 @@ class Policy:
     def queue_boost_s(self, request: RouteRequest) -> float:
         """Seconds subtracted from the arrival time in the queue; inf bypasses the queue."""
         return 0.0
-
-    def state(self) -> bytes | None:
-        """Learned state for the replicas and the next start; None if there is none."""
-        return None
-
-    def merge(self, router: str, state: bytes, own: bool) -> None:
-        """Merge the `state` of a replica, or restore this router's from before a restart.
-
-        Raises ValueError if it is unreadable.
-        """
-
-    def report(self, model: str) -> Iterable[LearnerReport]:
-        """Its gain over its fallback by learning; empty if it does not learn."""
-        return ()
 
     def tick(self, now: float) -> None:
         """Housekeeping, about once a second."""

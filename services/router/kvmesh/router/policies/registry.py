@@ -19,7 +19,6 @@ from kvmesh.router.policies.base import (
     Uniform,
 )
 from kvmesh.router.policies.session import SessionPolicy
-from kvmesh.router.policies.thompson import Thompson
 from kvmesh.settings.schema import RouterSettings
 
 ENTRY_POINTS = "kvmesh.policies"
@@ -30,9 +29,6 @@ BUILT_IN: dict[str, Callable[[RouterSettings], Policy]] = {
     "power-of-two": lambda _: PowerOfTwo(),
     "load-aware": lambda settings: LoadAware(settings.load_beta),
     "session": lambda s: SessionPolicy(s.session_mode, s.session_ttl_s, s.session_spill),
-    "thompson": lambda s: Thompson(
-        s.thompson_exploration, s.thompson_forgetting, s.thompson_feedback_s, s.thompson_trust
-    ),
     "round-robin": lambda _: RoundRobin(),
     "random": lambda _: Uniform(),
 }
