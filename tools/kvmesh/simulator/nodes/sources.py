@@ -90,7 +90,7 @@ class SimulatedSources:
     def _prepare(self, node: SimulatedNode, lookup: Lookup, peer: PeerSource) -> None:
         """Have a peer make blocks ready."""
         stored = not self._options.peers
-        space, engine = lookup.prompt.space, lookup.engine
+        space, engine = lookup.prompt.space, lookup.engine.hoped
         message = Prepare(
             space.model,
             space.layout,

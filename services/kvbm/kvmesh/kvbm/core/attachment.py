@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Attach, Fetch, KvLayout, Offer, encode
 from kvmesh.kvbm.core.blocks.block import ARENA, Space
+from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed, LoadDoubt
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
 from kvmesh.kvbm.core.blocks.store import Store
@@ -15,7 +16,7 @@ MAX_PROMPT_BLOCKS = 1 << 19  # of 32 bytes each
 
 @dataclass(slots=True)
 class AttachedWorker:
-    """An attached worker, the lock file that it holds, and its open tickets."""
+    """An attached worker, the lock file that it holds, its open tickets, and doubt in its speed."""
 
     number: int
     instance: str
@@ -23,6 +24,11 @@ class AttachedWorker:
     lock: str
     tickets: set[int] = field(default_factory=set)
     prompts: BlockPromptCache = field(default_factory=lambda: BlockPromptCache(MAX_PROMPT_BLOCKS))
+    doubt: LoadDoubt = field(default_factory=LoadDoubt)
+
+    def speed(self, message: Fetch, now: float) -> EngineSpeed:
+        """The speeds that a message reports."""
+        return self.doubt.speed(message.compute_tps, message.load_bps, now)
 
     def prompt(self, message: Offer | Fetch) -> PromptBlocks | None:
         """The complete prompt that a message describes; None if its base is unknown.

@@ -34,7 +34,6 @@ from kvmesh.bus.messages import (
 from kvmesh.kvbm.core.attachment import AttachedWorker, Attachments
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK, REMOTE, Block, Space
 from kvmesh.kvbm.core.blocks.events import dump
-from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Move, MoveEnd, Store
 from kvmesh.kvbm.core.clearing import clear
@@ -195,13 +194,12 @@ class Manager:
     def _fetch(
         self, message: Fetch, prompt: PromptBlocks, worker: AttachedWorker
     ) -> Fetched | ParkedFetch:
-        self.returns.savings.record(
-            prompt.space, EngineSpeed(message.compute_tps, message.load_bps)
-        )
+        engine = worker.speed(message, self.store.now)
+        self.returns.savings.record(prompt.space, engine)
         self.retention.reopen(message.session)
         self.retention.follow(prompt)
         found = self.store.find(prompt.digests)
-        ticket = self.onboarding.start(next(self._numbers), message, prompt, found)
+        ticket = self.onboarding.start(next(self._numbers), message, prompt, engine, found)
         worker.tickets.add(ticket.number)
         blocks = [block for block in found if block is not None]
         self.retention.apply(prompt, self.retention.wishes(prompt), blocks)
@@ -232,6 +230,8 @@ class Manager:
         if ticket is None:
             return NO_TICKET
         worker.tickets.discard(number)
+        if ticket.given:
+            worker.doubt.end_load(ticket.paid(self.store.now), self.store.now)
         self.onboarding.finish(ticket)
         self._advance(())
         return Done(len(ticket.given))

@@ -168,7 +168,7 @@ class ClaimsExchange:
     ) -> tuple[list[bytes], PeerSource | None]:
         """Request blocks from a peer; return those made ready, and the peer to query for more."""
         space, digests = lookup.prompt.space, lookup.digests
-        engine = lookup.engine
+        engine = lookup.engine.hoped
         message = Prepare(
             space.model,
             space.layout,

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.kvbm.core.blocks import load_cost
-from kvmesh.kvbm.core.blocks.load_cost import CostStep, EngineSpeed, Traffic, blocks_worth_loading
+from kvmesh.kvbm.core.blocks.load_cost import (
+    DOUBT_S,
+    CostStep,
+    EngineSpeed,
+    LoadDoubt,
+    Traffic,
+    blocks_worth_loading,
+)
 
 MB = 1 << 20
 MEMORY = CostStep(MB, 0.0, 0)
@@ -58,6 +65,44 @@ def test_a_step_of_many_blocks_costs_as_much_as_single_steps(runs: list[CostStep
     single = [replace(run, blocks=1) for run in runs for _ in range(run.blocks)]
     with patch.object(load_cost, "START_S", 2.0**-9):
         assert blocks_worth_loading(runs, engine, 16) == blocks_worth_loading(single, engine, 16)
+
+
+def worth(doubt: LoadDoubt, load_bps: float, now: float, blocks: int = 100) -> int:
+    """Blocks worth loading of a prompt in memory, at 10 ms to compute one."""
+    return blocks_worth_loading([MEMORY] * blocks, doubt.speed(1600, load_bps, now), 16)
+
+
+def test_a_worker_that_loads_slowly_tries_again_briefly_as_its_measurement_ages() -> None:
+    doubt, slow = LoadDoubt(), 40.0 * MB  # 25 ms for a block
+    doubt.end_load(False, 100.0)
+    assert worth(doubt, slow, 100.0) == 0
+    assert worth(doubt, slow, 100 + DOUBT_S) == 0
+    assert worth(doubt, slow, 100 + 2 * DOUBT_S) == 4  # 0.1 s
+    assert worth(doubt, slow, 100 + 2 * DOUBT_S, blocks=3) == 3
+    assert worth(doubt, slow, 1e9) == 4
+
+
+def test_a_slow_trial_ends_the_doubt_and_a_fast_one_makes_the_next_longer() -> None:
+    doubt, slow = LoadDoubt(), 40.0 * MB
+    doubt.end_load(False, 0.0)
+    assert worth(doubt, slow, 40.0) == 4
+    doubt.end_load(True, 41.0)
+    assert worth(doubt, 1.25 * slow, 41.0) == 10
+    doubt.end_load(True, 42.0)
+    assert worth(doubt, 2 * slow, 42.0) == 32
+    assert worth(doubt, 10 * slow, 42.0) == 100
+    doubt.end_load(False, 43.0)
+    assert worth(doubt, slow, 43.0) == 0
+    assert worth(doubt, slow, 83.0) == 4
+
+
+def test_no_report_lets_a_trial_grow_without_bound() -> None:
+    doubt = LoadDoubt()
+    for _ in range(2000):
+        doubt.end_load(True, 0.0)
+    assert worth(doubt, 200.0, 1e9) == 1
+    for load_bps in (float("inf"), float("nan"), -1.0, 1e308):
+        assert 0 <= worth(doubt, load_bps, 1e12) <= 100
 
 
 def moved(traffic: Traffic, blocks: int, start: float, seconds: float) -> None:

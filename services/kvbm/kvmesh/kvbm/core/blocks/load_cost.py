@@ -10,14 +10,51 @@ START_S = 0.002
 DOUBT_S = 20.0
 BUSY_S = 60.0
 MAX_DOUBLINGS = 20.0
+TRIAL_S = 0.1
+MAX_TRIAL_S = 10.0
 
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """Tokens computed and bytes loaded per second, as a worker measured them; 0 if unknown."""
+    """Tokens computed and bytes loaded per second, as a worker measured them; 0 if unknown.
+
+    Loading may have become `doubt` times as fast since. What pays only then is tried for `trial_s`.
+    """
 
     compute_tps: float
     load_bps: float
+    doubt: float = 1.0
+    trial_s: float = TRIAL_S
+
+    @property
+    def hoped(self) -> "EngineSpeed":
+        """The speeds if loading is as fast as it may have become."""
+        return EngineSpeed(self.compute_tps, self.load_bps * self.doubt)
+
+
+class LoadDoubt:
+    """Doubt in the speed at which a worker loads, which it measures only while it loads.
+
+    A worker that was measured as slow loads nothing, so its speed is not measured again. The doubt
+    therefore doubles with each DOUBT_S since the last load that took longer than computing its
+    blocks. After one that took less the next trial may take twice as long, at most MAX_TRIAL_S: a
+    short load changes little of a speed that was measured on long ones.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._trial_s = TRIAL_S
+
+    def speed(self, compute_tps: float, load_bps: float, now: float) -> EngineSpeed:
+        """The speeds that a worker reports, with the doubt in them."""
+        return EngineSpeed(compute_tps, load_bps, _doubled(now - self._since), self._trial_s)
+
+    def end_load(self, paid: bool, now: float) -> None:
+        """Note a load that has ended; it `paid` if it took less time than computing."""
+        if paid:
+            self._trial_s = min(MAX_TRIAL_S, 2 * self._trial_s)
+        else:
+            self._since, self._trial_s = now, TRIAL_S
 
 
 class Traffic:
@@ -55,7 +92,7 @@ class Traffic:
         estimate therefore doubles with each DOUBT_S of idle time, until the path is tried again.
         """
         idle = 0.0 if self.moving else now - self._ended
-        return float(self.bps * 2 ** min(MAX_DOUBLINGS, idle / DOUBT_S))
+        return self.bps * _doubled(idle)
 
     def begin(self, now: float) -> None:
         """Count a block whose move starts."""
@@ -103,8 +140,20 @@ class CostStep:
 def blocks_worth_loading(steps: Sequence[CostStep], engine: EngineSpeed, block_size: int) -> int:
     """Number of leading blocks whose loading saves most time; 0 if computing is faster.
 
-    The stages of loading overlap, so a block costs as much as its slowest stage.
+    The stages of loading overlap, so a block costs as much as its slowest stage. Blocks that pay
+    only if the engine has become faster count up to the length of a trial, at least one.
     """
+    proven = _most_gain(steps, engine, block_size)
+    if engine.doubt <= 1 or not (engine.compute_tps and engine.load_bps):
+        return proven
+    hoped = _most_gain(steps, engine.hoped, block_size)
+    if hoped <= proven:
+        return proven
+    trial = max(1.0, engine.trial_s * engine.load_bps / steps[0].size)
+    return max(proven, int(min(hoped, trial)))
+
+
+def _most_gain(steps: Sequence[CostStep], engine: EngineSpeed, block_size: int) -> int:
     if not engine.compute_tps:
         return sum(step.blocks for step in steps)
     gain, best, count = -START_S, 0.0, 0
@@ -118,6 +167,11 @@ def blocks_worth_loading(steps: Sequence[CostStep], engine: EngineSpeed, block_s
         if gain > best:
             best, count = gain, number
     return count
+
+
+def _doubled(idle_s: float) -> float:
+    """The factor by which a speed may have grown that was not measured for so long."""
+    return float(2 ** min(MAX_DOUBLINGS, max(0.0, idle_s) / DOUBT_S))
 
 
 def _seconds(size: int, bps: float) -> float:

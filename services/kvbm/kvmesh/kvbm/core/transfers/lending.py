@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvmesh.bus.messages import Fetch, Prepare, Prepared
 from kvmesh.hashing import DIGEST_BYTES
 from kvmesh.kvbm.core.blocks.block import ARENA, REMOTE, Block, Copy, Space
+from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
 from kvmesh.kvbm.core.blocks.prompt_blocks import Digests, PromptBlocks
 from kvmesh.kvbm.core.blocks.store import Store
 from kvmesh.kvbm.core.transfers.onboarding import Onboarding
@@ -80,7 +81,9 @@ class Lending:
         prompt = PromptBlocks(space, digests, array("Q"), array("Q"), 0, "", None, [])
         number = next(self._numbers)
         found = self._store.find(digests)
-        ticket = self._onboarding.start(number, _fetch(message), prompt, found, beyond=False)
+        engine = EngineSpeed(message.compute_tps, message.load_bps)
+        fetch = _fetch(message)
+        ticket = self._onboarding.start(number, fetch, prompt, engine, found, beyond=False)
         self._onboarding.park(ticket, now + min(message.wait_s, MAX_WAIT_S))
         self._preparing[number] = message
         self._advance()

@@ -65,7 +65,13 @@ class Onboarding:
     # tickets
 
     def start(
-        self, number: int, message: Fetch, prompt: PromptBlocks, found: Found, beyond: bool = True
+        self,
+        number: int,
+        message: Fetch,
+        prompt: PromptBlocks,
+        engine: EngineSpeed,
+        found: Found,
+        beyond: bool = True,
     ) -> ReadTicket:
         """Start a ticket, parked until it is `due`; `beyond` allows lookups beyond this node.
 
@@ -78,7 +84,6 @@ class Onboarding:
         in_use = found[held:] if prompt.space.layout.window else found
         store.touch(in_use)
         end = self._prefix.end(prompt, found, held, request, message.wait_s > 0)
-        engine = EngineSpeed(message.compute_tps, message.load_bps)
         chosen = held + self._prefix.worth_loading(prompt, engine, found[held:end])
         ticket = ReadTicket(
             number,
@@ -111,6 +116,8 @@ class Onboarding:
         first, given = ticket.next_index, ticket.ready
         self._store.note_read(given)
         ticket.given += given
+        if given and ticket.given_at is None:
+            ticket.given_at = self._store.now
         ticket.next_index += len(given)
         ticket.ready, ticket.parked_until = [], None
         self._parked.discard(ticket.number)

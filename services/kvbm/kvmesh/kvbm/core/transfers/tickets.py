@@ -29,7 +29,8 @@ class ReadTicket:
     ticket waits for blocks that others compute until `wait_s` after its `last_progress`. During a
     lookup beyond this node, `peer` is the node that the lookup queries, if any. `request` is set
     if the worker computes the missing blocks. The worker knows the number of an `issued` ticket.
-    The ticket was `started` at that time, for the blocks from `first` on.
+    The ticket was `started` at that time, for the blocks from `first` on, and the first blocks were
+    given at `given_at`.
     """
 
     number: int
@@ -51,6 +52,7 @@ class ReadTicket:
     lookup_pending: bool = False
     peer: PeerSource | None = None
     parked_until: float | None = None
+    given_at: float | None = None
     started: float = field(init=False)
     first: int = field(init=False)
 
@@ -75,6 +77,13 @@ class ReadTicket:
         """True if the worker could have computed all blocks up to `end` since the start."""
         tokens = (self.end - self.first) * self.prompt.space.layout.block_size
         return 0 < tokens < self.engine.compute_tps * (now - self.started)
+
+    def paid(self, now: float) -> bool:
+        """True if the worker loaded the given blocks by now in less time than computing takes."""
+        tokens = len(self.given) * self.prompt.space.layout.block_size
+        return (
+            self.given_at is not None and self.engine.compute_tps * (now - self.given_at) < tokens
+        )
 
     def due(self, now: float) -> bool:
         """True if the reply to the parked request is due."""
