@@ -49,6 +49,17 @@ def test_overlap_lowers_the_cost_by_each_tiers_credit() -> None:
     assert decision.chosen.overlap == [2, 4, 0, 0]
 
 
+def test_blocks_that_load_as_slowly_as_they_are_computed_count_as_computed() -> None:
+    router = core("a", "b")
+    held = overlaps({"a": (2, 4, 1, 1), "b": (2, 4, 1, 1)})
+    report(router, 0.0, 0, 0, load_ratio=1.0)
+    decision = router.decide(request("1", TEN, placement=Placement(instance="a")), held, 0.0)
+    assert decision.chosen.overlap == [2, 0, 0, 0]
+    router.commit(decision, 0.0)
+    assert seen(router) == (8.0, 10.0)
+    assert router.decide(request("2", TEN), held, 0.0).chosen.overlap == [2, 4, 1, 1]
+
+
 def test_active_prefill_and_blocks_count_until_freed() -> None:
     router = core("a", "b")
     place(router, "1", TEN, "a")
@@ -119,13 +130,14 @@ def report(
     running: int = 1,
     waiting: int = 0,
     total: int = 1024,
+    load_ratio: float = 0.0,
 ) -> None:
     """A load report of engine a."""
     load = Load(
         instance="a", rank=0, running=running, waiting=waiting, active_blocks=blocks,
         cached_blocks=0,
         total_blocks=total, prefill_tokens=tokens, steps=0, prompt_tokens=0, cached_tokens=0,
-        output_tokens=0, requests=3,
+        output_tokens=0, requests=3, load_ratio=load_ratio,
     )  # fmt: skip
     router.apply_load(load, now)
 

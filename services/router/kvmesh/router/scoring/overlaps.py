@@ -46,7 +46,8 @@ def gather(
     `predicted` and `shared` are leading blocks by slot: predicted ones count as held by the engine
     (tier 0), those that active requests share need no further capacity. Returns
     - a (slots, TIERS) array: blocks that each tier adds to those before it, of the rank or of its
-      node's kvbm, whichever reaches further;
+      node's kvbm, whichever reaches further; none of the node where loading takes as long as
+      computing, since such blocks are computed;
     - a (3, slots) array: blocks in prefill, active blocks with this prompt, active requests;
     - the largest number of active blocks with this prompt.
     """
@@ -70,6 +71,10 @@ def gather(
         blocks,
         table.block_size,
     )
+    if table.loads_measured:
+        computes = table.load_ratio.take(slots) >= 1
+        if computes.any():
+            overlap[computes, 1:] = 0
     return overlap, loads, max_decode
 
 
