@@ -38,4 +38,4 @@ def test_every_series_is_there_before_its_first_event(
         assert {(s.labels["source"], s.labels["target"]) for s in samples} == paths
         assert {sample.value for sample in samples} <= {0.0}
     refused = {sample.labels["reason"] for sample in found["kvmesh_kvbm_refused_blocks"]}
-    assert refused == {"closed", "thinking", "orphan", "busy", "full"}
+    assert refused == {"closed", "thinking", "orphan", "busy", "full", "slow"}

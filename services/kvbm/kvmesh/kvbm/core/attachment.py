@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Attach, Fetch, KvLayout, Offer, encode
 from kvmesh.kvbm.core.blocks.block import ARENA, Space
-from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed, LoadDoubt
+from kvmesh.kvbm.core.blocks.load_cost import UNMEASURED, EngineSpeed, LoadDoubt
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
 from kvmesh.kvbm.core.blocks.store import Store
+from kvmesh.kvbm.core.blocks.write_pace import WritePace, is_slow
 from kvmesh.prompt_delta.blocks import BlockHashes, BlockPromptCache
 
 MAX_PROMPT_BLOCKS = 1 << 19  # of 32 bytes each
@@ -16,7 +17,7 @@ MAX_PROMPT_BLOCKS = 1 << 19  # of 32 bytes each
 
 @dataclass(slots=True)
 class AttachedWorker:
-    """An attached worker, the lock file that it holds, its open tickets, and doubt in its speed."""
+    """An attached worker: the lock file that it holds, its open tickets, its speeds so far."""
 
     number: int
     instance: str
@@ -25,10 +26,19 @@ class AttachedWorker:
     tickets: set[int] = field(default_factory=set)
     prompts: BlockPromptCache = field(default_factory=lambda: BlockPromptCache(MAX_PROMPT_BLOCKS))
     doubt: LoadDoubt = field(default_factory=LoadDoubt)
+    pace: WritePace = field(default_factory=WritePace)
+    engine: EngineSpeed = UNMEASURED
 
     def speed(self, message: Fetch, now: float) -> EngineSpeed:
         """The speeds that a message reports."""
-        return self.doubt.speed(message.compute_tps, message.load_bps, now)
+        self.engine = self.doubt.speed(message.compute_tps, message.load_bps, now)
+        return self.engine
+
+    @property
+    def loads_fast(self) -> bool:
+        """True if loads were measured to take less than MOST_RATIO times as long as computing."""
+        bps = self.engine.load_bps
+        return bps > 0 and not is_slow(self.space, self.engine, bps)
 
     def prompt(self, message: Offer | Fetch) -> PromptBlocks | None:
         """The complete prompt that a message describes; None if its base is unknown.
@@ -60,6 +70,15 @@ class Attachments:
             number, message.instance, space, message.lock
         )
         return worker
+
+    def most_written(self, worker: AttachedWorker, now: float) -> int | None:
+        """The most blocks that a worker may write now; None if there is no limit.
+
+        There is one if the worker writes slowly and no worker of its space loads fast.
+        """
+        if any(other.loads_fast for other in self.workers.values() if other.space is worker.space):
+            return None
+        return worker.pace.most_blocks(worker.space, worker.engine, now)
 
     @property
     def layout_count(self) -> int:

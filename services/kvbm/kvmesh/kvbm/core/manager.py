@@ -174,7 +174,9 @@ class Manager:
         return self._fetch(message, prompt, worker)
 
     def _offer(self, message: Offer, prompt: PromptBlocks, worker: AttachedWorker) -> Wanted:
-        wanted, refused = self.write_through.start(next(self._numbers), message, prompt)
+        alone = self.store.remote is None
+        most = self.attachments.most_written(worker, self.store.now) if alone else None
+        wanted, refused = self.write_through.start(next(self._numbers), message, prompt, most)
         if wanted.ticket:
             worker.tickets.add(wanted.ticket)
         self._advance(self.in_progress.remove(refused, self.store.now))
@@ -188,6 +190,8 @@ class Manager:
         self.store.operation.request = ticket.request
         worker.tickets.discard(message.ticket)
         written = self.write_through.commit(ticket, checksums)
+        size = len(written) * worker.space.block_bytes
+        worker.pace.end_write(size, ticket.since, self.store.now)
         self._advance(())
         return Done(len(written))
 

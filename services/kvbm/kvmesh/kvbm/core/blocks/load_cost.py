@@ -32,6 +32,9 @@ class EngineSpeed:
         return EngineSpeed(self.compute_tps, self.load_bps * self.doubt)
 
 
+UNMEASURED = EngineSpeed(0.0, 0.0)
+
+
 class LoadDoubt:
     """Doubt in the speed at which a worker loads, which it measures only while it loads.
 

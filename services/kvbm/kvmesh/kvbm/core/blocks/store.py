@@ -54,7 +54,7 @@ class MoveEnd(Enum):
 
 
 Path = tuple[int, int]
-REFUSALS = ("closed", "thinking", "orphan", "busy", "full")
+REFUSALS = ("closed", "thinking", "orphan", "busy", "full", "slow")
 _tier_of = attrgetter("tier")
 
 

@@ -12,11 +12,12 @@ from kvmesh.kvbm.core.transfers.mesh_claims import PeerSource
 
 @dataclass(slots=True, eq=False)
 class WriteTicket:
-    """Staged copies that a worker fills with blocks of a request, if that is known."""
+    """Staged copies that a worker fills `since` then with blocks of a request, if that is known."""
 
     number: int
     attachment: int
     copies: list[Copy]
+    since: float
     request: str | None = None
 
 

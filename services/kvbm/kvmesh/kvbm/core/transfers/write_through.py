@@ -27,9 +27,9 @@ class OfferedBlocks:
         self.staged = 0
 
     def start(
-        self, number: int, message: Offer, prompt: PromptBlocks
+        self, number: int, message: Offer, prompt: PromptBlocks, most: int | None = None
     ) -> tuple[Wanted, list[bytes]]:
-        """Stage the wanted blocks; also return the digests of the refused ones."""
+        """Stage the wanted blocks, at most so many; also return the digests of the refused ones."""
         store = self._store
         first = max(0, message.first)
         # includes the parent of the first offered block, which must not be evicted before it
@@ -45,6 +45,8 @@ class OfferedBlocks:
             if block is not None and ARENA in block.copies:
                 continue
             reason = reason or self._refusal(prompt, index, thinking)
+            if most is not None and len(copies) >= most:
+                reason = reason or "slow"
             copy = None if reason else self._stage(block or prompt.block(index), prompt.request)
             if copy is not None:
                 copies.append(copy)
@@ -57,7 +59,9 @@ class OfferedBlocks:
         self._returns.on_staged(prompt, [copy.block for copy in copies])
         if not copies:
             return Wanted(0, b"", b""), refused
-        self.tickets[number] = WriteTicket(number, message.attachment, copies, prompt.request)
+        self.tickets[number] = WriteTicket(
+            number, message.attachment, copies, store.now, prompt.request
+        )
         indices = array("I", (copy.block.index for copy in copies))
         offsets = array("Q", (copy.offset for copy in copies))
         return Wanted(number, indices.tobytes(), offsets.tobytes()), refused

@@ -1,0 +1,44 @@
+"""Writes over links so slow that hardly any block would be loaded over them again."""
+
+from kvmesh.kvbm.core.blocks.block import Space
+from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
+
+MOST_RATIO = 2.0  # of the time to move a block to that of computing it
+TRIAL_BLOCKS = 8
+REST = 20.0  # times the duration of a trial
+LONG_S = 0.1  # what took less may have been slowed by messages and steps, not by the link
+SHORTEST_S = 1e-6
+
+
+def is_slow(space: Space, engine: EngineSpeed, bps: float) -> bool:
+    """True if moving a block at `bps` takes MOST_RATIO times as long as computing it, or longer."""
+    moved, computed = space.block_bytes * engine.compute_tps, bps * space.layout.block_size
+    return bps > 0 and moved >= MOST_RATIO * computed
+
+
+class WritePace:
+    """The speed of a worker's writes, and the blocks that it may write where that is slow.
+
+    An engine cannot evict what it writes: over a slow link that is a large part of its memory,
+    for blocks that are sooner computed than loaded. A few blocks from time to time show if the link
+    has become faster.
+    """
+
+    def __init__(self) -> None:
+        self._bps = 0.0
+        self._rests_until = 0.0
+
+    def end_write(self, size: int, since: float, now: float) -> None:
+        """Note that a worker has written `size` bytes since it was given their places."""
+        seconds = now - since
+        if size <= 0:
+            return
+        self._rests_until = now + REST * seconds
+        if seconds >= LONG_S or size > self._bps * seconds > 0:
+            self._bps = size / max(seconds, SHORTEST_S)
+
+    def most_blocks(self, space: Space, engine: EngineSpeed, now: float) -> int | None:
+        """The most blocks to write now; None if there is no limit."""
+        if not is_slow(space, engine, self._bps):
+            return None
+        return TRIAL_BLOCKS if now >= self._rests_until else 0
