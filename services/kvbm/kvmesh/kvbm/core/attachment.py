@@ -30,8 +30,9 @@ class AttachedWorker:
     engine: EngineSpeed = UNMEASURED
 
     def speed(self, message: Fetch, now: float) -> EngineSpeed:
-        """The speeds that a message reports."""
-        self.engine = self.doubt.speed(message.compute_tps, message.load_bps, now)
+        """The speeds that a message reports; before the first load, that of writes stands in."""
+        load_bps = message.load_bps or self.pace.bps
+        self.engine = self.doubt.speed(message.compute_tps, load_bps, now)
         return self.engine
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 
 SMOOTHING = 0.2
 SAMPLE_S = 0.05
@@ -45,7 +45,7 @@ class LoadDoubt:
     """
 
     def __init__(self) -> None:
-        self._since = 0.0
+        self._since = -inf  # no load has ended yet
         self._trial_s = TRIAL_S
 
     def speed(self, compute_tps: float, load_bps: float, now: float) -> EngineSpeed:

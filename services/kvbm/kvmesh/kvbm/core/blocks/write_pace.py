@@ -21,11 +21,11 @@ class WritePace:
 
     An engine cannot evict what it writes: over a slow link that is a large part of its memory,
     for blocks that are sooner computed than loaded. A few blocks from time to time show if the link
-    has become faster.
+    has become faster. `bps` is the speed of the latest long or faster write; 0 if unknown.
     """
 
     def __init__(self) -> None:
-        self._bps = 0.0
+        self.bps = 0.0
         self._rests_until = 0.0
 
     def end_write(self, size: int, since: float, now: float) -> None:
@@ -34,11 +34,11 @@ class WritePace:
         if size <= 0:
             return
         self._rests_until = now + REST * seconds
-        if seconds >= LONG_S or size > self._bps * seconds > 0:
-            self._bps = size / max(seconds, SHORTEST_S)
+        if seconds >= LONG_S or size > self.bps * seconds > 0:
+            self.bps = size / max(seconds, SHORTEST_S)
 
     def most_blocks(self, space: Space, engine: EngineSpeed, now: float) -> int | None:
         """The most blocks to write now; None if there is no limit."""
-        if not is_slow(space, engine, self._bps):
+        if not is_slow(space, engine, self.bps):
             return None
         return TRIAL_BLOCKS if now >= self._rests_until else 0
