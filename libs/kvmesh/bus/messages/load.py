@@ -7,7 +7,9 @@ class Load(Struct, frozen=True, kw_only=True):
     """Load and counters of one rank. Blocks and waiting tokens are current; counters since start.
 
     `step_s` is the mean duration of the latest steps. `busy_s` is the total time in steps, 0 if the
-    engine does not report it; `computed_tokens` counts computed prompt tokens.
+    engine does not report it; `computed_tokens` counts computed prompt tokens. A server's steps and
+    their time are read together, less often than tokens are counted: compare reports with different
+    `steps`.
 
     The batch: `decoding` sequences get a token per step; `decode_tokens` is the sum of their KV
     lengths in tokens, `decode_var` the variance. `waiting_tokens` is the part of `prefill_tokens`

@@ -57,6 +57,19 @@ class Engine:
         )  # fmt: skip
 
 
+def test_tokens_count_until_steps_are_read_again() -> None:
+    """A server's steps and their time may be read less often than its tokens are counted."""
+    collected, engine = fit(), Engine()
+    collected.add(engine.take(1, 0, 0, 2000))
+    read = engine.take(0, 0, 0, 2000)
+    collected.add(read)
+    later = engine.take(3, 2, 900, 2000)
+    collected.add(changed(later, steps=read.steps, busy_s=read.busy_s))
+    collected.add(later)
+    (sample,) = [sample for cell in collected.cells for sample in cell]
+    assert sample.tokens == 900
+
+
 def test_coefficients_of_a_linear_engine_are_recovered() -> None:
     collected, engine = fit(), Engine()
     for number in range(200):

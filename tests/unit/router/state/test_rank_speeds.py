@@ -107,6 +107,28 @@ def test_no_engine_counts_as_more_than_ten_times_as_slow() -> None:
     assert speeds.outliers == {2: MAX_SLOWNESS}
 
 
+def test_a_slow_server_is_found_whose_steps_are_read_once_per_second() -> None:
+    """Its tokens are known at once: each window has those of the steps whose time it has."""
+    speeds, rng = RankSpeeds(), Random(1)
+    engines = [Engine("a"), Engine("b"), Engine("slow", 3.0)]
+    read = [engine.load() for engine in engines]
+    for tick in range(400):
+        now = tick / 10
+        for slot, engine in enumerate(engines):
+            engine.used = rng.uniform(0.0, engine.most_used)
+            engine.run(0.1, rng)
+            load = engine.load()
+            if tick % 10 == 3 * slot:
+                read[slot] = load
+            polled = replace(load, steps=read[slot].steps, busy_s=read[slot].busy_s)
+            speeds.observe(slot, polled, now)
+        speeds.update(now, len(engines))
+    assert speeds.measured[2].speed == pytest.approx(1 / 3, rel=0.3)
+    assert speeds.measured[0].speed == pytest.approx(1.0, rel=0.2)
+    computed = sum(engine.computed / engine.busy_s for engine in engines[:2]) / 2
+    assert speeds.prefill_rate < 4 * computed
+
+
 def test_a_recovered_engine_counts_as_normal() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=5.0)]
     speeds = RankSpeeds()

@@ -13,6 +13,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvmesh.bus.messages import Load
@@ -93,9 +94,11 @@ class StepTimesFit:
     def add(self, load: Load) -> None:
         """Add a report; one of a rank that does not report its busy time is ignored."""
         key = load.instance, load.rank
-        before = self._last.get(key)
+        before = self._last.setdefault(key, load)
         self._last[key] = load
-        if before is None:
+        if load.steps == before.steps:
+            # steps and busy time may be read less often than tokens are counted
+            self._last[key] = replace(load, computed_tokens=before.computed_tokens)
             return
         steps, seconds = load.steps - before.steps, load.busy_s - before.busy_s
         tokens = load.computed_tokens - before.computed_tokens

@@ -123,8 +123,8 @@ class RankSpeeds:
         ):
             self._histories[slot] = _RankHistory(load, now)
             return
-        if now - history.window_start < WINDOW_S:
-            return
+        if now - history.window_start < WINDOW_S or load.steps == history.load.steps:
+            return  # steps and busy time may be read less often than tokens are counted
         last, history.load, history.window_start = history.load, load, now
         busy = load.busy_s - last.busy_s
         if busy >= MIN_BUSY_S:

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
@@ -401,6 +403,39 @@ async def test_the_load_comes_from_the_server(start: Start) -> None:
     load = sidecar.engine.load("i")[0]
     assert (load.running, load.active_blocks, load.requests) == (0, 0, 6)
     assert (load.prompt_tokens, load.output_tokens) == (300, 360)
+
+
+async def test_the_time_of_steps_is_that_of_own_requests(start: Start) -> None:
+    """vLLM counts its steps; SGLang does not, so that there is no time of steps."""
+    sidecar = await start()
+    if sidecar.server.style == "sglang":
+        await sidecar.run(work("a", prompt(40), max_tokens=20))
+        assert sidecar.engine.load("i")[0].busy_s == 0.0
+        return
+    sidecar.server.step_s = 0.01
+    began = time.monotonic()
+    await sidecar.run(work("a", prompt(40), max_tokens=60))
+    await eventually(lambda: sidecar.engine.load("i")[0].steps > 50)
+    load, took = sidecar.engine.load("i")[0], time.monotonic() - began
+    assert 0.5 < load.busy_s < took
+    polls = sidecar.server.polls
+    await eventually(lambda: sidecar.server.polls > polls + 3, what="idle polls")
+    assert sidecar.engine.load("i")[0].busy_s == load.busy_s
+
+
+async def test_steps_of_other_clients_have_no_time(start: Start) -> None:
+    sidecar = await start()
+    if sidecar.server.style == "sglang":
+        return
+    sidecar.server.step_s = 0.01
+    body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 100, "stream": True}
+    body |= {"stop_token_ids": [], "ignore_eos": True, "return_token_ids": True}
+    url = f"{sidecar.server.url}/v1/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+        before = sidecar.engine.load("i")[0].steps
+        await eventually(lambda: sidecar.engine.load("i")[0].steps > before + 20)
+        assert sidecar.engine.load("i")[0].busy_s == 0.0
+        await answer.read()
 
 
 async def test_a_dead_server_fails_the_engine(start: Start) -> None:

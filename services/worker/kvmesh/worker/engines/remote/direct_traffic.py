@@ -1,4 +1,4 @@
-"""Requests that reach a server directly, estimated from its metrics."""
+"""The requests in a server: an estimate of those that reach it directly, and this worker's own."""
 
 from math import inf
 from typing import NamedTuple
@@ -37,3 +37,36 @@ class DirectTraffic:
         elif now - self._stepped_at > STALE_S:
             self._others = OtherRequests()
         return self._others
+
+
+class OwnRequests:
+    """The requests that this worker has in a server, with times in seconds.
+
+    `most` is the highest number at once since `restart_most`.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.most = 0
+        self._busy_s = 0.0
+        self._since = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self.count:
+            self._since = now
+        self.count += 1
+        self.most = max(self.most, self.count)
+
+    def end(self, now: float) -> None:
+        self.count -= 1
+        if not self.count:
+            self._busy_s += now - self._since
+
+    def restart_most(self) -> None:
+        self.most = self.count
+
+    def take_busy_s(self, now: float) -> float:
+        """The time since the last call in which there were requests."""
+        busy_s = self._busy_s + (now - self._since if self.count else 0.0)
+        self._busy_s, self._since = 0.0, now
+        return busy_s

@@ -46,10 +46,14 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
-from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.enginecore.counters import EngineCounters, RetentionState
 from kvmesh.worker.engines.remote import completions
 from kvmesh.worker.engines.remote.answers import ServerRequest, answer
-from kvmesh.worker.engines.remote.direct_traffic import DirectTraffic
+from kvmesh.worker.engines.remote.direct_traffic import (
+    DirectTraffic,
+    OtherRequests,
+    OwnRequests,
+)
 from kvmesh.worker.engines.remote.retention import ServerRetention
 from kvmesh.worker.engines.remote.server import Gauges, InferenceServer, ServerInfo
 from kvmesh.worker.lora.folder import AdapterError
@@ -97,8 +101,8 @@ class RemoteEngine(PrefetchingAdapter):
         self._reports_cached = False
         self._tier_counts: TierCounts | None = None
         self._traffic = DirectTraffic()
-        self._open_requests = 0
-        self._most_open = 0
+        self._own = OwnRequests()
+        self._counters = EngineCounters()
         self._warnings: dict[str, str] = {}
 
     async def start(self, sink: Sink) -> EngineInfo:
@@ -236,7 +240,16 @@ class RemoteEngine(PrefetchingAdapter):
         blocks = self._blocks
         active = None if gauges.usage is None else round(gauges.usage * blocks)
         return [
-            self._streams.load(instance, rank, blocks, len(ledger), gauges.waiting, active)
+            self._streams.load(
+                instance,
+                rank,
+                blocks,
+                len(ledger),
+                gauges.waiting,
+                active,
+                step_s=self._counters.step_s,
+                busy_s=self._counters.busy_s,
+            )
             for rank, ledger in enumerate(self._ledgers)
         ]
 
@@ -315,14 +328,14 @@ class RemoteEngine(PrefetchingAdapter):
     async def _answer(self, request: ServerRequest) -> AsyncGenerator[StreamOutput, None]:
         if self._http is None:
             raise Rejected("the engine has not started")
-        self._open_requests += 1
-        self._most_open = max(self._most_open, self._open_requests)
+        clock = asyncio.get_running_loop().time
+        self._own.begin(clock())
         try:
             async with aclosing(answer(self._http, request)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
-            self._open_requests -= 1
+            self._own.end(clock())
 
     async def _serve(
         self, work: Work, stream: AsyncGenerator[StreamOutput, None], cached: int
@@ -357,16 +370,22 @@ class RemoteEngine(PrefetchingAdapter):
             self._streams.fail(EngineError(f"{self._redacted_url}/health does not reply"))
 
     async def _poll(self, server: InferenceServer) -> None:
-        self._most_open = self._open_requests
-        self._gauges = await server.gauges()
+        self._own.restart_most()
+        gauges = self._gauges = await server.gauges()
         now = asyncio.get_running_loop().time()
         if self._tier_counts is not None:
-            self._tier_counts = self._gauges.tiers or self._tier_counts
+            self._tier_counts = gauges.tiers or self._tier_counts
+        steps, others = self._clock.update(gauges.steps), OtherRequests()
         if self._remote.dp_ranks == 1:
-            others = self._traffic.update(self._gauges, self._most_open, now)
+            others = self._traffic.update(gauges, self._own.most, now)
             for pacer in self._pacers:
                 pacer.record_others(others.running, others.waiting)
-        steps = self._clock.update(self._gauges.steps)
+        new = steps - self._counters.steps
+        if new and gauges.steps is not None and self._remote.dp_ranks == 1:
+            busy_s = self._own.take_busy_s(now)
+            if others == OtherRequests():  # else the time is not that of this worker's tokens
+                self._counters.count_steps(new, busy_s)
+        self._counters.steps = steps
         for counters in self._streams.counters if self._streams is not None else ():
             counters.steps = steps
 
