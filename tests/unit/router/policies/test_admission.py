@@ -77,9 +77,9 @@ def start(router: RouterCore, message: RouteRequest, now: float = 0.0) -> Decisi
     return decision
 
 
-def end(router: RouterCore, request_id: str, now: float) -> None:
+def end(router: RouterCore, request_id: str, now: float, cached: int = 0, output: int = 0) -> None:
     outcome = Outcome(
-        request=request_id, instance="a", time=now, cached_tokens=0, output_tokens=0,
+        request=request_id, instance="a", time=now, cached_tokens=cached, output_tokens=output,
         ttft_s=0.1, total_s=1.0, finish="stop", waits_for=["tool", "Bash"],
     )  # fmt: skip
     router.apply_route_event(outcome, now)
@@ -114,6 +114,25 @@ def test_turns_whose_contexts_were_evicted_shut_the_window() -> None:
         now += 1.0
         policy.tick(now)
     assert not policy.window.open, "no rank ever held a prompt again"
+
+
+@pytest.mark.parametrize(("found", "open_"), [(0.0, False), (1.0, True)])
+def test_contexts_evicted_between_placement_and_start_shut_the_window(
+    found: float, open_: bool
+) -> None:
+    """A rank holds the prompt when the router places it, and may not when its engine starts it."""
+    router, policy = core(share=inf, predicted_ttl_s=600.0)
+    now = 0.0
+    for number in range(8):
+        for agent in "wx":
+            decision = start(router, turn(agent, 4, number, "a"), now)
+            router.apply_route_event(decision, now)  # as the stream brings it back
+            held = sum(decision.chosen.overlap) * decision.block_size
+            assert bool(held) == bool(number)
+            end(router, f"{agent}{number}", now + 0.5, int(found * held), 1)
+        now += 1.0
+        policy.tick(now)
+    assert policy.window.open == open_
 
 
 def test_past_the_window_agents_rest_between_turns_the_longest_tool_first() -> None:

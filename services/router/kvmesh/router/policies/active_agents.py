@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import exp, inf
 from typing import NamedTuple
 
-from kvmesh.bus.messages import Decision, RouteRequest, session_owner
+from kvmesh.bus.messages import Decision, Outcome, RouteRequest, session_owner
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.returns.forecaster import ReturnChance
 from kvmesh.router.policies.base import ReturnsWithin
@@ -82,6 +82,13 @@ class SeenTurn(NamedTuple):
     kept: bool
 
 
+class PlacedTurn(NamedTuple):
+    """A running request of an agent; `expected` are the tokens that its rank held, if it counts."""
+
+    session: str
+    expected: int
+
+
 class ActiveAgents:
     """At most MAX_AGENTS agents; those unused for longest are forgotten. Times in seconds.
 
@@ -98,7 +105,7 @@ class ActiveAgents:
         self.break_even_s = BREAK_EVEN_S
         self.several_tenants = False
         self._agents: OrderedDict[str, AgentState] = OrderedDict()
-        self._requests: OrderedDict[str, str] = OrderedDict()
+        self._requests: OrderedDict[str, PlacedTurn] = OrderedDict()
         self._prefixes = PrefixTree()
 
     def __iter__(self) -> Iterator[tuple[str, AgentState]]:
@@ -163,7 +170,9 @@ class ActiveAgents:
         agent.admitted = agent.overdue = False
         agent.waited_s = 0.0
         agent.waiting_since, agent.rest_ends = None, inf
-        self._requests[decision.request] = session
+        held = sum((decision.prefill or decision.chosen).overlap) * decision.block_size
+        expected = held if turn is not None and turn.kept else 0
+        self._requests.setdefault(decision.request, PlacedTurn(session, expected))
         if len(self._requests) > MAX_REQUESTS:
             self.freed(next(iter(self._requests)), now)
             self._requests.popitem(last=False)
@@ -204,17 +213,26 @@ class ActiveAgents:
             self._prefixes.drop(end, slot)
             agent.prefix = None
 
-    def finished(self, request: str, output_tokens: int, now: float) -> None:
-        """A request has ended, with these tokens."""
-        self.freed(request, now)
-        agent = self._agents.get(self._requests.pop(request, ""))
-        if agent is not None:
-            agent.tokens += max(output_tokens, 0)
-            agent.context += max(output_tokens, 0)
+    def finished(self, outcome: Outcome, now: float) -> int:
+        """A request has ended; returns the tokens that its rank held then and evicted before it.
+
+        The last block does not count: engines compute at least a part of it.
+        """
+        self.freed(outcome.request, now)
+        turn = self._requests.pop(outcome.request, None)
+        agent = self._agents.get(turn.session) if turn is not None else None
+        if turn is None or agent is None:
+            return 0
+        agent.tokens += max(outcome.output_tokens, 0)
+        agent.context += max(outcome.output_tokens, 0)
+        size = self.table.block_size if self.table is not None else 0
+        lost = turn.expected - outcome.cached_tokens - size
+        return max(lost, 0) if outcome.output_tokens else 0
 
     def freed(self, request: str, now: float) -> None:
         """A request has ended or was given up; `finished` may follow."""
-        agent = self._agents.get(self._requests.get(request, ""))
+        turn = self._requests.get(request)
+        agent = self._agents.get(turn.session) if turn is not None else None
         if agent is None or request not in agent.running:
             return
         agent.running.discard(request)

@@ -93,7 +93,7 @@ class AgentAdmission(Kv):
             self.window.observe(turn.tokens, turn.lost, now)
 
     def on_finished(self, outcome: Outcome, now: float) -> None:
-        self.agents.finished(outcome.request, outcome.output_tokens, now)
+        self.window.observe_lost(self.agents.finished(outcome, now), now)
 
     def on_freed(self, request: str, now: float) -> None:
         self.agents.freed(request, now)

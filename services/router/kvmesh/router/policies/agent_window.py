@@ -72,6 +72,11 @@ class AgentWindow:
         self._lost += min(max(lost_tokens, 0), prompt_tokens)
         self._turns += 1.0
 
+    def observe_lost(self, tokens: int, now: float) -> None:
+        """Count tokens of an observed turn that were evicted before its engine started it."""
+        self._fade(now)
+        self._lost = min(self._lost + tokens, self._prompt)
+
     def _fade(self, now: float) -> None:
         if now <= self._faded:
             return
