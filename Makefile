@@ -99,7 +99,7 @@ soak: $(ENGINES)
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
 
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
-# that were built for another torch must go. Takes about twenty minutes on two slow cores.
+# that were built for another torch must go. Takes about 25 minutes on two slow cores.
 vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 \
 	  --dist loadfile --no-loadscope-reorder tests/engines
