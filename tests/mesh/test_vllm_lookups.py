@@ -129,6 +129,26 @@ async def test_an_unpolled_lookup_expires_and_can_be_repeated(
     await eventually(lambda: not kvbm.tickets)
 
 
+@pytest.mark.parametrize("checkers", [1, 2, 8])
+@pytest.mark.parametrize(("wrong", "right"), [([], 3), ([2], 2), ([1, 2], 1), ([0, 2], 0)])
+async def test_threads_that_share_a_check_find_the_first_wrong_block(
+    lookups: SchedulerBridge,
+    kvbm: SmallKvbm,
+    monkeypatch: pytest.MonkeyPatch,
+    checkers: int,
+    wrong: list[int],
+    right: int,
+) -> None:
+    monkeypatch.setattr(lookups_module, "CHECKERS", checkers)
+    monkeypatch.setattr(lookups_module, "MIN_CHECKED_BYTES", 1)
+    digests = list(kvbm.blocks)
+    for place in wrong:
+        offset, checksum = kvbm.blocks[digests[place]]
+        kvbm.blocks[digests[place]] = (offset, checksum ^ 1)
+    await eventually(lambda: lookups.lookup("r", origin("r"), TOKENS, 0) == right)
+    assert lookups.corrupt == bool(wrong)
+
+
 async def test_the_kvbm_knows_a_request_by_the_meshs_id(
     lookups: SchedulerBridge, kvbm: SmallKvbm
 ) -> None:
