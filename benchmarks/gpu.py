@@ -1,6 +1,6 @@
 """All that a GPU changes, in one command, each figure beside its baseline of the same run.
 
-    python benchmarks/gpu.py [--device cuda|cpu] [--model FOLDER] [--parts copies,torch,…]
+    python benchmarks/gpu.py [--device cuda|cpu] [--model FOLDER | --random 8b] [--parts …]
 
 - `copies`: the copies of the torch engine and of vLLM's connector between blocks and page-locked
   memory, beside one cudaMemcpyAsync of the same bytes.
@@ -11,7 +11,8 @@
   prompts: cached share, time to the first token, tokens per second.
 
 The last two need vLLM in the same environment. With `--device cpu` everything runs at a small
-scale on the CPU. Without --model, a random model is made. Each part is a process of its own.
+scale on the CPU. Without --model, a random model is made: one of 30 M parameters, or with
+`--random 8b` one with the layers of Llama 3.1 8B. Each part is a process of its own.
 """
 
 import argparse
@@ -28,9 +29,12 @@ import torch
 from common import Report, Row, median, parser
 from gpu_copies import measure_copies
 from gpu_engine import Kind, Scale, measure_engine
+from gpu_model import SHAPES, make_random_model
 from kv_node import node
 from vllm_alone import Replay, run
 from vllm_alone import Scale as TraceScale
+
+from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
 PARTS = ("copies", "torch", "kvbm", "retention")
 NEED_VLLM = ("kvbm", "retention")
@@ -48,12 +52,15 @@ def copies(report: Report, options: argparse.Namespace) -> str:
 
 def engine(report: Report, options: argparse.Namespace, kind: Kind) -> str:
     on_gpu = options.device != "cpu"
-    prefix = options.prefix or (8192 if options.model else 4096 if on_gpu else 512)
-    scale = Scale(prefix, streams=16, window=64) if on_gpu else Scale(prefix, block=32, rounds=1)
+    is_large = options.model or (on_gpu and options.random != "30m")
+    prefix = options.prefix or (8192 if is_large else 4096 if on_gpu else 512)
+    scale = Scale(prefix, block=32, rounds=1)
+    if on_gpu:
+        scale = Scale(prefix, streams=16, window=64, eager=options.eager)
     host_bytes = 16 * GIB if on_gpu else 64 * MIB
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = options.model or _random_model(folder / "model", on_gpu)
+        model = options.model or _random_model(folder / "model", options)
         with node(folder, "--host-bytes", str(host_bytes)) as running:
             measuring = measure_engine(report, kind, model, options.device, scale, running)
             return asyncio.run(measuring)
@@ -64,13 +71,14 @@ def retention(report: Report, options: argparse.Namespace) -> str:
     scale, load = TraceScale(blocks=160), {"agents": 3, "turns": 3, "jobs": 2}
     if on_gpu:
         sizes = {"context": 16384, "system": 4096, "turn": 512, "answer": 64, "job": 8000}
-        scale = TraceScale(block=16, blocks=6000, arguments=(), **sizes)
+        eager = ("--enforce-eager",) if options.eager else ()
+        scale = TraceScale(block=16, blocks=6000, arguments=eager, **sizes)
         load = {"agents": 12, "turns": 8, "jobs": 2}
     trace = argparse.Namespace(seed=0, concurrent=True, **load)
     found: dict[bool, Replay] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = options.model or _random_model(folder / "model", on_gpu, context=16384)
+        model = options.model or _random_model(folder / "model", options)
         for plugin in (False, True):
             found[plugin] = run(model, folder, plugin, trace, scale)
     off, on = found[False], found[True]
@@ -90,19 +98,11 @@ def _cached(found: Replay) -> float:
     return 100 * found.figures.cached / found.figures.prompt
 
 
-def _random_model(folder: Path, on_gpu: bool, context: int = 0) -> Path:
-    if on_gpu:
-        from kv_engine import make_model
-
-        make_model(folder)
-    else:
-        from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
-
+def _random_model(folder: Path, options: argparse.Namespace) -> Path:
+    if options.device == "cpu":
         make_tiny_model(folder)
-    if context and on_gpu:
-        file = folder / "config.json"
-        config = json.loads(file.read_text())
-        file.write_text(json.dumps({**config, "max_position_embeddings": context}))
+    else:
+        make_random_model(folder, options.random)
     return folder
 
 
@@ -126,6 +126,7 @@ def _in_child(part: str, options: argparse.Namespace, folder: Path) -> tuple[lis
     command = [sys.executable, __file__, "--device", options.device, "--parts", part]
     command += ["--json", str(file), "--prefix", str(options.prefix)]
     command += ["--model", str(options.model)] if options.model else []
+    command += ["--eager"] if options.eager else []
     if subprocess.run(command, check=False).returncode or not file.exists():
         return [], f"{part} failed"
     content = json.loads(file.read_text())
@@ -137,6 +138,10 @@ def main() -> None:
     arguments.formatter_class = argparse.RawDescriptionHelpFormatter
     arguments.add_argument("--device", choices=("cuda", "cpu"), help="a GPU if there is one")
     arguments.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face folder")
+    arguments.add_argument(
+        "--random", choices=tuple(SHAPES), default="30m", help="the random model's size on a GPU"
+    )
+    arguments.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs")
     arguments.add_argument("--parts", default=",".join(PARTS), help="of " + ",".join(PARTS))
     arguments.add_argument("--prefix", type=int, default=0, metavar="N", help="tokens of a prompt")
     options = arguments.parse_args()
@@ -155,6 +160,8 @@ def main() -> None:
         return
     whole, summaries = Report(f"All parts on {_named(options.device)}", BASELINE), []
     with tempfile.TemporaryDirectory() as folder:
+        if options.random != "30m" and options.model is None and options.device != "cpu":
+            options.model = _random_model(Path(folder) / "model", options)
         for part in parts:
             if part in NEED_VLLM and not importlib.util.find_spec("vllm"):
                 summaries.append(f"{part} skipped (no vLLM)")

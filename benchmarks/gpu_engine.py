@@ -33,13 +33,17 @@ WAIT_S = 600.0
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes: a prompt of `prefix` tokens, `streams` decoding requests, `window` tokens of each."""
+    """Sizes: a prompt of `prefix` tokens, `streams` decoding requests, `window` tokens of each.
+
+    `eager`: vLLM runs without compilation and CUDA graphs.
+    """
 
     prefix: int
     block: int = 16
     streams: int = 4
     window: int = 16
     rounds: int = 3
+    eager: bool = False
 
 
 @dataclass
@@ -178,7 +182,9 @@ def _vllm_arguments(blocks: int, scale: Scale, on_gpu: bool) -> list[str]:
         f"num_gpu_blocks_override={blocks}",
         f"max_model_len={scale.prefix + 64 * scale.block}",
     ]
-    return arguments if on_gpu else [*arguments, "enforce_eager=true", "dtype=float32"]
+    if on_gpu:
+        return [*arguments, "enforce_eager=true"] if scale.eager else arguments
+    return [*arguments, "enforce_eager=true", "dtype=float32"]
 
 
 async def measure_engine(
@@ -195,6 +201,8 @@ async def measure_engine(
             return f"{kind}: warm ÷ {computed / warm:.1f}, nothing loaded (computing is faster)"
         kept = await _beside_streams(report, engine, kind, loaded)
         words = f"{kind}: TTFT ÷ {computed / warm:.1f} warm, ÷ {computed / loaded:.1f} loaded"
+        if kept is None:
+            return f"{words}, nothing loaded beside streams (computing is faster)"
         return f"{words}, streams keep {kept:.0%} beside a load"
     finally:
         await engine.close()
@@ -231,17 +239,23 @@ async def _loaded(
         await asyncio.sleep(0.2)
     if not found:
         return None
-    title = f"{kind}: TTFT of {engine.scale.prefix} tokens, loaded from the host"
+    prefix = engine.scale.prefix
+    title = f"{kind}: TTFT of {prefix} tokens, loaded from the host"
     report.add_runs(title, found, "s", f"{computed:.3g}")
+    rates = [prefix / seconds for seconds in found]
+    report.add_runs(f"{kind}: tokens loaded", rates, "1/s", f"{prefix / computed:.4g}")
     return median(found)
 
 
 async def _beside_streams(
     report: Report, engine: MeasuredEngine, kind: Kind, loaded: float
-) -> float:
-    """A load beside streams; returns the share of their tokens per second that they keep."""
+) -> float | None:
+    """A load beside streams; returns the share of their tokens per second that they keep.
+
+    None if the block manager prefers computing.
+    """
     times: list[float] = []
-    alone: list[float] = []
+    alone: dict[str, list[float]] = {"loading": [], "computing": []}
     meanwhile: dict[str, list[float]] = {"loading": [], "computing": []}
     tokens = engine.prompt()
     for _ in range(TRIES):
@@ -251,19 +265,18 @@ async def _beside_streams(
             seconds, cached, rate = await engine.beside(names, tokens)
         what = "loading" if engine.is_loaded(cached) else "computing"
         meanwhile[what].append(rate)
+        alone[what].append(before)
         if what == "loading":
-            alone.append(before)
             times.append(seconds)
         if len(times) == engine.scale.rounds:
             break
         await asyncio.sleep(0.2)
-    if not times:
-        raise RuntimeError("the block manager loads nothing beside streams")
-    count, beside = engine.scale.streams, median(alone)
-    title = f"{kind}: TTFT loaded beside {count} streams"
-    report.add_runs(title, times, "s", f"{loaded:.3g}")
+    count = engine.scale.streams
+    if times:
+        title = f"{kind}: TTFT loaded beside {count} streams"
+        report.add_runs(title, times, "s", f"{loaded:.3g}")
     for what, rates in meanwhile.items():
         if rates:
             title = f"{kind}: tokens/s of {count} streams beside {what} a prompt"
-            report.add_runs(title, rates, "1/s", f"{beside:.4g}")
-    return median(meanwhile["loading"]) / beside
+            report.add_runs(title, rates, "1/s", f"{median(alone[what]):.4g}")
+    return median(meanwhile["loading"]) / median(alone["loading"]) if times else None
