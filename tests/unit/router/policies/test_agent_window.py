@@ -2,13 +2,17 @@
 
 from math import inf
 
+import pytest
+
 from kvmesh.router.policies.agent_window import (
     BACK_OFF_S,
+    FADE_S,
     FIRST,
     LEAST,
     PATIENCE,
     REVIEW_S,
     WIDEST,
+    WORTH,
     AgentWindow,
 )
 
@@ -25,7 +29,7 @@ def follow(
     now = since
     while now < until:
         observe(window, lost, now)
-        window.review(resting, now)
+        window.review(resting, 0.0, now)
         now += REVIEW_S
     return now
 
@@ -35,8 +39,17 @@ def test_a_window_is_open_until_agents_lose_their_contexts() -> None:
     follow(window, 50, 0.0, 100.0)
     assert window.open
     observe(window, 400, 100.0, 50)
-    window.review(False, 100.0)
+    window.review(False, 0.0, 100.0)
     assert window.share == FIRST
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.1, 2.0])
+def test_it_stays_open_where_lost_tokens_take_little_of_the_ranks_time(share: float) -> None:
+    window = AgentWindow()
+    observe(window, 400, 0.0, 50)
+    lost_per_s = 50 * 400 / FADE_S
+    window.review(False, lost_per_s / (share * WORTH), 0.0)
+    assert window.open is (share < 1.0)
 
 
 def test_it_narrows_to_a_least_share_while_they_lose() -> None:
@@ -68,14 +81,14 @@ def test_contexts_are_worth_keeping_if_pauses_are_short() -> None:
 def test_few_turns_do_not_change_it() -> None:
     window = AgentWindow()
     observe(window, 1000, 0.0, 3)
-    window.review(True, 0.0)
+    window.review(True, 0.0, 0.0)
     assert window.open
 
 
 def test_old_turns_fade() -> None:
     window = AgentWindow()
     observe(window, 1000, 0.0, 50)
-    window.review(True, 1000.0)
+    window.review(True, 0.0, 1000.0)
     assert window.open
 
 

@@ -95,7 +95,8 @@ class ActiveAgents:
     `break_even_s` is the time in which a rank computes as many tokens as it holds: to keep a
     context for an agent that returns later costs more than to compute it again. While
     `several_tenants` have active agents, a report on a tool orders those of its own tenant and
-    changes nothing else.
+    changes nothing else. `prefill_rate` are the prompt tokens that all ranks compute per second at
+    most, 0 while unknown.
     """
 
     def __init__(self) -> None:
@@ -104,6 +105,7 @@ class ActiveAgents:
         self.speeds: RankSpeeds | None = None
         self.break_even_s = BREAK_EVEN_S
         self.several_tenants = False
+        self.prefill_rate = 0.0
         self._agents: OrderedDict[str, AgentState] = OrderedDict()
         self._requests: OrderedDict[str, PlacedTurn] = OrderedDict()
         self._prefixes = PrefixTree()
@@ -258,6 +260,7 @@ class ActiveAgents:
         """Update `break_even_s` by the memory and the measured speed of the ranks."""
         rate = self.speeds.prefill_rate if self.speeds is not None else 0.0
         sizes = self.capacities().values()
+        self.prefill_rate = rate * len(sizes)
         if rate > 0.0 and sizes:
             break_even_s = sum(sizes) / len(sizes) / rate
             self.break_even_s = min(max(break_even_s, SHORTEST_S), LONGEST_S)

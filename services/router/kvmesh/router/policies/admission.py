@@ -211,7 +211,7 @@ class AgentAdmission(Kv):
         if self.agents.break_even_s < LEAST_BREAK_EVEN_S or not self.window.pays:
             self.window.share = inf
         else:
-            self.window.review(bool(self.waiting), now)
+            self.window.review(bool(self.waiting), self.agents.prefill_rate, now)
         if self.window.open:
             return
         self._review(now, True)

@@ -9,7 +9,8 @@ from math import exp, inf
 
 FADE_S = 60.0
 EVIDENCE = 5.0  # faded turns, below which the window does not change
-THRASHING = 0.10  # share of lost tokens at which an open window shuts
+THRASHING = 0.10  # share of lost tokens at which an open window shuts, if computing them takes
+WORTH = 0.25  # of the ranks' time
 HIGH, LOW = 0.03, 0.005  # shares of lost tokens, between which the window stays
 FIRST = 0.75
 STEP = 0.0025
@@ -88,10 +89,12 @@ class AgentWindow:
         self._kept *= kept
         self._faded = now
 
-    def review(self, resting: bool, now: float) -> None:
+    def review(self, resting: bool, rate: float, now: float) -> None:
         """Change the window by what was observed, at most every REVIEW_S.
 
-        It widens only while agents are resting: else it does not matter.
+        It widens only while agents are resting: else it does not matter. All ranks together compute
+        `rate` prompt tokens per second. Rests gain at most the time in which lost tokens are
+        computed again, so the window shuts only if that is a good part of the ranks' time.
         """
         if now - self._reviewed < REVIEW_S:
             return
@@ -99,6 +102,8 @@ class AgentWindow:
         if self._turns * exp((self._faded - now) / FADE_S) < EVIDENCE:
             return
         lost = self.lost_share
+        if self.open and self._lost < WORTH * FADE_S * rate:
+            return
         if lost > (THRASHING if self.open else HIGH):
             self._narrow(lost, now)
             return
