@@ -100,6 +100,17 @@ def test_a_slow_engine_is_found_among_others(count: int, factor: float) -> None:
     assert speeds.factors(np.array([0, count - 1])) is not None
 
 
+@pytest.mark.parametrize("used", [0.1, 0.3, 0.5])
+def test_the_time_of_decoding_is_known_in_prompt_tokens(used: float) -> None:
+    """An empty rank computes 16.5 ms / 15.2 µs = 1,087 tokens in the fixed time of a step."""
+    speeds = RankSpeeds()
+    assert speeds.decode_tokens(used, 8, 1087.0) == 0.0
+    watch(speeds, [Engine("a", prompt=1000), Engine("b", prompt=4000)], 60)
+    decode_s = PolynomialStepModel().decode(DecodeLoad(8, int(used * 1e6), 1_000_000))
+    tokens = decode_s / 15.2e-6
+    assert speeds.decode_tokens(used, 8, 1087.0) == pytest.approx(tokens, rel=0.35)
+
+
 def test_no_engine_counts_as_more_than_ten_times_as_slow() -> None:
     engines = [Engine("a"), Engine("b"), Engine("c", slowness=50.0)]
     speeds = RankSpeeds()

@@ -12,7 +12,7 @@ from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.state.rank_speeds import StepSeconds
 from kvmesh.settings.schema import RouterSettings
 
-SECONDS = StepSeconds(prompt_token=1e-4, step=0.01)
+SECONDS = StepSeconds(prompt_token=1e-4, step=0.01, chunk=1000.0)
 
 
 def core_with(slowness: list[float], learn_speeds: bool = True) -> RouterCore:
@@ -106,7 +106,7 @@ def test_a_slow_rank_costs_more_the_longer_the_answer() -> None:
 def test_engines_that_count_no_steps_do_not_end_the_comparison() -> None:
     """A whole cached prompt is then expected to take no time."""
     core = core_with([3.0, 1.0])
-    core.speeds.seconds = StepSeconds(prompt_token=1e-4, step=0.0)
+    core.speeds.seconds = StepSeconds(prompt_token=1e-4, step=0.0, chunk=1000.0)
     asked = request("x", sequence(*range(10)), placement=Placement(instance="a"))
     decision = core.decide(asked, overlaps({"a": (10,)}), 1.0)
     core.learn(decision, 1.0)

@@ -40,6 +40,24 @@ def queue(*names: str, **settings: Any) -> PlacementQueue:
     return PlacementQueue(core, "r")
 
 
+def load(instance: str, **changes: Any) -> Load:
+    """The report of a rank's counters, with some fields set."""
+    fields: dict[str, Any] = {
+        "instance": instance,
+        "rank": 0,
+        "running": 40,
+        "waiting": 0,
+        "active_blocks": 100,
+        "cached_blocks": 0,
+        "total_blocks": 1024,
+        "prefill_tokens": 0,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+        "requests": 1,
+    }
+    return Load(**(fields | changes))
+
+
 def prompt(name: str, blocks: int, **hints: Any) -> RouteRequest:
     own = int.from_bytes(name.encode(), "little") * 100_000
     hashes = sequence(*range(own, own + blocks))
@@ -125,6 +143,31 @@ def test_short_prompts_share_a_step() -> None:
     one = queue()
     sent = names(place(one, {f"p{number}": 4 for number in range(12)}))
     assert len(sent) == 6
+
+
+def decode(queue: PlacementQueue, seconds: int) -> None:
+    """Both ranks report steps of 50 ms for so long, whether they compute prompts or not."""
+    speeds = queue.core.speeds
+    for second in range(seconds):
+        for slot, name in enumerate("ab"):
+            work = {"steps": 20 * second, "busy_s": float(second), "output_tokens": 800 * second}
+            computed = 4000 * (second // 2)
+            report = load(name, prefill_steps=second // 2, computed_tokens=computed, **work)
+            speeds.observe(slot, report, float(second))
+        speeds.update(float(second), 2)
+
+
+def test_more_prompts_share_a_step_where_decoding_makes_steps_long() -> None:
+    sent = {}
+    for seconds in (0, 20):
+        two = queue("a", "b")
+        decode(two, seconds)
+        for number in range(20):
+            names(place(two, {f"d{number}": 1}, float(number)))
+            first_token(two, f"d{number}", number + 0.5)
+        sent[seconds] = len(names(place(two, {f"p{number}": 4 for number in range(24)}, 30.0)))
+    assert sent[0] == 12
+    assert sent[20] >= 18
 
 
 def test_the_prompt_with_the_longest_cached_prefix_chooses_first() -> None:

@@ -48,7 +48,7 @@ def prefix_wait(core: RouterCore, ticket: Ticket) -> Wait[object]:
 
 
 def held(core: RouterCore, ticket: Ticket) -> Wait[object]:
-    wait = HeldPrompts(core.table, core.prefills)
+    wait = HeldPrompts(core.table, core.prefills, core.speeds)
     decision = core.decide(ticket.request, None, 0.0)
     wait.add(ticket, decision, core.commit(decision, 0.0), 0.0, 0, 0.0)
     return wait

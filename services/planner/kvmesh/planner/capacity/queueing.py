@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from typing import Protocol
 
-from kvmesh.placement_rules.holding import HOLD_S, has_turn, yielded_s
+from kvmesh.placement_rules.holding import HOLD_S, fixed_tokens, has_turn, yielded_s
 from kvmesh.placement_rules.weights import (
     CROWD_WEIGHT,
     DECODE_WEIGHT,
@@ -181,14 +181,24 @@ class _Worker:
         """Tokens of the prompts without a first token that are held or in the engine."""
         return self.sent + sum([tokens for _, _, tokens in self.held])
 
+    def _fixed_tokens(self) -> float:
+        """Prompt tokens that take as long as a step takes besides."""
+        kind, step = self.kind, self.kind.step_tokens
+        if not self.decoding:
+            return fixed_tokens(step)
+        decode_s = kind.times.decode(len(self.decoding), self.kv)
+        full_s = max(kind.times.prefill(step), 1e-6)
+        return fixed_tokens(step, decode_s / full_s * (step + fixed_tokens(step)))
+
     def _send(self) -> None:
         """Pass prompts to the engine: held ones while it has few tokens, queued ones in turn."""
         held, step = self.held, self.kind.step_tokens
         backlog = self._backlog()
+        fixed = self._fixed_tokens() if held else 0.0
         while held:
             _, number, tokens = held[0]
             overdue = self.now >= self._requests[number].at + HOLD_S
-            if not overdue and not has_turn(tokens, self.sent, backlog, step):
+            if not overdue and not has_turn(tokens, self.sent, backlog, fixed):
                 break
             heappop(held)
             self.waiting.append([number, tokens])

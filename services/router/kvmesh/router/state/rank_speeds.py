@@ -82,10 +82,14 @@ class MeasuredSpeed(NamedTuple):
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of the median rank: for a prompt token, and for a step that only generates tokens."""
+    """Seconds of the median rank: for a prompt token, and for a step that only generates tokens.
+
+    A step that computes prompt tokens has had `chunk` of them, on average.
+    """
 
     prompt_token: float
     step: float
+    chunk: float
 
 
 class RankSpeeds:
@@ -182,7 +186,8 @@ class RankSpeeds:
         prefill_s = float(seconds[1] + seconds[3])
         step_s = float(seconds[0] + seconds[2] + seconds[4:].sum()) / max(float(total[0]), 1.0)
         token_s = prefill_s / max(float(total[1]), 1.0)
-        self.seconds = StepSeconds(max(token_s, step_s / MOST_STEP_TOKENS, _TINY), step_s)
+        chunk = float(total[1]) / max(float(total[3]), 1.0)
+        self.seconds = StepSeconds(max(token_s, step_s / MOST_STEP_TOKENS, _TINY), step_s, chunk)
 
     def factors(self, slots: Slots) -> Floats | None:
         """Cost factors of some slots; None while ranks are alike, or the speeds not trusted."""
@@ -198,6 +203,18 @@ class RankSpeeds:
         step, _, token, _, linear, root = self._costs.seconds.tolist()
         seconds: Floats = step + token * requests + linear * used + root * np.sqrt(used)
         return seconds
+
+    def decode_tokens(self, used: float, requests: float, fixed: float) -> float:
+        """Prompt tokens that a rank of median speed computes while it generates one token each.
+
+        `used` and `requests` are as in `decode_seconds`. A step that computes prompt tokens takes
+        as long as `fixed` more of them. 0 before a comparison.
+        """
+        seconds = self.seconds
+        if seconds is None or not seconds.chunk:
+            return 0.0
+        decode_s = float(self.decode_seconds(np.array([used]), np.array([requests]))[0])
+        return decode_s / seconds.prompt_token * (1 + fixed / seconds.chunk)
 
     def learned(self, slot: int) -> float:
         """The slowness of a slot, trusted or not."""

@@ -76,6 +76,10 @@ class RunningPrefills:
     def __contains__(self, request: str) -> bool:
         return request in self._running
 
+    def count(self, slot: int) -> int:
+        """The number of prompts that a rank computes or has before it."""
+        return len(self._of_slot.get(slot, ()))
+
     def waits(self, request: str) -> bool:
         """True for a request that waits for the prefill of another one."""
         return request in self._waits_for

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvmesh.bus.messages import Decision, SeqAdd, SeqEvent, SeqFree, SeqPrefilled
-from kvmesh.placement_rules.holding import HOLD_S, has_turn, yielded_s
+from kvmesh.placement_rules.holding import HOLD_S, fixed_tokens, has_turn, yielded_s
 from kvmesh.router.state.active_sequences import ActiveSequences
+from kvmesh.router.state.rank_speeds import RankSpeeds
 from kvmesh.router.state.rank_table import RankTable
 from kvmesh.router.state.running_prefills import RunningPrefills
 from kvmesh.router.waiting.ticket import Ticket
@@ -40,9 +41,10 @@ class HeldPrompts:
     time for others meanwhile. Requests that wait for a prefix have not been sent either.
     """
 
-    def __init__(self, table: RankTable, prefills: RunningPrefills) -> None:
+    def __init__(self, table: RankTable, prefills: RunningPrefills, speeds: RankSpeeds) -> None:
         self._table = table
         self._prefills = prefills
+        self._speeds = speeds
         self._prompts: dict[str, HeldPrompt] = {}
         self._ranks: dict[int, list[tuple[int, float, int, HeldPrompt]]] = {}
         self._ends: list[tuple[float, int, HeldPrompt]] = []
@@ -155,6 +157,7 @@ class HeldPrompts:
         cells, card = table.cells, table.cards.get(table.ranks[slot].instance)
         here = card is not None and not card.draining
         step = cells.step_tokens[slot]
+        fixed = self._fixed_tokens(slot)
         while heap:
             _, _, _, prompt = heap[0]
             if self._holds(prompt):
@@ -162,8 +165,20 @@ class HeldPrompts:
                 elsewhere += self._prefills.waiting_tokens(slot)
                 waiting = max(cells.prefill_tokens[slot] - elsewhere, 0.0)
                 sent = max(waiting - cells.held_tokens[slot], 0.0)
-                if step and here and not has_turn(prompt.tokens, sent, waiting, step):
+                if step and here and not has_turn(prompt.tokens, sent, waiting, fixed):
                     return
                 self.drop(prompt.ticket.request.request)
                 yield prompt
             heapq.heappop(heap)
+
+    def _fixed_tokens(self, slot: int) -> float:
+        """Prompt tokens that a rank computes in the time that a step takes besides its prompts."""
+        cells = self._table.cells
+        step, requests = cells.step_tokens[slot], cells.requests[slot]
+        empty = fixed_tokens(step)
+        decoding = max(requests - self._prefills.count(slot), 0.0)
+        if not decoding:
+            return empty
+        used = min(cells.active_blocks[slot] / max(cells.total_blocks[slot], 1.0), 1.0)
+        used *= decoding / requests
+        return fixed_tokens(step, self._speeds.decode_tokens(used, decoding, empty))

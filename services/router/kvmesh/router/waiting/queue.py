@@ -65,7 +65,7 @@ class PlacementQueue:
         self._gathered = Gathering(settings.gather_s)
         self.common = CommonQueue(core, self._batch, self._entries, router)
         self._prefix = PrefixWaits(core)
-        self._held = HeldPrompts(core.table, core.prefills)
+        self._held = HeldPrompts(core.table, core.prefills, core.speeds)
         self._waits: tuple[Wait[object], ...] = (
             self._resting,
             self._gathered,
