@@ -129,6 +129,20 @@ def test_the_tokens_of_siblings_that_wait_do_not_keep_back_the_one_that_computes
     assert routers.where() == dict.fromkeys(("before", *"0123"), "a")
 
 
+@pytest.mark.parametrize(("others", "waits"), [(1, True), (31, True), (32, False)])
+def test_a_sibling_goes_to_an_engine_that_has_more_to_compute_than_its_prefix(
+    others: int, waits: bool
+) -> None:
+    """There it waits behind these others, and keeps its place."""
+    routers = Routers(busy=6000)
+    for number in range(others):
+        routers.submit(f"other {number}", common=0)
+    routers.submit("first", 0.1)
+    routers.submit("second", 0.2)
+    assert ("second" not in routers.placed) is waits
+    assert set(routers.where().values()) == {"a"}
+
+
 def test_the_one_that_computes_is_cancelled_before_it_is_sent() -> None:
     routers = Routers(queue_threshold=16.0, gather_s=0.001)
     routers.submit("before", common=0)

@@ -35,6 +35,11 @@ class Prefill(NamedTuple):
     placed: float
     work: float
 
+    @property
+    def uncached(self) -> int:
+        """Blocks that the rank computes for this prompt."""
+        return max(len(self.hashes) // HASH_BYTES - self.overlap, 0)
+
     def shared(self, hashes: bytes) -> int:
         """Leading blocks of another prompt that this request computes or has found cached."""
         if self.hashes[:HASH_BYTES] != hashes[:HASH_BYTES]:
@@ -176,6 +181,15 @@ class RunningPrefills:
                 if blocks > most:
                     best, most = prefill, blocks
         return None if best is None else (best, most)
+
+    def dominates(self, prefill: Prefill) -> bool:
+        """True if a rank has no more to compute of all other prompts than of this one."""
+        left = 2 * prefill.uncached
+        for other in self._of_slot.get(prefill.slot, {}).values():
+            left -= other.uncached
+            if left < 0:
+                return False
+        return True
 
     def is_late(self, request: str, blocks: int, now: float) -> bool:
         """True if a prompt takes too long for one that waits for so many of its blocks.

@@ -66,6 +66,8 @@ class PrefixWaits:
         leader, blocks = found
         if any(wait.request == leader.request for wait in ticket.prefix_waits):
             return []
+        if not prefills.dominates(leader):
+            return []  # behind others in the engine, it finds the prefix computed
         if blocks * core.table.block_size * prefills.token_s(slot) < LEAST_S:
             return []
         until = min(now + core.recompute_s(decision, rank), ticket.deadline - MARGIN_S)
