@@ -109,7 +109,7 @@ async def test_damaged_blocks_are_computed_again(kvbm: SmallKvbm, start: Start) 
         file.seek(offset + 100)
         file.write(b"damage")
     await two.run(make_work("two", tokens))
-    assert two.cached("two") == [0, 32]
+    assert two.cached("two") == [0, 48]
     assert two.answer("two") == one.answer("one")
     assert two.lower_tiers.counts.corrupt == 1
     await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 6)

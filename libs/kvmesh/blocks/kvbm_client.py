@@ -96,16 +96,21 @@ class TierSpeeds(Struct, frozen=True, kw_only=True):
     load_bps: float = 0.0
 
     def load_ratio(self, layout: KvLayout) -> float:
-        """The time to load a block over the time to compute it; 0 if unknown."""
+        """The time to get a block of the node over the time to compute it; 0 if unknown.
+
+        An engine loads and computes at once, unless loading is twice as fast.
+        """
         if not (self.compute_tps and self.load_bps):
             return 0.0
-        return layout.block_bytes * self.compute_tps / (self.load_bps * layout.block_size)
+        alone = layout.block_bytes * self.compute_tps / (self.load_bps * layout.block_size)
+        return max(min(alone, 0.5), alone / (1.0 + alone))
 
 
 class FetchedPart(Struct, frozen=True, kw_only=True):
     """Blocks of a prompt from index `first` on, in the arena until the iterator is closed.
 
-    `tiers` are the tiers that the blocks came from; `retention` is what they inherit.
+    `tiers` are the tiers that the blocks came from; `retention` is what they inherit. More parts
+    follow if blocks are `pending`.
     """
 
     attachment: Attachment
@@ -115,6 +120,7 @@ class FetchedPart(Struct, frozen=True, kw_only=True):
     checksums: "array[int]"
     tiers: bytes
     retention: list[Retain]
+    pending: bool
 
     @property
     def arena(self) -> ArenaView:
@@ -173,27 +179,32 @@ class KvbmClient:
         wait_s: float,
         deadline_s: float,
         computes: bool = True,
+        overlaps: bool = False,
     ) -> AsyncGenerator[FetchedPart, None]:
         """Yield the blocks after the `held` leading ones as they reach the arena.
 
         Waits up to `wait_s` for blocks that other workers are computing, and at most `deadline_s`
         in all. With `computes`, this worker is recorded as computing the missing blocks until
         `report_computed`, unless it will not offer them. Close the iterator to return the blocks.
+        With `overlaps`, the worker computes meanwhile; the last part, which may be empty, has
+        nothing `pending`, unless the kvbm is gone.
         """
         attachment = self._attacher.current
         if attachment is None:
             return
         deadline = asyncio.get_running_loop().time() + deadline_s
         with attachment.in_use():
-            fetch = _fetch(attachment, prompt, held, speeds, wait_s, computes)
+            fetch = _fetch(attachment, prompt, held, speeds, wait_s, computes, overlaps)
             fetched = await self._request_ticket(attachment, fetch, _fetched, REQUEST_S)
             ticket, first = (fetched.ticket, held) if fetched is not None else (0, 0)
             try:
                 while fetched is not None:
-                    if fetched.offsets:
-                        yield _part(attachment, ticket, first, fetched)
+                    late = asyncio.get_running_loop().time() > deadline
+                    pending = fetched.pending > 0 and not late
+                    if fetched.offsets or (overlaps and not pending):
+                        yield _part(attachment, ticket, first, fetched, pending)
                     first += len(fetched.offsets) // 8
-                    if not fetched.pending or asyncio.get_running_loop().time() > deadline:
+                    if not pending:
                         break
                     further = Await(attachment.id, ticket, AWAIT_S)
                     fetched = await self._request(attachment, further, _fetched.full, REQUEST_S)
@@ -286,6 +297,7 @@ def _fetch(
     speeds: TierSpeeds,
     wait_s: float,
     computes: bool,
+    overlaps: bool,
 ) -> Fetch:
     return Fetch(
         attachment=attachment.id,
@@ -303,6 +315,7 @@ def _fetch(
         session=prompt.session,
         retention=prompt.retention,
         traceparent=prompt.traceparent,
+        overlaps=overlaps,
     )
 
 
@@ -322,7 +335,9 @@ def _offer(attachment: Attachment, prompt: KvbmPrompt, first: int) -> Offer:
     )
 
 
-def _part(attachment: Attachment, ticket: int, first: int, fetched: Fetched) -> FetchedPart:
+def _part(
+    attachment: Attachment, ticket: int, first: int, fetched: Fetched, pending: bool
+) -> FetchedPart:
     return FetchedPart(
         attachment=attachment,
         ticket=ticket,
@@ -331,6 +346,7 @@ def _part(attachment: Attachment, ticket: int, first: int, fetched: Fetched) -> 
         checksums=array("Q", fetched.checksums),
         tiers=fetched.tiers,
         retention=fetched.retention,
+        pending=pending,
     )
 
 

@@ -138,14 +138,23 @@ def test_loads_queue_behind_each_other_on_the_worker_s_link() -> None:
     assert seen.cached[1] == seen.cached[2] == 4096
 
 
-def test_a_slow_path_is_not_used_once_it_is_measured() -> None:
+def test_a_prompt_is_computed_while_its_last_blocks_are_loaded() -> None:
     at = nodes()
-    slow = replace(at, links=replace(at.links, host=5e7))
-    workload = cycles(4, 6, apart=8.0)
-    _, result = run(workload, options(slow, workers=1))
-    _, fast = run(workload, options(at, workers=1))
-    assert result.tiers.lost_loads >= 1
-    assert 0 < result.tiers.loads < fast.tiers.loads
+    workload = cycles(4, 6, tokens=6000, apart=8.0)
+    _, alone = run(workload, options(None, workers=1))
+    assert alone.latency.ttft_s is not None
+    cached, waits = [], []
+    for bytes_per_s in (5e7, 1e9, 3e9, 2.5e10):
+        linked = replace(at, links=replace(at.links, host=bytes_per_s))
+        _, result = run(workload, options(linked, workers=1))
+        assert result.latency.ttft_s is not None
+        cached.append(result.tiers.tokens[ARENA])
+        waits.append(result.latency.ttft_s.p50)
+    assert cached == sorted(cached)
+    assert cached[0] < 0.1 * cached[-1] < cached[1] < 0.4 * cached[-1] < cached[2] < cached[-1]
+    computing = alone.latency.ttft_s.p50
+    assert max(waits) < 1.08 * computing  # at most a step more
+    assert waits[3] < waits[2] < 0.9 * computing
 
 
 def test_one_of_two_workers_with_the_same_prompt_computes() -> None:

@@ -121,7 +121,8 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     beats computing, by the engine's measured `compute_tps` tokens and `load_bps` bytes per second,
     0 if unknown. The ticket waits up to `wait_s` for blocks that another worker is computing, the
     reply at most half a second. With `computes`, this worker is recorded as computing the blocks
-    that are missing everywhere. Reply: `Fetched` or `Incomplete`.
+    that are missing everywhere. With `overlaps`, the worker loads while it computes, from the last
+    block on, and decides itself what to load of the arena. Reply: `Fetched` or `Incomplete`.
     """
 
     attachment: int
@@ -141,6 +142,7 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     base: bytes = b""
     shared: int = 0
     traceparent: str = ""
+    overlaps: bool = False
 
 
 class Fetched(Struct, frozen=True, array_like=True, tag="fetched"):

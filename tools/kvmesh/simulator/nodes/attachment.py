@@ -1,20 +1,19 @@
-"""A simulated worker's attachment to its node: loads before prefills, write-through after steps."""
+"""A simulated worker's attachment to its node: loads during prefills, write-through after steps."""
 
 from functools import partial
 from typing import Protocol
 
 from kvmesh.blocks.kvbm_client import TierSpeeds
-from kvmesh.bus.messages import Attach, Await, Declined, Fetch, Fetched, Finish
+from kvmesh.bus.messages import Attach, Await, Declined, Fetch, Fetched, Finish, Retain
 from kvmesh.simulator.nodes.links import VirtualLink
 from kvmesh.simulator.nodes.node import SimulatedNode
 from kvmesh.simulator.nodes.prompts import NodePrompt, node_prompt, simulated_layout
 from kvmesh.simulator.nodes.write_through import SimulatedWriteThrough
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
-from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
+from kvmesh.worker.enginecore.backward_load import BackwardLoad, LoadBatch
+from kvmesh.worker.enginecore.sequence import Sequence
 from kvmesh.worker.engines.mock.core import MockCore
-from kvmesh.worker.engines.mock.node_tiers import OnboardedPrefix
 
-TIERS = 4
 AWAIT_S = 0.5  # as `kvmesh.blocks.kvbm_client`
 
 
@@ -51,6 +50,7 @@ class SimulatedAttachment:
         self._options = options
         self._layout = layout
         self._loads: dict[Sequence, _Load] = {}
+        self._closed = False
         speed = options.links.host * core.options.speedup
         self.to_engine = VirtualLink(speed)
         self._filled: dict[str, NodePrompt] = {}
@@ -91,14 +91,43 @@ class SimulatedAttachment:
         self._prompted.append(sequence.request.id)
 
     def poll(self) -> None:
-        """Start the loads of sequences that wait, and cancel those of others."""
-        for sequence in [s for s in self._loads if s.state is not SequenceState.LOADING]:
-            self._loads.pop(sequence).cancel()
+        """Start the loads of sequences that wait, and end those of which nothing is needed."""
+        for sequence, load in list(self._loads.items()):
+            if not sequence.awaits_blocks or load.is_over:
+                del self._loads[sequence]
+                load.inherit()
+                load.cancel()
         for sequence in self.core.scheduler.loading:
             if sequence not in self._loads and sequence.ready_at == float("inf"):
                 self._looked_up.add(sequence.request.id)
-                self._loads[sequence] = load = _Load(self, sequence)
-                load.start()
+                self._loads[sequence] = started = _Load(self, sequence)
+                started.start()
+        self.move()
+
+    def move(self) -> None:
+        """Start the next transfer to the engine, unless one is running."""
+        now = self.node.clock.now
+        if self._closed:
+            return
+        chosen = self.core.scheduler.backward.next_batch(now)
+        if chosen is None:
+            return
+        sequence, batch = chosen
+        size = len(batch) * self.node.block_bytes
+        self.node.totals.to_engines += size
+        ends = self.to_engine.reserve(now, size)
+        self.node.clock.at(ends, partial(self._moved, sequence, batch))
+
+    def _moved(self, sequence: Sequence, batch: LoadBatch) -> None:
+        backward, now = self.core.scheduler.backward, self.node.clock.now
+        self.load_speed.record(len(batch) * self.node.block_bytes, now - batch.started)
+        backward.block_s = self.node.block_bytes / self.load_speed.value
+        load = self._loads.get(sequence)
+        if load is not None and not batch.abandoned:
+            load.copied(len(batch))
+        backward.finish(sequence, batch, len(batch))
+        self.move()
+        self.wake()
 
     def settle(self, seconds: float) -> None:
         """Offer the blocks of a step of `seconds` that has ended."""
@@ -106,6 +135,7 @@ class SimulatedAttachment:
         tokens, self._computed_tokens = computed - self._computed_tokens, computed
         if tokens >= MIN_MEASURED_TOKENS:
             self.compute_speed.record(tokens, seconds)
+            self.core.scheduler.backward.token_s = 1 / self.compute_speed.value
         filled, self._filled = self._filled, {}
         for request, prompt in filled.items():
             if self._writer.put(request, prompt, self._offered.get(request, 0)):
@@ -122,9 +152,10 @@ class SimulatedAttachment:
 
     def close(self) -> None:
         """Detach: the worker is gone."""
-        self._writer.closed = True
+        self._writer.closed = self._closed = True
         for load in self._loads.values():
             load.closed = True
+        self._loads.clear()
         self.node.detach(self.number)
 
     # loads
@@ -143,15 +174,16 @@ class SimulatedAttachment:
             compute_tps=speeds.compute_tps,
             load_bps=speeds.load_bps,
             wait_s=wait_s,
+            overlaps=True,
             tenant=prompt.tenant,
             session=prompt.session,
             retention=prompt.retention,
         )
 
-    def finish(self, sequence: Sequence, loaded: list[int]) -> None:
-        """Let a sequence continue once its load has ended."""
+    def finish(self, sequence: Sequence) -> None:
+        """Let a sequence continue for which the node has no blocks."""
         if self._loads.pop(sequence, None) is not None:
-            self.core.finish_loading(sequence, loaded, self.node.clock.now)
+            self.core.finish_loading(sequence, self.node.clock.now)
 
     def wake(self) -> None:
         self._worker.wake()
@@ -168,83 +200,86 @@ class SimulatedAttachment:
 
 
 class _Load:
-    """The load of one sequence's prefix: fetch, copy the parts as they come, finish."""
+    """The blocks of one sequence that its node holds: fetched, then loaded from the last one on."""
 
     def __init__(self, attachment: SimulatedAttachment, sequence: Sequence) -> None:
         self._attachment = attachment
         self._node = attachment.node
         self._sequence = sequence
-        self._prefix = OnboardedPrefix(attachment.core.blocks, sequence)
-        self._first = self._prefix.held
-        self._loaded = [0] * TIERS
+        self._held = sequence.full_blocks
+        self._retention: list[Retain] = []
+        self._loaded = 0
         self._began = self._node.clock.now
         self._deadline = self._began + self._node.options.deadline_s
         self._ticket = 0
+        self.arriving: BackwardLoad | None = None
         self.closed = False
 
+    @property
+    def is_over(self) -> bool:
+        """True if the sequence needs no more blocks."""
+        return self.arriving is not None and self.arriving is not self._sequence.arriving
+
     def start(self) -> None:
-        fetch = self._attachment.fetch(self._sequence, self._first, self._node.options.wait_s)
+        fetch = self._attachment.fetch(self._sequence, self._held, self._node.options.wait_s)
         self._node.ask(fetch, self._receive)
 
     def cancel(self) -> None:
-        """Return the ticket: the sequence no longer waits."""
+        """Return the ticket: the sequence needs no more blocks."""
         self.closed = True
         self._return_ticket()
-        self._prefix.release()
+        self._count()
+
+    def inherit(self) -> None:
+        """Apply the claims that the loaded blocks bring along."""
+        if self._retention:
+            self._attachment.core.scheduler.inherit_claims(self._sequence, self._retention)
+
+    def copied(self, blocks: int) -> None:
+        """Count blocks that have arrived."""
+        self._loaded += blocks
 
     def _receive(self, reply: object) -> None:
         if not isinstance(reply, Fetched):
-            if not self.closed:
-                self._finish()
+            self._end()
             return
         self._ticket = reply.ticket
         if self.closed:
             self._return_ticket()
             return
-        count = len(reply.offsets) // 8
-        if not count:
-            self._next(reply, 0)
-            return
-        skipped = self._prefix.extend(self._first) - self._first
-        if skipped < 0:
-            self._finish()
-            return
-        reserved = self._prefix.reserve(count - skipped)
-        size = reserved * self._node.block_bytes
-        self._node.totals.to_engines += size
-        now = self._node.clock.now
-        ends = self._attachment.to_engine.reserve(now, size)
-        self._node.clock.at(ends, partial(self._copied, reply, skipped, reserved, now))
-
-    def _copied(self, reply: Fetched, skipped: int, reserved: int, since: float) -> None:
-        attachment, node, prefix = self._attachment, self._node, self._prefix
-        if self.closed:
-            attachment.core.blocks.free_private(reserved)
-            return
-        attachment.load_speed.record(reserved * node.block_bytes, node.clock.now - since)
-        prefix.commit(reserved, reserved)
-        for tier in reply.tiers[skipped : skipped + reserved]:
-            self._loaded[tier] += 1
-        prefix.inherit(reply.retention, attachment.core.options.limits.block_size)
-        count = len(reply.offsets) // 8
-        if prefix.covers(self._first + count):
-            self._next(reply, count)
+        if reply.tiers:
+            self._retention += reply.retention
+            self._offer(reply.tiers)
+        if reply.pending and self._node.clock.now <= self._deadline:
+            self._attachment.wake()
+            self._node.ask(Await(self._attachment.number, self._ticket, AWAIT_S), self._receive)
         else:
-            self._finish()
+            self._end()
 
-    def _next(self, reply: Fetched, count: int) -> None:
-        self._first += count
-        if not reply.pending or self._node.clock.now > self._deadline:
-            self._finish()
+    def _offer(self, tiers: bytes) -> None:
+        """Let the sequence compute while these blocks are loaded."""
+        attachment, load = self._attachment, self.arriving
+        if load is None:
+            scheduler = attachment.core.scheduler
+            load = self.arriving = scheduler.begin_backward(self._sequence, self._node.clock.now)
+            self._node.clock.at(self._deadline, self._expire)
+        load.extend(tiers[max(0, load.end - self._held) :])
+        self._held += len(tiers)
+        attachment.move()
+
+    def _expire(self) -> None:
+        if not self.closed and self.arriving is not None:
+            self._attachment.core.scheduler.backward.stop(self._sequence, self.arriving)
+            self._attachment.wake()
+
+    def _end(self) -> None:
+        """The node has no more blocks."""
+        if self.closed:
             return
-        self._node.ask(Await(self._attachment.number, self._ticket, AWAIT_S), self._receive)
-
-    def _finish(self) -> None:
-        self.closed = True
-        self._return_ticket()
-        self._count()
-        self._attachment.finish(self._sequence, self._loaded)
-        self._prefix.release()
+        if self.arriving is None:
+            self._attachment.finish(self._sequence)
+        else:
+            self.arriving.pending = False
         self._attachment.wake()
 
     def _return_ticket(self) -> None:
@@ -253,20 +288,7 @@ class _Load:
             self._node.tell(Finish(self._attachment.number, ticket))
 
     def _count(self) -> None:
-        """Count the load, and compare it with computing its blocks on an idle engine."""
-        node, options = self._node, self._attachment.core.options
-        took = node.clock.now - self._began
-        blocks = sum(self._loaded)
-        if not blocks and took <= 2 * node.options.message_s:
-            return
-        step, tokens = options.limits.max_batched_tokens, blocks * options.limits.block_size
-        steps, rest = divmod(tokens, step)
-        computing = steps * options.model.prefill(step) + (
-            options.model.prefill(rest) if rest else 0.0
-        )
-        totals = node.totals
-        totals.loads += 1
-        lost = took - computing / options.speedup
-        if lost > 0:
-            totals.lost_loads += 1
-            totals.lost_s += lost
+        """Count the load if it brought blocks or made the sequence wait."""
+        node = self._node
+        if self._loaded or node.clock.now - self._began > 2 * node.options.message_s:
+            node.totals.loads += 1

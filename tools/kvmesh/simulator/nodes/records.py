@@ -9,8 +9,7 @@ class NodeRecord:
 
     `to_engines` and `from_engines` are bytes over the links of its workers; `network` and
     `store_read` are bytes that the node received. `disk_rewritten` are bytes of blocks that the
-    disk had held before. A load is lost if computing its blocks on an idle engine would have taken
-    less time; `lost_s` is the sum of the differences.
+    disk had held before.
     """
 
     name: str
@@ -23,7 +22,5 @@ class NodeRecord:
     store_read: int = 0
     store_written: int = 0
     loads: int = 0
-    lost_loads: int = 0
-    lost_s: float = 0.0
     skipped_blocks: int = 0
     on_disk: set[bytes] = field(default_factory=set)

@@ -29,17 +29,13 @@ class TierFigures(Struct, frozen=True, kw_only=True):
 
     The others are totals of all nodes. `moved` are bytes by link; "disk_rewritten" are those of
     "disk_written" in blocks that the same disk had held before. A *load* brought blocks to an
-    engine or made it wait; it was *lost* if computing its blocks on an idle engine would have taken
-    less time, and `lost_s` adds up the differences. `skipped_blocks` left an engine before they
-    were written through.
+    engine or made it wait. `skipped_blocks` left an engine before they were written through.
     """
 
     tokens: list[int]
     shares: list[float]
     moved: dict[str, int]
     loads: int = 0
-    lost_loads: int = 0
-    lost_s: float = 0.0
     skipped_blocks: int = 0
 
 
@@ -61,8 +57,6 @@ def tier_figures(
         shares=[count / max(prompt_tokens, 1) for count in tokens],
         moved={name: sum(getattr(t, name) for t in totals) for _, name in LINKS} if nodes else {},
         loads=sum(t.loads for t in totals),
-        lost_loads=sum(t.lost_loads for t in totals),
-        lost_s=sum(t.lost_s for t in totals),
         skipped_blocks=sum(t.skipped_blocks for t in totals),
     )
 
@@ -88,8 +82,4 @@ def tier_rows(runs: Sequence[TierFigures]) -> list[Row]:
         for name, link in LINKS
         if any(run.moved.get(link) for run in runs)
     ]
-    rows += [
-        ("loads", lambda f: f"{f.loads:,}"),
-        ("· lost against computing", lambda f: f"{f.lost_loads:,} ({f.lost_s:,.1f} s)"),
-    ]
-    return rows
+    return [*rows, ("loads", lambda f: f"{f.loads:,}")]

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
+from kvmesh.bus.messages import Retain, owner
+from kvmesh.worker.enginecore.backward_load import BackwardLoad
+from kvmesh.worker.enginecore.backward_loads import BackwardLoads
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.counters import variance
 from kvmesh.worker.enginecore.decode_batch import DecodeBatch
 from kvmesh.worker.enginecore.radix_tree import PrefixMatch
-from kvmesh.worker.enginecore.retention_request import NO_RETENTION
+from kvmesh.worker.enginecore.retention_request import NO_RETENTION, inherited_retention
 from kvmesh.worker.enginecore.sequence import Request, Sequence, SequenceState
 from kvmesh.worker.enginecore.simulated_tiers import SimulatedTiers
 
@@ -58,6 +61,7 @@ class HashGuard(Protocol):
 class Scheduler:
     """Waiting → (loading →) prefilling → decoding, by priority (higher first), then by arrival.
 
+    `backward` has the prefilling sequences whose last blocks are loaded meanwhile.
     When blocks run out, the sequence that is last in this order is preempted: it unlocks its
     blocks, waits again, and later computes again what was evicted meanwhile.
 
@@ -79,6 +83,7 @@ class Scheduler:
         self.waiting: list[tuple[int, int, Sequence]] = []
         self.loading: list[Sequence] = []
         self.prefilling: list[Sequence] = []
+        self.backward = BackwardLoads(limits.block_size, blocks, self.record_computed)
         self.decoding = DecodeBatch()
         self.live: dict[str, Sequence] = {}
         self.waiting_count = 0
@@ -92,7 +97,7 @@ class Scheduler:
     @property
     def settled(self) -> bool:
         """True if the batch does not change until a sequence ends or needs a block."""
-        if self.loading:
+        if self.loading or self.backward.sequences:
             return False
         return self._rejected_at is not None or not self.waiting_count
 
@@ -105,7 +110,8 @@ class Scheduler:
         """Prompt tokens, queued or in progress, that are not computed yet."""
         pending = self.prefilling + self.loading
         started = sum([s.prompt_length + s.generated - s.computed for s in pending])
-        return started + self.waiting_tokens
+        ahead = sum([s.ahead_blocks for s in self.backward.sequences])
+        return started - ahead * self.limits.block_size + self.waiting_tokens
 
     @property
     def waiting_variance(self) -> float:
@@ -128,6 +134,12 @@ class Scheduler:
         self.remove(sequence, SequenceState.ENDED)
         return True
 
+    def take_arrived(self, now: float) -> None:
+        """Between steps: let sequences continue behind the blocks that have arrived for them."""
+        self.blocks.now = now
+        for sequence in self.backward.sequences[:]:
+            self.backward.take_arrived(sequence, now)
+
     def schedule_next_batch(self, now: float) -> list[ScheduledChunk]:
         """Allocate blocks for the next step; return its prompt chunks.
 
@@ -142,12 +154,14 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         if not self.prefilling and not self.waiting:
             return chunks
+        self.backward.recheck_at = -1.0
         budget = self.limits.max_batched_tokens - len(self.decoding.members)
-        for sequence in sorted(self.prefilling, key=_SORT_KEY):
-            if sequence.state is SequenceState.PREFILLING and budget > 0:
-                budget -= self._schedule_chunk(sequence, budget, chunks)
+        self._schedule_prefilling(now, budget, chunks, True)
+        budget -= sum([chunk.tokens for chunk in chunks])
         if self.waiting and preemptions == self.preemptions:
             self._admit(now, budget, chunks)
+        if not chunks and not self.decoding.members and self.backward.sequences:
+            self._schedule_prefilling(now, budget, chunks, False)
         if preemptions == self.preemptions:
             return chunks
         return [chunk for chunk in chunks if chunk.sequence.state is SequenceState.PREFILLING]
@@ -170,6 +184,7 @@ class Scheduler:
             self.tiers.store(sequence, priority, self.blocks.now)
         ends = state is SequenceState.ENDED and sequence.cached_reported
         outcome = self._claim_output(sequence) if ends else None
+        self.backward.end(sequence)
         held = sequence.sequence_hashes[: sequence.full_blocks]
         if held and state is SequenceState.ENDED:
             self._note_end(sequence, held)
@@ -180,6 +195,36 @@ class Scheduler:
         if state is SequenceState.ENDED:
             del self.live[sequence.request.id]
         return outcome
+
+    def lock_held(self, sequence: Sequence) -> None:
+        """Let a sequence that waits for a kvbm continue from the blocks held now."""
+        if self._guard is not None:
+            self._guard.before_match(sequence)
+        before = sequence.sequence_hashes[: sequence.full_blocks]
+        sequence.full_blocks = self.blocks.lock_prefix(sequence.reusable)
+        self.blocks.unlock(before)
+        sequence.computed = sequence.full_blocks * self.limits.block_size
+
+    def begin_backward(self, sequence: Sequence, now: float) -> BackwardLoad:
+        """Let a sequence that waits for a kvbm compute while its last blocks are loaded."""
+        self.lock_held(sequence)
+        self.loading.remove(sequence)
+        self.record_computed(sequence, sequence.private_blocks * self.limits.block_size)
+        if not sequence.cached_reported:
+            sequence.cached = [sequence.computed]
+        sequence.ready_at = now
+        sequence.state = SequenceState.PREFILLING
+        self.prefilling.append(sequence)
+        return self.backward.begin(sequence, now)
+
+    def inherit_claims(self, sequence: Sequence, retention: list[Retain]) -> None:
+        """Apply the claims that loaded blocks bring along; `retention` is in tokens."""
+        if not sequence.full_blocks:
+            return
+        tenant = owner(sequence.request.tenant)
+        claims = inherited_retention(retention, self.limits.block_size, tenant)
+        held = sequence.sequence_hashes[: sequence.full_blocks]
+        self.blocks.retention.claim_inherited(held, claims, self.blocks.now)
 
     def claim_prompt(self, sequence: Sequence) -> list[str] | None:
         """Apply the claims of a request to its computed prompt; return their outcomes."""
@@ -331,6 +376,23 @@ class Scheduler:
             if sequence.state is SequenceState.DECODING and self._allocate_or_preempt(sequence, 1):
                 self.decoding.grant_slots(sequence, self.limits.block_size)
 
+    def _schedule_prefilling(
+        self, now: float, budget: int, chunks: list[ScheduledChunk], busy: bool
+    ) -> None:
+        for sequence in sorted(self.prefilling, key=_SORT_KEY):
+            if sequence.state is not SequenceState.PREFILLING or budget <= 0:
+                continue
+            load = sequence.arriving
+            if load is None:
+                budget -= self._schedule_chunk(sequence, budget, chunks)
+                continue
+            tokens = self.backward.chunk(sequence, now, busy)
+            if tokens:
+                tokens = self._schedule_chunk(sequence, min(budget, tokens), chunks)
+                load.front = sequence.computed + tokens
+                load.front_at = now + tokens * self.backward.token_s
+                budget -= tokens
+
     def _schedule_chunk(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
         computed = sequence.computed
         tokens = min(budget, sequence.length - computed)
@@ -397,7 +459,9 @@ class Scheduler:
         if sequence.cached is None:
             sequence.cached = lower.tokens(size)
             sequence.admitted_at = now
-        if lower.loadable or lower.kvbm_queried:
+        missing, decoding = sequence.length - sequence.computed, len(self.decoding.members)
+        queried = lower.kvbm_queried and self.backward.pays_lookup(missing, decoding)
+        if lower.loadable or queried:
             self._allocate_or_preempt(sequence, lower.loadable)
             sequence.ready_at = self.tiers.load(lower, now)
             sequence.state = SequenceState.LOADING

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from kvmesh.hashing import HASH_BYTES, TOKEN_BYTES, block_hashes, sequence_hashes
+from kvmesh.worker.enginecore.backward_load import BackwardLoad
 from kvmesh.worker.enginecore.retention_request import RetentionRequest
 
 
@@ -61,6 +62,7 @@ class SequenceState(Enum):
 class Sequence:
     """The progress of a request, with `full_blocks` locked full blocks and `private_blocks` others.
 
+    Of the private ones, `ahead_blocks` are filled by `arriving`, the load of blocks further back.
     The least `sort_key` is scheduled first, the greatest preempted first. `cached` is the cached
     prompt tokens by tier; the sequence was first admitted at `admitted_at`. The claims on the first
     `claimed_blocks` blocks are applied. While the sequence decodes, its state is that at step
@@ -70,7 +72,9 @@ class Sequence:
 
     __slots__ = (
         "admitted_at",
+        "ahead_blocks",
         "arrival",
+        "arriving",
         "block_size",
         "cached",
         "cached_reported",
@@ -110,6 +114,8 @@ class Sequence:
         self.computed = 0
         self.full_blocks = 0
         self.private_blocks = 0
+        self.ahead_blocks = 0
+        self.arriving: BackwardLoad | None = None
         self.free_slots = 0
         self.synced_step = 0
         self.due_step = self.end_step = -1
@@ -123,6 +129,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens of the output that are not generated yet."""
         return self.request.target - self.generated
+
+    @property
+    def awaits_blocks(self) -> bool:
+        """True if blocks from a kvbm are awaited or loaded."""
+        return self.state is SequenceState.LOADING or self.arriving is not None
 
     def advance(self, clock: int) -> None:
         """Apply the decode steps from `synced_step` up to the batch's step count `clock`."""
@@ -138,8 +149,9 @@ class Sequence:
         return self.sequence_hashes[: (self.length - 1) // self.block_size]
 
     def blocks_needed(self, computed: int) -> int:
-        """Private blocks to allocate before `computed` tokens are in memory."""
-        return -(-computed // self.block_size) - self.full_blocks - self.private_blocks
+        """Private blocks to allocate before the first `computed` tokens are in memory."""
+        front = self.private_blocks - self.ahead_blocks
+        return -(-computed // self.block_size) - self.full_blocks - front
 
     def rehash(self, first: int, seed: int) -> None:
         """Replace the hashes of the blocks from `first` on by a chain that starts from `seed`."""

@@ -21,8 +21,18 @@ class LoadablePrefix:
         self._store = store
         self._in_progress = in_progress
 
-    def worth_loading(self, prompt: PromptBlocks, engine: EngineSpeed, found: Found) -> int:
-        """Number of leading blocks of `found`, consecutive blocks, that are worth loading."""
+    def worth_loading(
+        self, prompt: PromptBlocks, engine: EngineSpeed, found: Found, overlaps: bool = False
+    ) -> int:
+        """Number of leading blocks of `found`, consecutive blocks, that are worth loading.
+
+        With `overlaps`, those in the arena are: an engine takes as many as arrive in time.
+        """
+        ready = 0
+        while overlaps and ready < len(found) and _in_arena(found[ready]):
+            ready += 1
+        if ready:
+            return ready + self.worth_loading(prompt, engine, found[ready:])
         tiers = [ARENA if b is None or ARENA in b.copies else min(b.copies) for b in found]
         steps = [self._step(prompt, tier, len(list(same))) for tier, same in groupby(tiers)]
         count = blocks_worth_loading(steps, engine, block_size(prompt))
@@ -64,3 +74,7 @@ class LoadablePrefix:
 def block_size(prompt: PromptBlocks) -> int:
     """Tokens of a block."""
     return prompt.space.layout.block_size
+
+
+def _in_arena(block: Block | None) -> bool:
+    return block is not None and block.registered(ARENA) is not None

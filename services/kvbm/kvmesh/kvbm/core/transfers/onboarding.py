@@ -84,7 +84,9 @@ class Onboarding:
         in_use = found[held:] if prompt.space.layout.window else found
         store.touch(in_use)
         end = self._prefix.end(prompt, found, held, request, message.wait_s > 0)
-        chosen = held + self._prefix.worth_loading(prompt, engine, found[held:end])
+        chosen = held + self._prefix.worth_loading(
+            prompt, engine, found[held:end], message.overlaps
+        )
         ticket = ReadTicket(
             number,
             message.attachment,

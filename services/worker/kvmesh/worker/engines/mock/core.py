@@ -4,6 +4,7 @@ It has no clock, no I/O and no randomness: the caller gives the start of each st
 returned duration pass. A live worker and the simulator run the same code.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from kvmesh.bus.messages import Cleared, KvEvent, Load, ReturnForecast
@@ -150,6 +151,7 @@ class MockCore:
         With `horizon`, steps that only decode and fill no block are taken together, as many as fit
         into that many seconds. The result equals that of single steps, in fewer calls.
         """
+        self.scheduler.take_arrived(now)
         chunks = self.scheduler.schedule_next_batch(now)
         self._set_pace(now)
         return self._step(chunks, now, horizon)
@@ -160,6 +162,7 @@ class MockCore:
         The caller passes the plan to `execute`, or the part of it up to a new arrival. Until then
         it may only call `submit`.
         """
+        self.scheduler.take_arrived(now)
         chunks = self.scheduler.schedule_next_batch(now)
         self._set_pace(now)
         decoding = self.scheduler.decoding
@@ -181,6 +184,7 @@ class MockCore:
         outputs: list[MockOutput] = []
         self._decode(plan.steps, outputs)
         self.counters.count_steps(plan.steps, plan.duration)
+        self.scheduler.backward.step_s = plan.duration / plan.steps
         return StepResult(plan.duration, plan.steps, outputs, self.take_events())
 
     def _step(self, chunks: list[ScheduledChunk], now: float, horizon: float) -> StepResult:
@@ -195,26 +199,18 @@ class MockCore:
             self._prefill(chunk, outputs)
         if chunks:
             self.counters.prefill_steps += 1
+        else:
+            self.scheduler.backward.step_s = seconds
         self.counters.count_steps(steps, seconds * steps)
         return StepResult(seconds * steps, steps, outputs, self.take_events())
 
-    def finish_loading(self, sequence: Sequence, loaded: list[int], now: float) -> None:
-        """Let a sequence that waits for the node's tiers continue from the blocks held now.
-
-        `loaded` counts the blocks loaded for it by tier.
-        """
+    def finish_loading(self, sequence: Sequence, now: float) -> None:
+        """Let a sequence that waits for the node's tiers continue without blocks from there."""
         if sequence.state is not SequenceState.LOADING:
             return
-        before = sequence.sequence_hashes[: sequence.full_blocks]
-        sequence.full_blocks = self.blocks.lock_prefix(sequence.reusable)
-        self.blocks.unlock(before)
-        size = self.options.limits.block_size
-        sequence.computed = sequence.full_blocks * size
+        self.scheduler.lock_held(sequence)
         if not sequence.cached_reported:
-            tiers = [sequence.full_blocks - sum(loaded[1:]), *loaded[1:]]
-            while len(tiers) > 1 and not tiers[-1]:
-                tiers.pop()
-            sequence.cached = [blocks * size for blocks in tiers]
+            sequence.cached = [sequence.computed]
         sequence.ready_at = now
 
     def _has_node_tiers(self) -> bool:
@@ -267,6 +263,9 @@ class MockCore:
 
     def _seconds_until_loaded(self, now: float) -> float:
         arrivals = [s.ready_at for s in self.scheduler.loading]
+        if self.scheduler.backward.sequences:
+            recheck_at = self.scheduler.backward.recheck_at
+            arrivals.append(recheck_at if recheck_at >= 0.0 else math.inf)
         return max(0.0, min(arrivals) - now) if arrivals else 0.0
 
     def _seconds(self, chunks: list[ScheduledChunk], decoding: int) -> float:

@@ -26,11 +26,13 @@ from kvmesh.blocks.write_through import WriteThrough
 from kvmesh.bus.messages import KvLayout, LayerLayout
 from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
 from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.worker.adapters.backward_onboarding import BackwardOnboarding
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 from kvmesh.worker.capabilities import TierCounts
-from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
+from kvmesh.worker.enginecore.backward_load import LoadBatch
+from kvmesh.worker.enginecore.sequence import Sequence
 from kvmesh.worker.enginecore.simulated_tiers import TIERS, Link
-from kvmesh.worker.engines.mock.node_tiers import OnboardedPrefix, retained
+from kvmesh.worker.engines.mock.node_tiers import retained
 from kvmesh.worker.engines.mock.rank import MockRank
 
 log = logging.getLogger(__name__)
@@ -94,6 +96,7 @@ class KvbmTiers:
         self._prompted: list[str] = []
         self._looked_up: set[str] = set()
         self._tasks: dict[Sequence, asyncio.Task[None]] = {}
+        self._onboarding = BackwardOnboarding(rank.core.scheduler, client, self, self._on_change)
         self._touches = BackgroundTasks()
         self._loaded = [0] * len(TIERS)
         self._corrupt = 0
@@ -113,6 +116,7 @@ class KvbmTiers:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._onboarding.close()
         await self._touches.close()
         await self.writer.close()
         await self._client.close()
@@ -150,14 +154,16 @@ class KvbmTiers:
         self._prompted.append(sequence.request.id)
 
     def poll(self) -> None:
-        """Start onboarding for sequences that wait; cancel it for those that no longer do."""
-        for sequence in [s for s in self._tasks if s.state is not SequenceState.LOADING]:
+        """Start onboarding for sequences that wait; end it for those that need no more blocks."""
+        over = self._onboarding.ended()
+        for sequence in [s for s in self._tasks if s in over or not s.awaits_blocks]:
             self._tasks.pop(sequence).cancel()
         for sequence in self._core.scheduler.loading:
             if sequence not in self._tasks and sequence.ready_at == float("inf"):
                 self._looked_up.add(sequence.request.id)
                 task = asyncio.create_task(self._onboard(sequence), name="onboarding")
                 self._tasks[sequence] = task
+        self._onboarding.move()
 
     def settle(self, seconds: float) -> None:
         """Offer the blocks that became full in steps of `seconds`, which have ended."""
@@ -165,6 +171,7 @@ class KvbmTiers:
         tokens, self._computed_tokens = computed - self._computed_tokens, computed
         if tokens >= MIN_MEASURED_TOKENS:
             self._compute_speed.record(tokens, seconds)
+            self._core.scheduler.backward.token_s = 1 / self._compute_speed.value
         if self._attachments != self._client.attachments:
             self._attachments = self._client.attachments
             self._offered.clear()
@@ -202,71 +209,55 @@ class KvbmTiers:
                     break
 
     async def _onboard(self, sequence: Sequence) -> None:
-        prefix = OnboardedPrefix(self._core.blocks, sequence)
-        loaded = [0] * len(TIERS)
-        request = sequence.request.id
+        request, blocks = sequence.request.id, len(sequence.reusable)
         try:
-            prompt = self._describe(MockBlocks(request, prefix.hashes, prefix.local, sequence))
+            hashes, local = sequence.reusable, sequence.local_hashes[:blocks]
+            prompt = self._describe(MockBlocks(request, hashes, local, sequence))
             if prompt is not None:
-                await self._load(prompt, prefix, loaded)
+                limits = self._limits
+                await self._onboarding.load(
+                    sequence, prompt, self._speeds, limits.wait_s, limits.deadline_s
+                )
         except (RuntimeError, ValueError, OSError) as error:
             log.error("request %s: cannot load blocks: %s", request, error)
         finally:
             if self._tasks.get(sequence) is asyncio.current_task():
                 del self._tasks[sequence]
-                now = asyncio.get_running_loop().time()
-                self._core.finish_loading(sequence, loaded, now)
-            prefix.release()
-            self._rank.publish_events()
-            self._rank.wake()
+                self._core.finish_loading(sequence, asyncio.get_running_loop().time())
+                self._on_change()
 
-    async def _load(self, prompt: KvbmPrompt, prefix: OnboardedPrefix, loaded: list[int]) -> None:
-        limits = self._limits
-        loading = self._client.load(
-            prompt, prefix.held, self._speeds, limits.wait_s, limits.deadline_s
-        )
-        async with aclosing(loading) as parts:
-            async for part in parts:
-                skipped, valid = await self._load_part(prompt, part, prefix)
-                for tier in part.tiers[skipped : skipped + valid]:
-                    loaded[tier] += 1
-                    self._loaded[tier] += 1
-                prefix.inherit(part.retention, self._core.options.limits.block_size)
-                if not prefix.covers(part.first + len(part.offsets)):
-                    break
-
-    async def _load_part(
-        self, prompt: KvbmPrompt, part: FetchedPart, prefix: OnboardedPrefix
-    ) -> tuple[int, int]:
-        """Load the missing blocks of a part; returns how many it skipped and how many it loaded."""
-        skipped = prefix.extend(part.first) - part.first
-        if skipped < 0:
-            return 0, 0
-        reserved = prefix.reserve(len(part.offsets) - skipped)
-        valid = 0
-        try:
-            start = asyncio.get_running_loop().time()
-            await self._pass_time(self._to_engine, reserved)
-            valid = self._count_valid(prompt, part, skipped, reserved)
-            took = asyncio.get_running_loop().time() - start
-            self._load_speed.record(valid * self._stored_bytes, took)
-        finally:
-            prefix.commit(reserved, valid)
-            self._rank.publish_events()
-        if valid < reserved:
+    async def copy_in(
+        self, sequence: Sequence, batch: LoadBatch, prompt: KvbmPrompt, part: FetchedPart
+    ) -> int:
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        await self._pass_time(self._to_engine, len(batch))
+        valid = self._count_valid(prompt, part, batch)
+        self._load_speed.record(valid * self._stored_bytes, clock() - start)
+        if self._load_speed.value:
+            self._core.scheduler.backward.block_s = self._stored_bytes / self._load_speed.value
+        first = batch.end - valid - part.first
+        if not batch.abandoned:
+            for tier in part.tiers[first : batch.end - part.first]:
+                self._loaded[tier] += 1
+        if valid < len(batch):
             self._corrupt += 1
-            block = part.first + skipped + valid
+            block = batch.end - valid - 1
             log.warning("request %s: block %d has a wrong checksum", prompt.request, block)
             self._client.report_corrupt(part, digest_of(prompt, block))
-        return skipped, valid
+        return valid
 
-    def _count_valid(self, prompt: KvbmPrompt, part: FetchedPart, skipped: int, count: int) -> int:
-        """Number of leading blocks whose content is that of their digests."""
-        for index in range(skipped, skipped + count):
-            view = part.arena.view(part.offsets[index], self._stored_bytes)
-            if view != self._content(digest_of(prompt, part.first + index)):
-                return index - skipped
-        return count
+    def _count_valid(self, prompt: KvbmPrompt, part: FetchedPart, batch: LoadBatch) -> int:
+        """Number of a batch's last blocks whose content is that of their digests."""
+        for block in range(batch.end - 1, batch.first - 1, -1):
+            view = part.arena.view(part.offsets[block - part.first], self._stored_bytes)
+            if view != self._content(digest_of(prompt, block)):
+                return batch.end - 1 - block
+        return len(batch)
+
+    def _on_change(self) -> None:
+        self._rank.publish_events()
+        self._rank.wake()
 
     async def _pass_time(self, link: Link, blocks: int) -> None:
         """Wait as long as the KV of `blocks` takes over a link, behind other transfers."""

@@ -172,6 +172,11 @@ class TorchCore:
 
     def plan(self, now: float) -> tuple[TorchStep, list[KvEvent]]:
         """Schedule the next step; returns it and the events of evicted blocks."""
+        arriving = self.scheduler.backward.sequences[:]
+        self.scheduler.take_arrived(now)
+        for sequence in arriving:
+            self.physical_blocks.block_table(sequence)
+            self.physical_blocks.cache_full_blocks(sequence)
         chunks = self.scheduler.schedule_next_batch(now)
         events = self.take_events()
         self.physical_blocks.release_idle()
@@ -206,7 +211,10 @@ class TorchCore:
         self._advance_decodes()
         for entry, sampled in prefills:
             self._advance_prefill(entry, sampled)
-        self.counters.prefill_steps += any(not entry.is_decode for entry in step.entries)
+        if any(not entry.is_decode for entry in step.entries):
+            self.counters.prefill_steps += 1
+        else:
+            self.scheduler.backward.step_s = seconds
         self.counters.count_steps(1, seconds)
         self._offer(entry for entry, _ in live)
         deltas = [self._output(entry, sampled) for entry, sampled in live if sampled is not None]
@@ -216,23 +224,13 @@ class TorchCore:
         """The request of a live sequence."""
         return self._requests[sequence.request.id]
 
-    def finish_loading(self, sequence: Sequence, loaded_tokens: list[int]) -> None:
-        """Let a loading sequence continue from the blocks held now.
-
-        `loaded_tokens` counts the tokens loaded for it by tier.
-        """
+    def finish_loading(self, sequence: Sequence) -> None:
+        """Let a sequence that waits for lower tiers continue without blocks from there."""
         if sequence.state is not SequenceState.LOADING:
             return
-        self.before_match(sequence)
-        before = sequence.sequence_hashes[: sequence.full_blocks]
-        sequence.full_blocks = self.blocks.lock_prefix(sequence.reusable)
-        self.blocks.unlock(before)
-        sequence.computed = sequence.full_blocks * self.limits.block_size
+        self.scheduler.lock_held(sequence)
         if not sequence.cached_reported:
-            tiers = [sequence.computed - sum(loaded_tokens[1:]), *loaded_tokens[1:]]
-            while len(tiers) > 1 and not tiers[-1]:
-                tiers.pop()
-            sequence.cached = tiers
+            sequence.cached = [sequence.computed]
         sequence.ready_at = 0.0
 
     def take_events(self) -> list[KvEvent]:

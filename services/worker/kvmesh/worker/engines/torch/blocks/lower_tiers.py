@@ -1,4 +1,4 @@
-"""Lower tiers of the torch engine: onboards blocks before a prefill, writes full ones through.
+"""Lower tiers of the torch engine: onboards blocks during a prefill, writes full ones through.
 
 The event loop owns all state; threads copy blocks while the model works on other sequences. Blocks
 being copied are locked, so their block ids are not reused.
@@ -34,11 +34,13 @@ from kvmesh.tracing.names import ONBOARD
 from kvmesh.tracing.names import TIERS as LOADED_TIERS
 from kvmesh.tracing.tracer import continued
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
+from kvmesh.worker.adapters.backward_onboarding import BackwardOnboarding
 from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import OutputDelta
+from kvmesh.worker.enginecore.backward_load import LoadBatch
 from kvmesh.worker.enginecore.retention_request import inherited_retention
-from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
+from kvmesh.worker.enginecore.sequence import Sequence
 from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
 from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix, lock_held_prefix
 from kvmesh.worker.engines.torch.core import EngineRequest, TorchCore, TorchStep
@@ -96,6 +98,7 @@ class LowerTiers:
         self._copier = BlockCopier(core.model.pool)
         self._threads = ThreadPoolExecutor(2, "blocks")
         self._tasks: dict[Sequence, asyncio.Task[None]] = {}
+        self._onboarding = BackwardOnboarding(core.scheduler, client, self, on_change)
         self._touches = BackgroundTasks()
         self._recent: LruCache[str, FullBlocks] = LruCache(
             RECENT_SHARE * core.blocks.capacity, lambda _, item: len(item.hashes)
@@ -127,6 +130,7 @@ class LowerTiers:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._onboarding.close()
         await self._touches.close()
         await self.writer.close()
         await self._client.close()
@@ -138,6 +142,7 @@ class LowerTiers:
         tokens = sum(len(entry.row.tokens) for entry in step.entries if not entry.is_decode)
         if tokens >= MIN_MEASURED_TOKENS:
             self._compute_speed.record(tokens, seconds)
+            self._core.scheduler.backward.token_s = 1 / self._compute_speed.value
         for delta in deltas:
             if delta.cached is not None:
                 self.writer.end(delta.request)
@@ -145,13 +150,15 @@ class LowerTiers:
     # onboarding
 
     def poll(self) -> None:
-        """Start onboarding for newly loading sequences; cancel it for those no longer loading."""
-        for sequence in [s for s in self._tasks if s.state is not SequenceState.LOADING]:
+        """Start onboarding for sequences that wait; end it for those that need no more blocks."""
+        over = self._onboarding.ended()
+        for sequence in [s for s in self._tasks if s in over or not s.awaits_blocks]:
             self._tasks.pop(sequence).cancel()
         for sequence in self._core.scheduler.loading:
             if sequence not in self._tasks:
                 task = asyncio.create_task(self._onboard(sequence), name="onboarding")
                 self._tasks[sequence] = task
+        self._onboarding.move()
         if self.available:
             for sequence in self._core.scheduler.prefilling:
                 self._touch(sequence, self._core.request(sequence))
@@ -173,29 +180,61 @@ class LowerTiers:
                     break
 
     async def _onboard(self, sequence: Sequence) -> None:
-        request, loaded_tokens = self._core.request(sequence), [0] * TIERS
-        hashes = sequence.reusable
-        local = sequence.local_hashes[: len(hashes)]
-        fingerprints = request.fingerprints.upto(request.tokens, len(hashes))
-        salt, tenant = sequence.request.salt, sequence.request.tenant
-        prefix = HeldPrefix(self._core, hashes, local, fingerprints, salt, tenant, self._on_change)
+        request, hashes = self._core.request(sequence), sequence.reusable
         request.looked_up = True
         span = continued(request.work.traceparent, ONBOARD)
         try:
-            prompt = await self._describe_prompt(request, prefix.hashes, prefix.local_hashes)
+            local = sequence.local_hashes[: len(hashes)]
+            prompt = await self._describe_prompt(request, hashes, local)
             if prompt is not None:
-                await self._load_parts(prompt, prefix, loaded_tokens)
+                wait_s, deadline_s = self._options.wait_s, self._options.deadline_s
+                await self._onboarding.load(sequence, prompt, self.speeds, wait_s, deadline_s)
         except (RuntimeError, ValueError, OSError) as error:
             log.error("request %s: cannot load blocks: %s", request.work.request, error)
             span.fail("load")
         finally:
-            span.set(LOADED_TIERS, loaded_tokens)
+            span.set(LOADED_TIERS, sequence.cached or [])
             span.end()
             if self._tasks.get(sequence) is asyncio.current_task():
                 del self._tasks[sequence]
-                self._core.finish_loading(sequence, loaded_tokens)
-            prefix.release()
+                self._core.finish_loading(sequence)
             self._on_change()
+
+    async def copy_in(
+        self, sequence: Sequence, batch: LoadBatch, prompt: KvbmPrompt, part: FetchedPart
+    ) -> int:
+        core, places = (
+            self._core,
+            range(batch.end - part.first - 1, batch.first - part.first - 1, -1),
+        )
+        self._on_change()
+        if core.physical_blocks.allocatable < len(batch):
+            return 0
+        block_ids, valid = core.physical_blocks.allocate(len(batch)), 0
+        try:
+            start = time.perf_counter()
+            valid = await self._copy(
+                self._copier.onboard,
+                block_ids,
+                self._arenas.of(part.arena),
+                [part.offsets[place] for place in places],
+                [part.checksums[place] for place in places],
+            )
+            size = core.model.layout.block_bytes
+            self._load_speed.record(valid * size, time.perf_counter() - start)
+            if valid:
+                core.scheduler.backward.block_s = size / self._load_speed.value
+        finally:
+            used = 0 if batch.abandoned else valid
+            core.physical_blocks.return_unused(block_ids[used:])
+            if used:
+                loaded = block_ids[:used][::-1]
+                core.physical_blocks.add_ahead(sequence, batch.end - used, loaded)
+        for place in places[:used]:
+            self._onboarded[part.tiers[place]] += 1
+        if valid < len(batch):
+            self._on_corrupt(prompt, part, batch.end - valid - 1)
+        return valid
 
     async def prefetch(self, work: Work, prefix: HeldPrefix) -> None:
         """Onboard the available prefix of a prompt before its request."""
@@ -204,22 +243,15 @@ class LowerTiers:
             tokens, blocks = array("I", work.tokens), len(prefix.hashes)
             digests = await self._copy(chain.upto, key, tokens, blocks)
             prompt = _make_prompt(work, digests, prefix.hashes, prefix.local_hashes, work.retention)
-            await self._load_parts(prompt, prefix, [0] * TIERS, computes=False)
+            await self._load_parts(prompt, prefix)
 
-    async def _load_parts(
-        self,
-        prompt: KvbmPrompt,
-        prefix: HeldPrefix,
-        loaded_tokens: list[int],
-        computes: bool = True,
-    ) -> None:
+    async def _load_parts(self, prompt: KvbmPrompt, prefix: HeldPrefix) -> None:
         held, wait_s, deadline_s = prefix.held, self._options.wait_s, self._options.deadline_s
-        loading = self._client.load(prompt, held, self.speeds, wait_s, deadline_s, computes)
+        loading = self._client.load(prompt, held, self.speeds, wait_s, deadline_s, computes=False)
         async with aclosing(loading) as parts:
             async for part in parts:
                 skipped, loaded = await self._load_part(prompt, part, prefix)
                 for tier in part.tiers[skipped : skipped + loaded]:
-                    loaded_tokens[tier] += self._core.limits.block_size
                     self._onboarded[tier] += 1
                 if loaded and part.retention:
                     self._inherit_retention(prompt, part, prefix)

@@ -13,14 +13,23 @@ from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
 
 
 class BlockTable:
-    """Block ids of one sequence, in order; the first `cached` are registered by hash."""
+    """Block ids of one sequence, in order; the first `cached` are registered by hash.
 
-    __slots__ = ("block_ids", "cached", "sequence")
+    Those of loaded blocks further back are `ahead`, by the position of the block.
+    """
+
+    __slots__ = ("ahead", "block_ids", "cached", "sequence")
 
     def __init__(self, sequence: Sequence, block_ids: list[int]) -> None:
         self.sequence = sequence
         self.block_ids = block_ids
         self.cached = len(block_ids)
+        self.ahead: dict[int, int] = {}
+
+    @property
+    def unregistered(self) -> list[int]:
+        """Block ids that are not registered by hash."""
+        return [*self.block_ids[self.cached :], *self.ahead.values()]
 
 
 class PhysicalBlocks:
@@ -65,7 +74,7 @@ class PhysicalBlocks:
         self._deferred_free.clear()
         idle = [r for r, t in self._tables.items() if t.sequence.state is SequenceState.WAITING]
         for request in idle:
-            self._free += self._tables[request].block_ids[self._tables.pop(request).cached :]
+            self._free += self._tables.pop(request).unregistered
 
     def block_table(self, sequence: Sequence) -> BlockTable:
         """The block table of a running sequence, extended to its newly allocated blocks."""
@@ -74,9 +83,16 @@ class PhysicalBlocks:
         if table is None:
             held = self.block_ids(sequence.sequence_hashes[: sequence.full_blocks])
             table = self._tables[request] = BlockTable(sequence, held)
-        while len(table.block_ids) < sequence.full_blocks + sequence.private_blocks:
-            table.block_ids.append(self._free.pop())
+        front = sequence.private_blocks - sequence.ahead_blocks
+        while len(table.block_ids) < sequence.full_blocks + front:
+            loaded = table.ahead.pop(len(table.block_ids), None)
+            table.block_ids.append(self._free.pop() if loaded is None else loaded)
         return table
+
+    def add_ahead(self, sequence: Sequence, first: int, block_ids: list[int]) -> None:
+        """Give a running sequence the block ids of loaded blocks, from block `first` on."""
+        ahead = self.block_table(sequence).ahead
+        ahead.update(zip(range(first, first + len(block_ids)), block_ids, strict=True))
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Register newly filled blocks by hash; replace duplicates by the registered block."""
@@ -89,7 +105,7 @@ class PhysicalBlocks:
         """Free the private blocks of an ended sequence after the current step."""
         table = self._tables.pop(request, None)
         if table is not None:
-            self._deferred_free += table.block_ids[table.cached :]
+            self._deferred_free += table.unregistered
 
     def allocate(self, count: int) -> list[int]:
         """Block ids for blocks that the block manager has just allocated."""
