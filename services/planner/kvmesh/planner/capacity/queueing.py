@@ -181,20 +181,11 @@ class _Worker:
         """Tokens of the prompts without a first token that are held or in the engine."""
         return self.sent + sum([tokens for _, _, tokens in self.held])
 
-    def _fixed_tokens(self) -> float:
-        """Prompt tokens that take as long as a step takes besides."""
-        kind, step = self.kind, self.kind.step_tokens
-        if not self.decoding:
-            return fixed_tokens(step)
-        decode_s = kind.times.decode(len(self.decoding), self.kv)
-        full_s = max(kind.times.prefill(step), 1e-6)
-        return fixed_tokens(step, decode_s / full_s * (step + fixed_tokens(step)))
-
     def _send(self) -> None:
         """Pass prompts to the engine: held ones while it has few tokens, queued ones in turn."""
         held, step = self.held, self.kind.step_tokens
         backlog = self._backlog()
-        fixed = self._fixed_tokens() if held else 0.0
+        fixed = fixed_tokens(step)  # routers that compared no ranks do not know decode times
         while held:
             _, number, tokens = held[0]
             overdue = self.now >= self._requests[number].at + HOLD_S
