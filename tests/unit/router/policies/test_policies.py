@@ -125,11 +125,11 @@ def test_slowness_multiplies_own_times_but_no_effect_on_others() -> None:
     seen = candidates([4, 4], [97.28, 97.28], [6, 6])
     seen.requests = np.array([2.0, 2.0])
     alike = CostModel().cost(seen)[0]
-    slow = dataclasses.replace(seen, slowness=np.array([3.0, 1.0]), answer=np.array([50.0, 60.0]))
-    # 6 blocks before its own 6 take three times as long, and its answer 150 instead of 60 blocks.
-    assert CostModel().cost(slow).tolist() == pytest.approx([alike + 2 * 12 + 0.4 * 90, alike])
+    slow = dataclasses.replace(seen, slowness=np.array([4.0, 1.0]), answer=np.array([50.0, 60.0]))
+    # 6 blocks before its own 6 count twice, and its answer takes 200 instead of 60 blocks.
+    assert CostModel().cost(slow).tolist() == pytest.approx([alike + 12 + 0.4 * 140, alike])
     linear = CostModel(prefill_weight=3.0)
-    assert linear.cost(slow).tolist() == pytest.approx((linear.cost(seen) * [3, 1]).tolist())
+    assert linear.cost(slow).tolist() == pytest.approx((linear.cost(seen) * [4, 1]).tolist())
 
 
 def test_a_second_copy_of_a_prefix_costs_more_than_a_wait_of_its_length() -> None:

@@ -86,11 +86,11 @@ class CostModel:
         """The cost of each candidate: linear with a `prefill_weight`, else with its effects.
 
         A linear cost is multiplied by the candidate's slowness. Without a weight, the slowness
-        multiplies the request's own times: that until its first token, and that of its answer,
-        which counts by ANSWER_WEIGHT. Its effects on others are not multiplied, since the load of
-        a slow rank, whose requests stay longer, shows them already (ADR 53). Each missing block
-        adds SHORTAGE_COST: the request would wait there for running ones to end, and later ones
-        behind it (ADR 9).
+        multiplies the time of the request's answer, which counts by ANSWER_WEIGHT, and its square
+        root the time until the first token, since the backlog of a slow rank shows the rest. The
+        effects on others are not multiplied: the load of a slow rank, whose requests stay longer,
+        shows them already (ADR 53). Each missing block adds SHORTAGE_COST: the request would wait
+        there for running ones to end, and later ones behind it (ADR 9).
         """
         weight, slowness = self.prefill_weight, candidates.slowness
         cost = self._effects(candidates) if weight is None else self._linear(candidates, weight)
@@ -100,7 +100,7 @@ class CostModel:
             if weight is not None:
                 cost *= slowness
             else:
-                cost += (slowness - 1) * self.prefill(candidates)
+                cost += (np.sqrt(slowness) - 1) * self.prefill(candidates)
                 if candidates.answer is not None:
                     answer = candidates.answer * slowness
                     answer -= answer[answer.argmin()]
