@@ -22,6 +22,7 @@ from kvmesh.blocks.attachment import (
     Replies,
     WorkerIdentity,
 )
+from kvmesh.blocks.overlapped_load import relative_time
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import (
     Await,
@@ -96,14 +97,11 @@ class TierSpeeds(Struct, frozen=True, kw_only=True):
     load_bps: float = 0.0
 
     def load_ratio(self, layout: KvLayout) -> float:
-        """The time to get a block of the node over the time to compute it; 0 if unknown.
-
-        An engine loads and computes at once, unless loading is twice as fast.
-        """
+        """The time to get a block of the node over the time to compute it; 0 if unknown."""
         if not (self.compute_tps and self.load_bps):
             return 0.0
         alone = layout.block_bytes * self.compute_tps / (self.load_bps * layout.block_size)
-        return max(min(alone, 0.5), alone / (1.0 + alone))
+        return relative_time(alone)
 
 
 class FetchedPart(Struct, frozen=True, kw_only=True):

@@ -118,6 +118,22 @@ def test_a_fast_link_is_left_alone_and_other_prompts_go_first() -> None:
     assert sequence.cached == [0, 1600]
 
 
+def test_over_a_link_that_saves_hardly_anything_a_batch_is_tried_from_time_to_time() -> None:
+    engine = Engine()
+    engine.backward.block_s = 9 * SIZE * TOKEN_S
+    engine.begin("a", 400 * SIZE + 5, 400)
+    assert len(engine.load_next()) == 1
+    assert engine.backward.next_batch(engine.now) is None
+    while engine.step() and engine.now < 0.6:
+        engine.now += 0.05
+        assert engine.backward.next_batch(engine.now) is None
+    engine.now += 20.0
+    engine.begin("b", 400 * SIZE + 5, 400)
+    engine.load_next()
+    engine.backward.block_s = 7 * SIZE * TOKEN_S  # as measured by then
+    assert engine.backward.next_batch(engine.now) is not None
+
+
 def test_computing_takes_over_from_a_link_that_freezes() -> None:
     engine = Engine(step=10_000)
     engine.backward.block_s = 0.0004

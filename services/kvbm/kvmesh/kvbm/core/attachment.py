@@ -3,13 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvmesh.blocks.overlapped_load import SLOWEST
 from kvmesh.bus.messages import Attach, Fetch, KvLayout, Offer, encode
 from kvmesh.kvbm.core.blocks.block import ARENA, Space
 from kvmesh.kvbm.core.blocks.load_cost import UNMEASURED, EngineSpeed, LoadDoubt
 from kvmesh.kvbm.core.blocks.prompt_blocks import PromptBlocks
 from kvmesh.kvbm.core.blocks.slab_allocator import PAGE
 from kvmesh.kvbm.core.blocks.store import Store
-from kvmesh.kvbm.core.blocks.write_pace import WritePace, is_slow
+from kvmesh.kvbm.core.blocks.write_pace import MOST_RATIO, WritePace, is_slow
 from kvmesh.prompt_delta.blocks import BlockHashes, BlockPromptCache
 
 MAX_PROMPT_BLOCKS = 1 << 19  # of 32 bytes each
@@ -28,18 +29,20 @@ class AttachedWorker:
     doubt: LoadDoubt = field(default_factory=LoadDoubt)
     pace: WritePace = field(default_factory=WritePace)
     engine: EngineSpeed = UNMEASURED
+    slowest: float = MOST_RATIO
 
     def speed(self, message: Fetch, now: float) -> EngineSpeed:
         """The speeds that a message reports; before the first load, that of writes stands in."""
         load_bps = message.load_bps or self.pace.bps
+        self.slowest = SLOWEST if message.overlaps else MOST_RATIO
         self.engine = self.doubt.speed(message.compute_tps, load_bps, now)
         return self.engine
 
     @property
     def loads_fast(self) -> bool:
-        """True if loads were measured to take less than MOST_RATIO times as long as computing."""
+        """True if loads were measured to take less than `slowest` times as long as computing."""
         bps = self.engine.load_bps
-        return bps > 0 and not is_slow(self.space, self.engine, bps)
+        return bps > 0 and not is_slow(self.space, self.engine, bps, self.slowest)
 
     def prompt(self, message: Offer | Fetch) -> PromptBlocks | None:
         """The complete prompt that a message describes; None if its base is unknown.
@@ -79,7 +82,7 @@ class Attachments:
         """
         if any(other.loads_fast for other in self.workers.values() if other.space is worker.space):
             return None
-        return worker.pace.most_blocks(worker.space, worker.engine, now)
+        return worker.pace.most_blocks(worker.space, worker.engine, worker.slowest, now)
 
     @property
     def layout_count(self) -> int:

@@ -234,7 +234,7 @@ class Manager:
         if ticket is None:
             return NO_TICKET
         worker.tickets.discard(number)
-        if ticket.given:
+        if ticket.given and not ticket.overlaps:  # those last as long as their prompts
             worker.doubt.end_load(ticket.paid(self.store.now), self.store.now)
         self.onboarding.finish(ticket)
         self._advance(())

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from operator import attrgetter
 
+from kvmesh.blocks.overlapped_load import SLOWEST
 from kvmesh.worker.enginecore.backward_load import BackwardLoad, LoadBatch
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.sequence import Sequence
@@ -12,6 +13,7 @@ FIRST_BATCH = 4
 STEP_TOKENS = 512  # a step takes at least as long as computing so many tokens
 LEAVE_TO_LINK = 2.0
 RECHECK_S = 0.001
+RETRY_S = 20.0  # a batch over a link that is left alone shows if it has become faster
 _SORT_KEY = attrgetter("sort_key")
 
 
@@ -36,6 +38,7 @@ class BackwardLoads:
         self._blocks = blocks
         self._promote = promote
         self._moving: LoadBatch | None = None
+        self._tried_at = -RETRY_S
 
     def pays_lookup(self, tokens: int, decoding: int) -> bool:
         """True unless computing `tokens` takes less than the step that waiting for a reply costs.
@@ -91,6 +94,7 @@ class BackwardLoads:
             sequence.private_blocks += end - first
             sequence.ahead_blocks += end - first
             self._moving = load.start(first, end, now)
+            self._tried_at = now
             return sequence, self._moving
         return None
 
@@ -111,20 +115,24 @@ class BackwardLoads:
     def _useful(self, load: BackwardLoad, limit: int, now: float) -> tuple[int, int] | None:
         """The next blocks to load, unless computing gets there first.
 
-        None, too, if the link saves less in all than the step costs that follows the load.
+        None, too, if the link saves less in all than the step costs that follows the load, and over
+        a link so slow that it saves hardly anything.
         """
+        block_s, slowest_s = self.block_s, SLOWEST * self._size * self.token_s
+        if block_s > slowest_s > 0.0 and now < self._tried_at + RETRY_S:
+            return None
         front = -(-load.front // self._size)
         chosen = load.next_range(front, limit)
         if chosen is None or not self.token_s:
             return chosen
-        rest_s = load.left_between(front, load.end) * self.block_s
+        rest_s = load.left_between(front, load.end) * block_s
         step_s = STEP_TOKENS * self.token_s
         idle = now >= load.front_at
         if idle and rest_s > step_s and self._saved_s(rest_s) < step_s:
             return None
         first, end = chosen
         computing = max(0.0, load.front_at - now) + (end * self._size - load.front) * self.token_s
-        return chosen if (end - first) * self.block_s <= computing else None
+        return chosen if (end - first) * block_s <= computing else None
 
     def _saved_s(self, loading_s: float) -> float:
         """The time that computing is shorter if blocks that load so long are loaded, too."""

@@ -2,6 +2,7 @@
 
 from array import array
 
+from msgspec.structs import replace
 from support.kvbm import SIZE, Names, layout, tokens
 
 from kvmesh.bus.messages import Attach, Commit, Fetch, Fetched, Finish, Offer, Wanted
@@ -39,10 +40,13 @@ class MemoryNode:
             self.manager.answer(commit, now + count * block_s)
         return count
 
-    def load(self, load_bps: float, now: float, block_s: float = SLOW_S) -> int:
+    def load(
+        self, load_bps: float, now: float, block_s: float = SLOW_S, overlaps: bool = False
+    ) -> int:
         """Load what the node gives, in so much time for a block; returns the number of blocks."""
         names = NAMES.digests, NAMES.sequence, NAMES.local
         fetch = Fetch(1, "r", 0, *names, 0, SIZE / BLOCK_S, load_bps, 0.0)
+        fetch = replace(fetch, overlaps=overlaps)
         fetched = self.manager.answer(fetch, now)
         assert isinstance(fetched, Fetched)
         count = len(array("Q", fetched.offsets))
@@ -94,6 +98,16 @@ def test_what_would_not_be_loaded_again_is_written_in_short_trials() -> None:
     counts = [node.write(names, 17.0 + n) for n, names in enumerate(prompts(8))]
     assert counts == [TRIAL_BLOCKS, 0, 0, 0, 0, 0, 0, TRIAL_BLOCKS]
     assert node.manager.store.counts.refused["slow"] == 16 * BLOCKS - 2 * TRIAL_BLOCKS
+
+
+def test_a_worker_that_computes_while_it_loads_writes_over_slower_links() -> None:
+    node = MemoryNode()
+    assert node.load(SLOW_BPS, 1.0, overlaps=True) == BLOCKS
+    first, second, third, *_ = prompts(3)
+    assert node.write(first, 2.0, block_s=7.9 * BLOCK_S) == BLOCKS
+    assert node.load(SLOW_BPS / 2, 4.0, overlaps=True) == BLOCKS
+    assert node.write(second, 5.0, block_s=8.1 * BLOCK_S) == BLOCKS
+    assert node.write(third, 7.0) == 0
 
 
 def test_a_fast_trial_ends_the_limit() -> None:

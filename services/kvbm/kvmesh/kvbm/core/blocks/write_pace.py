@@ -3,17 +3,17 @@
 from kvmesh.kvbm.core.blocks.block import Space
 from kvmesh.kvbm.core.blocks.load_cost import EngineSpeed
 
-MOST_RATIO = 2.0  # of the time to move a block to that of computing it
+MOST_RATIO = 2.0  # of the time to move a block to that of computing it, where loads are waited for
 TRIAL_BLOCKS = 8
 REST = 20.0  # times the duration of a trial
 LONG_S = 0.1  # what took less may have been slowed by messages and steps, not by the link
 SHORTEST_S = 1e-6
 
 
-def is_slow(space: Space, engine: EngineSpeed, bps: float) -> bool:
-    """True if moving a block at `bps` takes MOST_RATIO times as long as computing it, or longer."""
+def is_slow(space: Space, engine: EngineSpeed, bps: float, ratio: float) -> bool:
+    """True if moving a block at `bps` takes `ratio` times as long as computing it, or longer."""
     moved, computed = space.block_bytes * engine.compute_tps, bps * space.layout.block_size
-    return bps > 0 and moved >= MOST_RATIO * computed
+    return bps > 0 and moved >= ratio * computed
 
 
 class WritePace:
@@ -37,8 +37,10 @@ class WritePace:
         if seconds >= LONG_S or size > self.bps * seconds > 0:
             self.bps = size / max(seconds, SHORTEST_S)
 
-    def most_blocks(self, space: Space, engine: EngineSpeed, now: float) -> int | None:
-        """The most blocks to write now; None if there is no limit."""
-        if not is_slow(space, engine, self.bps):
+    def most_blocks(
+        self, space: Space, engine: EngineSpeed, ratio: float, now: float
+    ) -> int | None:
+        """The most blocks to write now; None unless writing is slow by `ratio`."""
+        if not is_slow(space, engine, self.bps, ratio):
             return None
         return TRIAL_BLOCKS if now >= self._rests_until else 0

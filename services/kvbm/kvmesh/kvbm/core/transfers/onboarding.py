@@ -97,6 +97,7 @@ class Onboarding:
             chosen,
             message.wait_s,
             store.now,
+            overlaps=message.overlaps,
         )
         self.tickets[number] = ticket
         self.park(ticket, store.now + message.wait_s)

@@ -31,7 +31,7 @@ class ReadTicket:
     lookup beyond this node, `peer` is the node that the lookup queries, if any. `request` is set
     if the worker computes the missing blocks. The worker knows the number of an `issued` ticket.
     The ticket was `started` at that time, for the blocks from `first` on, and the first blocks were
-    given at `given_at`.
+    given at `given_at`. The worker computes while it loads if it `overlaps` both.
     """
 
     number: int
@@ -54,6 +54,7 @@ class ReadTicket:
     peer: PeerSource | None = None
     parked_until: float | None = None
     given_at: float | None = None
+    overlaps: bool = False
     started: float = field(init=False)
     first: int = field(init=False)
 
