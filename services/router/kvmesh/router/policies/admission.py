@@ -26,7 +26,7 @@ LEAD_S = 15.0  # before that, others leave for the agent
 QUANTA = 2.0
 REVIEW_S = 0.25
 MAX_SUBAGENTS = 8  # that go with one agent
-LEAST_BREAK_EVEN_S = 2.0  # below, contexts are computed faster than agents can change places
+LEAST_BREAK_EVEN_S = 6.0  # below, contexts are computed faster than agents can change places
 
 
 class RestCandidate(NamedTuple):

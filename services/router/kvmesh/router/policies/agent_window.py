@@ -10,7 +10,7 @@ from math import exp, inf
 FADE_S = 60.0
 EVIDENCE = 5.0  # faded turns, below which the window does not change
 THRASHING = 0.10  # share of lost tokens at which an open window shuts, if computing them takes
-WORTH = 0.25  # of the ranks' time
+WORTH = 0.1  # of the ranks' time
 HIGH, LOW = 0.03, 0.005  # shares of lost tokens, between which the window stays
 FIRST = 0.75
 STEP = 0.0025
