@@ -69,7 +69,6 @@ def node(nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest
     port = free_port()
     env = {
         "KVMESH_MOCK_KVBM": "true",
-        "KVMESH_MOCK_SPEEDUP": "4",
         "KVMESH_KVBM_HOST_BYTES": str(1 << 20),
         "KVMESH_KVBM_METRICS_PORT": str(port),
         "KVMESH_KVBM_EVICTION": request.param,
@@ -99,4 +98,4 @@ async def test_the_kvbm_keeps_the_prompt_that_is_about_to_return(node: Node) -> 
     assert unlikely > 0 if by_forecast else unlikely == 0
     node.clear_engine()
     cached = node.ask("soon")
-    assert cached > 500 if by_forecast else cached == 0
+    assert cached >= 64 if by_forecast else cached == 0  # the first batch; the rest is computed

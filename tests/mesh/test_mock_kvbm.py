@@ -180,7 +180,7 @@ async def test_a_block_with_other_content_is_computed(kvbm: SmallKvbm, host: Moc
 
 
 async def test_an_abort_ends_a_load(kvbm: SmallKvbm, bus: Bus, limits: StreamLimits) -> None:
-    host = MockHost(bus, limits, "slow", host_bytes_per_s=1e6)
+    host = MockHost(bus, limits, "slow", host_bytes_per_s=3e9, speedup=0.01)
     await host.start()
     try:
         await host.run(make_work("first", TOKENS))
