@@ -45,10 +45,6 @@ _replies: MessageDecoder[RouteNews] = MessageDecoder(RouteNews)
 Compose = Callable[[bool, float | None], RouteRequest]
 
 
-def _unix_time() -> float:
-    return time.time()
-
-
 @dataclass(eq=False, slots=True)
 class RouteQuery:
     """A query in progress.
@@ -84,7 +80,7 @@ class RouteClient:
         self,
         bus: Bus,
         events: SequenceEventPublisher,
-        turn_time: Callable[[], float] = _unix_time,
+        turn_time: Callable[[], float] = time.time,
     ) -> None:
         self._bus = bus
         self._events = events
