@@ -14,7 +14,8 @@ COMPILED := .venv-compiled
 # How the C compiler optimizes the cores: -O3 takes minutes, which only long simulations repay.
 CORES ?= -O0
 # On CI a test that fails runs once more, since others share the machine; the summary shows both runs.
-RERUNS := $(if $(CI),--reruns 1)
+# The examples of property tests do not change there.
+ON_CI := $(if $(CI),--reruns 1 --hypothesis-profile repeatable)
 SOURCES := $(shell find libs services tools -name '*.py')
 
 # The tests start hundreds of processes, which would compile every module anew.
@@ -75,7 +76,7 @@ browser: chromium
 unit mesh: .prometheus/.installed
 
 unit simulation mesh clients chaos fidelity browser: $(ENGINES)
-	$(BIN)/pytest -q $(RERUNS) $(PARALLEL) tests/$@
+	$(BIN)/pytest -q $(ON_CI) $(PARALLEL) tests/$@
 
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built$(CORES)
@@ -92,10 +93,11 @@ $(COMPILED)/.built$(CORES): $(ENGINES) $(SOURCES)
 	rm -f $(COMPILED)/.built*
 	touch $@
 
-# Much more than `make test` does: 10,000 seeds of the simulation, a mesh under load for SOAK_S seconds
-# whose processes must not grow, a frontend attacked for long, blocks moved through all tiers, a
-# cluster of NATS servers harmed.
+# Much more than `make test` does: 3,000 examples of each property, 10,000 seeds of the simulation,
+# a mesh under load for SOAK_S seconds whose processes must not grow, a frontend attacked for long,
+# blocks moved through all tiers, a cluster of NATS servers harmed.
 soak: $(ENGINES)
+	$(BIN)/pytest -q -m hypothesis --hypothesis-profile many --numprocesses 2 tests/unit
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
 
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages

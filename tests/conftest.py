@@ -8,8 +8,12 @@ from hypothesis import HealthCheck, settings
 from support import evidence
 
 # A shared machine may be slow at any moment, so the duration of an example says nothing.
-settings.register_profile("kvmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kvmesh")
+EXAMPLES = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("random", EXAMPLES)
+settings.register_profile("many", EXAMPLES, max_examples=3000)
+# On CI a change is judged by the examples that it was tested with; other runs look for new ones.
+settings.register_profile("repeatable", EXAMPLES, derandomize=True)
+settings.load_profile("random")
 
 # Threads of the algebra library only spin on the small matrices of statsmodels, and a fit takes
 # ten times as long with them; it reads this when it is first loaded.

@@ -21,6 +21,7 @@ from kvmesh.bus.messages import (
     SeqPrefilled,
 )
 from kvmesh.router.placement.router import RouterCore
+from kvmesh.router.waiting.common_queue import REPLICA_PATIENCE_S
 from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
 from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.settings.schema import RouterSettings
@@ -420,8 +421,10 @@ STEPS = st.lists(
 )
 
 
-@given(STEPS)
-def test_any_interleaving_conserves_requests_and_replicas_agree(steps: list[Step]) -> None:
+@given(STEPS, st.sampled_from([1e-4, 0.1]))
+def test_any_interleaving_conserves_requests_and_replicas_agree(
+    steps: list[Step], tick: float
+) -> None:
     mesh = Replicas(*(queue("a", "b", router=name) for name in "rst"))
     tickets: dict[str, Ticket] = {}
     now = 0.0
@@ -439,10 +442,16 @@ def test_any_interleaving_conserves_requests_and_replicas_agree(steps: list[Step
         elif kind == "place":
             mesh.apply_actions(mesh.replicas[replica].place_ready(now), now)
         else:
-            now += number / 10
+            now += number * tick
     counts = [tuple(d.core.table.requests[:2]) for d in mesh.replicas]
     assert len(set(counts)) == 1
-    assert len({d.waiting for d in mesh.replicas}) == 1
+    known = [set(d.common.order.entries) for d in mesh.replicas]
+    waiting = {t.request.request for d in mesh.replicas for t in d.common.tickets}
+    if now < REPLICA_PATIENCE_S:
+        assert known == [waiting] * 3
+    for replica_, entries in zip(mesh.replicas, known, strict=True):
+        own = {ticket.request.request for ticket in replica_.common.tickets}
+        assert own <= entries <= waiting, "only entries of a replica that was skipped are dropped"
     added = [e.request for e in mesh.events if isinstance(e, SeqAdd)]
     assert len(added) == len(set(added)), "placed twice"
     for name in tickets:
