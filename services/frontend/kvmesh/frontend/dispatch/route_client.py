@@ -45,6 +45,10 @@ _replies: MessageDecoder[RouteNews] = MessageDecoder(RouteNews)
 Compose = Callable[[bool, float | None], RouteRequest]
 
 
+def _unix_time() -> float:
+    return time.time()  # looked up at each call, since the simulation replaces it
+
+
 @dataclass(eq=False, slots=True)
 class RouteQuery:
     """A query in progress.
@@ -80,7 +84,7 @@ class RouteClient:
         self,
         bus: Bus,
         events: SequenceEventPublisher,
-        turn_time: Callable[[], float] = time.time,
+        turn_time: Callable[[], float] = _unix_time,
     ) -> None:
         self._bus = bus
         self._events = events
