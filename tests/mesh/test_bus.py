@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -329,6 +330,26 @@ async def test_a_lease_joins_changes_and_leaves(bus: Bus, limits: StreamLimits) 
     await eventually(lambda: [i.name for i in left] == ["w"])
     assert directory.instances == []
     await directory.close()
+
+
+async def test_a_card_that_changes_while_its_process_joins_is_stored(
+    bus: Bus, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = Lease(bus, card("w"), limits)
+    get_msg = bus.js.get_msg
+
+    async def change_and_get(*args: Any, **options: Any) -> object:
+        await lease.update(msgspec.structs.replace(lease.card, draining=True))
+        return await get_msg(*args, **options)
+
+    monkeypatch.setattr(bus.js, "get_msg", change_and_get)
+    await lease.open()
+    monkeypatch.undo()
+    directory = Directory(bus, limits)
+    await directory.open()
+    assert [found.draining for found in directory.instances] == [True]
+    await directory.close()
+    await lease.close()
 
 
 async def test_a_card_at_the_key_of_another_process_is_ignored(

@@ -22,8 +22,8 @@ def test_a_reader_that_does_not_read_delays_nobody_and_loses_no_line_silently() 
     kept = [int(line.split()[1]) for line in lines if line.startswith("line ")]
     assert kept == sorted(kept)
     assert len(kept) >= LIMIT
-    dropped = next(line for line in lines if "dropped" in line)
-    assert int(dropped.split()[0]) >= 3 * LIMIT - len(kept)
+    dropped = sum(int(line.split()[0]) for line in lines if "dropped" in line)
+    assert dropped >= 3 * LIMIT - len(kept)
     writer.close(60)
     os.close(reading)
     os.close(writing)

@@ -95,7 +95,8 @@ class Lease:
         self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
 
     async def _start_anew(self) -> None:
-        self.card = msgspec.structs.replace(self.card, started=await self._stored_at())
+        started = await self._stored_at()  # `update` may have replaced the card meanwhile
+        self.card = msgspec.structs.replace(self.card, started=started)
         await self._renew()
 
     async def _stored_at(self) -> float:

@@ -405,6 +405,11 @@ async def test_the_load_comes_from_the_server(start: Start) -> None:
     assert (load.prompt_tokens, load.output_tokens) == (300, 360)
 
 
+async def idle_polls(sidecar: Sidecar) -> None:
+    polls = sidecar.server.polls
+    await eventually(lambda: sidecar.server.polls > polls + 3, what="idle polls")
+
+
 async def test_the_time_of_steps_is_that_of_own_requests(start: Start) -> None:
     """vLLM counts its steps; SGLang does not, so that there is no time of steps."""
     sidecar = await start()
@@ -415,11 +420,12 @@ async def test_the_time_of_steps_is_that_of_own_requests(start: Start) -> None:
     sidecar.server.step_s = 0.01
     began = time.monotonic()
     await sidecar.run(work("a", prompt(40), max_tokens=60))
-    await eventually(lambda: sidecar.engine.load("i")[0].steps > 50)
-    load, took = sidecar.engine.load("i")[0], time.monotonic() - began
+    took = time.monotonic() - began
+    await idle_polls(sidecar)
+    load = sidecar.engine.load("i")[0]
+    assert load.steps > 50
     assert 0.5 < load.busy_s < took
-    polls = sidecar.server.polls
-    await eventually(lambda: sidecar.server.polls > polls + 3, what="idle polls")
+    await idle_polls(sidecar)
     assert sidecar.engine.load("i")[0].busy_s == load.busy_s
 
 
