@@ -179,6 +179,18 @@ async def test_a_block_with_other_content_is_computed(kvbm: SmallKvbm, host: Moc
     await eventually(lambda: kvbm.count(Corrupt) == 1)
 
 
+async def test_blocks_beyond_the_arena_are_computed(
+    kvbm: SmallKvbm, host: MockHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    await host.run(make_work("first", TOKENS))
+    await eventually(lambda: len(kvbm.blocks) == 6)
+    for digest, (_, checksum) in list(kvbm.blocks.items()):
+        kvbm.blocks[digest] = (kvbm.arena.stat().st_size, checksum)
+    host.engine.clear()
+    assert await host.run(make_work("again", TOKENS)) == [0]
+    assert caplog.text.count("request again: cannot copy blocks") == 1
+
+
 async def test_an_abort_ends_a_load(kvbm: SmallKvbm, bus: Bus, limits: StreamLimits) -> None:
     host = MockHost(bus, limits, "slow", host_bytes_per_s=3e9, speedup=0.01)
     await host.start()

@@ -116,6 +116,22 @@ async def test_damaged_blocks_are_computed_again(kvbm: SmallKvbm, start: Start) 
     await two.check_accounting()
 
 
+async def test_blocks_beyond_the_arena_are_computed_again(
+    kvbm: SmallKvbm, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = prompt(100)
+    one, two = await start("w-1"), await start("w-2")
+    await one.run(make_work("one", tokens))
+    await eventually(lambda: len(kvbm.blocks) == 6)
+    for digest, (_, checksum) in list(kvbm.blocks.items()):
+        kvbm.blocks[digest] = (kvbm.arena.stat().st_size, checksum)
+    await two.run(make_work("two", tokens))
+    assert two.cached("two") == [0]
+    assert two.answer("two") == one.answer("one")
+    assert caplog.text.count("request two: cannot copy blocks") == 1
+    await two.check_accounting()
+
+
 async def test_many_concurrent_requests_with_little_memory(kvbm: SmallKvbm, start: Start) -> None:
     shared = prompt(60)
     prompts = {f"r{i}": [*shared[: 20 * (i % 4)], *prompt(30 + 7 * i, i)] for i in range(6)}

@@ -1,6 +1,7 @@
 """Loads blocks from a kvbm into an engine that computes the same prompts meanwhile."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Protocol
@@ -10,6 +11,8 @@ from kvmesh.bus.messages import Retain
 from kvmesh.worker.enginecore.backward_load import BackwardLoad, LoadBatch
 from kvmesh.worker.enginecore.scheduler import Scheduler
 from kvmesh.worker.enginecore.sequence import Sequence, SequenceState
+
+log = logging.getLogger(__name__)
 
 
 class BatchCopier(Protocol):
@@ -27,11 +30,11 @@ class BatchCopier(Protocol):
 
 
 class OnboardingPrompt:
-    """A prompt whose blocks arrive in `parts`; `held` counts those before the next part."""
+    """A prompt whose blocks arrive in `parts`, until a copy has `failed`."""
 
-    def __init__(self, prompt: KvbmPrompt, held: int) -> None:
+    def __init__(self, prompt: KvbmPrompt) -> None:
         self.prompt = prompt
-        self.held = held
+        self.failed = False
         self.parts: list[FetchedPart] = []
         self.load: BackwardLoad | None = None
 
@@ -85,10 +88,12 @@ class BackwardOnboarding:
         began = asyncio.get_running_loop().time()
         held = sequence.full_blocks
         loading = self._client.load(prompt, held, speeds, wait_s, deadline_s, overlaps=True)
-        onboarding = OnboardingPrompt(prompt, held)
+        onboarding = OnboardingPrompt(prompt)
         try:
             async with aclosing(loading) as parts:
                 async for part in parts:
+                    if onboarding.failed:
+                        return
                     if part.offsets:
                         self._offer(sequence, onboarding, part)
                     if not part.pending and onboarding.load is not None:
@@ -139,6 +144,11 @@ class BackwardOnboarding:
             try:
                 with part.attachment.in_use():
                     valid = await self._copier.copy_in(sequence, batch, onboarding.prompt, part)
+            except Exception:  # the rest of the prompt is computed; those of others are loaded
+                log.exception("request %s: cannot copy blocks", sequence.request.id)
+                onboarding.failed = True
+                if onboarding.load is not None:
+                    backward.stop(sequence, onboarding.load)
             finally:
                 backward.finish(sequence, batch, valid)
                 self._on_change()

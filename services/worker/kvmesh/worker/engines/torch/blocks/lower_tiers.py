@@ -203,25 +203,14 @@ class LowerTiers:
     async def copy_in(
         self, sequence: Sequence, batch: LoadBatch, prompt: KvbmPrompt, part: FetchedPart
     ) -> int:
-        core, places = (
-            self._core,
-            range(batch.end - part.first - 1, batch.first - part.first - 1, -1),
-        )
+        core, size = self._core, self._core.model.layout.block_bytes
+        places = range(batch.first - part.first, batch.end - part.first)[::-1]
         self._on_change()
         if core.physical_blocks.allocatable < len(batch):
             return 0
         block_ids, valid = core.physical_blocks.allocate(len(batch)), 0
         try:
-            start = time.perf_counter()
-            valid = await self._copy(
-                self._copier.onboard,
-                block_ids,
-                self._arenas.of(part.arena),
-                [part.offsets[place] for place in places],
-                [part.checksums[place] for place in places],
-            )
-            size = core.model.layout.block_bytes
-            self._load_speed.record(valid * size, time.perf_counter() - start)
+            valid = await self._fill(block_ids, part, places)
             if valid:
                 core.scheduler.backward.block_s = size / self._load_speed.value
         finally:
@@ -265,25 +254,28 @@ class LowerTiers:
         skipped = prefix.extend(part.first) - part.first
         if skipped < 0:
             return 0, 0
-        offsets, checksums = part.offsets[skipped:], part.checksums[skipped:]
-        block_ids = prefix.reserve(len(offsets))
-        valid = 0
+        block_ids, valid = prefix.reserve(len(part.offsets[skipped:])), 0
         try:
-            start = time.perf_counter()
-            valid = await self._copy(
-                self._copier.onboard,
-                block_ids,
-                self._arenas.of(part.arena),
-                offsets[: len(block_ids)],
-                checksums[: len(block_ids)],
-            )
-            size = valid * self._core.model.layout.block_bytes
-            self._load_speed.record(size, time.perf_counter() - start)
+            valid = await self._fill(block_ids, part, range(skipped, skipped + len(block_ids)))
         finally:
             prefix.commit(block_ids, valid)
         if valid < len(block_ids):
             self._on_corrupt(prompt, part, part.first + skipped + valid)
         return skipped, valid
+
+    async def _fill(self, block_ids: list[int], part: FetchedPart, places: range) -> int:
+        """Copy the blocks at these places of a part; returns how many of the first are valid."""
+        start = time.perf_counter()
+        valid = await self._copy(
+            self._copier.onboard,
+            block_ids,
+            self._arenas.of(part.arena),
+            [part.offsets[place] for place in places],
+            [part.checksums[place] for place in places],
+        )
+        size = valid * self._core.model.layout.block_bytes
+        self._load_speed.record(size, time.perf_counter() - start)
+        return valid
 
     def _inherit_retention(self, prompt: KvbmPrompt, part: FetchedPart, prefix: HeldPrefix) -> None:
         core = self._core
