@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 from support.mesh import Mesh
 from support.nats import NatsServer, free_port
 from support.proxy import Proxy
-from support.tiny import tiny_model
+from support.tiny import slow_model
 from support.traffic import Traffic, distinct_prompts
 from support.wait import PATIENCE_S, eventually
 
@@ -124,7 +124,7 @@ def start_node(stage: Stage, number: int, own: dict[str, str]) -> None:
     mesh.start("kvbm", f"kvbm-{number}", **kvbm, **own)
     worker = {
         "KVMESH_WORKER_ENGINE": "torch",
-        "KVMESH_WORKER_MODEL": str(tiny_model()),
+        "KVMESH_WORKER_MODEL": str(slow_model()),
         "KVMESH_WORKER_SERVED_NAME": "tiny",
         "KVMESH_WORKER_NODE": node,
         "KVMESH_WORKER_METRICS_PORT": str(stage.ports[f"worker-{number}"]),

@@ -1,4 +1,4 @@
-"""A tiny model with random weights for the torch engine, made once per test run."""
+"""Tiny models with random weights for the torch engine, made once per test run."""
 
 from functools import cache
 from pathlib import Path
@@ -7,12 +7,34 @@ from tempfile import TemporaryDirectory
 _kept: list[TemporaryDirectory[str]] = []
 
 
+def _folder() -> Path:
+    _kept.append(TemporaryDirectory(prefix="kvmesh-tiny-"))
+    return Path(_kept[-1].name)
+
+
 @cache
 def tiny_model(seed: int = 0) -> Path:
     """The folder of a model; another seed gives other weights."""
     from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
-    _kept.append(TemporaryDirectory(prefix="kvmesh-tiny-"))
-    folder = Path(_kept[-1].name)
+    folder = _folder()
     make_tiny_model(folder, seed)
+    return folder
+
+
+@cache
+def slow_model() -> Path:
+    """A model with large linear layers: loading its blocks beats computing them by far."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+
+    folder = _folder()
+    make_tiny_model(folder)
+    config = LlamaConfig.from_pretrained(folder)
+    config.intermediate_size = 4096
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
     return folder
