@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import re
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -569,19 +570,25 @@ async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(
     options: BusOptions, bus: Bus
 ) -> None:
     """As under uvloop, which services run on: its timers come before what is to be read."""
-    subject = bus.subjects.ping("w")
+    subject, timeout = bus.subjects.ping("w"), 2.0
+    asked, stops, answered = threading.Event(), threading.Event(), threading.Event()
 
     async def answer(_: Ping, reply: Reply) -> None:
-        await asyncio.sleep(0.1)
+        asked.set()
+        await eventually(stops.is_set, what="the other process stops")
         reply(ControlReply(ok=True))
+        await bus.flush()
+        answered.set()
 
     await bus.serve(subject, PING, answer)
 
     async def stopped() -> ControlReply:
         own = await Bus.connect(options, "stopped")
-        pending = asyncio.create_task(own.request(subject, Ping(), CONTROL_REPLY, 0.3))
-        await asyncio.sleep(0.05)  # it is sent, but not answered yet
-        time.sleep(1.0)  # noqa: ASYNC251 (nothing runs here meanwhile, as while it is stopped)
+        pending = asyncio.create_task(own.request(subject, Ping(), CONTROL_REPLY, timeout))
+        await eventually(asked.is_set, what="the request arrives")
+        stops.set()
+        assert answered.wait(PATIENCE_S)  # nothing runs here meanwhile, as while it is stopped
+        time.sleep(timeout)  # noqa: ASYNC251
         try:
             return await pending
         finally:
