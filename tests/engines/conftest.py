@@ -1,10 +1,10 @@
 """Fixtures of the tests that run real engines: a tiny model, a NATS server, vLLM's environment."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import tiny
 from support.nats import NatsServer
 
 LONGEST = {"test_vllm_trust.py", "test_vllm_kvbm_models.py", "test_vllm.py", "test_vllm_mesh.py"}
@@ -29,28 +29,14 @@ def vllm_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
-
-    folder: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_tiny_model(folder)
-    return folder
+def tiny_model() -> Path:
+    return tiny.tiny_model()
 
 
-@pytest.fixture(scope="module")
-def slow_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a large MLP: its blocks load faster than it computes them."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder: Path = tmp_path_factory.mktemp("models") / "slow"
-    shutil.copytree(tiny_model, folder)
-    config = LlamaConfig.from_pretrained(folder)
-    config.intermediate_size = 16384
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="session")
+def slow_model() -> Path:
+    """vLLM computes fast: its layers have to be larger than the torch engine's."""
+    return tiny.slow_model(16384)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from support.wait import eventually
 from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, part_digests, root_digest, split_digests
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Computed, Fetch, Finish, KvLayout, LayerLayout
+from kvmesh.bus.messages import Computed, Detach, Fetch, Finish, KvLayout, LayerLayout
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings
@@ -147,6 +147,35 @@ async def test_threads_that_share_a_check_find_the_first_wrong_block(
         kvbm.blocks[digests[place]] = (offset, checksum ^ 1)
     await eventually(lambda: lookups.lookup("r", origin("r"), TOKENS, 0) == right)
     assert lookups.corrupt == bool(wrong)
+
+
+@pytest.mark.parametrize("polled", [True, False])
+async def test_closing_ends_lookups(
+    bus: Bus, kvbm: SmallKvbm, caplog: pytest.LogCaptureFixture, polled: bool
+) -> None:
+    """With its result taken by vLLM, or before the kvbm has replied."""
+    lookups = await attached(bus, kvbm.node, PARTS)
+    if polled:
+        await found(lookups, "r")
+        assert lookups.begin_copy("r") is not None
+    else:
+        kvbm.silent.add(Fetch)
+        assert lookups.lookup("r", origin("r"), TOKENS, 0) is None
+        await eventually(lambda: kvbm.count(Fetch) == 1)
+    await asyncio.to_thread(lookups.close)
+    assert not kvbm.tickets
+    assert kvbm.count(Detach) == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_blocks_beyond_the_arena_are_not_used(
+    lookups: SchedulerBridge, kvbm: SmallKvbm
+) -> None:
+    """Not even with the right checksum of the nothing that is there."""
+    digest = list(kvbm.blocks)[1]
+    kvbm.blocks[digest] = (kvbm.arena.stat().st_size, xxh3(b""))
+    await eventually(lambda: lookups.lookup("r", origin("r"), TOKENS, 0) == 1)
+    assert lookups.corrupt == 1
 
 
 async def test_the_kvbm_knows_a_request_by_the_meshs_id(

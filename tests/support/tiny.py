@@ -1,4 +1,4 @@
-"""Tiny models with random weights for the torch engine, made once per test run."""
+"""Tiny models with random weights, made once per test run."""
 
 from functools import cache
 from pathlib import Path
@@ -23,8 +23,8 @@ def tiny_model(seed: int = 0) -> Path:
 
 
 @cache
-def slow_model() -> Path:
-    """A model with large linear layers: loading its blocks beats computing them by far."""
+def slow_model(intermediate_size: int = 4096) -> Path:
+    """A model with large linear layers: its blocks load faster than it computes them."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +33,7 @@ def slow_model() -> Path:
     folder = _folder()
     make_tiny_model(folder)
     config = LlamaConfig.from_pretrained(folder)
-    config.intermediate_size = 4096
+    config.intermediate_size = intermediate_size
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvmesh._native import xxh3
 from kvmesh.blocks.kvbm_client import FetchedPart, KvbmPrompt, TierSpeeds, digest_of
 from kvmesh.hashing import DIGEST_BYTES, HASH_BYTES
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.tracing.names import ONBOARD, TIERS
 from kvmesh.tracing.tracer import continued
 from kvmesh.worker.adapters.request_origin import RequestOrigin
@@ -94,6 +95,7 @@ class SchedulerBridge(KvbmBridge):
         self._lock = threading.Lock()
         self._lookups: dict[str, LookupResult | None] = {}
         self._released: dict[str, asyncio.Event] = {}
+        self._tasks = BackgroundTasks()
         self._check_speed = Throughput()
         self._parts = parts
         shards = range(parts.shards)
@@ -119,8 +121,8 @@ class SchedulerBridge(KvbmBridge):
             if not self.is_attached:
                 return 0
             released = self._released[request] = asyncio.Event()
-        task = self._run_lookup(request, origin, tokens, held, released)
-        asyncio.run_coroutine_threadsafe(task, self._loop)
+        run = partial(self._run_lookup, request, origin, tokens, held, released)
+        self._loop.call_soon_threadsafe(lambda: self._tasks.start(run(), "lookup"))
         return None
 
     def update_speeds(self, compute_tps: float, copy_bps: float) -> None:
@@ -161,6 +163,10 @@ class SchedulerBridge(KvbmBridge):
         for client in self._clients:
             computed = partial(client.report_computed, origin.request)
             self._loop.call_soon_threadsafe(self._loop.call_later, WRITE_GRACE_S, computed)
+
+    async def _close(self) -> None:
+        await self._tasks.close()
+        await super()._close()
 
     async def _run_lookup(
         self,
@@ -361,10 +367,10 @@ def _shortened(prompt: KvbmPrompt, blocks: int) -> KvbmPrompt:
 
 
 def _first_wrong(fetched: FetchedPart, host: Tensor, size: int, indices: range) -> int | None:
-    """The first of these blocks with a wrong checksum; None if all are right."""
+    """The first of these blocks that is beyond the arena or wrong; None if all are right."""
     content = host.numpy().data
     for i in indices:
-        offset = fetched.offsets[i]
-        if xxh3(content[offset : offset + size]) != fetched.checksums[i]:
+        block = content[fetched.offsets[i] :][:size]
+        if len(block) < size or xxh3(block) != fetched.checksums[i]:
             return i
     return None
