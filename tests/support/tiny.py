@@ -7,9 +7,10 @@ from tempfile import TemporaryDirectory
 _kept: list[TemporaryDirectory[str]] = []
 
 
-def _folder() -> Path:
-    _kept.append(TemporaryDirectory(prefix="kvmesh-tiny-"))
-    return Path(_kept[-1].name)
+def _folder(name: str) -> Path:
+    """A new folder of this name, under which a worker serves its model."""
+    _kept.append(TemporaryDirectory(prefix="kvmesh-models-"))
+    return Path(_kept[-1].name) / name
 
 
 @cache
@@ -17,7 +18,7 @@ def tiny_model(seed: int = 0) -> Path:
     """The folder of a model; another seed gives other weights."""
     from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
-    folder = _folder()
+    folder = _folder("tiny")
     make_tiny_model(folder, seed)
     return folder
 
@@ -30,7 +31,7 @@ def slow_model(intermediate_size: int = 4096) -> Path:
 
     from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
-    folder = _folder()
+    folder = _folder("slow")
     make_tiny_model(folder)
     config = LlamaConfig.from_pretrained(folder)
     config.intermediate_size = intermediate_size
