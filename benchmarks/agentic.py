@@ -1,6 +1,7 @@
 """Policies of retention for agents: hits, waits and storage beside those of the field.
 
-Each part runs one workload under plain LRU, times to live, the orders of eviction of published
+Each part runs one workload under plain LRU with the linear cost, as the field's routers place, and
+with kvmesh's placement, times to live, the orders of eviction of published
 systems, kvmesh with its defaults, and bounds: Bélády's order, which knows all returns, on the same
 engines and on one pooled engine, and endless memory. All run in the simulator over the live cores,
 in closed loop. Figures are medians over the seeds; "returning" are the requests that continue a
@@ -24,6 +25,7 @@ from agentic_runs import (
     COST,
     ENDLESS,
     FILTERED,
+    LINEAR,
     LONG,
     LRU,
     MORI,
@@ -52,6 +54,7 @@ from kvmesh.workload.model import Workload
 QUICK, USUAL, FULL = (0,), (0, 1, 2), (0, 1, 2, 3, 4)
 STEP, LEAST, MOST = 50_000, 9, 24
 TRACE_ROUNDS = 3000
+MOST_REST_S = 65.0  # the deadline with which a rest ends after 60 s
 STORED_SESSIONS = 100
 Make = Callable[[int], Workload]
 
@@ -60,8 +63,8 @@ Make = Callable[[int], Workload]
 class Part:
     """A workload per seed in a scene, and the policies to compare on it.
 
-    With `tight`, each seed's engines have the least memory with which LRU has 90 % of the ideal
-    hits.
+    With `tight`, each seed's engines have the least memory with which LRU with the linear cost has
+    90 % of the ideal hits.
     """
 
     key: str
@@ -83,9 +86,9 @@ class PartResults:
         return median(pick(result) for result in self.results[policy.name])
 
     def ratio(self, policy: Policy, pick: Callable[[Result], float]) -> float:
-        """The median over the seeds of a figure over LRU's."""
-        pairs = zip(self.results[policy.name], self.results[LRU.name], strict=True)
-        return median(pick(own) / pick(lru) for own, lru in pairs)
+        """The median over the seeds of a figure over that of LRU with the linear cost."""
+        pairs = zip(self.results[policy.name], self.results[LINEAR.name], strict=True)
+        return median(pick(own) / pick(base) for own, base in pairs)
 
 
 def agents(profile: str, sessions: int, per_minute: float | None, seed: int) -> Workload:
@@ -121,7 +124,7 @@ def parts(trace: Path | None, seeds: tuple[int, ...]) -> Iterator[Part]:
         "90 coding agents, 4 engines, the memory with which LRU has 90 % of the ideal hits",
         coding,
         short,
-        (LRU, *field_orders, TOLD, OURS, *bounds),
+        (LINEAR, LRU, *field_orders, TOLD, OURS, *bounds),
         tight=True,
     )
     yield Part(
@@ -129,7 +132,7 @@ def parts(trace: Path | None, seeds: tuple[int, ...]) -> Iterator[Part]:
         "the same with host memory of twice the engine's",
         coding,
         replace(short, host=2),
-        (LRU, FILTERED, CONTINUUM, MORI, COST, TOLD, OURS, SHARED, BELADY, BELADY_POOLED),
+        (LINEAR, LRU, FILTERED, CONTINUUM, MORI, COST, TOLD, OURS, SHARED, BELADY, BELADY_POOLED),
         tight=True,
     )
     yield Part(
@@ -137,50 +140,59 @@ def parts(trace: Path | None, seeds: tuple[int, ...]) -> Iterator[Part]:
         "120 coding agents, 4 engines of 0.6M tokens: contexts of many times the memory",
         partial(agents, "coding-agents", 120, 120.0),
         Scene(600_000, speed=4.0),
-        (LRU, COST, OURS, BELADY),
+        (LINEAR, LRU, COST, OURS, BELADY, ENDLESS),
+    )
+    yield Part(
+        "waits",
+        "the same, and no agent rests for more than 60 s",
+        partial(agents, "coding-agents", 120, 120.0),
+        Scene(600_000, speed=4.0, deadline_s=MOST_REST_S),
+        (LINEAR, LRU, COST, OURS, BELADY, ENDLESS),
     )
     yield Part(
         "approvals",
         "60 supervised agents, 2 engines of 0.5M tokens",
         partial(agents, "approving-agents", 60, 30.0),
         Scene(500_000, (1.0, 1.0), speed=2.0),
-        (LRU, LONG, CONTINUUM, MORI, COST, OURS, REPORTED, BELADY),
+        (LINEAR, LRU, LONG, CONTINUUM, MORI, COST, OURS, REPORTED, BELADY),
     )
     yield Part(
         "team",
         "12 agent teams, 4 engines of 1M tokens",
         partial(agents, "agent-team", 12, None),
         Scene(1_000_000),
-        (LRU, OURS, BELADY),
+        (LINEAR, LRU, OURS, BELADY),
     )
     yield Part(
         "alone",
         "150 unattended agents, 100 at a time, 4 engines of 0.5M tokens",
         partial(agents, "unattended-agents", 150, None),
         Scene(500_000),
-        (LRU, MORI, OURS, BELADY),
+        (LINEAR, LRU, MORI, OURS, BELADY),
     )
     yield Part(
         "thinking",
         "45 coding agents whose clients drop thinking, 2 engines of 1.5M tokens",
         forgetful,
         Scene(1_500_000, (1.0, 1.0), speed=4.0),
-        (LRU, OURS, AHEAD),
+        (LINEAR, LRU, OURS, AHEAD),
     )
     pair = Scene(1_000_000, (1.0, 1.0))
-    yield Part("paced", "24 paced sessions, 2 engines", paced, pair, (LRU, OURS))
+    yield Part("paced", "24 paced sessions, 2 engines", paced, pair, (LINEAR, LRU, OURS))
     yield Part(
         "slow",
         "90 coding agents, one of 4 engines of 0.75M tokens 3 times slower",
         coding,
         Scene(750_000, (1.0, 1.0, 1.0, 1 / 3), speed=4.0),
-        (LRU, OURS),
+        (LINEAR, LRU, OURS),
     )
     if trace is not None:
         found, _ = load(str(trace))
         drawn = dict(zip(seeds, windows(found, len(seeds), TRACE_ROUNDS), strict=True))
         scene = Scene(4_000_000, (1.0,) * 8, speed=8.0)
-        yield Part("trace", f"{trace.name}, 8 engines", drawn.__getitem__, scene, (LRU, OURS))
+        yield Part(
+            "trace", f"{trace.name}, 8 engines", drawn.__getitem__, scene, (LINEAR, LRU, OURS)
+        )
 
 
 def run(part: Part, seeds: tuple[int, ...], memories: dict[int, int]) -> PartResults:
@@ -199,12 +211,12 @@ def run(part: Part, seeds: tuple[int, ...], memories: dict[int, int]) -> PartRes
 
 
 def least_memory(workload: Workload, scene: Scene, seed: int) -> int:
-    """The least memory of an engine, in steps, with which LRU has 90 % of the ideal hits."""
+    """The least memory of an engine, in steps, with which LRU with the linear cost has 90 %."""
     low, high = LEAST - 1, MOST
     while high - low > 1:
         middle = (low + high) // 2
         sized = replace(scene, memory=middle * STEP, host=0)
-        if play(workload, sized, LRU, seed).of_ideal >= 0.9:
+        if play(workload, sized, LINEAR, seed).of_ideal >= 0.9:
             high = middle
         else:
             low = middle
@@ -220,7 +232,7 @@ def show(found: PartResults, console: Console) -> None:
         "of ideal\n%",
         "TTFT p50\nreturning, s",
         "TTFT p95\nreturning, s",
-        "p95\n/ LRU's",
+        "p95 /\nlinear's",
         "latency\nmean, s",
         "output\ntokens/s",
         "read from\ntiers, GiB",
@@ -271,6 +283,20 @@ def judge(report: Report, found: dict[str, PartResults]) -> None:
                 _best(table, lambda r: r.ttft_p95),
                 "≤ 0.60",
             )
+    for key in ("many", "waits"):
+        if key in found:
+            table = found[key]
+            report.add(
+                f"{key}: output tokens/s",
+                table.ratio(OURS, lambda r: r.tokens_per_s),
+                "× LRU's",
+                f"endless memory {table.ratio(ENDLESS, lambda r: r.tokens_per_s):.2f}",
+                "≥ 1.25" if key == "waits" else "",
+            )
+    if "slow" in found:
+        table = found["slow"]
+        ratio = table.ratio(OURS, lambda r: r.ttft_p50)
+        report.add("slow: TTFT p50 of returning turns", ratio, "× LRU's", "", "≤ 0.50")
     if "team" in found:
         _compare(
             report,
@@ -306,8 +332,8 @@ def _compare(
     goal: str,
 ) -> None:
     own = [pick(result) for result in table.results[OURS.name]]
-    lru = table.median_of(LRU, pick)
-    report.add_runs(f"{table.part.key}: {name}", own, unit, f"LRU {lru:.4g}", goal)
+    base = table.median_of(LINEAR, pick)
+    report.add_runs(f"{table.part.key}: {name}", own, unit, f"LRU {base:.4g}", goal)
 
 
 def _best(table: PartResults, pick: Callable[[Result], float]) -> str:

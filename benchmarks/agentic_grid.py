@@ -1,9 +1,9 @@
 """The judge over bandwidths between engines and host memory, and over loads.
 
 A cell is a bandwidth and a load: the pace of the agents, relative to that of the other parts. In
-each cell engines have the memory with which LRU has 90 % of the ideal hits at that pace, and host
-memory of twice that. Waits are compared with those of LRU without host memory, as vLLM has it by
-default.
+each cell engines have the memory with which LRU with the linear cost has 90 % of the ideal hits at
+that pace, and host memory of twice that. Waits are compared with those of that LRU without host
+memory, as vLLM has it by default.
 """
 
 import sys
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
-from agentic_runs import BELADY, COST, FILTERED, LRU, SHARED, Policy, Result, Scene, play
+from agentic_runs import BELADY, COST, FILTERED, LINEAR, LRU, SHARED, Policy, Result, Scene, play
 from common import Report
 from rich.console import Console
 from rich.table import Table
@@ -48,7 +48,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Column:
-    """The results of one seed at one load: of LRU without host memory, and of each policy."""
+    """The results of one seed at one load: of LRU with the linear cost, and of each policy."""
 
     load: float
     base: Result
@@ -62,7 +62,7 @@ def column(grid: Grid, task: tuple[int, float]) -> Column:
     scene = replace(grid.scene, speed=grid.scene.speed * load)
     scene = replace(scene, memory=grid.least(workload, scene, seed))
     results = {}
-    base = play(workload, scene, LRU, seed)
+    base = play(workload, scene, LINEAR, seed)
     for bandwidth in grid.bandwidths:
         cell = replace(scene, host=2, host_bytes_per_s=bandwidth * GB)
         for policy in POLICIES:
@@ -80,7 +80,7 @@ class GridResults:
         self._columns = columns
 
     def ratio(self, policy: Policy, bandwidth: float, load: float) -> float:
-        """TTFT p95 of returning turns over that of LRU without host memory."""
+        """TTFT p95 of returning turns over that of LRU with the linear cost."""
         return median(
             column.results[policy.name, bandwidth].ttft_p95 / column.base.ttft_p95
             for column in self._columns
@@ -92,7 +92,7 @@ class GridResults:
         return [self.ratio(policy, *cell) for cell in self.grid.cells]
 
     def latency(self, policy: Policy, bandwidth: float, load: float) -> float:
-        """Mean latency over that of LRU without host memory."""
+        """Mean latency over that of LRU with the linear cost."""
         return median(
             column.results[policy.name, bandwidth].latency / column.base.latency
             for column in self._columns

@@ -30,7 +30,6 @@ from kvmesh.workload.generate.profile import Agent, AgentProfile, ToolProfile
 from kvmesh.workload.model import Workload
 
 BLOCK = 256
-DEADLINE_S = 7200.0
 ENDLESS_TIMES = 64
 GIB = 1 << 30
 
@@ -54,7 +53,8 @@ class Scene:
     """A fleet under a load. `memory` is in tokens per engine, `host` in multiples of it.
 
     Each engine and host memory are connected by a link of `host_bytes_per_s`. `speed` divides the
-    waits; `engines` has how many times as fast as the default each engine is.
+    waits; `engines` has how many times as fast as the default each engine is. Requests wait for a
+    placement for `deadline_s` at most.
     """
 
     memory: int
@@ -62,6 +62,7 @@ class Scene:
     speed: float = 1.0
     host: int = 0
     host_bytes_per_s: float = 25e9
+    deadline_s: float = 7200.0
 
     def pooled(self) -> "Scene":
         """One engine with the memory and the speed of all."""
@@ -92,7 +93,7 @@ class Scene:
             workers=tuple(WorkerOptions(n, replace(core, speedup=s)) for s, n in speeds.items()),
             speed=self.speed,
             seed=seed,
-            deadline_s=DEADLINE_S,
+            deadline_s=self.deadline_s,
         )
 
 
@@ -100,7 +101,8 @@ class Scene:
 class Policy:
     """The part of the mesh that a row compares.
 
-    Engines that are not `told` know no sessions. `order` makes the order of eviction; None is the
+    With a `prefill_weight` routers place by the linear cost, as Dynamo's do. Engines that are not
+    `told` know no sessions. `order` makes the order of eviction; None is the
     mesh's own. `ttl_s` is a time to live with which clients mark each prompt. `filtered`: lower
     tiers take only blocks that were used before. `ahead` is the mode of speculative prefill.
     Routers make `forecasts` of returns, with `reports` from the agents' harnesses. With
@@ -154,6 +156,7 @@ def prefill_of(core: CoreOptions) -> Callable[[int], float]:
     return seconds
 
 
+LINEAR = Policy("LRU, linear cost", told=False, order=_recency, prefill_weight=3.0)
 LRU = Policy("LRU, told nothing", told=False, order=_recency)
 TOLD = Policy("LRU, told what ended", order=_recency)
 SHORT = Policy("time to live 5 min", told=False, ttl_s=300.0)

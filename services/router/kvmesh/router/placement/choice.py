@@ -119,6 +119,7 @@ class RankChoice:
             slowness=slowness,
             running=_deepest(shared, predicted),
             answer=answer,
+            block_s=self._speeds.prompt_token_s * size,
         )
 
     def _answer_blocks(self, request: RouteRequest, slots: Slots, loads: Floats) -> Floats | None:

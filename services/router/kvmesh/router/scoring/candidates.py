@@ -29,6 +29,7 @@ class Candidates:
     - `slowness`: relative time for the same work, if ranks are unlike;
     - `answer`: blocks of prefill in the time of the answer at the load of the candidate and median
       speed, if ranks are unlike and that is known;
+    - `block_s`: seconds in which a rank of median speed computes a block; 0 if unknown;
     - `overlaps`: the index's reply; `max_decode`: an upper bound of `decode`;
     - `running`: leading blocks that running requests hold or compute on some rank.
 
@@ -50,6 +51,7 @@ class Candidates:
     slowness: Floats | None = None
     running: float = 0.0
     answer: Floats | None = None
+    block_s: float = 0.0
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -24,6 +24,7 @@ _ALIASES = {
     "router_temperature": "temperature",
 }
 SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
+WAIT_WEIGHT = 2.5  # of the wait for memory: later requests wait behind this one
 LINEAR_WEIGHT = 3.0  # of a block to prefill, where the cost is linear without a set weight
 ANSWER_WEIGHT = 0.4  # of a later end of the answer, relative to a later first token
 COPY_WEIGHT = 2.0  # of an uncached block, for the copies that it evicts and the ranks it delays
@@ -108,7 +109,10 @@ class CostModel:
                     cost += answer
         shortage = candidates.shortage
         if shortage is not None:
-            cost += SHORTAGE_COST * shortage
+            if weight is None and candidates.block_s and candidates.table.decode_s:
+                cost += self._wait(candidates, shortage)
+            else:
+                cost += SHORTAGE_COST * shortage
         return cost if candidates.preference is None else cost * candidates.preference
 
     def _linear(self, candidates: Candidates, weight: float) -> Floats:
@@ -152,6 +156,22 @@ class CostModel:
             recent *= np.minimum(candidates.requests, _BUSY)
             recent *= BALANCE_WEIGHT / BUSY_REQUESTS * candidates.prompt
             cost += recent
+        return cost
+
+    @staticmethod
+    def _wait(candidates: Candidates, shortage: Floats) -> Floats:
+        """The cost of the wait until running requests have freed the missing blocks.
+
+        A rank whose requests generate for `decode_s` on average frees the blocks of as many as it
+        runs in that time (Little's law). Each block that they do not have costs SHORTAGE_COST.
+        """
+        running = np.maximum(candidates.decode - candidates.prompt, ZERO)
+        freed = np.minimum(shortage, running)
+        cost: Floats = freed / np.maximum(running, 1.0)
+        cost *= WAIT_WEIGHT * candidates.table.decode_s / candidates.block_s
+        if candidates.slowness is not None:
+            cost *= candidates.slowness
+        cost += SHORTAGE_COST * (shortage - freed)
         return cost
 
     def overridden(self, overrides: Mapping[str, float]) -> "CostModel":

@@ -20,6 +20,7 @@ class TrackedRequest:
     """One request on a rank; loads are what it adds to the rank's columns."""
 
     __slots__ = (
+        "decodes_since",
         "last_event",
         "osl",
         "output_blocks",
@@ -39,6 +40,7 @@ class TrackedRequest:
         self.osl = osl
         self.output_blocks = 0.0
         self.last_event = now
+        self.decodes_since: float | None = None
 
 
 class ActiveSequences:
@@ -70,7 +72,7 @@ class ActiveSequences:
         elif type(event) is SeqPrefilled:
             self._prefilled(event.request, now)
         elif type(event) is SeqFree:
-            self._free(event.request)
+            self._ended(event.request, now)
         elif type(event) is SeqAdd:
             self.add(event, now)
 
@@ -125,6 +127,8 @@ class ActiveSequences:
         if active is not None:
             self._table.cells.prefill_tokens[active.slot] -= active.prefill_tokens
             active.prefill_tokens = 0.0
+            if active.decodes_since is None:
+                active.decodes_since = now
         prefill_attempt = self._active.get(prefill_part(request))
         if prefill_attempt is not None:
             self._remove(prefill_part(request), prefill_attempt)
@@ -138,6 +142,12 @@ class ActiveSequences:
             growth *= max(1 - generated / active.osl, 0.0)
         self._table.cells.active_blocks[active.slot] += growth - active.output_blocks
         active.output_blocks = growth
+
+    def _ended(self, request: str, now: float) -> None:
+        active = self._active.get(request)
+        if active is not None and active.decodes_since is not None:
+            self._table.record_decode(max(now - active.decodes_since, 0.0))
+        self._free(request)
 
     def _free(self, request: str) -> None:
         for name in (request, prefill_part(request)):

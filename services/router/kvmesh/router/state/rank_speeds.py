@@ -195,6 +195,13 @@ class RankSpeeds:
             return None
         return np.where(slots < len(self.slowness), self.slowness.take(slots, mode="clip"), 1.0)
 
+    @property
+    def prompt_token_s(self) -> float:
+        """Seconds in which a rank of median speed computes a prompt token; 0 if unknown."""
+        if self.seconds is not None:
+            return self.seconds.prompt_token
+        return 1 / self.prefill_rate if self.prefill_rate else 0.0
+
     def decode_seconds(self, used: Floats, requests: Floats) -> Floats:
         """Seconds of a step that only generates tokens on ranks of median speed.
 

@@ -24,6 +24,7 @@ from kvmesh.router.state.unmet import Unmet, unmet_constraint
 TAINT = "taint."
 USABLE_SHARE = 0.95  # of a rank's blocks; the rest is for running requests, whose outputs grow
 RECENT_MEMORIES = 4.0
+DECODE_MEMORY = 0.02  # weight of a request in the mean
 UNKNOWN_MEMORY = 100_000.0  # blocks of all ranks, if none is known
 Serves: TypeAlias = Literal["all", "prefill", "decode"]
 ROLES: dict[Serves, tuple[str, ...]] = {
@@ -86,6 +87,7 @@ class RankTable:
     - `held_tokens`: the part of `prefill_tokens` that this router holds back from the engine;
     - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
 
+    `decode_s` is the mean time from a request's first token to its end (0: unknown).
     `loads_measured` is set once some `load_ratio` is known. `cells` is scalar access to all but the
     usable blocks. `load_memory` is the memory of the first
     five columns, as `gather` reads them. `disaggregated` is set while some worker only prefills or
@@ -125,6 +127,7 @@ class RankTable:
         self.disaggregated = False
         self.block_size = 0
         self.loads_measured = False
+        self.decode_s = 0.0
         self._memory = 0.0
         self._set_columns(np.zeros((len(COLUMNS), 16)))
 
@@ -228,6 +231,11 @@ class RankTable:
         memory = RECENT_MEMORIES * (self._memory or UNKNOWN_MEMORY)
         self.recent_blocks *= memory / (memory + blocks)
         self.cells.recent_blocks[slot] += blocks
+
+    def record_decode(self, seconds: float) -> None:
+        """Record the time from the first token of a request to its end."""
+        memory = DECODE_MEMORY if self.decode_s else 1.0
+        self.decode_s += memory * (seconds - self.decode_s)
 
     def slot(self, instance: str, rank: int) -> int:
         """The slot of a rank, allocated if it has none."""
