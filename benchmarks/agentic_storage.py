@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from agentic_orders import Belady, CostRule, Order, OrderedPool
+from agentic_orders import Belady, CostRule, Idle, Order, OrderedPool
 from agentic_runs import OURS, prefill_of
 from retention import BLOCK, ENDLESS, Held, Managed, Timed, Use, fewest, least, schedule
 
@@ -25,13 +25,33 @@ CHECK_S = 10.0
 TIMES = {"5 min": (300.0, 60.0), "1 h": (3600.0, 25.0)}
 
 
-class Idle(NamedTuple):
+class IdleShare(NamedTuple):
     """A policy's idle blocks, as a percentage of those of a time to live with the same hits."""
 
     ttl: str
     policy: str
     percent: float
     target: float
+
+
+class Taught(CostRule):
+    """The cost rule with all waits of the workload learned before, and nothing learned meanwhile.
+
+    What it does not know of a wait is which one of its class it is.
+    """
+
+    def __init__(self, taught: CostRule) -> None:
+        super().__init__(prefill_of(CoreOptions()))
+        self._taught = taught
+
+    def _rates_of(self, waits_for: tuple[str, ...]) -> list[float]:
+        return self._taught._rates_of(waits_for)
+
+    def rank(self, now: float) -> None:
+        """Keep all rates."""
+
+    def _returned(self, session: Idle, now: float) -> None:
+        """Learn nothing."""
 
 
 class Priced(Managed):
@@ -139,12 +159,19 @@ def dearest(
     return found
 
 
-def idle_shares(workload: Workload) -> Iterator[Idle]:
+def idle_shares(workload: Workload) -> Iterator[IdleShare]:
     """The idle blocks of each policy for the hits of each time to live."""
     uses = schedule(workload)
 
     def by_cost(price: float) -> Managed:
         return Priced(workload, uses, CostRule(prefill_of(CoreOptions())), price)
+
+    teacher = CostRule(prefill_of(CoreOptions()))
+    Priced(workload, uses, teacher, 0.0).run(uses)
+    teacher.rank(uses[-1].at)
+
+    def by_taught_cost(price: float) -> Managed:
+        return Priced(workload, uses, Taught(teacher), price)
 
     def known(price: float) -> Managed:
         return Priced(workload, uses, Belady(), -1 / price)
@@ -157,8 +184,10 @@ def idle_shares(workload: Workload) -> Iterator[Idle]:
         forecast = fewest(uses, ttl.hits, partial(Forecasting, workload, uses))
         yield row(OURS.name, forecast[1])
         yield row("cost rule at a price", dearest(uses, ttl.hits, by_cost, 1e-12, 1e-3))
+        taught = dearest(uses, ttl.hits, by_taught_cost, 1e-12, 1e-3)
+        yield row("cost rule at a price, all kinds of waits known", taught)
         yield row("all waits known", dearest(uses, ttl.hits, known, 1e-6, 1.0))
 
 
-def _row(ttl: str, timed: Held, target: float, policy: str, held: Held) -> Idle:
-    return Idle(ttl, policy, 100 * held.idle / timed.idle, target)
+def _row(ttl: str, timed: Held, target: float, policy: str, held: Held) -> IdleShare:
+    return IdleShare(ttl, policy, 100 * held.idle / timed.idle, target)

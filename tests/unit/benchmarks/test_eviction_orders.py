@@ -14,7 +14,7 @@ from agentic_orders import (
     order_blocks,
 )
 from agentic_runs import FILTERED, LRU, OURS, Policy, Scene, paced_agents, play
-from agentic_storage import Idle, idle_shares
+from agentic_storage import IdleShare, idle_shares
 from retention import Managed, schedule
 
 from kvmesh.worker.enginecore.block_manager import BlockManager
@@ -162,7 +162,7 @@ def test_a_filter_writes_less() -> None:
 
 def test_with_all_waits_known_the_fewest_blocks_are_idle() -> None:
     rows = {row.policy: row for row in idle_shares(paced_agents(sessions=8, steps=6, seed=0))}
-    assert all(isinstance(row, Idle) for row in rows.values())
+    assert all(isinstance(row, IdleShare) for row in rows.values())
     known = rows["all waits known"].percent
     assert known <= 100.5
     assert known <= min(row.percent for row in rows.values()) + 0.5

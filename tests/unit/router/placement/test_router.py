@@ -71,6 +71,44 @@ def test_active_prefill_and_blocks_count_until_freed() -> None:
     assert costs(router.decide(probe, None, 0.0)) == {"a": 8.0, "b": 8.0}
 
 
+def test_the_time_for_which_requests_generate_is_learned_from_their_events() -> None:
+    router = core("a")
+    place(router, "1", TEN, "a")
+    place(router, "2", TEN, "a")
+    place(router, "3", TEN, "a")
+    for now in (1.0, 2.0):  # the second one is a repetition
+        router.apply(SeqPrefilled("1"), now)
+    router.apply(SeqFree("2"), 3.0)  # ends before its first token
+    assert router.table.decode_s == 0.0
+    router.apply(SeqFree("1"), 5.0)
+    router.apply(SeqFree("1"), 9.0)
+    assert router.table.decode_s == 4.0
+    router.apply(SeqPrefilled("3"), 10.0)
+    router.apply(SeqFree("3"), 24.0)
+    assert router.table.decode_s == pytest.approx(4.0 + 0.02 * 10.0)
+
+
+def test_a_turn_waits_where_its_context_is_if_memory_is_soon_free() -> None:
+    # Both have had as many prompts. "home" has 920 of its 1,024 blocks in use, for requests that
+    # generate for 2 s each; "idle" would take 3 s for the context of 400 blocks.
+    router = core("home", "idle", prefill_weight=None)
+    turns = [sequence(*range(1000 * n, 1000 * n + 230)) for n in range(4)]
+    place(router, "first", sequence(*range(5000, 5920)), "idle")
+    router.apply(SeqPrefilled("first"), 0.0)
+    router.apply(SeqFree("first"), 2.0)
+    for n, turn in enumerate(turns):
+        place(router, f"running {n}", turn, "home", 2.0)
+        router.apply(SeqPrefilled(f"running {n}"), 2.0)
+    router.speeds.prefill_rate = 400 * BLOCK / 3.0
+    context = sequence(*range(9000, 9400))
+    held = overlaps({"home": (400,)})
+    decision = router.decide(request("next", context), held, 2.0)
+    assert decision.chosen.instance == "home"
+    assert decision.note == "waits about 0.8 s for memory"
+    router.speeds.prefill_rate *= 100
+    assert router.decide(request("next", context), held, 2.0).chosen.instance == "idle"
+
+
 def test_blocks_that_active_requests_share_count_once() -> None:
     router = core("a", "b")
     place(router, "1", TEN, "a")

@@ -193,6 +193,49 @@ def test_a_full_rank_comes_after_those_with_free_capacity() -> None:
     assert full.chosen == 1  # the one that lacks the fewest
 
 
+def choose_between_waiting_and_computing(decode_s: float, running: float = 800.0) -> PolicyChoice:
+    """The first rank has the whole prompt of 300 blocks, and not the memory; the second neither."""
+    seen = candidates([300, 0], [300.0 + running, 500.0], prompt=300)
+    seen.block_s = 0.01
+    if decode_s:
+        seen.table.record_decode(decode_s)
+    return choose("kv", seen, CostModel())
+
+
+def test_a_short_wait_for_memory_is_cheaper_than_computing_a_prompt() -> None:
+    choice = choose_between_waiting_and_computing(8.0)
+    # 127.2 of 800 blocks are missing, which running requests free in 1.27 s: 318 blocks of prefill.
+    assert choice.chosen == 0
+    assert choice.note == "waits about 1.3 s for memory"
+    decode = 1100 * (0.05 + 0.5)
+    assert choice.cost[0] == pytest.approx(decode + 2.5 * 127.2 / 800 * 8.0 / 0.01, abs=0.1)
+
+
+def test_a_long_wait_for_memory_is_dearer_than_computing_a_prompt() -> None:
+    choice = choose_between_waiting_and_computing(30.0)
+    assert (choice.chosen, choice.note) == (1, None)
+
+
+def test_a_full_rank_comes_last_while_nobody_knows_how_long_requests_generate() -> None:
+    choice = choose_between_waiting_and_computing(0.0)
+    assert choice.chosen == 1
+    assert choice.cost[0] > 127 * SHORTAGE_COST
+
+
+def test_blocks_that_running_requests_do_not_have_are_not_waited_for() -> None:
+    choice = choose_between_waiting_and_computing(1e-3, running=740.0)
+    assert choice.chosen == 0
+    seen = candidates([1000, 0], [1020.0, 900.0], prompt=1000)
+    seen.block_s = 0.01
+    seen.table.record_decode(1e-3)
+    assert choose("kv", seen, CostModel()).chosen == 1
+
+
+def test_a_request_that_must_wait_anywhere_says_so() -> None:
+    choice = choose("kv", candidates([10, 0], [1500.0, 1100.0]), CostModel())
+    assert (choice.chosen, choice.note) == (1, "waits for memory")
+
+
 def test_the_shortage_depends_on_each_ranks_capacity() -> None:
     seen = candidates([10, 0, 0], [600.0, 700.0, 5000.0])
     seen.table.set_capacity(0, 500)

@@ -215,6 +215,7 @@ def test_a_slow_engine_counts_within_seconds_and_less_the_older_the_evidence() -
     model = PolynomialStepModel()
     token = model.prefill(2000) / 2000
     assert speeds.seconds.prompt_token == pytest.approx(token, rel=0.5)
+    assert speeds.prompt_token_s == speeds.seconds.prompt_token
 
 
 def test_an_engine_that_is_slow_again_and_again_is_followed() -> None:
@@ -239,6 +240,7 @@ def test_slowness_that_is_not_trusted_does_not_count() -> None:
 def test_an_earlier_prefill_rate_fades_also_where_ranks_are_not_compared() -> None:
     """Ten prompts of 2,000 tokens a second, and after RATE_HALF_S ten of 400."""
     speeds, load = RankSpeeds(), Engine("a").load()
+    assert speeds.prompt_token_s == 0.0
     at, busy_s, computed, rates = 0.0, 1.0, 0, []
     for tokens, pause_s in ((0, 0.0), (20_000, 1.0), (4_000, RATE_HALF_S)):
         at, busy_s, computed = at + pause_s, busy_s + 1.0, computed + tokens
@@ -246,4 +248,5 @@ def test_an_earlier_prefill_rate_fades_also_where_ranks_are_not_compared() -> No
             0, replace(load, steps=computed, busy_s=busy_s, computed_tokens=computed), at
         )
         rates.append(speeds.prefill_rate)
+    assert speeds.prompt_token_s == 1 / speeds.prefill_rate
     assert rates == pytest.approx([0.0, 20_000.0, 10_000.0])

@@ -1,6 +1,7 @@
 """Base class of policies and the simple ones. Policies are pure: time and rng are passed in."""
 
 from collections.abc import Callable
+from math import isfinite
 from random import Random
 
 import numpy as np
@@ -61,7 +62,8 @@ class Kv(Policy):
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         cost = model.cost(candidates)
-        return PolicyChoice(pick(cost, model.temperature, rng), cost)
+        chosen = pick(cost, model.temperature, rng)
+        return PolicyChoice(chosen, cost, _wait_note(candidates, chosen))
 
 
 class KvMultiplicative(Policy):
@@ -125,6 +127,15 @@ class Uniform(Policy):
 
     def choose(self, candidates: Candidates, model: CostModel, rng: Random) -> PolicyChoice:
         return PolicyChoice(rng.randrange(len(candidates)), np.zeros(len(candidates)))
+
+
+def _wait_note(candidates: Candidates, chosen: int) -> str | None:
+    """What to say of a request that is placed where its blocks are not free yet."""
+    shortage = candidates.shortage
+    if shortage is None or not shortage[chosen]:
+        return None
+    seconds = float(candidates.wait_s(shortage)[chosen])
+    return f"waits about {seconds:.1f} s for memory" if isfinite(seconds) else "waits for memory"
 
 
 def _load(candidates: Candidates) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":

@@ -73,6 +73,20 @@ class Candidates:
         shortage: Floats = self.decode - table.usable_blocks.take(self.slots)
         return np.maximum(shortage, ZERO, out=shortage)
 
+    def wait_s(self, shortage: Floats) -> Floats:
+        """Seconds until so many blocks of each candidate are free, of the requests before this one.
+
+        A rank frees the blocks that it uses once in the mean time for which requests generate
+        (Little's law). inf if that is unknown, or if those requests do not need so many.
+        """
+        table, before = self.table, np.maximum(self.decode - self.prompt, ZERO)
+        freed = np.minimum(before, table.usable_blocks.take(self.slots))
+        seconds = table.decode_s * shortage / np.maximum(freed, 1.0)
+        if self.slowness is not None:
+            seconds *= self.slowness
+        never = shortage > (before if table.decode_s else ZERO)
+        return np.where(never, inf, seconds)
+
     def rank(self, index: int) -> Rank:
         """The rank of candidate `index`."""
         return self.table.ranks[int(self.slots[index])]

@@ -90,8 +90,8 @@ class CostModel:
         multiplies the time of the request's answer, which counts by ANSWER_WEIGHT, and its square
         root the time until the first token, since the backlog of a slow rank shows the rest. The
         effects on others are not multiplied: the load of a slow rank, whose requests stay longer,
-        shows them already (ADR 53). Each missing block adds SHORTAGE_COST: the request would wait
-        there for running ones to end, and later ones behind it (ADR 9).
+        shows them already (ADR 53). Where blocks are missing, the request would wait for running
+        ones to end, and later ones behind it.
         """
         weight, slowness = self.prefill_weight, candidates.slowness
         cost = self._effects(candidates) if weight is None else self._linear(candidates, weight)
@@ -109,10 +109,7 @@ class CostModel:
                     cost += answer
         shortage = candidates.shortage
         if shortage is not None:
-            if weight is None and candidates.block_s and candidates.table.decode_s:
-                cost += self._wait(candidates, shortage)
-            else:
-                cost += SHORTAGE_COST * shortage
+            cost += self._lack(candidates, shortage)
         return cost if candidates.preference is None else cost * candidates.preference
 
     def _linear(self, candidates: Candidates, weight: float) -> Floats:
@@ -158,20 +155,15 @@ class CostModel:
             cost += recent
         return cost
 
-    @staticmethod
-    def _wait(candidates: Candidates, shortage: Floats) -> Floats:
-        """The cost of the wait until running requests have freed the missing blocks.
+    def _lack(self, candidates: Candidates, shortage: Floats) -> Floats:
+        """The cost of missing blocks: the time until running requests have freed them (ADR 55).
 
-        A rank whose requests generate for `decode_s` on average frees the blocks of as many as it
-        runs in that time (Little's law). Each block that they do not have costs SHORTAGE_COST.
+        SHORTAGE_COST for each, where that is not known, and in a linear cost.
         """
-        running = np.maximum(candidates.decode - candidates.prompt, ZERO)
-        freed = np.minimum(shortage, running)
-        cost: Floats = freed / np.maximum(running, 1.0)
-        cost *= WAIT_WEIGHT * candidates.table.decode_s / candidates.block_s
-        if candidates.slowness is not None:
-            cost *= candidates.slowness
-        cost += SHORTAGE_COST * (shortage - freed)
+        cost: Floats = SHORTAGE_COST * shortage
+        if self.prefill_weight is None and candidates.block_s:
+            seconds = candidates.wait_s(shortage)
+            cost = np.where(np.isinf(seconds), cost, WAIT_WEIGHT / candidates.block_s * seconds)
         return cost
 
     def overridden(self, overrides: Mapping[str, float]) -> "CostModel":
