@@ -130,7 +130,7 @@ class Uniform(Policy):
 
 
 def _wait_note(candidates: Candidates, chosen: int) -> str | None:
-    """What to say of a request that is placed where its blocks are not free yet."""
+    """The note on a request that is placed where its blocks are not free yet, else None."""
     shortage = candidates.shortage
     if shortage is None or not shortage[chosen]:
         return None
