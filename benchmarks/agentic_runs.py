@@ -31,6 +31,7 @@ from kvmesh.workload.model import Workload
 
 BLOCK = 256
 ENDLESS_TIMES = 64
+MOST_FAILED = 0.01  # of all rounds, for want of a placement before their deadline
 GIB = 1 << 30
 
 
@@ -222,10 +223,10 @@ def play(workload: Workload, scene: Scene, policy: Policy, seed: int) -> Result:
 
 def _result(simulation: Simulation, cores: list[MockCore]) -> Result:
     whole, records = figures(simulation), simulation.records
-    if whole.failed:
+    if whole.failed > MOST_FAILED * len(simulation.workload):
         raise RuntimeError(f"{whole.failed} rounds failed: {whole.errors}")
     waited = records.column("first_token") - records.column("arrived")
-    returning = waited[returns(simulation.workload)].tolist()
+    returning = waited[returns(simulation.workload) & ~np.isnan(waited)].tolist()
     prompts = np.array([worker.prompt_tokens for worker in whole.workers], np.float64)
     total, ahead = whole.latency.total_s, simulation.speculation.record
     return Result(
