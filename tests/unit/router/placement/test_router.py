@@ -73,9 +73,9 @@ def test_active_prefill_and_blocks_count_until_freed() -> None:
 
 def test_the_time_for_which_requests_generate_is_learned_from_their_events() -> None:
     router = core("a")
-    place(router, "1", TEN, "a")
-    place(router, "2", TEN, "a")
-    place(router, "3", TEN, "a")
+    place(router, "1", sequence(*range(10)), "a")
+    place(router, "2", sequence(*range(20, 30)), "a")
+    place(router, "3", sequence(*range(40, 50)), "a")
     for now in (1.0, 2.0):  # the second one is a repetition
         router.apply(SeqPrefilled("1"), now)
     router.apply(SeqFree("2"), 3.0)  # ends before its first token
@@ -86,6 +86,22 @@ def test_the_time_for_which_requests_generate_is_learned_from_their_events() -> 
     router.apply(SeqPrefilled("3"), 10.0)
     router.apply(SeqFree("3"), 24.0)
     assert router.table.decode_s == pytest.approx(4.0 + 0.02 * 10.0)
+
+
+def test_short_requests_that_free_little_do_not_make_waits_look_short() -> None:
+    router = core("a")
+    place(router, "agent", sequence(*range(500)), "a")
+    router.apply(SeqPrefilled("agent"), 0.0)
+    router.apply(SeqFree("agent"), 20.0)
+    for n in range(1000):
+        place(router, f"{n}", sequence(1000 + n), "a", 20.0)
+        router.apply(SeqPrefilled(f"{n}"), 20.0)
+        router.apply(SeqFree(f"{n}"), 20.0)
+        if n % 20 == 19:  # one in twenty, of all blocks 96 %
+            place(router, f"agent {n}", sequence(*range(500)), "a", 20.0)
+            router.apply(SeqPrefilled(f"agent {n}"), 20.0)
+            router.apply(SeqFree(f"agent {n}"), 40.0)
+    assert router.table.decode_s == pytest.approx(20.0, rel=0.1)
 
 
 def test_a_turn_waits_where_its_context_is_if_memory_is_soon_free() -> None:

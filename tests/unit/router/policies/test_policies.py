@@ -198,17 +198,18 @@ def choose_between_waiting_and_computing(decode_s: float, running: float = 800.0
     seen = candidates([300, 0], [300.0 + running, 500.0], prompt=300)
     seen.block_s = 0.01
     if decode_s:
-        seen.table.record_decode(decode_s)
+        seen.table.record_decode(decode_s, 100.0)
     return choose("kv", seen, CostModel())
 
 
 def test_a_short_wait_for_memory_is_cheaper_than_computing_a_prompt() -> None:
     choice = choose_between_waiting_and_computing(8.0)
-    # 127.2 of 800 blocks are missing, which running requests free in 1.27 s: 318 blocks of prefill.
+    # 127.2 of 800 blocks are missing, which running requests free in 1.27 s: the time of 127 blocks
+    # of prefill, which count four times.
     assert choice.chosen == 0
     assert choice.note == "waits about 1.3 s for memory"
     decode = 1100 * (0.05 + 0.5)
-    assert choice.cost[0] == pytest.approx(decode + 2.5 * 127.2 / 800 * 8.0 / 0.01, abs=0.1)
+    assert choice.cost[0] == pytest.approx(decode + 4 * 127.2 / 800 * 8.0 / 0.01, abs=0.1)
 
 
 def test_a_long_wait_for_memory_is_dearer_than_computing_a_prompt() -> None:
@@ -227,7 +228,7 @@ def test_blocks_that_running_requests_do_not_have_are_not_waited_for() -> None:
     assert choice.chosen == 0
     seen = candidates([1000, 0], [1020.0, 900.0], prompt=1000)
     seen.block_s = 0.01
-    seen.table.record_decode(1e-3)
+    seen.table.record_decode(1e-3, 100.0)
     assert choose("kv", seen, CostModel()).chosen == 1
 
 

@@ -24,7 +24,7 @@ _ALIASES = {
     "router_temperature": "temperature",
 }
 SHORTAGE_COST = 1e6  # per missing block: more than all other terms together
-WAIT_WEIGHT = 2.5  # of the wait for memory: later requests wait behind this one
+WAIT_WEIGHT = 4.0  # of the wait for memory: later requests wait behind this one
 LINEAR_WEIGHT = 3.0  # of a block to prefill, where the cost is linear without a set weight
 ANSWER_WEIGHT = 0.4  # of a later end of the answer, relative to a later first token
 COPY_WEIGHT = 2.0  # of an uncached block, for the copies that it evicts and the ranks it delays

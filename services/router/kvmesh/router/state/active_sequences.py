@@ -145,15 +145,18 @@ class ActiveSequences:
 
     def _ended(self, request: str, now: float) -> None:
         active = self._active.get(request)
+        freed = self._free(request)
         if active is not None and active.decodes_since is not None:
-            self._table.record_decode(max(now - active.decodes_since, 0.0))
-        self._free(request)
+            self._table.record_decode(max(now - active.decodes_since, 0.0), freed)
 
-    def _free(self, request: str) -> None:
+    def _free(self, request: str) -> float:
+        """Drop a request and its prefill part; returns the blocks that they alone held."""
+        freed = 0.0
         for name in (request, prefill_part(request)):
             active = self._active.get(name)
             if active is not None:
-                self._remove(name, active)
+                freed += self._remove(name, active)
+        return freed
 
     def _touch(self, request: str, now: float) -> TrackedRequest | None:
         active = self._active.get(request)
@@ -163,13 +166,15 @@ class ActiveSequences:
             self._active.move_to_end(request)
         return active
 
-    def _remove(self, request: str, active: TrackedRequest) -> None:
+    def _remove(self, request: str, active: TrackedRequest) -> float:
         del self._active[request]
         cells, slot = self._table.cells, active.slot
-        freed = self._tree.drop(active.prefix_end, slot)
+        freed = active.partial_blocks + active.output_blocks
+        freed += self._tree.drop(active.prefix_end, slot)
         cells.requests[slot] -= 1
         cells.prefill_tokens[slot] -= active.prefill_tokens
-        cells.active_blocks[slot] -= freed + active.partial_blocks + active.output_blocks
+        cells.active_blocks[slot] -= freed
         if not cells.requests[slot]:
             cells.prefill_tokens[slot] = cells.active_blocks[slot] = 0  # removes rounding drift
             self._table.release_if_idle(slot)
+        return freed

@@ -87,7 +87,8 @@ class RankTable:
     - `held_tokens`: the part of `prefill_tokens` that this router holds back from the engine;
     - `usable_blocks`: blocks that requests may use (inf: unknown), `min_usable_blocks` the least.
 
-    `decode_s` is the mean time from a request's first token to its end (0: unknown).
+    `decode_s` is the mean time from the first token of a request to its end, each weighted by the
+    blocks that its end frees (0: unknown).
     `loads_measured` is set once some `load_ratio` is known. `cells` is scalar access to all but the
     usable blocks. `load_memory` is the memory of the first
     five columns, as `gather` reads them. `disaggregated` is set while some worker only prefills or
@@ -127,7 +128,7 @@ class RankTable:
         self.disaggregated = False
         self.block_size = 0
         self.loads_measured = False
-        self.decode_s = 0.0
+        self._decode_block_s = self._freed_blocks = 0.0
         self._memory = 0.0
         self._set_columns(np.zeros((len(COLUMNS), 16)))
 
@@ -232,10 +233,15 @@ class RankTable:
         self.recent_blocks *= memory / (memory + blocks)
         self.cells.recent_blocks[slot] += blocks
 
-    def record_decode(self, seconds: float) -> None:
-        """Record the time from the first token of a request to its end."""
-        memory = DECODE_MEMORY if self.decode_s else 1.0
-        self.decode_s += memory * (seconds - self.decode_s)
+    @property
+    def decode_s(self) -> float:
+        return self._decode_block_s / self._freed_blocks if self._freed_blocks else 0.0
+
+    def record_decode(self, seconds: float, freed: float) -> None:
+        """Record the time from a request's first token to its end, which freed so many blocks."""
+        memory = DECODE_MEMORY if self._freed_blocks else 1.0
+        self._decode_block_s += memory * (seconds * freed - self._decode_block_s)
+        self._freed_blocks += memory * (freed - self._freed_blocks)
 
     def slot(self, instance: str, rank: int) -> int:
         """The slot of a rank, allocated if it has none."""
