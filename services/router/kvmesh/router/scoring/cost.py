@@ -187,7 +187,7 @@ def pick(cost: Floats, temperature: float, rng: Random) -> int:
     """Index of the cheapest candidate, ties at random; with a temperature, softmax over −cost.
 
     Costs are normalised to their range first, so that a temperature means the same at any load.
-    Candidates short of more blocks than the cheapest are never drawn.
+    Candidates that cost SHORTAGE_COST more than the cheapest are never drawn.
     """
     low = cost[cost.argmin()]
     if temperature <= 0:
