@@ -275,28 +275,16 @@ def judge(report: Report, found: dict[str, PartResults]) -> None:
         )
     for key in ("tight", "tier", "many", "approvals", "alone"):
         if key in found:
-            table = found[key]
-            report.add(
-                f"{key}: TTFT p95 of returning turns",
-                table.ratio(OURS, lambda r: r.ttft_p95),
-                "× LRU's",
-                _best(table, lambda r: r.ttft_p95),
-                "≤ 0.60",
-            )
+            rivals = _best(found[key], _p95)
+            _over_base(report, found[key], "TTFT p95 of returning turns", _p95, rivals, "≤ 0.60")
     for key in ("many", "waits"):
         if key in found:
-            table = found[key]
-            report.add(
-                f"{key}: output tokens/s",
-                table.ratio(OURS, lambda r: r.tokens_per_s),
-                "× LRU's",
-                f"endless memory {table.ratio(ENDLESS, lambda r: r.tokens_per_s):.2f}",
-                "≥ 1.25" if key == "waits" else "",
-            )
+            bound = f"endless memory {found[key].ratio(ENDLESS, _rate):.2f}"
+            goal = "≥ 1.25" if key == "waits" else ""
+            _over_base(report, found[key], "output tokens/s", _rate, bound, goal)
     if "slow" in found:
-        table = found["slow"]
-        ratio = table.ratio(OURS, lambda r: r.ttft_p50)
-        report.add("slow: TTFT p50 of returning turns", ratio, "× LRU's", "", "≤ 0.50")
+        name = "TTFT p50 of returning turns"
+        _over_base(report, found["slow"], name, lambda r: r.ttft_p50, "", "≤ 0.50")
     if "team" in found:
         _compare(
             report,
@@ -317,10 +305,28 @@ def judge(report: Report, found: dict[str, PartResults]) -> None:
             report.add(f"thinking: TTFT p50 of returning turns{name}", ratio, "× LRU's")
         unused = [100 * r.wasted / max(r.ahead, 1) for r in table.results[AHEAD.name]]
         report.add_runs("thinking: tokens computed ahead and not used", unused, "%")
-    for key, table in found.items():
-        report.add(
-            f"{key}: mean latency", table.ratio(OURS, lambda r: r.latency), "× LRU's", "1", "≤ 1.03"
-        )
+    for table in found.values():
+        _over_base(report, table, "mean latency", lambda r: r.latency, "1", "≤ 1.03")
+
+
+def _p95(result: Result) -> float:
+    return result.ttft_p95
+
+
+def _rate(result: Result) -> float:
+    return result.tokens_per_s
+
+
+def _over_base(
+    report: Report,
+    table: PartResults,
+    name: str,
+    pick: Callable[[Result], float],
+    others: str,
+    goal: str,
+) -> None:
+    ratio = table.ratio(OURS, pick)
+    report.add(f"{table.part.key}: {name}", ratio, "× LRU's", others, goal)
 
 
 def _compare(
