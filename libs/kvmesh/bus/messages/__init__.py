@@ -61,8 +61,10 @@ from kvmesh.bus.messages.discovery import (
     Instance,
     ModelCard,
     NodeStore,
+    Phase,
     Role,
     Starting,
+    StartPhase,
 )
 from kvmesh.bus.messages.frontends import KeepTraces, KeyUse, LimitUse, SessionPrompt, SessionQuery
 from kvmesh.bus.messages.kv_events import (
@@ -260,6 +262,7 @@ __all__ = [
     "OverlapQuery",
     "OverlapReply",
     "Parked",
+    "Phase",
     "Pin",
     "Ping",
     "Placement",
@@ -308,6 +311,7 @@ __all__ = [
     "ShowSpeeds",
     "SimulatedPool",
     "SpeedReport",
+    "StartPhase",
     "Starting",
     "StepOutput",
     "Stored",

@@ -79,12 +79,46 @@ class NodeStore(Struct, frozen=True, kw_only=True):
     restores: str = ""
 
 
+class StartPhase(StrEnum):
+    """The phases of a worker's start, in the order in which they are listed.
+
+    From the creation of the process to the first line of its program; imports of packages, in the
+    engine's processes as well; the settings, the model folder and the engine's arguments; loading
+    the weights; bringing them into the form that kernels read; allocation of the KV blocks;
+    compiling, or loading what was compiled; other runs before the first request, such as those that
+    measure memory or capture graphs; what else the engine's start takes; connecting to the mesh and
+    joining it; and the time until routers can see the worker.
+    """
+
+    PROCESS = "process"
+    IMPORTS = "imports"
+    CONFIGURATION = "configuration"
+    WEIGHTS = "weights"
+    POST_PROCESSING = "post-processing"
+    KV_ALLOCATION = "KV allocation"
+    COMPILE = "compile"
+    WARM_UP = "warm-up"
+    ENGINE = "engine"
+    REGISTRATION = "registration"
+    ROUTABLE = "routable"
+
+
+class Phase(Struct, frozen=True):
+    """Seconds that a worker's start spent in one phase, a `StartPhase`.
+
+    Phases exclude each other: at a time at which several processes are in different ones, the first
+    of these counts.
+    """
+
+    name: str
+    seconds: float
+
+
 class Starting(Struct, frozen=True, kw_only=True):
     """A worker that has not joined yet, about every second until it does or fails.
 
-    `phase` is "engine" while its engine starts, which loads the weights, "model files" while it
-    publishes those, or "joining". It has lasted since the Unix time `since`, the whole start since
-    `started`.
+    `phase` has lasted since the Unix time `since`, and the whole start since `started`: the
+    creation of its process. `phases` are those that took time before.
     """
 
     instance: str
@@ -93,6 +127,7 @@ class Starting(Struct, frozen=True, kw_only=True):
     phase: str
     since: float
     started: float
+    phases: list[Phase] = []
 
 
 class Instance(Struct, frozen=True, kw_only=True):
@@ -102,7 +137,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     names the machine whose memory and disks it can reach. A worker that `needs_handoff` computes
     no prompts: each of its requests needs a prefill worker. `warnings` are problems of the mesh
     that the process has detected and that do not stop it from serving. `startup_s` are the seconds
-    that a worker's engine took to start, 0 if unknown. A worker or kvbm that `expects_returns`
+    from the creation of a worker's process until routers could see it, 0 if unknown; `phases` says
+    where they went. A worker or kvbm that `expects_returns`
     orders eviction by forecasts of returns; others need none.
     """
 
@@ -123,4 +159,5 @@ class Instance(Struct, frozen=True, kw_only=True):
     store: NodeStore | None = None
     warnings: list[str] = []
     startup_s: float = 0.0
+    phases: list[Phase] = []
     expects_returns: bool = False
