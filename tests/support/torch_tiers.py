@@ -14,6 +14,7 @@ from kvmesh.settings.schema import TorchSettings, WorkerSettings
 from kvmesh.worker.engine import EngineError, OutputDelta
 from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTiers
 from kvmesh.worker.engines.torch.engine import TorchEngine
+from kvmesh.worker.start.timeline import StartTimeline
 from support.tiny import tiny_model
 from support.wait import eventually
 
@@ -80,7 +81,7 @@ class Host:
             torch=TorchSettings(blocks=blocks, threads=1, pass_tokens=32),
             worker=WorkerSettings(write_through_blocks=queue),
         )
-        self.engine = TorchEngine(settings, tiny_model(), connect)
+        self.engine = TorchEngine(settings, tiny_model(), connect, StartTimeline())
         self.sink = SinkRecorder()
 
     async def start(self, attach: bool = True) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
+from time import monotonic
 from typing import Any
 
 import uvloop
@@ -47,9 +48,15 @@ class StartError(Exception):
 
 
 class Service:
-    """The context of a service's main coroutine: bus, settings, identity, tasks."""
+    """The context of a service's main coroutine: bus, settings, identity, tasks.
 
-    def __init__(self, bus: Bus, settings: Settings, name: str) -> None:
+    `entered` is the monotonic time at which the process began to run the service.
+    """
+
+    def __init__(
+        self, bus: Bus, settings: Settings, name: str, entered: float | None = None
+    ) -> None:
+        self.entered = monotonic() if entered is None else entered
         self.bus = bus
         self.settings = settings
         self.limits = stream_limits(settings.streams)
@@ -133,9 +140,10 @@ def run_service(
 async def _run(
     role: str, name: str, settings: Settings, main: Main, meanwhile: Meanwhile | None
 ) -> int:
+    entered = monotonic()
     async with _running(meanwhile, settings):
         bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
-    service = Service(bus, settings, name)
+    service = Service(bus, settings, name, entered)
     figures = BusCollector(bus)
     REGISTRY.register(figures)
     loop = asyncio.get_running_loop()

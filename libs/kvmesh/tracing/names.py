@@ -6,6 +6,8 @@ keys at export only where the operator opts in (`OTEL_SEMCONV_STABILITY_OPT_IN`)
 
 from typing import NamedTuple
 
+from kvmesh.bus.messages import StartPhase
+
 OPT_IN = "gen_ai_latest_experimental"
 PROVIDER = "gen_ai.provider.name"
 
@@ -52,6 +54,27 @@ KVBM_FETCH = "kvbm_fetch"
 KVBM_OFFER = "kvbm_offer"
 KVBM_LEND = "kvbm_lend"
 KVBM_PREPARE = "kvbm_prepare"
+START = "start"
+
+_PHASES = {
+    StartPhase.PROCESS: "from the creation of the process to the first line of its program",
+    StartPhase.IMPORTS: "import packages, in the processes of the engine as well",
+    StartPhase.CONFIGURATION: "read the model folder, and prepare the arguments of the engine",
+    StartPhase.WEIGHTS: "load the weights",
+    StartPhase.POST_PROCESSING: "bring the weights into the form that kernels read",
+    StartPhase.KV_ALLOCATION: "allocate the KV blocks",
+    StartPhase.COMPILE: "compile, or load what was compiled before",
+    StartPhase.WARM_UP: "run the model to measure memory, to capture graphs or to warm up",
+    StartPhase.ENGINE: "what else the start of the engine takes",
+    StartPhase.REGISTRATION: "connect to NATS, publish the model's files, join the mesh",
+    StartPhase.ROUTABLE: "from the lease until other processes can read it",
+}
+
+
+def start_span(phase: str) -> str:
+    """The name of the span of a `StartPhase`."""
+    return f"start_{phase}".lower().replace("-", "_").replace(" ", "_")
+
 
 FIRST_TOKEN = "first_token"  # an event of an attempt
 
@@ -88,6 +111,10 @@ SPANS = (
     SpanName(KVBM_OFFER, "kvbm", "choose the offered blocks to store"),
     SpanName(KVBM_PREPARE, "kvbm", "load blocks for the kvbm of another node"),
     SpanName(KVBM_LEND, "kvbm", "lend blocks to the kvbm of another node"),
+    SpanName(
+        START, "worker", "a start, from the creation of the process until routers see the worker"
+    ),
+    *(SpanName(start_span(phase), "worker", meaning) for phase, meaning in _PHASES.items()),
 )
 
 OPERATION = "kvmesh.operation"
@@ -118,6 +145,7 @@ ELIGIBLE = "kvmesh.eligible"
 BLOCKS = "kvmesh.blocks"
 TIERS = "kvmesh.tiers"
 TENANT = "kvmesh.tenant"
+ENGINE = "kvmesh.engine"
 METHOD = "http.request.method"
 HTTP_ROUTE = "http.route"
 HTTP_STATUS = "http.response.status_code"
@@ -151,7 +179,7 @@ ATTRIBUTES = (
     Attribute(REQUEST_ID, "the request's id, as in errors, logs and `kvmesh explain`"),
     Attribute(CHOICE, "the number of the sequence in its request, from 0"),
     Attribute(ATTEMPT_ID, "the id of the attempt, as on the bus"),
-    Attribute(INSTANCE, "the instance that was chosen, queried or offered work"),
+    Attribute(INSTANCE, "the instance that was chosen, queried or offered work, or that starts"),
     Attribute(RANK, "its data-parallel rank"),
     Attribute(STATUS, "the result: a reply's status, or the end of an attempt"),
     Attribute(POLICY, "the routing policy"),
@@ -160,6 +188,7 @@ ATTRIBUTES = (
     Attribute(BLOCKS, "blocks found, moved or wanted"),
     Attribute(TIERS, "blocks or tokens by the tier that they came from"),
     Attribute(TENANT, "the tenant's tag"),
+    Attribute(ENGINE, "the engine of a worker that starts"),
     Attribute(METHOD, "HTTP method (a stable convention)"),
     Attribute(HTTP_ROUTE, "path of the endpoint (a stable convention)"),
     Attribute(HTTP_STATUS, "status of the response (a stable convention)"),

@@ -69,6 +69,10 @@ class Tracer:
         trace = Trace(trace_id, sampled, self._ended, tracestate if parent is not None else "")
         return TraceSpan(trace, name, parent_id, start, "server")
 
+    def kept(self, name: str, start: float) -> TraceSpan:
+        """The first span of a trace that is never sampled out, of something rare."""
+        return TraceSpan(Trace(new_trace_id(), True, self._ended), name, "", start)
+
     def continued(
         self, traceparent: str, name: str, start: float, kind: Kind = "server"
     ) -> TraceSpan:
@@ -83,7 +87,7 @@ class Tracer:
         """The first span of a new trace that is linked to `cause`, if that is sampled."""
         if not cause.trace.sampled:
             return NO_SPAN  # the decision to keep a trace at its end does not reach its sequels
-        span = TraceSpan(Trace(new_trace_id(), True, self._ended), name, "", start)
+        span = self.kept(name, start)
         span.link(cause)
         return span
 
@@ -128,6 +132,11 @@ def is_installed() -> bool:
 def begin(name: str, traceparent: str, tracestate: str, start: float) -> TraceSpan:
     """The first span of a request; see `Tracer.begin`."""
     return NO_SPAN if _tracer is None else _tracer.begin(name, traceparent, tracestate, start)
+
+
+def kept(name: str, start: float) -> TraceSpan:
+    """The first span of a trace of something rare; see `Tracer.kept`."""
+    return NO_SPAN if _tracer is None else _tracer.kept(name, start)
 
 
 def continued(traceparent: str, name: str, start: float | None = None) -> TraceSpan:

@@ -19,12 +19,14 @@ ENGINE_PARTS = {
     "lora",
     "metrics",
     "model_folder",
+    "start",
     *CONTRACT,
 }
 ALLOWED = {
     "scratch": set[str](),
     "enginecore": set(),
-    "engine": set(),
+    "start": set(),
+    "engine": {"start"},
     "capabilities": {"engine", "enginecore"},
     "abilities": set(CONTRACT),
     "model_folder": {"engine"},
@@ -43,9 +45,11 @@ ALLOWED = {
     "node": {
         *CONTRACT,
         *("control", "enginecore", "health", "load_publisher", "lora", "model_card", "requests"),
-        "roles",
+        *("roles", "start"),
     },
-    "service": {"default_model", "engine", "metrics", "model_card", "model_folder", "node"},
+    "service": {
+        *("default_model", "engine", "metrics", "model_card", "model_folder", "node", "start"),
+    },
 }
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")
 

@@ -9,7 +9,7 @@ compiles constraints before `submit`. Engines that wrap a server or a library sh
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -20,6 +20,7 @@ from kvmesh.blocks.attachment import ArenaUser
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.messages import Capacity, KvEvent, KvLayout, Load, Work
 from kvmesh.settings.schema import Settings
+from kvmesh.worker.start.timeline import StartTimeline
 
 
 class EngineError(Exception):
@@ -171,12 +172,14 @@ StoreFactory: TypeAlias = Callable[[KvLayout, ArenaUser], KvbmClient]
 class EngineContext:
     """Inputs of an engine factory; `folder` is a Hugging Face model folder.
 
-    `store` creates a client of the node's kvbm; None outside a mesh.
+    `store` creates a client of the node's kvbm; None outside a mesh. The engine tells `timeline`
+    the phases of its start.
     """
 
     settings: Settings
     folder: Path
     store: StoreFactory | None = None
+    timeline: StartTimeline = field(default_factory=StartTimeline)
 
 
 EngineFactory: TypeAlias = Callable[[EngineContext], Engine]
@@ -192,17 +195,21 @@ FACTORIES = {
 
 
 def create_engine(context: EngineContext) -> Engine:
-    """Create the engine that the settings name; imports its module only now.
+    """Create the engine that the settings name; raises as `engine_factory` does."""
+    return engine_factory(context.settings.worker.engine)(context)
+
+
+def engine_factory(name: str) -> EngineFactory:
+    """The factory of an engine, whose module is imported only now, for seconds.
 
     Raises EngineConfigError if the packages that it needs are not installed.
     """
-    name = context.settings.worker.engine
     module, _, function = FACTORIES[name].partition(":")
     try:
         factory: EngineFactory = getattr(import_module(module), function)
     except ModuleNotFoundError as error:
         raise not_installed(name, error) from error
-    return factory(context)
+    return factory
 
 
 def not_installed(engine: str, error: ModuleNotFoundError) -> EngineConfigError:

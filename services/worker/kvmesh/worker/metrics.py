@@ -6,7 +6,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvmesh.bus.messages import Load
+from kvmesh.bus.messages import Load, Phase
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
 from kvmesh.worker.enginecore.counters import RetentionState
 
@@ -89,6 +89,24 @@ class LoadCollector(Collector):
             for load in loads:
                 counter.add_metric([*self._labels, str(load.rank)], getattr(load, field))
             yield counter
+
+
+class StartCollector(Collector):
+    """The phases of the worker's start so far, as `kvmesh_worker_start_seconds`."""
+
+    def __init__(self, labels: WorkerLabels, phases: Callable[[], Iterable[Phase]]) -> None:
+        self._labels = labels
+        self._phases = phases
+
+    def collect(self) -> Iterator[Metric]:
+        gauge = GaugeMetricFamily(
+            "kvmesh_worker_start_seconds",
+            "seconds of the worker's start that each phase took",
+            labels=["model", "worker", "phase"],
+        )
+        for phase in self._phases():
+            gauge.add_metric([*self._labels, phase.name], phase.seconds)
+        yield gauge
 
 
 class RetentionCollector(Collector):

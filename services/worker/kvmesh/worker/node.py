@@ -22,6 +22,7 @@ from kvmesh.bus.messages import (
     KvEvent,
     Load,
     MessageDecoder,
+    StartPhase,
     StepOutput,
     Work,
     WorkReply,
@@ -53,7 +54,6 @@ from kvmesh.worker.health.event_silence import EventSilence
 from kvmesh.worker.health.membership import Membership
 from kvmesh.worker.health.rank_digests import RankDigests, digest_reply
 from kvmesh.worker.health.stall_watch import StallWatch
-from kvmesh.worker.health.start_report import JOINING, MODEL_FILES, StartReport
 from kvmesh.worker.load_publisher import LoadPublisher
 from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.model_card import instance_card, model_card
@@ -61,6 +61,7 @@ from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.handler import RequestHandler
 from kvmesh.worker.requests.orphans import OrphanedRequests
 from kvmesh.worker.roles import RoleSwitch, role_problem
+from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
 EVENT_CHECK_S = 1.0
@@ -90,6 +91,7 @@ class WorkerNode:
         limits: StreamLimits,
         on_end: Callable[[EngineError | None], None],
         warnings: Warnings | None = None,
+        timeline: StartTimeline | None = None,
     ) -> None:
         worker = settings.worker
         self._bus = bus
@@ -100,6 +102,7 @@ class WorkerNode:
         self._limits = limits
         self._on_end = on_end
         self._warnings = warnings or Warnings()
+        self._timeline = timeline or StartTimeline()
         self._digests = RankDigests(engine)
         self._membership = Membership(bus, self._warnings, limits.lease_s)
         self._loads = LoadPublisher(bus, instance, worker.load_interval_s, self.load)
@@ -165,33 +168,28 @@ class WorkerNode:
     async def start(self, files: str | None = None) -> None:
         """Start the engine, then join the mesh; raises EngineError or a bus error.
 
-        `files` is the digest of the model's files if they are published already.
+        `files` is the digest of the model's files if they are published already. Routers can see
+        the worker once this returns.
         """
-        worker = self._settings.worker
-        model = worker.served_name or self._folder.name
-        report = StartReport(self._bus, self.instance, model, worker.engine)
-        async with report.publishing():
-            await self._start(files, report)
-
-    async def _start(self, files: str | None, report: StartReport) -> None:
-        began = time.monotonic()
-        self.info = info = await self._engine.start(self)
-        startup_s = time.monotonic() - began
+        with self._timeline.phase(StartPhase.ENGINE, outer=True):
+            self.info = info = await self._engine.start(self)
         self._requests.open(self._settings.worker.devices or info.devices)
         for kind, text in info.warnings.items():
             self._warnings.update(kind, {"": text})
-        report.enter(MODEL_FILES)
-        card = replace(await self._make_card(info, files), startup_s=startup_s)
-        report.enter(JOINING)
-        await self._membership.admit(card)
-        self._start_publishing(card)
-        await self._listen()
-        await self._orphans.open()
-        self._lease = Lease(self._bus, card, self._limits, self._on_lapsed)
-        await self._lease.open()
-        await self._membership.recheck(card)
+        with self._timeline.phase(StartPhase.REGISTRATION):
+            card = await self._make_card(info, files)
+            await self._membership.admit(card)
+            self._start_publishing(card)
+            await self._listen()
+            await self._orphans.open()
+            lease = Lease(self._bus, self._with_phases(card), self._limits, self._on_lapsed)
+            self._lease = lease
+            await lease.open()
+        with self._timeline.phase(StartPhase.ROUTABLE):
+            await self._membership.recheck(card)
         self._adapters.open(_model_of(card), info.adapters)
         self._roles.open(info)
+        await self._publish_card(lease, self._with_phases(lease.card))
         self._joined = True
         self._tasks.start(self._membership.run(lambda: self._lease), "membership")
         self._tasks.start(publish_warnings(lambda: self._lease, self._warnings), "warnings")
@@ -245,6 +243,10 @@ class WorkerNode:
         files = files or await publish_model(self._bus, self._folder)
         model = model_card(worker, self._folder, info, files)
         return instance_card(worker, info, model, self.instance, self._name)
+
+    def _with_phases(self, card: Instance) -> Instance:
+        took_s = time.monotonic() - self._timeline.created
+        return replace(card, startup_s=took_s, phases=self._timeline.row())
 
     def _start_publishing(self, card: Instance) -> None:
         self._publisher = KvPublisher(

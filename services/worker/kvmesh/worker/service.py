@@ -2,45 +2,66 @@
 
 import asyncio
 import logging
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from prometheus_client import REGISTRY
+from prometheus_client.registry import Collector
 
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.errors import ModelFilesError
-from kvmesh.bus.messages import KvLayout
+from kvmesh.bus.messages import KvLayout, StartPhase
+from kvmesh.runtime.process_start import FIRST_LINE, process_created
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import (
+    Engine,
     EngineConfigError,
     EngineContext,
     EngineError,
     StoreFactory,
-    create_engine,
+    engine_factory,
 )
 from kvmesh.worker.metrics import (
     HandoffCollector,
     LoadCollector,
     RetentionCollector,
+    StartCollector,
     TierCollector,
     WorkerLabels,
 )
 from kvmesh.worker.model_card import node_name
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.start.report import StartReport
+from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
+# libraries that may install signal handlers when they are imported
+IMPORTED_BY_MAIN_THREAD = ("sglang", "trtllm")
 NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 
 
 async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
+    timeline = _timeline(service)
     with ExitStack() as cleanup:
-        await _serve_model(service, await _model_folder(service.settings.worker, cleanup))
+        with timeline.phase(StartPhase.CONFIGURATION):
+            folder = await _model_folder(service.settings.worker, cleanup)
+        await _serve_model(service, folder, timeline)
+
+
+def _timeline(service: Service) -> StartTimeline:
+    """The start of this process, which has connected to the mesh."""
+    timeline = StartTimeline(process_created())
+    timeline.add(StartPhase.PROCESS, timeline.created, FIRST_LINE)
+    timeline.add(StartPhase.IMPORTS, FIRST_LINE, service.entered)
+    timeline.add(StartPhase.REGISTRATION, service.entered, time.monotonic())
+    return timeline
 
 
 async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
@@ -56,8 +77,9 @@ async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
     return folder
 
 
-async def _serve_model(service: Service, folder: Path) -> None:
+async def _serve_model(service: Service, folder: Path, timeline: StartTimeline) -> None:
     settings = service.settings
+    model = settings.worker.served_name or folder.name
 
     def on_end(error: EngineError | None) -> None:
         if error is not None:
@@ -65,27 +87,43 @@ async def _serve_model(service: Service, folder: Path) -> None:
             service.failed = True
         service.stopping.set()
 
-    try:
+    start = StartReport(service.bus, service.instance, model, settings.worker.engine, timeline)
+    with start:
         if not has_chat_template(folder):
             log.warning(NO_TEMPLATE, folder)
-        engine = create_engine(EngineContext(settings, folder, _store_factory(service, folder)))
-    except EngineError as error:
-        raise StartError(str(error), permanent=True) from error
-    try:
-        node = WorkerNode(
-            service.bus,
-            engine,
-            settings,
-            folder,
-            service.name,
-            service.instance,
-            service.limits,
-            on_end,
-            service.warnings,
-        )
-        await _serve(service, node, settings.worker.served_name or folder.name)
-    except (EngineError, ModelFilesError) as error:
-        raise StartError(str(error), permanent=isinstance(error, EngineConfigError)) from error
+        context = EngineContext(settings, folder, _store_factory(service, folder), timeline)
+        try:
+            engine = await _create_engine(context)
+        except EngineError as error:
+            raise StartError(str(error), permanent=True) from error
+        try:
+            node = WorkerNode(
+                service.bus,
+                engine,
+                settings,
+                folder,
+                service.name,
+                service.instance,
+                service.limits,
+                on_end,
+                service.warnings,
+                timeline,
+            )
+            await _serve(service, node, WorkerLabels(model, service.name), start)
+        except (EngineError, ModelFilesError) as error:
+            permanent = isinstance(error, EngineConfigError)
+            raise StartError(str(error), permanent=permanent) from error
+
+
+async def _create_engine(context: EngineContext) -> Engine:
+    name = context.settings.worker.engine
+    with context.timeline.phase(StartPhase.IMPORTS):
+        if name in IMPORTED_BY_MAIN_THREAD:
+            factory = engine_factory(name)
+        else:  # the loop goes on telling observers the phase
+            factory = await asyncio.to_thread(engine_factory, name)
+    with context.timeline.phase(StartPhase.CONFIGURATION):
+        return factory(context)
 
 
 def _store_factory(service: Service, folder: Path) -> StoreFactory:
@@ -104,10 +142,12 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
     return connect
 
 
-async def _serve(service: Service, node: WorkerNode, model: str) -> None:
+async def _serve(
+    service: Service, node: WorkerNode, labels: WorkerLabels, start: StartReport
+) -> None:
     worker = service.settings.worker
-    labels = WorkerLabels(model, service.name)
-    collectors = [
+    collectors: list[Collector] = [
+        StartCollector(labels, start.timeline.row),
         LoadCollector(labels, node.load),
         RetentionCollector(labels, node.retention),
         TierCollector(labels, node.tier_counts),
@@ -118,6 +158,7 @@ async def _serve(service: Service, node: WorkerNode, model: str) -> None:
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
         await node.start()
+        start.close()
         service.start_watchdog()
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)

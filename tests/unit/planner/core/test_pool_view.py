@@ -7,7 +7,7 @@ from support.planned_model import START, LinearEngine, outcome, worker_card
 
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
-from kvmesh.planner.core.starts import GIVE_UP, MOST_ENGINE_S, REMEMBERED, RETRY_S, Starts
+from kvmesh.planner.core.starts import GIVE_UP, MOST_START_S, REMEMBERED, RETRY_S, Starts
 from kvmesh.planner.core.victims import MOST_HITS, WORTH_S, CacheWorth
 
 
@@ -52,7 +52,7 @@ def test_workers_that_were_starting_already_teach_nothing_but_what_their_engines
     one.joined(replace(worker_card("w-1"), startup_s=240.0), START + 3, begun=False)
     assert (one.starts.startup_s, one.starts.pending) == (240.0, 0)
     one.joined(replace(worker_card("w-9"), startup_s=math.inf), START + 4, begun=False)
-    assert one.starts.startup_s == MOST_ENGINE_S
+    assert one.starts.startup_s == MOST_START_S
     one.want(3, START + 10)
     one.joined(worker_card("w-2"), START + 110, begun=False)
     assert one.starts.startup_s == 100.0

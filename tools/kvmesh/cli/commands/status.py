@@ -7,6 +7,9 @@ from kvmesh.settings import Settings
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--starts", action="store_true", help="show the phases of each worker's start"
+    )
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -17,7 +20,10 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def main(bus: Bus) -> int:
         report = await gather(bus, settings)
-        (show_json if arguments.json else show_tables)(report)
+        if arguments.json:
+            show_json(report)
+        else:
+            show_tables(report, arguments.starts)
         return 0
 
     return run_on_bus("status", settings, main)

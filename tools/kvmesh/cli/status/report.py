@@ -11,9 +11,17 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.compatibility import misfits, namesakes
 from kvmesh.bus.discovery.directory import Directory, routable
-from kvmesh.bus.discovery.worker_reports import follow_loads
+from kvmesh.bus.discovery.worker_reports import follow_loads, follow_starts
 from kvmesh.bus.errors import NotFound, NotPermitted
-from kvmesh.bus.messages import IdleModel, Instance, Load, MessageDecoder, RankSpeed, Role
+from kvmesh.bus.messages import (
+    IdleModel,
+    Instance,
+    Load,
+    MessageDecoder,
+    RankSpeed,
+    Role,
+    Starting,
+)
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import mesh_streams
 from kvmesh.cli.status.speeds import rank_speeds
@@ -23,6 +31,8 @@ from kvmesh.settings import Settings
 
 log = logging.getLogger(__name__)
 LOAD_S = 1.2
+START_S = 1.1  # a worker that starts tells its phase every second
+MOST_STARTING = 10_000
 _idle_models = MessageDecoder(IdleModel)
 
 
@@ -42,6 +52,14 @@ class InstanceReport(Struct, kw_only=True):
     reason: str = ""
     leads: bool = False
     speed: list[RankSpeed] = []
+
+
+class StartingReport(Struct, kw_only=True):
+    """A worker that has not joined yet; `age_s` of its process, and since the present phase."""
+
+    worker: Starting
+    age_s: float
+    phase_s: float
 
 
 class IdleModelReport(Struct, kw_only=True):
@@ -99,6 +117,7 @@ class MeshReport(Struct, kw_only=True):
     buckets: list[BucketReport]
     warnings: list[InstanceWarning] = []
     idle_models: list[IdleModelReport] = []
+    starting: list[StartingReport] = []
 
 
 async def gather(bus: Bus, settings: Settings) -> MeshReport:
@@ -108,12 +127,21 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
     def on_load(load: Load) -> None:
         loads.setdefault(load.instance, {})[load.rank] = load
 
+    starts: dict[str, Starting] = {}
+
+    def on_start(worker: Starting) -> None:
+        if worker.instance in starts or len(starts) < MOST_STARTING:
+            starts[worker.instance] = worker
+
+    begun = time.monotonic()
     await follow_loads(bus, on_load)
+    await follow_starts(bus, on_start)
     directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
     infos = await mesh_streams(bus)
     streams = [await _stream(bus, info) for info in infos if _bucket_kind(info) is None]
     await _wait_for_loads(loads, directory)
+    await asyncio.sleep(begun + START_S - time.monotonic())
     cards = sorted(directory.instances, key=lambda card: (card.role, card.name, card.started))
     await directory.close()
     incompatible = misfits(cards)
@@ -139,7 +167,22 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
         buckets=[_bucket(info) for info in infos if _bucket_kind(info) is not None],
         warnings=_warnings(cards, incompatible),
         idle_models=await _idle(bus, _running(cards)),
+        starting=_starting(starts, cards),
     )
+
+
+def _starting(starts: dict[str, Starting], cards: list[Instance]) -> list[StartingReport]:
+    """Those of the workers that have not joined."""
+    joined, now = {card.instance for card in cards}, time.time()
+    return [
+        StartingReport(
+            worker=worker,
+            age_s=max(0.0, now - worker.started),
+            phase_s=max(0.0, now - worker.since),
+        )
+        for _, worker in sorted(starts.items())
+        if worker.instance not in joined
+    ]
 
 
 def _running(cards: list[Instance]) -> set[str]:

@@ -10,14 +10,16 @@ from rich.table import Table
 
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.directory import STATE
-from kvmesh.bus.messages import Load, NodeStore, RankSpeed, incompatible_models
+from kvmesh.bus.messages import Load, NodeStore, RankSpeed, Role, incompatible_models
 from kvmesh.cli.status.report import (
     BucketReport,
     IdleModelReport,
     InstanceReport,
     MeshReport,
+    StartingReport,
     StreamReport,
 )
+from kvmesh.cli.status.starts import phase_columns, start_rows
 from kvmesh.runtime.quantities import duration, size
 
 PIPE_WIDTH = 160
@@ -28,13 +30,18 @@ def show_json(report: MeshReport) -> None:
     print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
 
-def show_tables(report: MeshReport) -> None:
-    """Print the report as tables, as wide as the terminal or PIPE_WIDTH."""
+def show_tables(report: MeshReport, all_starts: bool = False) -> None:
+    """Print the report as tables, as wide as the terminal or PIPE_WIDTH.
+
+    `all_starts`: with the phases of the starts of running workers.
+    """
     console = _console()
     console.print(f"mesh {report.namespace} on NATS {report.server} at {report.nats}")
+    starts = _starts(report.starting, report.instances if all_starts else [])
     for table in (
-        _instances(report.instances),
+        _instances(report.instances, report.starting),
         *([_idle_models(report.idle_models)] if report.idle_models else []),
+        *([starts] if starts.row_count else []),
         _streams(report.streams),
         _readers(report.streams),
         _buckets(report.buckets),
@@ -100,7 +107,7 @@ _NUMBERS = frozenset(
 )
 
 
-def _instances(members: list[InstanceReport]) -> Table:
+def _instances(members: list[InstanceReport], starting: list[StartingReport]) -> Table:
     table = _table("instance", "role", "age", "state", "speed", "model", "load", "labels")
     for member in members:
         card = member.card
@@ -114,6 +121,22 @@ def _instances(members: list[InstanceReport]) -> Table:
             _tiers(card.store) if card.store else "; ".join(map(_load, member.load)),
             " ".join(f"{key}={value}" for key, value in card.labels.items()),
         )
+    for each in starting:
+        worker, state = each.worker, escape(f"starting: {each.worker.phase}")
+        age, state = duration(each.age_s), f"[yellow]{state}[/yellow]"
+        table.add_row(worker.instance, Role.WORKER, age, state, "", worker.model)
+    return table
+
+
+def _starts(starting: list[StartingReport], members: list[InstanceReport]) -> Table:
+    """Seconds of each phase of the starts."""
+    rows = start_rows(starting, members)
+    phases = phase_columns(rows)
+    table = _table("start, in seconds")
+    for heading in (*map(escape, phases), "total"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.instance, *map(row.cell, phases), f"{row.total_s:.1f}")
     return table
 
 

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from kvmesh.bus.messages import Instance, Load, PoolPlan
+from kvmesh.bus.messages import Instance, Load, PoolPlan, StartPhase
 from kvmesh.planner.capacity.profiled_times import KnownTimes, ProfiledTimes
 from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
@@ -110,7 +110,7 @@ class PoolView:
     def joined(self, card: Instance, now: float, begun: bool) -> None:
         self.cards[card.instance] = card
         if not begun and not card.draining:
-            self.starts.ready(now, card.startup_s)
+            self.starts.ready(now, _start_s(card))
         if self._fit is None and card.capacity is not None and card.model is not None:
             size, capacity = card.model.block_size, card.capacity
             self._fit = StepTimesFit(size, capacity.max_batched_tokens, capacity.blocks * size)
@@ -187,6 +187,12 @@ class PoolView:
         if given_up:
             self.wanted = self._set = max(self.wanted - given_up, 0)
         return given_up
+
+
+def _start_s(card: Instance) -> float:
+    """Seconds of a worker's start by its card, without those that may be a wait for NATS."""
+    waits = (StartPhase.REGISTRATION, StartPhase.ROUTABLE)
+    return sum(p.seconds for p in card.phases if p.name not in waits) or card.startup_s
 
 
 def _past(time: float, now: float) -> float:

@@ -7,7 +7,7 @@ GIVE_UP = 3.0  # times the learned start-up time
 LEAST_PATIENCE_S = 30.0  # a busy machine may delay a start that usually takes a second
 REMEMBERED = 8
 RETRY_S = 1800.0
-MOST_ENGINE_S = 3600.0  # a card may state anything
+MOST_START_S = 3600.0  # a card may state anything
 
 
 class Starts:
@@ -58,14 +58,14 @@ class Starts:
         for _ in range(min(count, len(self._begun))):
             self._begun.pop()
 
-    def ready(self, now: float, engine_s: float = 0.0) -> None:
+    def ready(self, now: float, took_s: float = 0.0) -> None:
         """A worker has joined; it counts as the oldest of those that are starting, if any is.
 
-        It shows that workers can start there again. `engine_s` is the time that its engine took to
-        start: until a start was seen, none is expected to take less.
+        It shows that workers can start there again. `took_s` is the time that its start took by its
+        card: until a start was seen, none is expected to take less.
         """
         self._failed_at = -inf
-        self._initial_s = max(self._initial_s, min(engine_s, MOST_ENGINE_S))
+        self._initial_s = max(self._initial_s, min(took_s, MOST_START_S))
         if self._begun:
             begun, seen = self._begun.popleft()
             if seen:

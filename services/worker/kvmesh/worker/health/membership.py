@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -20,6 +21,7 @@ from kvmesh.worker.engine import EngineConfigError, EngineError
 log = logging.getLogger(__name__)
 CHECK_S = 30.0
 PING_S = 1.0
+SEEN_S, SEEN_POLL_S = 30.0, 0.05
 _cards = MessageDecoder(Instance)
 
 
@@ -46,8 +48,11 @@ class Membership:
             raise EngineConfigError(f"{reason}; {ADVICE}")
 
     async def recheck(self, card: Instance) -> None:
-        """After the lease: of two incompatible workers that joined at once, the younger leaves."""
-        others = await self._others(card)
+        """After the lease: return once others can read it; EngineError if they cannot in SEEN_S.
+
+        Of two incompatible workers that joined at once, the younger leaves: EngineConfigError.
+        """
+        others = await self._others_and_self(card)
         if _exclusion_reason(card, others):
             reason = _exclusion_reason(card, await self._alive(others))
             if reason:
@@ -83,11 +88,24 @@ class Membership:
 
     async def _others(self, card: Instance) -> list[Instance]:
         """The other workers of the model; one of the same name is an earlier instance."""
+        return [c for c in _of_model(card, await self._present()) if c.name != card.name]
+
+    async def _others_and_self(self, card: Instance) -> list[Instance]:
+        """As `_others`, once this instance is among those present: replicas may lag behind."""
+        deadline = time.monotonic() + SEEN_S
+        cards = await self._present()
+        while card.instance not in [other.instance for other in cards]:
+            if time.monotonic() > deadline:
+                raise EngineError(f"cannot read the lease of this worker in {SEEN_S:g} s")
+            await asyncio.sleep(SEEN_POLL_S)
+            cards = await self._present()
+        return [c for c in _of_model(card, cards) if c.name != card.name]
+
+    async def _present(self) -> list[Instance]:
         try:
-            cards = await self._read()
+            return await self._read()
         except BusError as error:
             raise EngineError(f"cannot read the instances on the mesh: {cause(error)}") from error
-        return [other for other in _of_model(card, cards) if other.name != card.name]
 
     async def _read(self) -> list[Instance]:
         bucket = self._bus.subjects.instances_bucket

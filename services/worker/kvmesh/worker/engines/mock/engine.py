@@ -6,7 +6,16 @@ import time
 from collections.abc import Container
 from pathlib import Path
 
-from kvmesh.bus.messages import Capacity, KvEvent, Load, Pin, Prefetch, ReturnForecast, Work
+from kvmesh.bus.messages import (
+    Capacity,
+    KvEvent,
+    Load,
+    Pin,
+    Prefetch,
+    ReturnForecast,
+    StartPhase,
+    Work,
+)
 from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.runtime.service import VERSION
@@ -50,6 +59,7 @@ from kvmesh.worker.engines.mock.text.source import TextSource
 from kvmesh.worker.engines.mock.timing import PolynomialStepModel
 from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.model_folder import model_context
+from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
 BLOCK_S = 1e6
@@ -80,6 +90,7 @@ def create(context: EngineContext) -> "MockEngine":
         store,
         limits,
         worker.name,
+        context.timeline,
     )
 
 
@@ -100,7 +111,9 @@ class MockEngine:
         store: StoreFactory | None,
         limits: WaitLimits,
         name: str,
+        timeline: StartTimeline,
     ) -> None:
+        self._timeline = timeline
         self._name = name
         self._options = options
         self._folder = folder
@@ -120,10 +133,13 @@ class MockEngine:
 
     async def start(self, sink: Sink) -> EngineInfo:
         options = self._options
-        self._writer = await asyncio.to_thread(self._make_writer)
+        with self._timeline.phase(StartPhase.CONFIGURATION):
+            self._writer = await asyncio.to_thread(self._make_writer)
         self._sink = sink
         core_options = self._core_options()
-        await asyncio.sleep(options.startup_s)
+        if options.startup_s:
+            with self._timeline.phase(StartPhase.WEIGHTS):
+                await asyncio.sleep(options.startup_s)
         for rank in range(options.dp_ranks):
             core = MockCore(core_options, f"{self._name} {options.seed} {rank}")
             self._ranks.append(MockRank(rank, core, self, _faults(options), options.tick_s))

@@ -20,6 +20,7 @@ from kvmesh.bus.messages import (
     Pin,
     Prefetch,
     ReturnForecast,
+    StartPhase,
     Work,
 )
 from kvmesh.retention.awaited_prompts import on_clock
@@ -51,6 +52,7 @@ from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchPrefetcher
 from kvmesh.worker.model_folder import model_context
+from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0
@@ -61,13 +63,20 @@ RANK = 0
 def create(context: EngineContext) -> "TorchEngine":
     """Create the engine from `[worker]` and `[torch]` for the model in the folder."""
     settings = context.settings
-    return TorchEngine(settings, context.folder, context.store)
+    return TorchEngine(settings, context.folder, context.store, context.timeline)
 
 
 class TorchEngine:
     """One model and one rank in this process; `store`, if given, connects to the kvbm."""
 
-    def __init__(self, settings: Settings, folder: Path, store: StoreFactory | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        store: StoreFactory | None,
+        timeline: StartTimeline,
+    ) -> None:
+        self._timeline = timeline
         self._options = settings.torch
         self._worker = settings.worker
         self._transfer = settings.transfer
@@ -381,17 +390,20 @@ class TorchEngine:
     def _load(self) -> tuple[TorchCore, GrammarCache]:
         options, block_size = self._options, self._worker.block_size
         torch.set_num_threads(options.threads or _default_threads())
-        model = load_model(
-            self._folder, options.dtype, options.device, block_size, options.pass_tokens
-        )
+        with self._timeline.phase(StartPhase.WEIGHTS):
+            model = load_model(
+                self._folder, options.dtype, options.device, block_size, options.pass_tokens
+            )
         blocks = options.blocks or options.kv_bytes // model.layout.block_bytes
         if not blocks:
             size = model.layout.block_bytes
             raise EngineConfigError(f"kv_bytes {options.kv_bytes} holds no block of {size} bytes")
-        model.allocate(blocks)
+        with self._timeline.phase(StartPhase.KV_ALLOCATION):
+            model.allocate(blocks)
         timeout_s = self._worker.compile_timeout_s
         grammars = GrammarCache(self._folder, model.vocabulary, model.stop_tokens, timeout_s)
-        grammars.load()
+        with self._timeline.phase(StartPhase.CONFIGURATION):
+            grammars.load()
         limits = SchedulerLimits(
             block_size=block_size,
             max_sequences=options.max_sequences,

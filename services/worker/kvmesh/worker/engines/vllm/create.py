@@ -65,6 +65,7 @@ def create(context: EngineContext) -> "VllmEngine":
         worker.compile_timeout_s,
         tiered=vllm.kvbm,
         warnings={NO_RETENTION: no_retention(changed)} if changed else {},
+        timeline=context.timeline,
     )
     engine.expects_returns = engine_type.retains and worker.eviction == "forecast"
     return engine

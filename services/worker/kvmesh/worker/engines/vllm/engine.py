@@ -18,10 +18,11 @@ from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from kvmesh.bus.messages import Capacity, Guided, Load, Prefetch, Work
+from kvmesh.bus.messages import Capacity, Guided, Load, Prefetch, StartPhase, Work
 from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.prefetching.adapter import PrefetchingAdapter
@@ -47,10 +48,12 @@ from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
+from kvmesh.worker.engines.vllm.start_phases.listener import start_phases_told
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 from kvmesh.worker.engines.vllm.tracing import ENDPOINT, trace_headers
 from kvmesh.worker.engines.vllm.transfer_config import has_handoff, serves_any_role
 from kvmesh.worker.scratch import ScratchFolder
+from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
 HEALTH_S = 0.5
@@ -78,8 +81,10 @@ class VllmEngine(PrefetchingAdapter):
         compile_timeout_s: float,
         tiered: bool,
         warnings: dict[str, str],
+        timeline: StartTimeline,
     ) -> None:
         super().__init__()
+        self._timeline = timeline
         self._tiered = tiered
         self._warnings = warnings
         self._compile_timeout_s = compile_timeout_s
@@ -103,7 +108,8 @@ class VllmEngine(PrefetchingAdapter):
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         collector = StatsCollector()
         try:
-            self._llm = await asyncio.to_thread(self._load, collector)
+            async with start_phases_told(self._folder.path, self._timeline):
+                self._llm = await asyncio.to_thread(self._load, collector)
         except EngineConfigError:
             self._folder.close()
             raise
@@ -209,11 +215,18 @@ class VllmEngine(PrefetchingAdapter):
             },
             **self._arguments,
         }
-        try:
-            engine_args = AsyncEngineArgs(**arguments)
-        except (TypeError, ValueError) as error:
-            raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
-        return AsyncLLM.from_engine_args(engine_args, stat_loggers=[collector.logger])
+        with self._timeline.phase(StartPhase.CONFIGURATION):
+            try:
+                engine_args = AsyncEngineArgs(**arguments)
+            except (TypeError, ValueError) as error:
+                raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
+            config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        return AsyncLLM.from_vllm_config(
+            config,
+            stat_loggers=[collector.logger],
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
 
     def _follow(self, sink: Sink) -> None:
         for rank, source in self._llm.get_kv_event_sources().items():

@@ -2,14 +2,24 @@
 
 import logging
 
+from kvmesh.bus.messages import StartPhase
+from kvmesh.runtime.process_start import process_created
 from kvmesh.worker.engines.vllm.kvbm import settings as kvbm
 from kvmesh.worker.engines.vllm.retention import settings as retention
+from kvmesh.worker.engines.vllm.start_phases.log_records import observe_records
+from kvmesh.worker.engines.vllm.start_phases.sender import listening, record_since
 
 CONNECTORS = {retention.CONNECTOR: retention.MODULE, kvbm.CONNECTOR: kvbm.MODULE}
 
 
 def register() -> None:
-    """Let `--kv-transfer-config` name kvmesh's connectors; log as vLLM does."""
+    """Let `--kv-transfer-config` name kvmesh's connectors; log as vLLM does.
+
+    If a worker of kvmesh starts this vLLM, tell it the phases of the start.
+    """
+    if listening():
+        record_since(StartPhase.IMPORTS, process_created())
+        observe_records()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name, module in CONNECTORS.items():
