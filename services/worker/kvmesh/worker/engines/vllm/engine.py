@@ -48,7 +48,7 @@ from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
-from kvmesh.worker.engines.vllm.start_phases.listener import start_phases_told
+from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 from kvmesh.worker.engines.vllm.tracing import ENDPOINT, trace_headers
 from kvmesh.worker.engines.vllm.transfer_config import has_handoff, serves_any_role
@@ -221,6 +221,7 @@ class VllmEngine(PrefetchingAdapter):
             except (TypeError, ValueError) as error:
                 raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
             config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        imports_follow(self._timeline)
         return AsyncLLM.from_vllm_config(
             config,
             stat_loggers=[collector.logger],
