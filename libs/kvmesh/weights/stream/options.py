@@ -27,6 +27,7 @@ class FetchOptions:
     sources: int = 4
     candidates: int = 64
     window: int = 64
+    reach: int = 64
     head: int = 4
     depth: int = 16
     depth_s: float = 0.03

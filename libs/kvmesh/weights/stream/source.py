@@ -32,12 +32,15 @@ class SourceState:
     local: bool
     has: Bits | None = None
     counted: Bits | None = None  # chunks it has or is fetching, as counted for rarity
+    rival: bool = False  # it takes chunks from the same sources
     pace: float = 0.0
     taken: int = 0  # bytes arrived from it
     failures: int = 0  # in a row
     busies: int = 0  # in a row
     rests_until: float = 0.0
-    poll_at: float | None = None
+    poll_at: float = 0.0
+    read: bytes = b""  # its bitmap
+    has_sent: Bits | None = None  # chunks that it has sent to others
     poll_every: float = 0.0
     owed: int = 0
     open: dict[int, _Sent] = field(default_factory=dict)
