@@ -47,7 +47,7 @@ class ChunkBoard:
         self._draws = draws(name, self.count)
         self._order = (self._draws / 2.0**64).astype(np.float32)
         self._places: NDArray[np.float32] = np.arange(
-            max(options.window, options.reach), dtype=np.float32
+            options.window, dtype=np.float32
         )
         self._since_head = 0  # arrivals since the first missing chunk became that
 
@@ -106,8 +106,7 @@ class ChunkBoard:
         the head has been held up for long.
         """
         low = self.first
-        ahead = self._options.reach if source.has is None and shared else self._options.window
-        high = min(low + ahead, self.count)
+        high = min(low + self._options.window, self.count)
         mask = self._unasked[low:high]
         if source.has is not None:
             mask = mask & source.has[low:high]
@@ -116,13 +115,14 @@ class ChunkBoard:
         places = self._places[: high - low]
         holders = self._holders[low:high]
         options = self._options
-        if mask[0] and not skip:
-            longest = options.window // 2 if source.has is None else 2 * options.head
-            if self._since_head >= longest:
-                return low
         if skip:
             others = holders + self.completes
             mask = mask & ((places >= skip) | (others <= (not source.local)))
+        if mask[0]:
+            longest = options.window // 2 if source.has is None else 2 * options.head
+            fresh = not holders[0] and not source.sent_before(low)
+            if self._since_head >= (2 * options.head if fresh else longest):
+                return low
         if source.local:
             scores = places
         elif source.has is None:
@@ -131,7 +131,7 @@ class ChunkBoard:
             if shared:
                 mask = mask & (holders == 0)
             rank = holders * np.float32(64) + self._rivals[low:high]
-            scores = rank * (2 * self._places.size) + self._order[low:high] * (places + 16)
+            scores = rank * (2 * self._places.size) + self._order[low:high] * (places + 8)
         else:
             scores = holders * (places + 8)
             scores[: options.head] -= 1e6

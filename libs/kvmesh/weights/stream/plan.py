@@ -120,7 +120,9 @@ class StreamPlan:
                     self._yield(state)
         options = self._options
         every = state.poll_every / 2 if changed else state.poll_every * 1.5
-        state.poll_every = min(max(every, options.poll_s), options.poll_most_s)
+        chunk_s = self._assumed_pace() * self._board.typical or _QUIET_S
+        longest = min(2 * chunk_s, options.poll_most_s)
+        state.poll_every = max(min(every, longest), options.poll_s)
         if state.has is not None and not state.rival:
             state.poll_at = inf
         else:

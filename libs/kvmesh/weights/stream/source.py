@@ -54,6 +54,10 @@ class SourceState:
     def offers(self, chunk: int) -> bool:
         return self.has is None or bool(self.has[chunk])
 
+    def sent_before(self, chunk: int) -> bool:
+        """True if it has sent the chunk to another target of late."""
+        return self.has_sent is not None and bool(self.has_sent[chunk])
+
     def sent(self, chunk: int, size: int, now: float) -> None:
         self.owed += size
         self.open[chunk] = _Sent(now, self.owed, size)

@@ -17,8 +17,8 @@ class FanoutOptions:
 
     `targets` start `wave_s` apart in waves of `wave` (0: all at once), beside `seeds` workers that
     have all chunks. Each knows up to `sample` others, drawn at random `discovery_s` after its
-    start, and anew every `refresh_s` while it has fewer. A source has at most `slots` requests
-    open and refuses more. `faults` strike random workers, by shares of all, at random times
+    start, and anew every `refresh_s` while it has fewer. A source sends `slots`
+    chunks at once, lets `queue` more requests wait and refuses the others. `faults` strike random workers, by shares of all, at random times
     within `fault_within` of one transfer's time; `central_bytes_per_s` is the central store's.
     """
 
@@ -31,7 +31,8 @@ class FanoutOptions:
     discovery_s: float = 0.15
     refresh_s: float = 2.0
     sample: int = 16
-    slots: int = 16
+    slots: int = 4
+    queue: int = 4
     wave: int = 0
     wave_s: float = 0.0
     faults: dict[Fault, float] = field(default_factory=dict)

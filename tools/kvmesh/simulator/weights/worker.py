@@ -1,5 +1,6 @@
 """A simulated worker that takes chunks from others and serves those it has."""
 
+from collections import deque
 from collections.abc import Mapping
 
 from kvmesh.simulator.virtual_clock import VirtualClock
@@ -8,6 +9,7 @@ from kvmesh.simulator.weights.options import SLOW_FACTOR, FanoutOptions, Fault
 from kvmesh.weights.stream import ChunkRequest, Failure, StreamPlan
 
 _LATE_S = 0.25  # between looks for late answers
+MARKS = 128
 _Key = tuple[str, int]
 
 
@@ -38,6 +40,8 @@ class FanoutWorker:
         self.have = bytearray([plan is None]) * len(self._sizes)
         self._requests: dict[_Key, ChunkRequest] = {}
         self._serving: dict[_Key, FanoutWorker] = {}  # by target and chunk
+        self._waiting: dict[_Key, FanoutWorker] = {}
+        self._marked: deque[int] = deque()
         self._wake = float("inf")
 
     @property
@@ -70,7 +74,8 @@ class FanoutWorker:
                 self._network.reshape(end, end.bytes_per_s / SLOW_FACTOR)
             else:
                 self._network.close(end)
-        for (_, chunk), target in list(self._serving.items()) if fault == "killed" else ():
+        asked = {**self._serving, **self._waiting} if fault == "killed" else {}
+        for (_, chunk), target in asked.items():
             self._refuse(target, chunk, "lost")
 
     def serve(self, target: "FanoutWorker", chunk: int) -> None:
@@ -81,21 +86,22 @@ class FanoutWorker:
             self._refuse(target, chunk, "lost")
         elif self.have[chunk] not in (1, 3) and self.fault != "lying":
             self._refuse(target, chunk, "absent")
-        elif len(self._serving) >= self._options.slots:
-            self._refuse(target, chunk, "busy")
+        elif len(self._serving) < self._options.slots:
+            self._send(target, chunk)
+        elif len(self._waiting) < self._options.queue:
+            self._waiting[target.name, chunk] = target
+            self._mark(chunk)
         else:
-            self._serving[target.name, chunk] = target
-            self.have[chunk] = 3
-            if self.complete and 1 not in self.have:
-                self.have = bytearray([1]) * len(self.have)
-            size = self._sizes[chunk]
-            self._network.transfer(self.up, target.down, size, lambda: self._sent(target, chunk))
+            self._refuse(target, chunk, "busy")
 
     def end(self, target: "FanoutWorker") -> None:
         """A target has closed its connection."""
         for key in [key for key in self._serving if key[0] == target.name]:
             del self._serving[key]
+        for key in [key for key in self._waiting if key[0] == target.name]:
+            del self._waiting[key]
         self._network.cut(self.up, target.down)
+        self._next()
 
     def bitmap(self) -> bytes | None:
         """Its chunks as others read them; None if it does not answer."""
@@ -103,8 +109,28 @@ class FanoutWorker:
             return None
         return bytes([1]) * len(self.have) if self.fault == "lying" else bytes(self.have)
 
+    def _mark(self, chunk: int) -> None:
+        """Others see that the chunk was sent, until as many as `MARKS` others were."""
+        if self.have[chunk] == 1:
+            self.have[chunk] = 3
+            self._marked.append(chunk)
+            if len(self._marked) > MARKS:
+                self.have[self._marked.popleft()] = 1
+
+    def _next(self) -> None:
+        while self._waiting and len(self._serving) < self._options.slots:
+            key = next(iter(self._waiting))
+            self._send(self._waiting.pop(key), key[1])
+
+    def _send(self, target: "FanoutWorker", chunk: int) -> None:
+        self._serving[target.name, chunk] = target
+        self._mark(chunk)
+        size = self._sizes[chunk]
+        self._network.transfer(self.up, target.down, size, lambda: self._sent(target, chunk))
+
     def _sent(self, target: "FanoutWorker", chunk: int) -> None:
         self._serving.pop((target.name, chunk), None)
+        self._next()
         failure: Failure | None = "corrupt" if self.fault == "lying" else None
         self._clock.after(
             self._options.latency_s, lambda: target._answered(self.name, chunk, failure)
