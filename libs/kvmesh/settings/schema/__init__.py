@@ -24,6 +24,7 @@ from kvmesh.settings.schema.router import RouterSettings
 from kvmesh.settings.schema.tracing import TracingSettings
 from kvmesh.settings.schema.transfer import TransferSettings
 from kvmesh.settings.schema.up import UpSettings
+from kvmesh.settings.schema.weights import WeightsSettings
 from kvmesh.settings.schema.worker import WorkerSettings
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "TrtllmSettings",
     "UpSettings",
     "VllmSettings",
+    "WeightsSettings",
     "WorkerSettings",
 ]
 
@@ -71,6 +73,7 @@ class Settings(Section, frozen=True, kw_only=True):
     dashboard: DashboardSettings = DashboardSettings()
     mock: MockSettings = MockSettings()
     transfer: TransferSettings = TransferSettings()
+    weights: WeightsSettings = WeightsSettings()
     torch: TorchSettings = TorchSettings()
     remote: RemoteSettings = RemoteSettings()
     vllm: VllmSettings = VllmSettings()
