@@ -1,4 +1,4 @@
-"""Where a loader of weights finds them: the answer that a weights process gives in a file."""
+"""The answer of a weights process to a loader, in a file: the place of the weights."""
 
 import os
 import time

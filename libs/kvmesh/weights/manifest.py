@@ -59,7 +59,7 @@ class TensorEntry(Struct, frozen=True, array_like=True):
     size: int
 
 
-class Chunk(NamedTuple):
+class WeightChunk(NamedTuple):
     """`size` bytes at `offset` of the file with index `file`; chunks never span files."""
 
     file: int
@@ -101,11 +101,11 @@ class Manifest(Struct, frozen=True, dict=True, kw_only=True):
         return sum(file.size for file in self.files)
 
     @cached_property
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[WeightChunk]:
         """All chunks, in the order of their digests."""
         step = self.chunk_bytes
         return [
-            Chunk(index, offset, min(step, file.size - offset))
+            WeightChunk(index, offset, min(step, file.size - offset))
             for index, file in enumerate(self.files)
             for offset in range(0, file.size, step)
         ]

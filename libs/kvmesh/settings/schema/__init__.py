@@ -22,9 +22,8 @@ from kvmesh.settings.schema.oracle import OracleSettings
 from kvmesh.settings.schema.planner import PlannerSettings
 from kvmesh.settings.schema.router import RouterSettings
 from kvmesh.settings.schema.tracing import TracingSettings
-from kvmesh.settings.schema.transfer import TransferSettings
+from kvmesh.settings.schema.transfer import TransferSettings, WeightsSettings
 from kvmesh.settings.schema.up import UpSettings
-from kvmesh.settings.schema.weights import WeightsSettings
 from kvmesh.settings.schema.worker import WorkerSettings
 
 __all__ = [
