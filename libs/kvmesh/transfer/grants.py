@@ -186,15 +186,17 @@ class LentFile(LentBytes):
     Bytes that the file loses or changes meanwhile are the reader's to detect.
     """
 
-    def __init__(self, path: Path, grants: Grants) -> None:
-        """Open the file; raises OSError."""
+    def __init__(self, path: Path, grants: Grants, in_memory: bool) -> None:
+        """Open the file, which may be `in_memory` as a whole; raises OSError."""
+        self._in_memory = in_memory
         self._file: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         super().__init__(os.fstat(self._file).st_size, grants)
 
     async def send(self, channel: Channel, offset: int, length: int) -> None:
         if self._file is None:
             raise Closed("the file is lent no more")
-        await asyncio.to_thread(_load, self._file, offset, length)
+        if not self._in_memory:
+            await asyncio.to_thread(_load, self._file, offset, length)
         await channel.send_file(self._file, offset, length)
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """Bound of the rate at which an owner sends bytes. Pure."""
 
+import sys
+
 BURST_S = 0.1
 
 
@@ -13,8 +15,8 @@ class Pace:
 
     @property
     def piece(self) -> int:
-        """Bytes to send at once, so that waiting readers alternate."""
-        return max(int(self.rate * BURST_S), 1 << 10) if self.rate else 1 << 20
+        """Most bytes to send at once, so that waiting readers alternate."""
+        return max(int(self.rate * BURST_S), 1 << 10) if self.rate else sys.maxsize
 
     def delay(self, size: int, now: float) -> float:
         """Book `size` bytes; returns the seconds until they may be sent."""

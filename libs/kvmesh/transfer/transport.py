@@ -84,9 +84,12 @@ class Transport:
         self._regions.add(region)
         return region
 
-    def lend_file(self, path: Path) -> LentFile:
-        """A file to be lent over TCP until it is closed; raises OSError."""
-        return LentFile(path, self._grants)
+    def lend_file(self, path: Path, in_memory: bool = False) -> LentFile:
+        """A file to be lent over TCP until it is closed; raises OSError.
+
+        `in_memory`: it is in shared memory, so that reading it never waits for a disk.
+        """
+        return LentFile(path, self._grants, in_memory)
 
     async def read(
         self,
