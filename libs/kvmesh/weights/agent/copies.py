@@ -109,6 +109,8 @@ class CopyTaker:
 
     async def _choose(self, on_disk: bool, patience: float) -> str:
         """Answer with a copy and return nothing, or return the reason why there is none."""
+        if not self._job.take:
+            return "the engine loads its weights itself"
         reason = f"no worker of {self._job.model} tells the digest of its weights"
         try:
             async with asyncio.timeout(patience):
