@@ -95,7 +95,7 @@ class CopyTaker:
                 await self._own.publish(known)
 
     def counts(self) -> WeightsCounts:
-        """What was taken so far."""
+        """Bytes taken and failures so far."""
         fetch = self._fetch
         if fetch is None:
             return WeightsCounts()
