@@ -47,8 +47,10 @@ ALLOWED = {
         *("control", "enginecore", "health", "load_publisher", "lora", "model_card", "requests"),
         *("roles", "start"),
     },
+    "weights": {"model_card"},
     "service": {
         *("default_model", "engine", "metrics", "model_card", "model_folder", "node", "start"),
+        "weights",
     },
 }
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")

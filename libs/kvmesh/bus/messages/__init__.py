@@ -65,6 +65,8 @@ from kvmesh.bus.messages.discovery import (
     Role,
     Starting,
     StartPhase,
+    WeightOffer,
+    WeightQuery,
 )
 from kvmesh.bus.messages.frontends import KeepTraces, KeyUse, LimitUse, SessionPrompt, SessionQuery
 from kvmesh.bus.messages.kv_events import (
@@ -323,6 +325,8 @@ __all__ = [
     "Unpin",
     "Wake",
     "Wanted",
+    "WeightOffer",
+    "WeightQuery",
     "Work",
     "WorkReply",
     "adapter_identity",

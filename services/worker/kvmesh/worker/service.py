@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from prometheus_client import REGISTRY
@@ -32,6 +33,7 @@ from kvmesh.worker.metrics import (
     RetentionCollector,
     StartCollector,
     TierCollector,
+    WeightsCollector,
     WorkerLabels,
 )
 from kvmesh.worker.model_card import node_name
@@ -39,10 +41,12 @@ from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
+from kvmesh.worker.weights import WorkerWeights
 
 log = logging.getLogger(__name__)
 # libraries that may install signal handlers when they are imported
 IMPORTED_BY_MAIN_THREAD = ("sglang", "trtllm")
+WITHOUT_FILES = ("openai",)  # engines whose weights are elsewhere
 NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 
 
@@ -88,31 +92,50 @@ async def _serve_model(service: Service, folder: Path, timeline: StartTimeline) 
         service.stopping.set()
 
     start = StartReport(service.bus, service.instance, model, settings.worker.engine, timeline)
-    with start:
-        if not has_chat_template(folder):
-            log.warning(NO_TEMPLATE, folder)
-        context = EngineContext(settings, folder, _store_factory(service, folder), timeline)
-        try:
-            engine = await _create_engine(context)
-        except EngineError as error:
-            raise StartError(str(error), permanent=True) from error
-        try:
-            node = WorkerNode(
-                service.bus,
-                engine,
-                settings,
-                folder,
-                service.name,
-                service.instance,
-                service.limits,
-                on_end,
-                service.warnings,
-                timeline,
-            )
-            await _serve(service, node, WorkerLabels(model, service.name), start)
-        except (EngineError, ModelFilesError) as error:
-            permanent = isinstance(error, EngineConfigError)
-            raise StartError(str(error), permanent=permanent) from error
+    async with _weights(service, folder) as weights:
+        with start:
+            if not has_chat_template(folder):
+                log.warning(NO_TEMPLATE, folder)
+            access = weights.access if weights is not None else None
+            store = _store_factory(service, folder)
+            try:
+                engine = await _create_engine(
+                    EngineContext(settings, folder, store, timeline, access)
+                )
+            except EngineError as error:
+                raise StartError(str(error), permanent=True) from error
+            try:
+                node = WorkerNode(
+                    service.bus,
+                    engine,
+                    settings,
+                    folder,
+                    service.name,
+                    service.instance,
+                    service.limits,
+                    on_end,
+                    service.warnings,
+                    timeline,
+                )
+                await _serve(service, node, WorkerLabels(model, service.name), start, weights)
+            except (EngineError, ModelFilesError) as error:
+                permanent = isinstance(error, EngineConfigError)
+                raise StartError(str(error), permanent=permanent) from error
+
+
+@asynccontextmanager
+async def _weights(service: Service, folder: Path) -> AsyncIterator[WorkerWeights | None]:
+    """The weights process, if weights are to be shared; it starts before the engine."""
+    settings = service.settings
+    if not settings.weights.share or settings.worker.engine in WITHOUT_FILES:
+        yield None
+        return
+    weights = WorkerWeights(settings, folder, service.name, service.instance)
+    await weights.start()
+    try:
+        yield weights
+    finally:
+        await weights.close()
 
 
 async def _create_engine(context: EngineContext) -> Engine:
@@ -143,7 +166,11 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
 
 
 async def _serve(
-    service: Service, node: WorkerNode, labels: WorkerLabels, start: StartReport
+    service: Service,
+    node: WorkerNode,
+    labels: WorkerLabels,
+    start: StartReport,
+    weights: WorkerWeights | None,
 ) -> None:
     worker = service.settings.worker
     collectors: list[Collector] = [
@@ -153,12 +180,17 @@ async def _serve(
         TierCollector(labels, node.tier_counts),
         HandoffCollector(labels, node.handoff_counts),
     ]
+    if weights is not None:
+        collectors.append(WeightsCollector(labels, lambda: weights.counts))
+        weights.tell(node.set_weights)
     for collector in collectors:
         REGISTRY.register(collector)
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
         await node.start()
         start.close()
+        if weights is not None:
+            weights.engine_runs()
         service.start_watchdog()
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)

@@ -23,6 +23,7 @@ from kvmesh.kvbm.core.blocks.block import ARENA
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.metrics import ManagerCollector
+from kvmesh.weights.frames import WeightsCounts
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
 from kvmesh.worker.metrics import (
     HandoffCollector,
@@ -30,6 +31,7 @@ from kvmesh.worker.metrics import (
     RetentionCollector,
     StartCollector,
     TierCollector,
+    WeightsCollector,
     WorkerLabels,
 )
 
@@ -60,6 +62,7 @@ def sources() -> dict[str, MetricSource]:
         RetentionCollector(labels, list),
         TierCollector(labels, lambda: TierCounts(loaded=[])),
         HandoffCollector(labels, lambda: HandoffCounts(ended={})),
+        WeightsCollector(labels, WeightsCounts),
     ]
     return {
         "process": MetricSource("Every process", kvmesh.runtime.warnings, [BusCollector(None)]),

@@ -1,0 +1,136 @@
+"""The copies that a weights process offers to others."""
+
+import asyncio
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from kvmesh.bus.client import Bus, Reply, Subscription
+from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
+from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.transfer import Grant, LentBytes, Transport
+from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.stored_copy import HELD, StoredCopy
+
+GRANT_S = 60.0  # after which no byte is sent if this process has stopped renewing
+RENEW_S = 20.0
+SENT = 3  # a chunk that is held, and was sent to another worker of late
+_queries = MessageDecoder(WeightQuery)
+
+
+class _Offered:
+    """A copy that others may read."""
+
+    def __init__(self, manifest: Manifest, copy: StoredCopy | None) -> None:
+        count = len(manifest.chunks)
+        self.manifest = manifest
+        self.lent: list[LentBytes] = []
+        self.grants: list[Grant] = []
+        self.subscription: Subscription | None = None
+        self._copy = copy
+        self._sent = np.zeros(count, np.bool_)
+        self._sent_before = self._sent
+        self._held = np.full(count, HELD, np.uint8)
+
+    @property
+    def complete(self) -> bool:
+        return self._copy is None or self._copy.complete
+
+    def sent(self, file: int, offset: int, length: int) -> None:
+        """A range of a file was sent to another worker."""
+        chunks = self.manifest.chunks_in(file, offset, length)
+        self._sent[chunks.start : chunks.stop] = True
+
+    def renew(self) -> None:
+        """Extend the grants, and forget older ranges that were sent."""
+        for grant in self.grants:
+            grant.expire_in(GRANT_S)
+        self._sent_before, self._sent = self._sent, np.zeros_like(self._sent)
+
+    def marks(self) -> bytes:
+        """One byte per chunk, as `StreamPlan.learn` reads it."""
+        have = self._held
+        if self._copy is not None:
+            have = np.frombuffer(bytes(self._copy.have), np.uint8)
+        sent = (self._sent | self._sent_before) & (have == HELD)
+        return np.where(sent, SENT, have).astype(np.uint8).tobytes()
+
+
+class Offers:
+    """Replies to queries for the copies that were added."""
+
+    def __init__(self, bus: Bus, transport: Transport, instance: str, node: str) -> None:
+        self._bus = bus
+        self._transport = transport
+        self._instance = instance
+        self._node = node
+        self._offered: dict[str, _Offered] = {}
+        self._tasks = BackgroundTasks()
+        self._renewing = False
+
+    async def add_copy(self, copy: StoredCopy) -> None:
+        """Offer a copy in memory, also while it is incomplete; raises OSError or BusError."""
+        await self._add(_Offered(copy.manifest, copy), copy.folder, in_memory=True)
+
+    async def add_files(self, manifest: Manifest, folder: Path) -> None:
+        """Offer the files of a model folder, which the manifest describes."""
+        await self._add(_Offered(manifest, None), folder, in_memory=False)
+
+    async def remove(self, digest: str) -> None:
+        """End the offer of a copy; what others read of it ends at once."""
+        offered = self._offered.pop(digest, None)
+        if offered is not None:
+            if offered.subscription is not None:
+                await offered.subscription.unsubscribe()
+            for lent in offered.lent:
+                lent.close()
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        for digest in list(self._offered):
+            await self.remove(digest)
+
+    async def _add(self, offered: _Offered, folder: Path, in_memory: bool) -> None:
+        manifest = offered.manifest
+        await self.remove(manifest.digest)
+        for index, file in enumerate(manifest.files):
+            on_sent = partial(offered.sent, index)
+            lent = self._transport.lend_file(folder / file.name, on_sent, in_memory)
+            offered.lent.append(lent)
+        offered.lent.append(self._transport.lend_view(len(manifest.chunks), offered.marks))
+        offered.grants = [each.grant([(0, each.size)], GRANT_S) for each in offered.lent]
+        self._offered[manifest.digest] = offered
+        if not self._renewing:
+            self._renewing = True
+            self._tasks.start(self._renew(), "renew offers of weights")
+
+        def answer(query: WeightQuery, reply: Reply) -> None:
+            if (
+                query.instance != self._instance
+                and query.above <= draw(query.query, self._instance) < query.share
+            ):
+                reply(self._message(offered))
+
+        subject = self._bus.subjects.weights(manifest.digest)
+        offered.subscription = await self._bus.serve(subject, _queries, answer)
+
+    def _message(self, offered: _Offered) -> WeightOffer:
+        *files, have = (grant.descriptor for grant in offered.grants)
+        digest = offered.manifest.digest
+        return WeightOffer(
+            self._instance, digest, files, have, complete=offered.complete, node=self._node
+        )
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            for offered in self._offered.values():
+                offered.renew()
+
+
+def draw(query: str, instance: str) -> float:
+    """A number in [0, 1) that differs for each query and instance."""
+    digest = blake2b(f"{query} {instance}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest) / 2.0**48
