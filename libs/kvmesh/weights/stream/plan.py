@@ -32,9 +32,10 @@ class ChunkRequest:
 class StreamPlan:
     """Spreads the chunks of a copy over its sources, as a caller reports what happens.
 
-    `sizes` are the chunks' bytes, in the order in which they are read. `name` is
-    the one under which other targets know this one as a source: those which start together take
-    different chunks from a complete source by it. All times are in seconds of one clock. A chunk out of range raises ValueError everywhere.
+    `sizes` are the chunks' bytes, in the order in which they are read. `name` is the one under
+    which other targets know this one as a source: by these names, those which start together take
+    different chunks from a complete source. All times are in seconds of one clock. A chunk out of
+    range raises ValueError everywhere.
     """
 
     def __init__(self, sizes: Sequence[int], options: FetchOptions, name: str) -> None:
@@ -46,6 +47,7 @@ class StreamPlan:
         self._refused: dict[str, float] = {}  # until when
         self._askers: dict[int, list[SourceState]] = {}  # of chunks with open requests
         self._doubled = 0
+        self._assumed: float | None = None
         self._peers_at = -inf  # when another target last joined or brought a chunk
 
     @property
@@ -134,6 +136,7 @@ class StreamPlan:
         if state is None:
             return []
         dropped = self._drop_all(state)
+        self._assumed = None
         self._yield(state)
         if state.counted is not None:
             self._board.recount(state.counted, None)
@@ -149,6 +152,7 @@ class StreamPlan:
         self._board.check(chunk)
         if (state := self._sources.get(source)) is not None:
             state.answered(chunk, self._board.sizes[chunk], now)
+            self._assumed = None
             if state.has is not None:
                 self._peers_at = now
             self._forget(state, chunk)
@@ -274,7 +278,7 @@ class StreamPlan:
     def _choose(self, state: SourceState, now: float, assumed: float) -> int | None:
         board, options = self._board, self._options
         wait = (state.owed + board.typical) * (state.pace or assumed)
-        others = sum(s.rate for s in self._sources.values() if s.open and s is not state)
+        others = sum([s.rate for s in self._sources.values() if s.open and s is not state])
         skip = int(others * wait / 2 / board.typical)
         patience = min(max(_QUIET_CHUNKS * assumed * board.typical, _QUIET_S), options.floor_s)
         shared = now - self._peers_at < patience
@@ -296,13 +300,14 @@ class StreamPlan:
 
     def _assumed_pace(self) -> float:
         """The pace of a source that is not known yet: the median of those known."""
-        known = sorted(s.pace for s in self._sources.values() if s.pace)
-        return known[len(known) // 2] if known else 0.0
+        if self._assumed is None:
+            known = sorted([s.pace for s in self._sources.values() if s.pace])
+            self._assumed = known[len(known) // 2] if known else 0.0
+        return self._assumed
 
     def _poll_floor(self) -> float:
         """Seconds between bitmaps of one source by the bound of their bytes."""
-        polled = sum(self._polled(s) for s in self._sources.values())
-        return polled * self._board.count / self._options.poll_bytes_per_s
+        return len(self._sources) * self._board.count / self._options.poll_bytes_per_s
 
     def _polled(self, state: SourceState) -> bool:
         """True if the source's bitmap may change in a way that matters."""
