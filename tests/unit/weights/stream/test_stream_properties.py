@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvmesh.weights.stream import Failure, FetchOptions, StreamPlan
 
 FAILURES: tuple[Failure, ...] = ("lost", "timeout", "corrupt", "absent", "busy")
-STEPS = 20_000
+STEPS = 5_000
 
 
 @dataclass
@@ -49,10 +49,10 @@ class Caller:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_all_chunks_arrive_while_one_honest_source_remains(data: st.DataObject) -> None:
     draw = data.draw
-    chunks = draw(st.integers(1, 60))
+    chunks = draw(st.integers(1, 30))
     options = FetchOptions(
         sources=draw(st.integers(1, 5)),
         window=draw(st.integers(1, 80)),
@@ -94,7 +94,7 @@ def test_all_chunks_arrive_while_one_honest_source_remains(data: st.DataObject) 
 
 
 @given(st.text(), st.integers(1, 300), st.integers(1, 8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_without_failures_nothing_is_requested_twice(name: str, chunks: int, sources: int) -> None:
     caller = Caller(chunks, FetchOptions(), name)
     for i in range(sources):
