@@ -192,7 +192,8 @@ def test_a_chunk_that_a_source_holds_up_is_requested_again_of_a_faster_one() -> 
     plan = plan_of(20)
     plan.join("a", 0.0, complete=True)
     plan.join("b", 0.0, complete=True)
-    now, held, again = 0.0, None, []
+    now, held = 0.0, None
+    again: list[str] = []
     while plan.missing > 1 or not again:
         for request in plan.requests(now):
             now += 0.001
