@@ -40,6 +40,7 @@ ROLES = (
     "worker",
     *ENGINES,
     "transfer",
+    "weights",
     "planner",
     "oracle",
     "dashboard",
@@ -90,7 +91,9 @@ COMMANDS = (
     _service(
         "kvbm", "run the block manager of this node: KV blocks in memory and on disk", "transfer"
     ),
-    _service("worker", "run one worker: an engine and its publisher", *ENGINES, "transfer"),
+    _service(
+        "worker", "run one worker: an engine and its publisher", *ENGINES, "transfer", "weights"
+    ),
     _service("planner", "run one planner: decides how many workers run, and has it done"),
     Command(
         "oracle",

@@ -22,7 +22,7 @@ from kvmesh.settings.schema.oracle import OracleSettings
 from kvmesh.settings.schema.planner import PlannerSettings
 from kvmesh.settings.schema.router import RouterSettings
 from kvmesh.settings.schema.tracing import TracingSettings
-from kvmesh.settings.schema.transfer import TransferSettings
+from kvmesh.settings.schema.transfer import TransferSettings, WeightsSettings
 from kvmesh.settings.schema.up import UpSettings
 from kvmesh.settings.schema.worker import WorkerSettings
 
@@ -49,6 +49,7 @@ __all__ = [
     "TrtllmSettings",
     "UpSettings",
     "VllmSettings",
+    "WeightsSettings",
     "WorkerSettings",
 ]
 
@@ -71,6 +72,7 @@ class Settings(Section, frozen=True, kw_only=True):
     dashboard: DashboardSettings = DashboardSettings()
     mock: MockSettings = MockSettings()
     transfer: TransferSettings = TransferSettings()
+    weights: WeightsSettings = WeightsSettings()
     torch: TorchSettings = TorchSettings()
     remote: RemoteSettings = RemoteSettings()
     vllm: VllmSettings = VllmSettings()

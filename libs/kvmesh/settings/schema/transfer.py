@@ -1,5 +1,6 @@
-"""Settings of KV transfer between processes."""
+"""Settings of transfers between processes: KV blocks, and weights."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -31,3 +32,32 @@ class TransferSettings(Section, frozen=True, kw_only=True):
     timeout_s: Annotated[
         Seconds, Meta(description="time after which a prompt is computed instead of transferred")
     ] = 10.0
+
+
+class WeightsSettings(Section, frozen=True, kw_only=True):
+    share: Annotated[
+        bool,
+        Meta(description="take weights from other workers of the model, and offer one's own"),
+    ] = False
+    keep: Annotated[
+        bool,
+        Meta(description="keep the copy in shared memory after the last worker that uses it"),
+    ] = False
+    directory: Annotated[
+        Path, Meta(description="directory of the copies; each user of a machine needs their own")
+    ] = Path("/dev/shm/kvmesh-weights")
+    max_bytes: Annotated[
+        int,
+        Meta(ge=0, description="largest size of all copies; 0: half of the machine's memory"),
+    ] = 0
+    sources: Annotated[Count, Meta(description="workers from which weights come at once")] = 4
+    upload_bytes_per_s: Annotated[
+        int, Meta(ge=0, description="bytes that are sent to other workers per second; 0: no limit")
+    ] = 0
+    port: Annotated[Port, Meta(description="port on which weights are served; 0: a free one")] = 0
+    patience_s: Annotated[
+        Seconds, Meta(description="wait for a source before weights are read from the disk")
+    ] = 10.0
+    wait_s: Annotated[
+        Seconds, Meta(description="wait for a source if there are no weights on the disk")
+    ] = 120.0

@@ -20,6 +20,7 @@ from kvmesh.blocks.attachment import ArenaUser
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.messages import Capacity, KvEvent, KvLayout, Load, Work
 from kvmesh.settings.schema import Settings
+from kvmesh.weights.answer import WeightsAccess
 
 
 class EngineError(Exception):
@@ -171,12 +172,14 @@ StoreFactory: TypeAlias = Callable[[KvLayout, ArenaUser], KvbmClient]
 class EngineContext:
     """Inputs of an engine factory; `folder` is a Hugging Face model folder.
 
-    `store` creates a client of the node's kvbm; None outside a mesh.
+    `store` creates a client of the node's kvbm; None outside a mesh. `weights` says where the
+    engine's loader finds weights from other workers; None: they are in the folder.
     """
 
     settings: Settings
     folder: Path
     store: StoreFactory | None = None
+    weights: WeightsAccess | None = None
 
 
 EngineFactory: TypeAlias = Callable[[EngineContext], Engine]

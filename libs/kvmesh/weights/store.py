@@ -1,0 +1,247 @@
+"""The copies of weights in the memory of a node, shared by the processes of one user."""
+
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvmesh.weights.errors import ManifestError, StoreError, StoreFull
+from kvmesh.weights.locks import FileLock
+from kvmesh.weights.manifest import Manifest, decoded
+from kvmesh.weights.stored_copy import (
+    FETCH_LOCK,
+    FILES,
+    HAVE,
+    KEEP,
+    MANIFEST,
+    USE_LOCK,
+    StoredCopy,
+    remove,
+    remove_tree,
+)
+
+log = logging.getLogger(__name__)
+LOCK = "lock"
+NEW, REMOVED = ".new-", ".removed-"
+OPENINGS = 3  # a copy may be removed between finding and locking it
+
+
+class WeightStore:
+    """Copies below `directory`, in at most `max_bytes`; 0: half of the machine's memory."""
+
+    def __init__(self, directory: Path, max_bytes: int = 0) -> None:
+        """Create the directory if missing; raises StoreError if another user owns it."""
+        self._directory = directory
+        self._max_bytes = max_bytes or _half_of_memory()
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = directory.lstat()
+        except OSError as error:
+            raise StoreError(f"cannot use {directory}: {error.strerror}") from error
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise StoreError(f"{directory} is not a directory of this user")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise StoreError(f"{directory} is open to other users: its mode must be 700")
+
+    def create(self, manifest: Manifest) -> StoredCopy:
+        """The copy of this content: the present one, or a new one without chunks.
+
+        Raises StoreFull, or StoreError.
+        """
+        with self._locked():
+            present = self.open(manifest.digest)
+            if present is not None:
+                return present
+            self._make_room(manifest.size)
+            with self._new_folder() as new:
+                files = new / FILES
+                files.mkdir(0o700)
+                for file in manifest.files:
+                    _allocate(files / file.name, file.size)
+                return self._install(new, manifest, bytes(len(manifest.chunks)))
+
+    def adopt(self, manifest: Manifest, files: Path) -> StoredCopy:
+        """Make a complete copy of a folder of this store, from `scratch`; it is moved.
+
+        The manifest must describe its files. Raises StoreError.
+        """
+        with self._locked():
+            present = self.open(manifest.digest)
+            if present is not None:
+                _discard(files)
+                return present
+            with self._new_folder() as new:
+                files.rename(new / FILES)
+                return self._install(new, manifest, b"\1" * len(manifest.chunks))
+
+    def scratch(self, size: int) -> Path:
+        """A new folder for files of `size` bytes that `adopt` turns into a copy.
+
+        A folder that is not adopted goes when its process has ended. Raises StoreFull, StoreError.
+        """
+        with self._locked():
+            self._make_room(size)
+            folder = self._directory / f"{NEW}{os.getpid()}-{secrets.token_hex(4)}"
+            folder.mkdir(0o700)
+            return folder
+
+    def open(self, digest: str) -> StoredCopy | None:
+        """Use a copy; None if there is none. Raises StoreError if it cannot be read."""
+        folder = self._directory / digest
+        for _ in range(OPENINGS):
+            if not (folder / USE_LOCK).exists():
+                return None
+            try:
+                use = FileLock(folder / USE_LOCK)
+            except FileNotFoundError:
+                return None
+            if use.share():
+                return _opened(folder, use)
+            use.close()
+        return None
+
+    def list(self) -> list[Manifest]:
+        """The manifests of all copies, the least recently used first."""
+        found: list[tuple[float, Manifest]] = []
+        for folder in _folders(self._directory):
+            with suppress(OSError, ManifestError):
+                found.append((_used_at(folder), _manifest(folder)))
+        return [manifest for _, manifest in sorted(found, key=lambda pair: pair[0])]
+
+    def evict(self, digest: str) -> bool:
+        """Remove a copy; False if it is in use or absent."""
+        folder = self._directory / digest
+        return (folder / USE_LOCK).exists() and self._evict(folder)
+
+    def sweep(self) -> None:
+        """Remove what dead processes left: copies that were not to be kept, unfinished folders."""
+        with self._locked():
+            for folder in _folders(self._directory):
+                if not (folder / KEEP).exists():
+                    self._evict(folder)
+            for folder in self._directory.glob(f"{NEW}*"):
+                if not _is_alive(folder.name.removeprefix(NEW).partition("-")[0]):
+                    _discard(folder)
+            for folder in self._directory.glob(f"{REMOVED}*"):
+                if not _is_alive(folder.name.rpartition("-")[2]):
+                    _discard(folder)
+
+    def _evict(self, folder: Path) -> bool:
+        try:
+            with FileLock(folder / USE_LOCK) as use:
+                if not use.take():
+                    return False
+                remove(folder)
+        except OSError as error:
+            log.warning("cannot remove the weights in %s: %s", folder, error)
+            return False
+        return not folder.exists()
+
+    def _make_room(self, size: int) -> None:
+        """Evict unused copies, least recently used first, until `size` bytes fit."""
+        if size > self._max_bytes:
+            reason = f"{size} bytes of weights exceed weights.max_bytes, {self._max_bytes}"
+            raise StoreFull(f"{self._directory}: {reason}")
+        unused = sorted(_folders(self._directory), key=_used_at)
+        while (used := self._used()) + size > self._max_bytes:
+            if not unused:
+                reason = f"copies in use hold {used} of {self._max_bytes} bytes"
+                raise StoreFull(f"{self._directory}: {reason}; {size} more do not fit")
+            self._evict(unused.pop(0))
+
+    def _used(self) -> int:
+        return sum(
+            file.stat().st_blocks * 512
+            for pattern in (f"[0-9a-f]*/{FILES}/*", f"{NEW}*/*", f"{NEW}*/{FILES}/*")
+            for file in self._directory.glob(pattern)
+        )
+
+    def _install(self, new: Path, manifest: Manifest, have: bytes) -> StoredCopy:
+        """Complete a new folder and show it under its digest, in use by this process."""
+        (new / MANIFEST).write_bytes(manifest.encoded())
+        (new / HAVE).write_bytes(have)
+        (new / FETCH_LOCK).touch(0o600)
+        use = FileLock(new / USE_LOCK)
+        use.share()
+        folder = self._directory / manifest.digest
+        use.moved(folder / USE_LOCK)
+        new.rename(folder)
+        return StoredCopy(folder, manifest, use)
+
+    @contextmanager
+    def _new_folder(self) -> Iterator[Path]:
+        """A folder that is removed again if the block fails; raises StoreError."""
+        folder = self._directory / f"{NEW}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            folder.mkdir(0o700)
+            yield folder
+        except StoreError:
+            _discard(folder)
+            raise
+        except OSError as error:
+            _discard(folder)
+            raise StoreError(f"cannot store weights in {folder}: {error.strerror}") from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Only one process at a time changes the set of copies."""
+        try:
+            lock = FileLock(self._directory / LOCK)
+        except OSError as error:
+            raise StoreError(f"cannot use {self._directory}: {error.strerror}") from error
+        with lock:
+            lock.wait()
+            yield
+
+
+def _folders(directory: Path) -> list[Path]:
+    return [each.parent for each in directory.glob(f"[0-9a-f]*/{USE_LOCK}")]
+
+
+def _opened(folder: Path, use: FileLock) -> StoredCopy:
+    try:
+        os.utime(folder / USE_LOCK)
+        return StoredCopy(folder, _manifest(folder), use)
+    except (OSError, ManifestError, StoreError) as error:
+        use.close()
+        raise StoreError(f"cannot use the weights in {folder}: {error}") from error
+
+
+def _manifest(folder: Path) -> Manifest:
+    manifest = decoded((folder / MANIFEST).read_bytes())
+    if manifest.digest != folder.name:
+        raise ManifestError(f"the manifest in {folder} has the digest {manifest.digest}")
+    return manifest
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Reserve the memory now: a process that writes to it later must not be killed."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        raise StoreFull(f"{path.parents[2]}: {error.strerror}") from error
+    finally:
+        os.close(file)
+
+
+def _used_at(folder: Path) -> float:
+    with suppress(OSError):
+        return (folder / USE_LOCK).stat().st_mtime
+    return 0.0
+
+
+def _discard(folder: Path) -> None:
+    with suppress(OSError):
+        remove_tree(folder)
+
+
+def _is_alive(process: str) -> bool:
+    return process.isdecimal() and Path("/proc", process).exists()
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
