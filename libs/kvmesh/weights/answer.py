@@ -26,7 +26,7 @@ class WeightsAnswer(Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class WeightsAccess:
-    """How an engine's loader gets its weights.
+    """Access of an engine's loader to weights.
 
     `answer_file` holds a WeightsAnswer within `timeout_s` seconds from the start of the worker's
     weights process; `directory` and `max_bytes` are those of the node's store. Copies that the

@@ -15,6 +15,7 @@ from kvmesh.weights.stored_copy import (
     FETCH_LOCK,
     FILES,
     HAVE,
+    HELD,
     KEEP,
     MANIFEST,
     USE_LOCK,
@@ -75,7 +76,7 @@ class WeightStore:
                 return present
             with self._new_folder() as new:
                 files.rename(new / FILES)
-                return self._install(new, manifest, b"\1" * len(manifest.chunks))
+                return self._install(new, manifest, bytes([HELD]) * len(manifest.chunks))
 
     def scratch(self, size: int) -> Path:
         """A new folder for files of `size` bytes that `adopt` turns into a copy.

@@ -19,6 +19,7 @@ MANIFEST, HAVE, USE_LOCK, FETCH_LOCK, KEEP, FILES = (
     "keep",
     "files",
 )
+ABSENT, HELD, COMING = 0, 1, 2  # of a chunk
 POLL_S = 0.005
 MAX_POLL_S = 0.05
 ORPHANED_S = 3.0  # within which another process of the node takes a fetch over
@@ -49,7 +50,7 @@ class StoredCopy:
     def complete(self) -> bool:
         """True once every chunk is present."""
         if not self._complete:
-            self._complete = self._have.find(b"\0") < 0
+            self._complete = self._have[:].count(HELD) == len(self._have)
         return self._complete
 
     @property
@@ -63,15 +64,20 @@ class StoredCopy:
             (self.root / KEEP).touch(0o600)
 
     def has(self, chunk: int) -> bool:
-        return self._have[chunk] == 1
+        return self._have[chunk] == HELD
 
     def mark(self, chunk: int) -> None:
         """Declare a chunk present; its bytes are verified and in the file."""
-        self._have[chunk] = 1
+        self._have[chunk] = HELD
+
+    def expect(self, chunk: int, coming: bool = True) -> None:
+        """Declare that a missing chunk is being fetched, or that it is not any more."""
+        if self._have[chunk] != HELD:
+            self._have[chunk] = COMING if coming else ABSENT
 
     @property
     def have(self) -> mmap.mmap:
-        """One byte per chunk: 1 if it is present. Changes as chunks arrive."""
+        """One byte per chunk, HELD if it is present; changes as chunks arrive."""
         return self._have
 
     def file(self, index: int, writable: bool = False) -> mmap.mmap:
@@ -125,7 +131,7 @@ class StoredCopy:
             time.sleep(poll)
             poll = min(poll * 1.5, MAX_POLL_S)
             missing = [chunk for chunk in missing if not self.has(chunk)]
-            now, count = time.monotonic(), self._have[:].count(1)
+            now, count = time.monotonic(), self._have[:].count(HELD)
             if count != present:
                 present, arrived_at, fetched_at, poll = count, now, now, POLL_S
             elif now - arrived_at > timeout:
