@@ -39,6 +39,7 @@ NEUTRAL_ARGUMENTS = {
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
+    "model_loader_extra_config",
     "num_gpu_blocks_override",
     "scheduling_policy",
     "seed",
