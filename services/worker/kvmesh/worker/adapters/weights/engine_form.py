@@ -112,7 +112,9 @@ def keep_form(store: WeightStore, key: FormKey, model: nn.Module) -> StoredCopy 
     tensors = distinct_tensors(model)
     unknown = {str(tensor.dtype) for tensor in tensors.values() if tensor.dtype not in NAMES}
     if unknown or any(tensor.is_meta for tensor in tensors.values()):
-        log.warning("the weights are not kept: %s", ", ".join(sorted(unknown)) or "some are missing")
+        log.warning(
+            "the weights are not kept: %s", ", ".join(sorted(unknown)) or "some are missing"
+        )
         return None
     header, order = _header(tensors)
     folder: Path | None = None
@@ -201,7 +203,7 @@ def _write(path: Path, header: bytes, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor.nbytes:
                 flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                _write_all(file.fileno(), memoryview(flat.numpy()))
+                _write_all(file.fileno(), memoryview(flat.numpy().data))
 
 
 def _write_all(file: int, data: memoryview) -> None:

@@ -25,6 +25,7 @@ from kvmesh.bus.messages import (
 from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
+from kvmesh.weights.answer import WeightsAccess
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
@@ -47,7 +48,9 @@ from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTierOptions, Low
 from kvmesh.worker.engines.torch.constraints.guided import GrammarCache
 from kvmesh.worker.engines.torch.core import TorchCore
 from kvmesh.worker.engines.torch.handoff import Handoffs, staging_memory
-from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
+from kvmesh.worker.engines.torch.model.loading import load_model
+from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
+from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchPrefetcher
 from kvmesh.worker.model_folder import model_context
@@ -61,18 +64,29 @@ RANK = 0
 def create(context: EngineContext) -> "TorchEngine":
     """Create the engine from `[worker]` and `[torch]` for the model in the folder."""
     settings = context.settings
-    return TorchEngine(settings, context.folder, context.store)
+    return TorchEngine(settings, context.folder, context.store, context.weights)
 
 
 class TorchEngine:
-    """One model and one rank in this process; `store`, if given, connects to the kvbm."""
+    """One model and one rank in this process; `store`, if given, connects to the kvbm.
 
-    def __init__(self, settings: Settings, folder: Path, store: StoreFactory | None) -> None:
+    `access`, if given, leads to weights that other workers have.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        store: StoreFactory | None,
+        access: WeightsAccess | None = None,
+    ) -> None:
         self._options = settings.torch
         self._worker = settings.worker
         self._transfer = settings.transfer
         self._folder = folder
         self._store = store
+        self._access = access
+        self._weights: TorchWeights | None = None
         self._lower_tiers: LowerTiers | None = None
         self._handoffs: Handoffs | None = None
         self._loader: TorchPrefetcher | None = None
@@ -278,6 +292,8 @@ class TorchEngine:
             await asyncio.wait_for(asyncio.to_thread(self._thread.shutdown), CLOSE_S)
         except TimeoutError:
             log.warning("the current step did not end within %g s", CLOSE_S)
+        if self._weights is not None:
+            self._weights.close()
 
     # steps
 
@@ -381,8 +397,15 @@ class TorchEngine:
     def _load(self) -> tuple[TorchCore, GrammarCache]:
         options, block_size = self._options, self._worker.block_size
         torch.set_num_threads(options.threads or _default_threads())
+        if self._access is not None:
+            self._weights = TorchWeights(self._access, self._folder)
         model = load_model(
-            self._folder, options.dtype, options.device, block_size, options.pass_tokens
+            self._folder,
+            options.dtype,
+            options.device,
+            block_size,
+            options.pass_tokens,
+            self._weights,
         )
         blocks = options.blocks or options.kv_bytes // model.layout.block_bytes
         if not blocks:

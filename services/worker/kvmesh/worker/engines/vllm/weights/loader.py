@@ -30,7 +30,7 @@ from kvmesh.worker.engines.vllm.weights.server_weights import server_options
 log = logging.getLogger(__name__)
 
 
-class KvmeshModelLoader(DefaultModelLoader):
+class KvmeshModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """vLLM's loader of the folder, with the node's weights in front of it."""
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -80,12 +80,11 @@ class KvmeshModelLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        copy = self._weights and self._weights.copy(model)
+        copy = self._weights.copy(model) if self._weights is not None else None
         if copy is None:
             yield from super().get_all_weights(model_config, model)
             return
-        if self.counter_before_loading_weights == 0.0:
-            self.counter_before_loading_weights = time.perf_counter()
+        self.counter_before_loading_weights = time.perf_counter()
         yield from arriving_tensors(copy, Path(model_config.model), self._is_local)
 
     def _load(self, model: nn.Module, model_config: ModelConfig) -> None:

@@ -6,26 +6,22 @@ from typing import Any
 
 from torch import nn
 
-from kvmesh.weights.answer import WeightsAnswer, wait_for_answer
 from kvmesh.weights.errors import WeightsError, WeightsLost
-from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.worker.adapters.weights.engine_form import (
     FormKey,
-    disk_identity,
     fill,
     find_form,
     keep_form,
     structure,
 )
-from kvmesh.worker.adapters.weights.mapped_tensors import unknown_dtypes
+from kvmesh.worker.adapters.weights.node_copy import NodeCopy
 from kvmesh.worker.engines.vllm.weights.fingerprint import vllm_form_key
 from kvmesh.worker.engines.vllm.weights.load_effects import LoadEffects
 from kvmesh.worker.engines.vllm.weights.options import LoaderOptions
 
 log = logging.getLogger(__name__)
 LM_HEAD = "lm_head.weight"
-MISTRAL = "consolidated*.safetensors"  # which vLLM prefers, and no copy holds
 _in_use: list[StoredCopy] = []  # forms whose memory the parameters of this process share
 
 
@@ -33,47 +29,47 @@ class NodeWeights:
     """Weights of the model in the folder; waits for the answer of the weights process."""
 
     def __init__(self, options: LoaderOptions, model_config: Any) -> None:
-        self._access = options.access
         self._folder = Path(options.folder)
         self._model_config = model_config
-        self._answer = self._wait()
-        self._store: WeightStore | None = None
-        self._copy: StoredCopy | None = None
+        self._node = NodeCopy(options.access, self._folder)
         self._key: FormKey | None = None
         self._effects: LoadEffects | None = None
         self._created: list[Any] = []
-        try:
-            self._open()
-        except WeightsError as error:
-            log.warning("the weights come from %s: %s", self._folder, error)
 
     def copy(self, model: nn.Module) -> StoredCopy | None:
         """The copy of the checkpoint; None: the weights come from the folder."""
-        return None if _reads_other_files(model) else self._copy
+        return None if _reads_other_files(model) else self._node.copy
 
     def untie_embeddings(self) -> None:
         """Let the copy decide on tied embeddings, as vLLM lets the files of a folder decide."""
         config = self._model_config.hf_config
-        if self._copy is None or not getattr(config, "tie_word_embeddings", False):
+        copy = self._node.copy
+        if copy is None or not getattr(config, "tie_word_embeddings", False):
             return
-        if any(tensor.name.endswith(LM_HEAD) for tensor in self._copy.manifest.tensors):
+        if any(tensor.name.endswith(LM_HEAD) for tensor in copy.manifest.tensors):
             config.tie_word_embeddings = False
             config.get_text_config().tie_word_embeddings = False
             self._model_config.word_embeddings_untied_by_checkpoint = True
 
     def take_form(self, config: Any, model: nn.Module) -> bool:
         """Give a created model the parameters that an earlier start has kept; False: load it."""
-        identity = "" if _reads_other_files(model) or _loads_online(model) else self._identity()
-        if self._store is None or not self._access.keep or not identity:
+        node = self._node
+        if node.store is None or not node.keep or _reads_other_files(model) or _loads_online(model):
+            return False
+        identity = node.identity()
+        if not identity:
             return False
         self._key = vllm_form_key(config, self._model_config, model, identity)
         try:
-            form = find_form(self._store, self._key)
-            if form is not None and fill(model, form):
+            form = find_form(node.store, self._key)
+            if form is not None:
                 _in_use.append(form)
-                log.info("the weights come from the node's memory, as an earlier start loaded them")
-                self.close()
-                return True
+                if fill(model, form):
+                    log.info(
+                        "the weights come from the node's memory, as an earlier start left them"
+                    )
+                    self.close()
+                    return True
         except WeightsError as error:
             log.warning("the node's memory does not serve: %s", error)
         self._created, self._effects = structure(model), LoadEffects(model)
@@ -81,13 +77,14 @@ class NodeWeights:
 
     def keep_form(self, model: nn.Module) -> None:
         """Keep the loaded parameters for the next start, if they are all that it needs."""
-        if self._store is None or self._key is None or self._effects is None:
+        store = self._node.store
+        if store is None or self._key is None or self._effects is None:
             return
         change = self._effects.first_change(model)
         if change or structure(model) != self._created:
             log.info("the weights are not kept: loading also sets %s", change or "its structure")
             return
-        form = keep_form(self._store, self._key, model)
+        form = keep_form(store, self._key, model)
         if form is not None:
             log.info("the weights are kept for the next start: %d bytes", form.manifest.size)
             form.close()
@@ -102,44 +99,7 @@ class NodeWeights:
 
     def close(self) -> None:
         """End the use of the checkpoint's copy."""
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.close()
-
-    def _wait(self) -> WeightsAnswer:
-        try:
-            return wait_for_answer(self._access.answer_file, self._access.timeout_s)
-        except WeightsLost as error:
-            return WeightsAnswer(disk=str(error))
-
-    def _open(self) -> None:
-        self._store = WeightStore(self._access.directory, self._access.max_bytes)
-        if self._answer.disk:
-            log.info("the weights come from %s: %s", self._folder, self._answer.disk)
-            return
-        if any(self._folder.glob(MISTRAL)):
-            log.info("the weights come from %s, which has Mistral's own files", self._folder)
-            return
-        copy = self._store.open(self._answer.digest)
-        if copy is None:
-            raise WeightsLost("the copy has been removed")
-        if unknown := unknown_dtypes(copy.manifest):
-            copy.close()
-            raise WeightsLost(f"the copy has tensors of type {', '.join(unknown)}")
-        self._copy = copy
-
-    def _identity(self) -> str:
-        """The name of the content that would be loaded; empty if it cannot be told."""
-        if self._copy is not None:
-            return self._copy.manifest.digest
-        if any(self._folder.glob(MISTRAL)):
-            return ""
-        try:
-            return disk_identity(self._folder)
-        except (WeightsError, OSError):
-            return ""
-
-
+        self._node.close()
 
 
 def _reads_other_files(model: nn.Module) -> bool:
