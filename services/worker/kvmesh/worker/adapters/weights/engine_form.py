@@ -26,6 +26,7 @@ from kvmesh.worker.adapters.weights.mapped_tensors import NAMES, stored_tensors
 
 log = logging.getLogger(__name__)
 FILE = "engine.safetensors"
+NOTE = "kvmesh"
 ALIGNMENT = 64  # bytes, of tensors whose size is a multiple of it
 DIGEST_THREADS = 4
 
@@ -107,8 +108,13 @@ def fill(model: nn.Module, copy: StoredCopy) -> bool:
     return True
 
 
-def keep_form(store: WeightStore, key: FormKey, model: nn.Module) -> StoredCopy | None:
-    """Write the form of a loaded model, to be kept; None, and a warning, if that fails."""
+def keep_form(
+    store: WeightStore, key: FormKey, model: nn.Module, note: str = ""
+) -> StoredCopy | None:
+    """Write the form of a loaded model, to be kept; None, and a line in the log, if that fails.
+
+    `note` is for `note_of`.
+    """
     tensors = distinct_tensors(model)
     unknown = {str(tensor.dtype) for tensor in tensors.values() if tensor.dtype not in NAMES}
     if unknown or any(tensor.is_meta for tensor in tensors.values()):
@@ -116,7 +122,7 @@ def keep_form(store: WeightStore, key: FormKey, model: nn.Module) -> StoredCopy 
             "the weights are not kept: %s", ", ".join(sorted(unknown)) or "some are missing"
         )
         return None
-    header, order = _header(tensors)
+    header, order = _header(tensors, note)
     folder: Path | None = None
     try:
         folder = store.scratch(len(header) + sum(tensor.nbytes for tensor in order))
@@ -138,6 +144,14 @@ def keep_form(store: WeightStore, key: FormKey, model: nn.Module) -> StoredCopy 
         return None
     copy.set_keep()
     return copy
+
+
+def note_of(form: StoredCopy) -> str:
+    """The note with which a form was kept."""
+    memory = form.file(0)
+    size = int.from_bytes(memory[:8], "little")
+    note: str = json.loads(memory[8 : 8 + size])["__metadata__"][NOTE]
+    return note
 
 
 def disk_identity(folder: Path) -> str:
@@ -173,7 +187,7 @@ def _owns_storage(tensor: Tensor) -> bool:
     )
 
 
-def _header(tensors: dict[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+def _header(tensors: dict[str, Tensor], note: str) -> tuple[bytes, list[Tensor]]:
     """The header of a safetensors file, and the tensors in the order of their bytes.
 
     Tensors whose size is a multiple of ALIGNMENT come first, then those of the largest elements:
@@ -182,7 +196,8 @@ def _header(tensors: dict[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     order = sorted(
         tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].itemsize)
     )
-    entries, offset = {}, 0
+    entries: dict[str, Any] = {"__metadata__": {NOTE: note}}
+    offset = 0
     for name, tensor in order:
         end = offset + tensor.nbytes
         shape = list(tensor.shape)

@@ -1,32 +1,55 @@
-"""Detects what `load_weights` of a model changes besides its parameters and buffers.
+"""Changes that `load_weights` makes to a model besides its parameters and buffers.
 
-Such a model cannot start from its parameters and buffers alone.
+A model that starts from these alone needs the changes too; those that are plain values can be kept.
 """
 
+import json
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 OWN = {"_parameters", "_buffers", "_modules"}  # which are compared otherwise
 MOST = 64  # elements of a container that are looked at
+_SAME = object()
 _VALUES = (bool, int, float, str, bytes, Enum, torch.dtype, torch.device, torch.Size, type(None))
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Place(NamedTuple):
+    """An attribute of the module or parameter with a name."""
+
+    kind: str
+    owner: str
+    attribute: str
+
+
+class UnkeptChange(Exception):
+    """Loading changes what cannot be kept; the message names it."""
 
 
 class LoadEffects:
-    """Attributes of a model's modules and parameters at one time."""
+    """Attributes of a model's modules and parameters before it is loaded."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held: list[Any] = []  # no other object may get the id of one of these
         self._tokens = {place: self._token(value) for place, value in _attributes(model)}
 
-    def first_change(self, model: nn.Module) -> str:
-        """The first attribute that differs from then; empty if none does."""
-        now = LoadEffects(model)._tokens
-        places = [*self._tokens, *now]
-        return next((p for p in places if self._tokens.get(p) != now.get(p)), "")
+    def changes(self, model: nn.Module) -> str:
+        """Since then, as text for `apply_changes`; raises UnkeptChange."""
+        now = dict(_attributes(model))
+        gone = self._tokens.keys() - now.keys()
+        if gone:
+            raise UnkeptChange(f"{min(gone).owner}.{min(gone).attribute}")
+        found = []
+        for place, value in now.items():
+            if self._tokens.get(place, _SAME) != self._token(value):
+                if not (isinstance(value, _PLAIN) or value == [] or value == {}):
+                    raise UnkeptChange(f"{place.owner}.{place.attribute}")
+                found.append([*place, value])
+        return json.dumps(found)
 
     def _token(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, _VALUES):
@@ -42,11 +65,21 @@ class LoadEffects:
         return id(value), len(value) if isinstance(value, (list, tuple, dict, set)) else 0
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def apply_changes(model: nn.Module, changes: str) -> None:
+    """Make the changes that loading made to a model of the same structure."""
+    owners: dict[str, dict[str, Any]] = {
+        "module": dict(model.named_modules()),
+        "parameter": dict(model.named_parameters()),
+    }
+    for kind, owner, attribute, value in json.loads(changes):
+        setattr(owners[kind][owner], attribute, value)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[_Place, Any]]:
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in OWN:
-                yield f"{name}.{key}", value
+                yield _Place("module", name, key), value
     for name, parameter in model.named_parameters():
         for key, value in vars(parameter).items():
-            yield f"{name}.{key}", value
+            yield _Place("parameter", name, key), value

@@ -13,11 +13,12 @@ from kvmesh.worker.adapters.weights.engine_form import (
     fill,
     find_form,
     keep_form,
+    note_of,
     structure,
 )
 from kvmesh.worker.adapters.weights.node_copy import NodeCopy
 from kvmesh.worker.engines.vllm.weights.fingerprint import vllm_form_key
-from kvmesh.worker.engines.vllm.weights.load_effects import LoadEffects
+from kvmesh.worker.engines.vllm.weights.load_effects import LoadEffects, UnkeptChange, apply_changes
 from kvmesh.worker.engines.vllm.weights.options import LoaderOptions
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class NodeWeights:
             if form is not None:
                 _in_use.append(form)
                 if fill(model, form):
+                    apply_changes(model, note_of(form))
                     log.info(
                         "the weights come from the node's memory, as an earlier start left them"
                     )
@@ -80,11 +82,14 @@ class NodeWeights:
         store = self._node.store
         if store is None or self._key is None or self._effects is None:
             return
-        change = self._effects.first_change(model)
-        if change or structure(model) != self._created:
-            log.info("the weights are not kept: loading also sets %s", change or "its structure")
+        try:
+            changes = self._effects.changes(model)
+            if structure(model) != self._created:
+                raise UnkeptChange("its structure")
+        except UnkeptChange as change:
+            log.info("the weights are not kept: loading also changes %s", change)
             return
-        form = keep_form(store, self._key, model)
+        form = keep_form(store, self._key, model, changes)
         if form is not None:
             log.info("the weights are kept for the next start: %d bytes", form.manifest.size)
             form.close()
