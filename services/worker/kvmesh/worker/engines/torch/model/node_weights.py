@@ -69,8 +69,9 @@ class TorchWeights:
 
     def folder(self) -> Path:
         """The folder to load from, once the copy is complete: with links to it, or the model's."""
+        expected = self._node.copy
         folder = self._linked.folder()
-        if folder == self._folder:
+        if expected is not None and folder == self._folder:
             self._key = None  # the files may be others than those that the key names
         return folder
 

@@ -65,15 +65,14 @@ class NodeWeights:
             form = find_form(node.store, self._key)
             if form is not None:
                 _in_use.append(form)
+                changes = note_of(form)
                 if fill(model, form):
-                    apply_changes(model, note_of(form))
-                    log.info(
-                        "the weights come from the node's memory, as an earlier start left them"
-                    )
+                    apply_changes(model, changes)
+                    log.info("the weights come from the memory of an earlier start")
                     self.close()
                     return True
-        except WeightsError as error:
-            log.warning("the node's memory does not serve: %s", error)
+        except (WeightsError, ValueError, KeyError) as error:
+            log.warning("the memory of an earlier start does not serve: %s", error)
         self._created, self._effects = structure(model), LoadEffects(model)
         return False
 
