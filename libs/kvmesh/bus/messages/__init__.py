@@ -163,6 +163,7 @@ from kvmesh.bus.messages.sequences import (
     prefill_part,
     prefilled_request,
 )
+from kvmesh.bus.messages.weights import WeightOffer, WeightQuery
 from kvmesh.bus.messages.work import (
     Chunk,
     Guided,
@@ -323,6 +324,8 @@ __all__ = [
     "Unpin",
     "Wake",
     "Wanted",
+    "WeightOffer",
+    "WeightQuery",
     "Work",
     "WorkReply",
     "adapter_identity",
