@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.worker.adapters.weights.engine_form import (
+    FormKey,
     disk_identity,
     distinct_tensors,
     fill,
@@ -60,7 +61,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 def test_a_kept_model_is_found_and_fills_another(store: WeightStore, form: StoredCopy) -> None:
     model = Model(2)
     assert form_key("e", model, {}) == form_key("e", Model(1), {})
-    found = find_form(store, form_key("e", model, {}))
+    found = find_form(store, [form_key("e", model, {})])
     assert found is not None
     assert found.keep
     assert note_of(found) == "note"
@@ -92,9 +93,9 @@ def test_large_parameters_share_the_memory_but_keep_what_is_written(form: Stored
     ],
 )
 def test_another_engine_version_shape_or_rank_finds_nothing(
-    store: WeightStore, form: StoredCopy, key: object
+    store: WeightStore, form: StoredCopy, key: FormKey
 ) -> None:
-    assert find_form(store, key) is None  # type: ignore[arg-type]
+    assert find_form(store, [key]) is None
 
 
 def test_untied_weights_are_another_model() -> None:

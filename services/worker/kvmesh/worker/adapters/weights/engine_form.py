@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -75,11 +75,11 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(found.values())
 
 
-def find_form(store: WeightStore, key: FormKey) -> StoredCopy | None:
-    """The complete form with this key, in use by the caller; raises StoreError."""
+def find_form(store: WeightStore, keys: Sequence[FormKey]) -> StoredCopy | None:
+    """A complete form with one of the keys, in use by the caller; raises StoreError."""
     for manifest in store.list():
-        found = (manifest.form, manifest.engine, manifest.engine_version)
-        if found == ("engine", key.engine, key.fingerprint) and manifest.rank == key.rank:
+        found = FormKey(manifest.engine, manifest.engine_version, manifest.rank, manifest.ranks)
+        if manifest.form == "engine" and found in keys:
             copy = store.open(manifest.digest)
             if copy is not None and copy.complete:
                 return copy

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from kvmesh.weights.answer import WeightsAccess, WeightsAnswer, wait_for_answer
+from kvmesh.weights.checkpoint import cache_folder, known_manifest
 from kvmesh.weights.errors import StoreError, WeightsError, WeightsLost
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
@@ -40,16 +41,23 @@ class NodeCopy:
         except WeightsError as error:
             self._report(error)
 
-    def identity(self) -> str:
-        """A name of the content that is to be loaded; empty if it cannot be told."""
-        if self.copy is not None:
-            return self.copy.manifest.digest
+    def identities(self) -> list[str]:
+        """Names of the content that is to be loaded, the best first; empty if it cannot be told.
+
+        The digest of its manifest is one; another is the state of the folder's files, if these
+        hold that content or it comes from them.
+        """
+        digest = self.copy.manifest.digest if self.copy is not None else ""
         if any(self._folder.glob(CONSOLIDATED)):
-            return ""
+            return []
         try:
-            return disk_identity(self._folder)
+            files = disk_identity(self._folder)
         except (WeightsError, OSError):
-            return ""
+            files = ""
+        known = known_manifest(self._folder, cache_folder(), "", "") if files else None
+        if not digest:
+            return [name for name in (known.digest if known else "", files) if name]
+        return [digest, files] if known is not None and known.digest == digest else [digest]
 
     def wait_until_complete(self, stall_s: float = STALL_S) -> StoredCopy | None:
         """The copy once all of it is there; None, and a line in the log, if it does not come."""

@@ -45,15 +45,16 @@ class TorchWeights:
 
     def from_memory(self, dtype: Any) -> nn.Module | None:
         """The model as an earlier start has loaded it, or None; `dtype` as in `from_pretrained`."""
-        identity = self._node.identity() if self._node.keep else ""
-        if self._node.store is None or not identity:
+        identities = self._node.identities() if self._node.keep else []
+        if self._node.store is None or not identities:
             return None
         try:
             module = _created(self._folder, dtype)
             if module is None:
                 return None
-            self._key = _key(module, dtype, identity)
-            form = find_form(self._node.store, self._key)
+            keys = [_key(module, dtype, identity) for identity in identities]
+            self._key = keys[0]
+            form = find_form(self._node.store, keys)
             if form is None:
                 return None
             self._cleanup.callback(form.close)

@@ -25,7 +25,7 @@ from kvmesh.worker.adapters.weights.arriving_tensors import arriving_tensors
 from kvmesh.worker.engines.vllm.start_phases import record
 from kvmesh.worker.engines.vllm.weights.node_weights import NodeWeights
 from kvmesh.worker.engines.vllm.weights.options import KEY, LOAD_FORMAT, LoaderOptions
-from kvmesh.worker.engines.vllm.weights.server_weights import server_options
+from kvmesh.worker.engines.vllm.weights.server_weights import server_options, server_runs
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,11 @@ class KvmeshModelLoader(DefaultModelLoader):  # type: ignore[misc]
     ) -> nn.Module:
         self._config = vllm_config
         options = self._options or server_options(vllm_config)
-        if options is not None and options.folder == model_config.model:
+        if options is not None and Path(options.folder) == Path(model_config.model):
             self._weights = NodeWeights(options, model_config)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         record("post-processing", self._loaded_at, time.time())
+        server_runs()
         return model
 
     def create_model(

@@ -57,12 +57,15 @@ class NodeWeights:
         node = self._node
         if node.store is None or not node.keep or _reads_other_files(model) or _loads_online(model):
             return False
-        identity = node.identity()
-        if not identity:
+        keys = [
+            vllm_form_key(config, self._model_config, model, identity)
+            for identity in node.identities()
+        ]
+        if not keys:
             return False
-        self._key = vllm_form_key(config, self._model_config, model, identity)
+        self._key = keys[0]
         try:
-            form = find_form(node.store, self._key)
+            form = find_form(node.store, keys)
             if form is not None:
                 _in_use.append(form)
                 changes = note_of(form)

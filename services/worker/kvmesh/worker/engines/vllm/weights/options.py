@@ -33,9 +33,9 @@ class LoaderOptions(Struct, frozen=True, kw_only=True):
         )
 
 
-def loader_config(folder: Path, access: WeightsAccess) -> dict[str, Any]:
-    """The entry of `model_loader_extra_config`: vLLM passes it on to all of its processes."""
-    options = LoaderOptions(
+def loader_options(folder: Path, access: WeightsAccess) -> LoaderOptions:
+    """The options for this access to the weights of the model in `folder`."""
+    return LoaderOptions(
         folder=str(folder),
         answer_file=str(access.answer_file),
         directory=str(access.directory),
@@ -43,4 +43,8 @@ def loader_config(folder: Path, access: WeightsAccess) -> dict[str, Any]:
         keep=access.keep,
         timeout_s=access.timeout_s,
     )
-    return {KEY: msgspec.to_builtins(options)}
+
+
+def loader_config(folder: Path, access: WeightsAccess) -> dict[str, Any]:
+    """The entry of `model_loader_extra_config`: vLLM passes it on to all of its processes."""
+    return {KEY: msgspec.to_builtins(loader_options(folder, access))}
