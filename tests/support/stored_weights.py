@@ -65,6 +65,12 @@ class StoredWeights:
             stop.set()
             thread.join()
 
+    def forget(self) -> None:
+        """Lose all that has arrived, so that nothing can be loaded from it."""
+        self.copy.have[:] = bytes(len(self.chunks))
+        for index, file in enumerate(self.manifest.files):
+            self.copy.file(index, writable=True)[:] = bytes(file.size)
+
     def abandon(self) -> None:
         """End as a fetching process that dies."""
         self.copy.end_fetch()

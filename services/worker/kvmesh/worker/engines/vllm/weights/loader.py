@@ -58,7 +58,9 @@ class KvmeshModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if options is not None and Path(options.folder) == Path(model_config.model):
             self._weights = NodeWeights(options, model_config)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-        record("post-processing", self._loaded_at, time.time())
+        ended = time.time()
+        record("post-processing", self._loaded_at, ended)
+        log.info("the weights' processing took %.3f s", ended - self._loaded_at)
         server_runs()
         return model
 
@@ -77,6 +79,7 @@ class KvmeshModelLoader(DefaultModelLoader):  # type: ignore[misc]
         finally:
             self._loaded_at = time.time()
         record("weights", began, self._loaded_at)
+        log.info("the weights took %.3f s", self._loaded_at - began)
 
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
