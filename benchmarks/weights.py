@@ -142,8 +142,9 @@ async def run_child(what: str, options: Any, log: Path, **env: str) -> dict[str,
 async def mesh(folder: Path) -> AsyncIterator[Bus]:
     """A NATS server, and a connection to it."""
     port = free_port()
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = await asyncio.create_subprocess_exec(*nats_command(folder, port), **quiet)
+    server = await asyncio.create_subprocess_exec(
+        *nats_command(folder, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         await asyncio.to_thread(wait_for_port, port)
         bus = await Bus.connect(BusOptions(url=f"nats://127.0.0.1:{port}"), "benchmark")
