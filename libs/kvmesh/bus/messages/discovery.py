@@ -1,4 +1,4 @@
-"""Process descriptions, published as the values of leases in the bucket of instances."""
+"""Process descriptions, the values of leases in the bucket of instances; search for weights."""
 
 from enum import StrEnum
 from typing import Any
@@ -162,3 +162,32 @@ class Instance(Struct, frozen=True, kw_only=True):
     startup_s: float = 0.0
     phases: list[Phase] = []
     expects_returns: bool = False
+
+
+class WeightQuery(Struct, frozen=True, omit_defaults=True):
+    """Query for sources of the copy of weights with `digest`; all that have chunks hear it.
+
+    Only those reply whose draw for `query` is at least `above` and below `share`, both in [0, 1]:
+    the query is repeated with larger shares until enough have replied. `instance` asks.
+    """
+
+    digest: str
+    query: str
+    share: float = 1.0
+    above: float = 0.0
+    instance: str = ""
+
+
+class WeightOffer(Struct, frozen=True, omit_defaults=True):
+    """A source of a copy of weights, on `node`: descriptors of grants for its files, in order.
+
+    `have` is the descriptor of a grant for one byte per chunk: 1 if it is there, 2 if it is on its
+    way, 3 if it is there and was sent to another worker of late. `complete`: all chunks are there.
+    """
+
+    instance: str
+    digest: str
+    files: list[bytes]
+    have: bytes
+    complete: bool = False
+    node: str = ""

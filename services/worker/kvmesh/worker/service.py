@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from prometheus_client import REGISTRY
+from prometheus_client.registry import Collector
 
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
@@ -27,13 +29,16 @@ from kvmesh.worker.metrics import (
     LoadCollector,
     RetentionCollector,
     TierCollector,
+    WeightsCollector,
     WorkerLabels,
 )
 from kvmesh.worker.model_card import node_name
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.weights import WorkerWeights
 
 log = logging.getLogger(__name__)
+WITHOUT_FILES = ("openai",)  # engines whose weights are elsewhere
 NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 
 
@@ -65,27 +70,46 @@ async def _serve_model(service: Service, folder: Path) -> None:
             service.failed = True
         service.stopping.set()
 
+    async with _weights(service, folder) as weights:
+        try:
+            if not has_chat_template(folder):
+                log.warning(NO_TEMPLATE, folder)
+            access = weights.access if weights is not None else None
+            store = _store_factory(service, folder)
+            engine = create_engine(EngineContext(settings, folder, store, access))
+        except EngineError as error:
+            raise StartError(str(error), permanent=True) from error
+        try:
+            node = WorkerNode(
+                service.bus,
+                engine,
+                settings,
+                folder,
+                service.name,
+                service.instance,
+                service.limits,
+                on_end,
+                service.warnings,
+            )
+            await _serve(service, node, settings.worker.served_name or folder.name, weights)
+        except (EngineError, ModelFilesError) as error:
+            permanent = isinstance(error, EngineConfigError)
+            raise StartError(str(error), permanent=permanent) from error
+
+
+@asynccontextmanager
+async def _weights(service: Service, folder: Path) -> AsyncIterator[WorkerWeights | None]:
+    """The weights process, if weights are to be shared; it starts before the engine."""
+    settings = service.settings
+    if not settings.weights.share or settings.worker.engine in WITHOUT_FILES:
+        yield None
+        return
+    weights = WorkerWeights(settings, folder, service.name, service.instance)
+    await weights.start()
     try:
-        if not has_chat_template(folder):
-            log.warning(NO_TEMPLATE, folder)
-        engine = create_engine(EngineContext(settings, folder, _store_factory(service, folder)))
-    except EngineError as error:
-        raise StartError(str(error), permanent=True) from error
-    try:
-        node = WorkerNode(
-            service.bus,
-            engine,
-            settings,
-            folder,
-            service.name,
-            service.instance,
-            service.limits,
-            on_end,
-            service.warnings,
-        )
-        await _serve(service, node, settings.worker.served_name or folder.name)
-    except (EngineError, ModelFilesError) as error:
-        raise StartError(str(error), permanent=isinstance(error, EngineConfigError)) from error
+        yield weights
+    finally:
+        await weights.close()
 
 
 def _store_factory(service: Service, folder: Path) -> StoreFactory:
@@ -104,20 +128,27 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
     return connect
 
 
-async def _serve(service: Service, node: WorkerNode, model: str) -> None:
+async def _serve(
+    service: Service, node: WorkerNode, model: str, weights: WorkerWeights | None
+) -> None:
     worker = service.settings.worker
     labels = WorkerLabels(model, service.name)
-    collectors = [
+    collectors: list[Collector] = [
         LoadCollector(labels, node.load),
         RetentionCollector(labels, node.retention),
         TierCollector(labels, node.tier_counts),
         HandoffCollector(labels, node.handoff_counts),
     ]
+    if weights is not None:
+        collectors.append(WeightsCollector(labels, lambda: weights.counts))
+        weights.tell(node.set_weights)
     for collector in collectors:
         REGISTRY.register(collector)
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
         await node.start()
+        if weights is not None:
+            weights.engine_runs()
         service.start_watchdog()
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)
