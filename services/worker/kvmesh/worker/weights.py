@@ -27,7 +27,7 @@ from kvmesh.weights.frames import (
 from kvmesh.worker.model_card import node_name, weights_revision
 
 log = logging.getLogger(__name__)
-LOADERS = ("torch", "vllm")  # engines that read the answer; others offer their files only
+LOADERS = ("torch", "vllm", "sglang", "trtllm")  # that read the answer; others only offer files
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
 MAX_DEATHS = 5
 
