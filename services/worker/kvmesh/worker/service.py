@@ -35,7 +35,7 @@ from kvmesh.worker.metrics import (
 from kvmesh.worker.model_card import node_name
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
-from kvmesh.worker.weights import WorkerWeights
+from kvmesh.worker.weights import WorkerWeights, kept_access
 
 log = logging.getLogger(__name__)
 WITHOUT_FILES = ("openai",)  # engines whose weights are elsewhere
@@ -74,7 +74,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
         try:
             if not has_chat_template(folder):
                 log.warning(NO_TEMPLATE, folder)
-            access = weights.access if weights is not None else None
+            access = weights.access if weights is not None else kept_access(settings.weights)
             store = _store_factory(service, folder)
             engine = create_engine(EngineContext(settings, folder, store, access))
         except EngineError as error:

@@ -11,7 +11,7 @@ from kvmesh.bus.backoff import Backoff
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.quantities import size
 from kvmesh.settings.load import to_env
-from kvmesh.settings.schema import Settings
+from kvmesh.settings.schema import Settings, WeightsSettings
 from kvmesh.weights.answer import WeightsAccess
 from kvmesh.weights.checkpoint import weight_files
 from kvmesh.weights.client import ANSWER_MARGIN_S, WorkersProcess
@@ -114,6 +114,14 @@ class WorkerWeights:
     async def _start_later(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         await self.start()
+
+
+def kept_access(weights: WeightsSettings) -> WeightsAccess | None:
+    """Access to what an earlier start has kept, for a worker without a weights process."""
+    if not weights.keep:
+        return None
+    nowhere = weights.directory / "no-answer"
+    return WeightsAccess(nowhere, weights.directory, weights.max_bytes, keep=True, timeout_s=0.0)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -14,10 +14,12 @@ from support.stored_weights import StoredWeights
 from support.torch_core import BLOCK, PASS_TOKENS
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from kvmesh.settings.schema import WeightsSettings
 from kvmesh.worker.engine import EngineConfigError
 from kvmesh.worker.engines.torch.model.loading import load_model
 from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
+from kvmesh.worker.weights import kept_access
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -133,3 +135,16 @@ def test_no_answer_means_the_folder(tmp_path: Path) -> None:
     weights = TorchWeights(stored.access(timeout_s=0.05), folder)
     assert alike(load(folder, weights), load(folder))
     weights.close()
+
+
+def test_weights_are_kept_without_a_weights_process(folder: Path, tmp_path: Path) -> None:
+    access = kept_access(WeightsSettings(keep=True, directory=tmp_path / "store"))
+    assert access is not None
+    first = TorchWeights(access, folder)
+    load(folder, first)
+    first.close()
+    second = TorchWeights(access, folder)
+    assert second.from_memory(torch.float32) is not None
+    assert alike(load(folder, second), load(folder))
+    second.close()
+    assert kept_access(WeightsSettings()) is None
