@@ -21,7 +21,7 @@ from kvmesh.weights.answer import WeightsAccess
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.asyncio,
     pytest.mark.filterwarnings("ignore"),
 ]
