@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,13 +167,13 @@ class WorkersProcess:
         self._on_death(reason)
 
 
-def answer_path(folder: str | None = None) -> Path:
-    """A place for an answer file that no other process uses."""
-    return Path(tempfile.mkdtemp(prefix="kvmesh-weights-", dir=folder)) / "answer"
-
-
 def access(
     answer_file: Path, directory: Path, max_bytes: int, keep: bool, longest_wait_s: float
 ) -> WeightsAccess:
-    """The access of a loader to the answer of a process that waits so long for sources."""
-    return WeightsAccess(answer_file, directory, max_bytes, keep, longest_wait_s + ANSWER_MARGIN_S)
+    """The access of a loader to the answer of a process.
+
+    The process waits up to `longest_wait_s` seconds for a digest, and then for sources.
+    """
+    return WeightsAccess(
+        answer_file, directory, max_bytes, keep, 2 * longest_wait_s + ANSWER_MARGIN_S
+    )

@@ -11,7 +11,7 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import TransferError
 from kvmesh.weights.agent.readers import ChunkReader, SourceReader, WrongDigest
-from kvmesh.weights.errors import WeightsLost
+from kvmesh.weights.errors import StoreFull, WeightsLost
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 
@@ -45,9 +45,12 @@ class WeightFetch:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._writing: dict[int, asyncio.Task[None]] = {}  # straight into the copy
+        self._overtaken: set[int] = set()  # whose first request gives way to a faster one
+        self._allocation = ThreadPoolExecutor(1, "allocation")
         self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
         self._changed = asyncio.Event()
         self._arrived_at = 0.0
+        self._full: StoreFull | None = None
         self._logged = LogOnce()
         self.taken: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
@@ -71,6 +74,8 @@ class WeightFetch:
             self._report(name, str(error))
             return
         if self._plan.join(name, now, offer.complete):
+            if known is not None:
+                known.close()
             self._readers[name] = reader
             self._changed.set()
 
@@ -81,12 +86,17 @@ class WeightFetch:
             self._changed.set()
 
     async def run(self, patience_s: float) -> None:
-        """Return once the copy is complete; WeightsLost if nothing arrives for `patience_s`."""
+        """Return once the copy is complete.
+
+        Raises WeightsLost if nothing arrives for `patience_s` seconds, or StoreFull.
+        """
         self._arrived_at = search_at = _now()
         searching: asyncio.Task[None] | None = None
         try:
             while not self._plan.done:
                 now = _now()
+                if self._full is not None:
+                    raise self._full
                 if now - self._arrived_at > patience_s:
                     raise WeightsLost(f"no chunk has arrived for {patience_s:g} s")
                 if self.peers < self._options.sources and now >= search_at:
@@ -105,11 +115,11 @@ class WeightFetch:
         """Start the requests and polls that the plan wants now."""
         for request in self._plan.requests(now):
             self._copy.expect(request.chunk)
-            task = asyncio.create_task(self._take(request))
+            task = asyncio.create_task(self._take(request, self._readers[request.source]))
             self._tasks[request.source, request.chunk] = task
         for name in self._plan.polls(now):
             if name not in self._polls:
-                self._polls[name] = asyncio.create_task(self._poll(name))
+                self._polls[name] = asyncio.create_task(self._poll(name, self._readers[name]))
         for name in self._readers.keys() - self._plan.sources.keys():
             self._drop(name)
 
@@ -125,14 +135,18 @@ class WeightFetch:
             pass
         self._changed.clear()
 
-    async def _take(self, request: ChunkRequest) -> None:
+    async def _take(self, request: ChunkRequest, reader: ChunkReader) -> None:
         """Carry out a request, and report to the plan."""
         name, chunk = request.source, request.chunk
-        reader = self._readers[name]
         reason: Failure | None = None
+        overtaken = False
         try:
             async with asyncio.timeout_at(request.deadline):
                 await self._read(reader, chunk)
+        except asyncio.CancelledError:
+            if chunk not in self._overtaken:
+                raise
+            overtaken, reason = True, "busy"
         except TimeoutError:
             reason = "timeout"
         except WrongDigest as error:
@@ -144,11 +158,14 @@ class WeightFetch:
                 self._end(self._plan.leave(name), name)
             elif reason != "busy":
                 self._report(name, error.detail)
+        except StoreFull as error:
+            reason, self._full = "lost", error
         except OSError as error:
             reason = "lost"
             self._report(name, error.strerror or str(error))
         finally:
-            self._tasks.pop((name, chunk), None)
+            if self._tasks.get((name, chunk)) is asyncio.current_task():
+                del self._tasks[name, chunk]
             if reason is not None or not self._copy.has(chunk):
                 self._copy.expect(chunk, coming=False)
         now = _now()
@@ -156,9 +173,8 @@ class WeightFetch:
             if self._plan.arrived(name, chunk, now):
                 self.taken[name] += self._copy.manifest.chunks[chunk].size
             self._arrived_at = now
-            self._end([c for s, c in self._tasks if c == chunk], None)
         else:
-            self.failed[reason] += 1
+            self.failed[reason] += not overtaken
             self._end(self._plan.failed(name, chunk, reason, now), name)
         self._changed.set()
 
@@ -169,8 +185,10 @@ class WeightFetch:
         one of the same chunk fills memory of its own.
         """
         file, offset, size = self._copy.manifest.chunks[chunk]
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._allocation, self._copy.allocate, chunk)
         place = memoryview(self._copy.file(file, writable=True))[offset : offset + size]
-        if reader.direct and chunk not in self._writing:
+        if reader.direct and chunk not in self._writing and not self._copy.has(chunk):
             task = asyncio.current_task()
             assert task is not None
             self._writing[chunk] = task
@@ -182,16 +200,18 @@ class WeightFetch:
             data = bytearray(size)
             await reader.read(chunk, memoryview(data))
             while (writer := self._writing.get(chunk)) is not None:
+                self._overtaken.add(chunk)
                 writer.cancel()
                 await asyncio.wait([writer])
+                self._overtaken.discard(chunk)
             if not self._copy.has(chunk):
                 place[:] = data
         self._copy.mark(chunk)
 
-    async def _poll(self, name: str) -> None:
+    async def _poll(self, name: str, reader: ChunkReader) -> None:
         """Read a source's list of chunks."""
         try:
-            have = await self._readers[name].have()
+            have = await reader.have()
             self._plan.learn(name, have, _now())
         except (TransferError, OSError) as error:
             code = error.code if isinstance(error, TransferError) else "lost"
@@ -204,10 +224,10 @@ class WeightFetch:
             del self._polls[name]
         self._changed.set()
 
-    def _end(self, chunks: list[int], source: str | None) -> None:
-        """Cancel requests for these chunks, to one source or to any."""
-        for (name, chunk), task in self._tasks.items():
-            if chunk in chunks and source in (None, name):
+    def _end(self, chunks: list[int], source: str) -> None:
+        """Cancel requests to a source for these chunks."""
+        for chunk in chunks:
+            if (task := self._tasks.get((source, chunk))) is not None:
                 task.cancel()
 
     def _drop(self, name: str) -> None:
@@ -230,7 +250,8 @@ class WeightFetch:
             await asyncio.wait(tasks)
         for reader in self._readers.values():
             reader.close()
-        self._pool.shutdown(wait=False)
+        for pool in (self._pool, self._allocation):
+            pool.shutdown(wait=False)
 
 
 def _now() -> float:

@@ -27,7 +27,8 @@ class ChunkBoard:
 
     `holders` counts the partial sources that have a chunk or fetch it; `completes` the complete
     ones. `rivals` counts the other targets whose draw for a chunk is below the own one: that with
-    the least takes the chunk from a complete source first. Decisions take time by the window, not by the number of chunks.
+    the least takes the chunk from a complete source first. Decisions take time by the window, not
+    by the number of chunks.
     """
 
     def __init__(self, sizes: Sequence[int], options: FetchOptions, name: str) -> None:
@@ -46,9 +47,7 @@ class ChunkBoard:
         self._rivals: NDArray[np.int16] = np.zeros(self.count, np.int16)
         self._draws = draws(name, self.count)
         self._order = (self._draws / 2.0**64).astype(np.float32)
-        self._places: NDArray[np.float32] = np.arange(
-            options.window, dtype=np.float32
-        )
+        self._places: NDArray[np.float32] = np.arange(options.window, dtype=np.float32)
         self._since_head = 0  # arrivals since the first missing chunk became that
 
     def check(self, chunk: int) -> None:

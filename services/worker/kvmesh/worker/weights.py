@@ -14,7 +14,7 @@ from kvmesh.settings.load import to_env
 from kvmesh.settings.schema import Settings, WeightsSettings
 from kvmesh.weights.answer import WeightsAccess
 from kvmesh.weights.checkpoint import weight_files
-from kvmesh.weights.client import ANSWER_MARGIN_S, WorkersProcess
+from kvmesh.weights.client import WorkersProcess, access
 from kvmesh.weights.errors import CheckpointError
 from kvmesh.weights.frames import (
     WeightsCounts,
@@ -42,6 +42,7 @@ class WorkerWeights:
         self._deaths = 0
         self._tasks = BackgroundTasks()
         self._digest = ""
+        self._takes = worker.engine in LOADERS
         self._told: Callable[[str], None] | None = None
         self.counts = WeightsCounts()
         job = WeightsJob(
@@ -53,15 +54,15 @@ class WorkerWeights:
             revision=weights_revision(worker, folder),
             node=node_name(worker),
             answer_file=str(self._folder / "answer"),
-            take=worker.engine in LOADERS,
+            take=self._takes,
         )
         longest_s = weights.patience_s if _has_weights(folder) else weights.wait_s
-        self.access = WeightsAccess(
-            answer_file=self._folder / "answer",
-            directory=weights.directory,
-            max_bytes=weights.max_bytes,
-            keep=weights.keep,
-            timeout_s=longest_s + ANSWER_MARGIN_S,
+        self.access = access(
+            self._folder / "answer",
+            weights.directory,
+            weights.max_bytes,
+            weights.keep,
+            longest_s,
         )
         self._process = WorkersProcess(job, self._report, self._restart)
 
@@ -96,7 +97,7 @@ class WorkerWeights:
                 self._digest = event.digest
                 if self._told is not None:
                     self._told(event.digest)
-            case WeightsFromDisk():
+            case WeightsFromDisk() if self._takes:
                 log.info("weights come from the model folder: %s", event.reason)
             case WeightsTaken():
                 log.info("%s", _taken_text(event))
