@@ -1,4 +1,4 @@
-"""Models with random weights for measurements on a GPU, made there."""
+"""Models with random weights for measurements, made where they run."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import torch
 
 from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
-Shape = Literal["30m", "8b"]
+Shape = Literal["30m", "700m", "8b"]
 CONTEXT = 16384
 SHAPES: dict[Shape, dict[str, int]] = {
     "30m": {
@@ -17,6 +17,14 @@ SHAPES: dict[Shape, dict[str, int]] = {
         "num_attention_heads": 8,
         "head_dim": 64,
         "num_key_value_heads": 4,
+    },
+    "700m": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
     },
     "8b": {
         "hidden_size": 4096,
@@ -29,11 +37,11 @@ SHAPES: dict[Shape, dict[str, int]] = {
 }
 
 
-def make_random_model(folder: Path, shape: Shape) -> None:
-    """Write a Llama in bfloat16 with the demo's tokenizer of 8,192 tokens.
+def make_random_model(folder: Path, shape: Shape, device: str = "cuda") -> None:
+    """Write a Llama in bfloat16 with the demo's tokenizer of 8,192 tokens, made on a device.
 
-    `30m` has 16 KiB of KV per token. `8b` has the layers of Llama 3.1 8B, 7.0 G parameters
-    and 128 KiB of KV per token.
+    `30m` has 16 KiB of KV per token, `700m` 1.4 GB of weights. `8b` has the layers of Llama 3.1 8B,
+    7.0 G parameters and 128 KiB of KV per token.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,7 +60,7 @@ def make_random_model(folder: Path, shape: Shape) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             model = LlamaForCausalLM(config)
         model.save_pretrained(folder)
     finally:

@@ -13,10 +13,14 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -47,6 +51,38 @@ def make_attention_model(folder: Path, seed: int = 0) -> None:
         **COMMON,
     )
     _write(Qwen2ForCausalLM, config, folder, seed)
+
+
+def make_tied_model(folder: Path, seed: int = 0) -> None:
+    """Write a Llama of two layers whose output layer is its embedding."""
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        **COMMON,
+    )
+    _write(LlamaForCausalLM, config, folder, seed)
+
+
+def make_experts_model(folder: Path, seed: int = 0) -> None:
+    """Write a Qwen 3 of two layers, each with four experts."""
+    config = Qwen3MoeConfig(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        mlp_only_layers=[],
+        **COMMON,
+    )
+    _write(Qwen3MoeForCausalLM, config, folder, seed)
 
 
 def make_mla_model(folder: Path, seed: int = 0) -> None:

@@ -16,7 +16,8 @@ from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.enginecore.scheduler import SchedulerLimits
 from kvmesh.worker.engines.torch.blocks import block_io as block_io
 from kvmesh.worker.engines.torch.core import TorchCore
-from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
+from kvmesh.worker.engines.torch.model.loading import load_model
+from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 
 BLOCK = 16

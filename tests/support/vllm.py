@@ -9,6 +9,7 @@ from kvmesh.bus.messages import Work
 from kvmesh.hashing import salt
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import VllmSettings, WorkerSettings
+from kvmesh.weights.answer import WeightsAccess
 from kvmesh.worker.engine import Engine, EngineContext, EngineInfo, create_engine
 from support import engines
 from support.engines import StartedEngine, prompt
@@ -44,13 +45,19 @@ class VllmRun(StartedEngine):
 
     @classmethod
     async def start(
-        cls, model: Path, *more: str, vllm: VllmSettings | None = None, max_adapters: int = 0
+        cls,
+        model: Path,
+        *more: str,
+        vllm: VllmSettings | None = None,
+        max_adapters: int = 0,
+        weights: WeightsAccess | None = None,
     ) -> "VllmRun":
         """Start vLLM with additional arguments; raises EngineError."""
         vllm = replace(vllm or VllmSettings(), args=[*ARGS, *more])
         worker = WorkerSettings(engine="vllm", block_size=SIZE, max_adapters=max_adapters)
         settings = Settings(vllm=vllm, worker=worker)
-        engine, sink = create_engine(EngineContext(settings, model)), Recorder()
+        context = EngineContext(settings, model, weights=weights)
+        engine, sink = create_engine(context), Recorder()
         return cls(engine, await engine.start(sink), sink)
 
     async def run_works(self, *items: Work) -> None:

@@ -41,7 +41,7 @@ from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
-from kvmesh.worker.weights import WorkerWeights
+from kvmesh.worker.weights import WorkerWeights, kept_access
 
 log = logging.getLogger(__name__)
 # libraries that may install signal handlers when they are imported
@@ -96,7 +96,7 @@ async def _serve_model(service: Service, folder: Path, timeline: StartTimeline) 
         with start:
             if not has_chat_template(folder):
                 log.warning(NO_TEMPLATE, folder)
-            access = weights.access if weights is not None else None
+            access = weights.access if weights is not None else kept_access(settings.weights)
             store = _store_factory(service, folder)
             try:
                 engine = await _create_engine(

@@ -11,7 +11,8 @@ from kvmesh.bus.backoff import Backoff
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.quantities import size
 from kvmesh.settings.load import to_env
-from kvmesh.settings.schema import Settings
+from kvmesh.settings.schema import Settings, WeightsSettings
+from kvmesh.weights.answer import WeightsAccess
 from kvmesh.weights.checkpoint import weight_files
 from kvmesh.weights.client import WorkersProcess, access
 from kvmesh.weights.errors import CheckpointError
@@ -26,7 +27,7 @@ from kvmesh.weights.frames import (
 from kvmesh.worker.model_card import node_name, weights_revision
 
 log = logging.getLogger(__name__)
-LOADERS = ("torch", "vllm")  # engines that read the answer; others offer their files only
+LOADERS = ("torch", "vllm", "sglang", "trtllm")  # that read the answer; others only offer files
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
 MAX_DEATHS = 5
 
@@ -114,6 +115,14 @@ class WorkerWeights:
     async def _start_later(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         await self.start()
+
+
+def kept_access(weights: WeightsSettings) -> WeightsAccess | None:
+    """Access to what an earlier start has kept, for a worker without a weights process."""
+    if not weights.keep:
+        return None
+    nowhere = weights.directory / "no-answer"
+    return WeightsAccess(nowhere, weights.directory, weights.max_bytes, keep=True, timeout_s=0.0)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -5,6 +5,7 @@ Written against SGLang 0.5.23 (`entrypoints/engine.py`, `managers/io_struct.py`,
 from its radix cache.
 """
 
+import asyncio
 import json
 import logging
 import secrets
@@ -22,6 +23,7 @@ from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.event_feed import EventFeed
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, RequestStreams, StreamOutput
 from kvmesh.worker.adapters.sglang_fields import AnswerReader, request_fields
+from kvmesh.worker.adapters.weights.linked_folder import LinkedArgument
 from kvmesh.worker.adapters.zmq_events import event_endpoints, rank_endpoint
 from kvmesh.worker.engine import (
     EngineContext,
@@ -48,7 +50,8 @@ def create(context: EngineContext) -> "SglangEngine":
     served = worker.served_name or folder.name
     max_context = arguments.get("context_length") or model_context(folder)
     address = transfer.advertise or transfer.host
-    return SglangEngine(arguments, served, max_context, worker.adapters, address)
+    model = LinkedArgument(context.weights, folder, "model_path")
+    return SglangEngine(arguments, served, max_context, worker.adapters, address, model)
 
 
 class SglangEngine(StreamingAdapter):
@@ -65,8 +68,10 @@ class SglangEngine(StreamingAdapter):
         context: int,
         adapters: list[str],
         address: str,
+        model: LinkedArgument,
     ) -> None:
         super().__init__()
+        self._model = model
         self._arguments = arguments
         self._context = context
         self._adapters = adapters
@@ -82,10 +87,12 @@ class SglangEngine(StreamingAdapter):
 
     async def start(self, sink: Sink) -> EngineInfo:
         events = self._events_config()
+        await asyncio.to_thread(self._model.resolve, self._arguments)
         try:
             # in this thread: it installs signal handlers and uses the running loop
             self._engine = Engine(**self._arguments, kv_events_config=json.dumps(events))
         except Exception as error:  # SGLang and its plugins raise any type
+            self._model.close()
             self._folder.close()
             raise EngineError(f"SGLang failed to start: {error}") from error
         self._streams = RequestStreams(sink, self._ranks, self._block_size, count_steps=True)
@@ -137,6 +144,7 @@ class SglangEngine(StreamingAdapter):
         await self._stop_streams()
         if self._engine is not None:
             self._engine.shutdown()
+        self._model.close()
         self._folder.close()
 
     def _events_config(self) -> dict[str, str]:

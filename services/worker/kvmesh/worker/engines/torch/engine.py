@@ -26,6 +26,7 @@ from kvmesh.bus.messages import (
 from kvmesh.retention.awaited_prompts import on_clock
 from kvmesh.settings.schema import Settings
 from kvmesh.transfer import TransferError, Transport
+from kvmesh.weights.answer import WeightsAccess
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
@@ -48,7 +49,9 @@ from kvmesh.worker.engines.torch.blocks.lower_tiers import LowerTierOptions, Low
 from kvmesh.worker.engines.torch.constraints.guided import GrammarCache
 from kvmesh.worker.engines.torch.core import TorchCore
 from kvmesh.worker.engines.torch.handoff import Handoffs, staging_memory
-from kvmesh.worker.engines.torch.model.paged_model import PagedModel, load_model
+from kvmesh.worker.engines.torch.model.loading import load_model
+from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
+from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchPrefetcher
 from kvmesh.worker.model_folder import model_context
@@ -63,11 +66,14 @@ RANK = 0
 def create(context: EngineContext) -> "TorchEngine":
     """Create the engine from `[worker]` and `[torch]` for the model in the folder."""
     settings = context.settings
-    return TorchEngine(settings, context.folder, context.store, context.timeline)
+    return TorchEngine(settings, context.folder, context.store, context.timeline, context.weights)
 
 
 class TorchEngine:
-    """One model and one rank in this process; `store`, if given, connects to the kvbm."""
+    """One model and one rank in this process; `store`, if given, connects to the kvbm.
+
+    `access`, if given, leads to weights that other workers have.
+    """
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class TorchEngine:
         folder: Path,
         store: StoreFactory | None,
         timeline: StartTimeline,
+        access: WeightsAccess | None = None,
     ) -> None:
         self._timeline = timeline
         self._options = settings.torch
@@ -82,6 +89,8 @@ class TorchEngine:
         self._transfer = settings.transfer
         self._folder = folder
         self._store = store
+        self._access = access
+        self._weights: TorchWeights | None = None
         self._lower_tiers: LowerTiers | None = None
         self._handoffs: Handoffs | None = None
         self._loader: TorchPrefetcher | None = None
@@ -287,6 +296,8 @@ class TorchEngine:
             await asyncio.wait_for(asyncio.to_thread(self._thread.shutdown), CLOSE_S)
         except TimeoutError:
             log.warning("the current step did not end within %g s", CLOSE_S)
+        if self._weights is not None:
+            self._weights.close()
 
     # steps
 
@@ -390,9 +401,16 @@ class TorchEngine:
     def _load(self) -> tuple[TorchCore, GrammarCache]:
         options, block_size = self._options, self._worker.block_size
         torch.set_num_threads(options.threads or _default_threads())
+        if self._access is not None:
+            self._weights = TorchWeights(self._access, self._folder)
         with self._timeline.phase(StartPhase.WEIGHTS):
             model = load_model(
-                self._folder, options.dtype, options.device, block_size, options.pass_tokens
+                self._folder,
+                options.dtype,
+                options.device,
+                block_size,
+                options.pass_tokens,
+                self._weights,
             )
         blocks = options.blocks or options.kv_bytes // model.layout.block_bytes
         if not blocks:

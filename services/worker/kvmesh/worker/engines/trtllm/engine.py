@@ -35,6 +35,7 @@ from kvmesh.worker.adapters.request_streams import (
     StreamOutput,
     remaining,
 )
+from kvmesh.worker.adapters.weights.linked_folder import LinkedArgument
 from kvmesh.worker.engine import (
     EngineContext,
     EngineError,
@@ -83,7 +84,8 @@ def create(context: EngineContext) -> "TrtllmEngine":
     arguments = {"model": str(context.folder), **arguments}
     served = worker.served_name or context.folder.name
     max_context = arguments.get("max_seq_len") or model_context(context.folder)
-    return TrtllmEngine(arguments, kv_cache, served, max_context, retention_options(worker))
+    model = LinkedArgument(context.weights, context.folder, "model")
+    return TrtllmEngine(arguments, kv_cache, served, max_context, retention_options(worker), model)
 
 
 class TrtllmEngine(StreamingAdapter):
@@ -96,8 +98,10 @@ class TrtllmEngine(StreamingAdapter):
         served: str,
         context: int,
         retention: RetentionOptions,
+        model: LinkedArgument,
     ) -> None:
         super().__init__()
+        self._model = model
         self._arguments = arguments
         self._kv_cache = kv_cache
         self._context = context
@@ -115,6 +119,7 @@ class TrtllmEngine(StreamingAdapter):
         try:
             self._llm = await asyncio.to_thread(self._load)
         except Exception as error:  # TensorRT-LLM and its plugins raise any type
+            self._model.close()
             raise EngineError(f"TensorRT-LLM failed to start: {error}") from error
         self._sink = sink
         self._streams = RequestStreams(sink, 1, self._block_size)
@@ -157,8 +162,10 @@ class TrtllmEngine(StreamingAdapter):
         await self._stop_streams()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
+        self._model.close()
 
     def _load(self) -> Any:
+        self._model.resolve(self._arguments)
         return LLM(**self._arguments, kv_cache_config=KvCacheConfig(**self._kv_cache))
 
     def _describe(self) -> EngineInfo:

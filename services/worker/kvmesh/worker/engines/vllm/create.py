@@ -1,5 +1,6 @@
 """Creates embedded vLLM from the worker's settings: its arguments, adapters and KV connectors."""
 
+import logging
 import os
 import socket
 from typing import Any
@@ -19,7 +20,11 @@ from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no
 from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
 from kvmesh.worker.engines.vllm.tracing import tracing_arguments
 from kvmesh.worker.engines.vllm.transfer_config import combined_config
+from kvmesh.worker.engines.vllm.weights.options import LOAD_FORMAT, loader_config
 from kvmesh.worker.lora.folder import AdapterError, configured_adapters
+
+log = logging.getLogger(__name__)
+PLUGIN = "kvmesh"
 
 
 def create(context: EngineContext) -> "VllmEngine":
@@ -56,6 +61,7 @@ def create(context: EngineContext) -> "VllmEngine":
         adapters = configured_adapters(vllm.adapters)
     except AdapterError as error:
         raise EngineConfigError(str(error)) from error
+    _use_weights(arguments, context)
     on_cpu = current_platform.is_cpu()
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
     engine = engine_type(
@@ -69,6 +75,25 @@ def create(context: EngineContext) -> "VllmEngine":
     )
     engine.expects_returns = engine_type.retains and worker.eviction == "forecast"
     return engine
+
+
+def _use_weights(arguments: dict[str, Any], context: EngineContext) -> None:
+    """Let vLLM load the weights that the worker's weights process finds."""
+    if context.weights is None:
+        return
+    chosen = arguments.get("load_format", "auto")
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if chosen not in ("auto", LOAD_FORMAT):
+        log.warning("the weights come from no other worker: load_format is %s", chosen)
+    elif plugins is not None and PLUGIN not in plugins.split(","):
+        log.warning("the weights come from no other worker: VLLM_PLUGINS does not name %s", PLUGIN)
+    else:
+        given = arguments.get("model_loader_extra_config", {})
+        arguments["load_format"] = LOAD_FORMAT
+        arguments["model_loader_extra_config"] = {
+            **given,
+            **loader_config(context.folder, context.weights),
+        }
 
 
 def _register(name: str, module: str) -> None:

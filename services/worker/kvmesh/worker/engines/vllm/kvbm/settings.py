@@ -39,6 +39,7 @@ NEUTRAL_ARGUMENTS = {
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
+    "model_loader_extra_config",
     "num_gpu_blocks_override",
     "scheduling_policy",
     "seed",
@@ -49,8 +50,9 @@ NEUTRAL_ARGUMENTS = {
 def kvbm_transfer_config(settings: Settings, folder: Path, served: str) -> dict[str, Any]:
     """`kv_transfer_config` for `KvmeshConnector`; exports the bus options to it."""
     export_bus_options(bus_options(settings.nats))
-    weights = fingerprint(folder, engine_arguments(settings.vllm.args, settings.vllm.args_file))
-    options = _options(settings, weights, f"vllm-{secrets.token_hex(4)}", served)
+    arguments = engine_arguments(settings.vllm.args, settings.vllm.args_file)
+    instance = f"vllm-{secrets.token_hex(4)}"
+    options = _options(settings, fingerprint(folder, arguments, instance), instance, served)
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,
@@ -72,9 +74,9 @@ def server_options(config: Any) -> BridgeOptions:
         raise ValueError(f"{CONNECTOR} needs the model as a folder; {model.model!r} is none")
     export_bus_options(bus_options(settings.nats))
     arguments = {"model": model.compute_hash(), "cache": config.cache_config.compute_hash()}
-    engine = xxh3(str(config.kv_transfer_config.engine_id).encode())
+    instance = f"vllm-{xxh3(str(config.kv_transfer_config.engine_id).encode()):016x}"
     served = settings.worker.served_name or folder.name
-    return _options(settings, fingerprint(folder, arguments), f"vllm-{engine:016x}", served)
+    return _options(settings, fingerprint(folder, arguments, instance), instance, served)
 
 
 def _options(settings: Settings, weights: str, instance: str, served: str) -> BridgeOptions:
@@ -93,11 +95,17 @@ def _options(settings: Settings, weights: str, instance: str, served: str) -> Br
     )
 
 
-def fingerprint(folder: Path, arguments: dict[str, Any]) -> str:
-    """Hash of the first HEAD_BYTES of each model file, and of the arguments that change KV."""
+def fingerprint(folder: Path, arguments: dict[str, Any], instance: str) -> str:
+    """Hash of the first HEAD_BYTES of each model file, and of the arguments that change KV.
+
+    Weights that come from elsewhere are unknown: only this instance shares the blocks then.
+    """
     changing = {name: arguments[name] for name in arguments.keys() - NEUTRAL_ARGUMENTS}
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        changing["instance"] = instance
     digest = xxh3(json.dumps(changing, sort_keys=True).encode())
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+    for file in sorted([*weights, *folder.glob("*.json")]):
         with file.open("rb") as content:
             head = content.read(HEAD_BYTES)
         digest = xxh3(f"{file.name} {file.stat().st_size} ".encode() + head, digest)

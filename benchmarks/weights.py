@@ -1,0 +1,386 @@
+"""Start of engines by the place of their weights: disk, page cache, another worker, node memory.
+
+Each start is a process of its own. The copy from another worker is measured beside a plain socket
+copy of the same bytes between two processes. vLLM starts with an empty and with a filled compile
+cache. `--device cuda` is for the torch engine.
+"""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from common import Report, median, parser
+from gpu_model import make_random_model
+from local_mesh import free_port, nats_command, wait_for_port
+from weights_children import DONE
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.messages import Instance, ModelCard, Role
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.weights.answer import WeightsAnswer, read_answer, write_answer
+from kvmesh.weights.checkpoint import checkpoint_manifest, weight_files
+from kvmesh.weights.client import WorkersProcess
+from kvmesh.weights.frames import WeightsEvent, WeightsJob, WeightsKnown, WeightsTaken
+from kvmesh.weights.store import WeightStore
+
+CHILD = Path(__file__).with_name("weights_children.py")
+PARTS = ("copy", "torch", "vllm")
+PLACES = ("disk", "page cache", "another worker", "node memory")
+START_S = 900.0
+GIB = 1 << 30
+TOOK = re.compile(r"the weights took ([\d.]+) s")
+PROCESSED = re.compile(r"the weights' processing took ([\d.]+) s")
+
+
+class Bench:
+    """The model, its stores in shared memory, and the processes of one measurement."""
+
+    def __init__(self, folder: Path, memory: Path, device: str, quick: bool) -> None:
+        self.folder = folder
+        self.memory = memory
+        self.device = device
+        self.model = folder / "model"
+        self.bare = folder / "bare" / "model"
+        if quick:
+            from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
+
+            make_tiny_model(self.model)
+        else:
+            make_random_model(self.model, "700m", device)
+        ignored = shutil.ignore_patterns("*.safetensors*")
+        shutil.copytree(self.model, self.bare, ignore=ignored)
+        self.files = weight_files(self.model)
+        self.size = sum(file.stat().st_size for file in self.files)
+        self.numbers = defaultdict[str, list[float]](list)
+
+    def evict(self) -> None:
+        """Drop the files from the page cache."""
+        for path in self.files:
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(self) -> None:
+        """Put the files into the page cache."""
+        for path in self.files:
+            with path.open("rb") as file:
+                while file.read(8 << 20):
+                    pass
+
+    def answer(self, name: str, answer: WeightsAnswer) -> Path:
+        file = self.folder / f"answer-{name}"
+        write_answer(file, answer)
+        return file
+
+    def remember(self, directory: Path) -> Path:
+        """Put a complete copy into a store, to be kept; the answer for it."""
+        manifest = checkpoint_manifest(self.model)
+        copy = WeightStore(directory, self.size * 8).create(manifest)
+        copy.set_keep()
+        for index, path in enumerate(self.files):
+            copy.file(index, writable=True)[:] = path.read_bytes()
+        for chunk in range(len(manifest.chunks)):
+            copy.mark(chunk)
+        copy.close()
+        return self.answer("node", WeightsAnswer(digest=manifest.digest, directory=str(directory)))
+
+
+async def run_child(what: str, options: Any, log: Path, **env: str) -> dict[str, float]:
+    """The results of a process, with the times that its log tells; raises RuntimeError."""
+    began = time.time()
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(CHILD),
+            what,
+            json.dumps(options),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **env},
+            start_new_session=True,
+            limit=1 << 20,
+        )
+    found: dict[str, float] = {}
+    lines = []
+    try:
+        async with asyncio.timeout(START_S):
+            assert process.stdout is not None
+            async for line in process.stdout:
+                text = line.decode(errors="replace")
+                lines.append(text)
+                if DONE in text:
+                    found = {**json.loads(text.partition(DONE)[2]), **found}
+            await process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    said = "".join(lines) + await asyncio.to_thread(log.read_text, errors="replace")
+    if "ready" not in found and "seconds" not in found:
+        raise RuntimeError(f"{what} failed; the end of its log:\n{said[-3000:]}")
+    for name, pattern in (("weights", TOOK), ("post-processing", PROCESSED)):
+        if times := pattern.findall(said):
+            found[name] = max(map(float, times))
+    found["start"] = found.get("ready", began) - began
+    return found
+
+
+@asynccontextmanager
+async def mesh(folder: Path) -> AsyncIterator[Bus]:
+    """A NATS server, and a connection to it."""
+    port = free_port()
+    server = await asyncio.create_subprocess_exec(
+        *nats_command(folder, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        await asyncio.to_thread(wait_for_port, port)
+        bus = await Bus.connect(BusOptions(url=f"nats://127.0.0.1:{port}"), "benchmark")
+        await ensure_streams(bus, StreamLimits())
+        try:
+            yield bus
+        finally:
+            await bus.close()
+    finally:
+        server.kill()
+        await server.wait()
+
+
+class WeightsProcess:
+    """A weights process of a worker that exists only as a card."""
+
+    def __init__(self, bench: Bench, bus: Bus, name: str, folder: Path) -> None:
+        self._bus = bus
+        self._lease: Lease | None = None
+        self.events: list[WeightsEvent] = []
+        self.directory = bench.memory / f"{name}-{secrets.token_hex(4)}"
+        self.answer_file = bench.folder / f"answer-{self.directory.name}"
+        self.job = WeightsJob(
+            env={
+                "KVMESH_NATS_URL": bus.options.url,
+                "KVMESH_WEIGHTS_SHARE": "true",
+                "KVMESH_WEIGHTS_DIRECTORY": str(self.directory),
+                "KVMESH_WEIGHTS_MAX_BYTES": str(bench.size * 8),
+            },
+            name=name,
+            instance=self.directory.name,
+            model="model",
+            folder=str(folder),
+            node=name,
+            answer_file=str(self.answer_file),
+        )
+        self.process = WorkersProcess(self.job, self.events.append, print)
+
+    async def event(self, kind: type[Any]) -> Any:
+        async with asyncio.timeout(START_S):
+            while not (found := [e for e in self.events if isinstance(e, kind)]):
+                await asyncio.sleep(0.01)
+        return found[-1]
+
+    async def offer(self) -> None:
+        """Offer the files of the folder to others."""
+        await self.process.start()
+        async with asyncio.timeout(START_S):
+            while read_answer(self.answer_file) is None:
+                await asyncio.sleep(0.05)
+        self.process.engine_runs()
+        known = await self.event(WeightsKnown)
+        model = ModelCard(name="model", context=9, block_size=9, files="", weights=known.digest)
+        card = Instance(
+            instance=self.job.instance,
+            role=Role.WORKER,
+            name=self.job.name,
+            version="",
+            started=time.time(),
+            model=model,
+        )
+        self._lease = Lease(self._bus, card, StreamLimits())
+        await self._lease.open()
+
+    async def close(self) -> None:
+        if self._lease is not None:
+            await self._lease.close()
+        await self.process.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+async def copies(bench: Bench, bus: Bus, runs: int) -> None:
+    """Bytes per second from another worker, and through a plain socket."""
+    numbers = bench.numbers
+    for run in range(runs):
+        bench.read()
+        log = bench.folder / f"raw-{run}.log"
+        sender = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(CHILD),
+            "send",
+            json.dumps([str(file) for file in bench.files]),
+            stdout=subprocess.PIPE,
+        )
+        assert sender.stdout is not None
+        told = (await sender.stdout.readline()).decode()
+        port = json.loads(told.partition(DONE)[2])["port"]
+        options = {"port": port, "size": bench.size, "directory": str(bench.memory)}
+        raw = await run_child("receive", options, log)
+        await sender.wait()
+        numbers["raw"].append(bench.size / raw["seconds"] / GIB)
+        target = WeightsProcess(bench, bus, "target", bench.bare)
+        await target.process.start()
+        try:
+            taken: WeightsTaken = await target.event(WeightsTaken)
+        finally:
+            await target.close()
+        numbers["copy"].append(bench.size / taken.seconds / GIB)
+
+
+async def starts(bench: Bench, bus: Bus, engine: str, runs: int) -> None:
+    """Starts of one engine from each place."""
+    caches = ("empty", "filled") if engine == "vllm" else ("",)
+    kept = bench.memory / f"kept-{engine}"
+    node = bench.remember(kept)
+    disk = bench.answer("disk", WeightsAnswer(disk="measured"))
+    warm = str(bench.folder / "compiled")
+    await start_engine(bench, engine, bench.bare, node, kept, True, VLLM_CACHE_ROOT=warm)
+    for run in range(runs):
+        for place in PLACES:
+            for cache in caches:
+                root = warm if cache == "filled" else str(bench.folder / secrets.token_hex(4))
+                if place == "another worker":
+                    bench.read()
+                    target = WeightsProcess(bench, bus, "target", bench.bare)
+                    await target.process.start()
+                    try:
+                        found = await start_engine(
+                            bench,
+                            engine,
+                            bench.bare,
+                            target.answer_file,
+                            target.directory,
+                            VLLM_CACHE_ROOT=root,
+                        )
+                    finally:
+                        await target.close()
+                elif place == "node memory":
+                    found = await start_engine(
+                        bench, engine, bench.bare, node, kept, True, VLLM_CACHE_ROOT=root
+                    )
+                else:
+                    (bench.evict if place == "disk" else bench.read)()
+                    unused = bench.memory / "unused"
+                    found = await start_engine(
+                        bench, engine, bench.model, disk, unused, VLLM_CACHE_ROOT=root
+                    )
+                for phase in ("weights", "post-processing"):
+                    if phase in found:
+                        bench.numbers[f"{engine}/{place}/{phase}"].append(found[phase])
+                bench.numbers[f"{engine}/{place}/start/{cache}"].append(found["start"])
+                shown = {name: round(value, 3) for name, value in found.items() if name != "ready"}
+                print(run + 1, engine, place, cache, shown, file=sys.stderr, flush=True)
+    shutil.rmtree(kept, ignore_errors=True)
+
+
+async def start_engine(
+    bench: Bench,
+    engine: str,
+    folder: Path,
+    answer_file: Path,
+    directory: Path,
+    keep: bool = False,
+    **env: str,
+) -> dict[str, float]:
+    options = {
+        "engine": engine,
+        "folder": str(folder),
+        "answer_file": str(answer_file),
+        "directory": str(directory),
+        "keep": keep,
+        "device": bench.device,
+        "max_bytes": bench.size * 8,
+    }
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    log = bench.folder / f"{engine}-{secrets.token_hex(4)}.log"
+    return await run_child(engine, options, log, **{**quiet, **env})
+
+
+def tell(bench: Bench, report: Report) -> None:
+    """Add the figures that were measured to the report."""
+    numbers = bench.numbers
+    if numbers["raw"]:
+        raw = f"{median(numbers['raw']):.2f} raw socket"
+        report.add_runs("copy from another worker", numbers["copy"], "GiB/s", raw, "≥ 80 %")
+    for engine in PARTS[1:]:
+        cold = {
+            what: median(numbers[f"{engine}/disk/{what}"])
+            for what in ("weights", "post-processing", "start/", "start/empty", "start/filled")
+        }
+        for what, baseline in cold.items():
+            for place in PLACES:
+                runs = numbers[f"{engine}/{place}/{what}"]
+                if not runs:
+                    continue
+                share = f"{100 * median(runs) / baseline:.0f} % of {baseline:.2f}"
+                at_most = place == "node memory" and what == "weights"
+                name = f"{engine}, {place}: {_shown(what)}"
+                report.add_runs(name, runs, "s", share, "≤ 10 %" if at_most else "")
+
+
+def _shown(what: str) -> str:
+    phase, _, cache = what.partition("/")
+    whole = "whole start" if phase == "start" else phase
+    return f"{whole}, {cache} compile cache" if cache else whole
+
+
+async def measure(bench: Bench, parts: list[str], runs: int) -> None:
+    async with mesh(bench.folder) as bus:
+        source = WeightsProcess(bench, bus, "source", bench.model)
+        await source.offer()
+        try:
+            if "copy" in parts:
+                await copies(bench, bus, runs)
+            for engine in parts:
+                if engine != "copy":
+                    await starts(bench, bus, engine, runs)
+        finally:
+            await source.close()
+
+
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--quick", action="store_true", help="a model of 3 MB, one run")
+    arguments.add_argument("--runs", type=int, default=0, metavar="N", help="default: 3")
+    arguments.add_argument("--only", default=",".join(PARTS), metavar="PART,…", help="of these")
+    arguments.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    chosen = arguments.parse_args()
+    parts = [part for part in chosen.only.split(",") if part]
+    if unknown := set(parts) - set(PARTS):
+        arguments.error(f"there is no part {', '.join(sorted(unknown))}")
+    runs = chosen.runs or (1 if chosen.quick else 3)
+    report = Report("Weights", "baseline")
+    with (
+        tempfile.TemporaryDirectory(prefix="kvmesh-weights-") as folder,
+        tempfile.TemporaryDirectory(prefix="kvmesh-weights-", dir="/dev/shm") as memory,
+    ):
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+        bench = Bench(Path(folder), Path(memory), chosen.device, chosen.quick)
+        print(f"a model of {bench.size / GIB:.2f} GiB", file=sys.stderr, flush=True)
+        try:
+            asyncio.run(measure(bench, parts, runs))
+        finally:
+            tell(bench, report)
+            report.finish("starts by the place of the weights", chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Processes of benchmarks/weights.py: starts of engines, and plain copies through a socket."""
+
+import argparse
+import asyncio
+import json
+import logging
+import mmap
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+BUFFER = 8 << 20
+DONE = "RESULT "
+
+
+class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A start of an engine; without `answer_file` it reads the folder as it always does."""
+
+    engine: str
+    folder: str
+    answer_file: str
+    directory: str
+    keep: bool = False
+    device: str = "cpu"
+    max_bytes: int = 0
+
+
+class NoSink:
+    """An engine's output, which nobody reads."""
+
+    def output(self, deltas: Any) -> None: ...
+    def events(self, rank: int, events: Any) -> None: ...
+    def events_lost(self, rank: int, count: int) -> None: ...
+    def failed(self, error: Any) -> None:
+        raise error
+
+
+def start_torch(start: EngineStart) -> dict[str, float]:
+    """Load the model and read each page of its parameters once."""
+    import torch
+
+    from kvmesh.weights.answer import WeightsAccess
+    from kvmesh.worker.engines.torch.model.loading import load_model
+    from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    if start.device == "cuda":
+        torch.zeros(1, device="cuda")  # the device's own start is not part of the weights
+    began = time.perf_counter()
+    access = WeightsAccess(
+        Path(start.answer_file), Path(start.directory), start.max_bytes, start.keep, 120.0
+    )
+    weights = TorchWeights(access, Path(start.folder))
+    model = load_model(Path(start.folder), "auto", start.device, 16, 32, weights)
+    for parameter in model.module.parameters():
+        content = parameter.detach().reshape(-1).view(torch.uint8)
+        content[:: mmap.PAGESIZE].sum().item()
+    seconds = time.perf_counter() - began
+    weights.close()
+    return {"weights": seconds}
+
+
+async def start_vllm(start: EngineStart) -> dict[str, float]:
+    """Start vLLM as a worker does; its weights' times are in its log."""
+    from kvmesh.settings import Settings
+    from kvmesh.settings.schema import VllmSettings, WorkerSettings
+    from kvmesh.weights.answer import WeightsAccess
+    from kvmesh.worker.engine import EngineContext, create_engine
+
+    args = ["max_model_len=512", "max_num_seqs=4", "max_num_batched_tokens=512"]
+    if start.device == "cpu":
+        args += ["num_gpu_blocks_override=64", "dtype=bfloat16"]
+    settings = Settings(
+        vllm=VllmSettings(args=args, retention=False),
+        worker=WorkerSettings(engine="vllm", block_size=32),
+    )
+    access = WeightsAccess(
+        Path(start.answer_file), Path(start.directory), start.max_bytes, start.keep, 120.0
+    )
+    engine = create_engine(EngineContext(settings, Path(start.folder), weights=access))
+    await engine.start(NoSink())
+    print(DONE + json.dumps({"ready": time.time()}), flush=True)
+    await engine.close()
+    return {}
+
+
+def send_raw(files: list[str]) -> None:
+    """Serve the bytes of the files to one connection, from their page cache."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        print(DONE + json.dumps({"port": server.getsockname()[1]}), flush=True)
+        connection, _ = server.accept()
+        with connection:
+            for name in files:
+                with open(name, "rb") as file:
+                    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    connection.sendall(memory)
+
+
+def receive_raw(port: int, size: int, directory: str) -> dict[str, float]:
+    """Receive `size` bytes into shared memory; seconds from the connection to the last byte."""
+    path = Path(directory) / f"raw-{os.getpid()}"
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        memory = memoryview(mmap.mmap(file.fileno(), size))
+        path.unlink()
+        began = time.perf_counter()
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            received = 0
+            while received < size:
+                count = connection.recv_into(memory[received : received + BUFFER])
+                if not count:
+                    raise RuntimeError("the sender has ended")
+                received += count
+        return {"seconds": time.perf_counter() - began}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("what", choices=["torch", "vllm", "send", "receive"])
+    arguments.add_argument("options")
+    chosen = arguments.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    options = json.loads(chosen.options)
+    if chosen.what == "send":
+        send_raw(options)
+        return
+    if chosen.what == "receive":
+        result = receive_raw(**options)
+    else:
+        start = msgspec.convert(options, EngineStart)
+        vllm = chosen.what == "vllm"
+        result = asyncio.run(start_vllm(start)) if vllm else start_torch(start)
+    result.setdefault("ready", time.time())
+    print(DONE + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

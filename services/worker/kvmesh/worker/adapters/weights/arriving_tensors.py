@@ -1,0 +1,90 @@
+"""The tensors of a copy that is still on its way, each as soon as its bytes are there."""
+
+import logging
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from blake3 import blake3
+from torch import Tensor
+
+from kvmesh.weights.errors import WeightsLost
+from kvmesh.weights.manifest import Manifest, TensorEntry, WeightChunk
+from kvmesh.weights.stored_copy import StoredCopy
+from kvmesh.worker.adapters.weights.mapped_tensors import MappedFiles, in_order, view
+
+log = logging.getLogger(__name__)
+STALL_S = 30.0  # without a new chunk
+PAGE = mmap.PAGESIZE
+
+
+def arriving_tensors(
+    copy: StoredCopy, folder: Path, wanted: Callable[[str], bool], stall_s: float = STALL_S
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a copy in the order of its files; blocks until each is there.
+
+    If the copy fails, the others are read from the model's `folder`, if it holds the same bytes.
+    Raises WeightsLost if it does not.
+    """
+    files, disk = MappedFiles(copy.folder, copy.manifest), None
+    for entry in in_order(copy.manifest.tensors):
+        if not wanted(entry.name):
+            continue
+        if disk is None:
+            try:
+                copy.wait(_chunks(copy.manifest, entry), stall_s)
+            except WeightsLost as error:
+                log.warning(
+                    "the copy of the weights stopped at %s (%s): the others come from %s",
+                    entry.name,
+                    error,
+                    folder,
+                )
+                disk = VerifiedFolder(copy.manifest, folder)
+        yield entry.name, disk.tensor(entry) if disk is not None else files.tensor(entry)
+
+
+def _chunks(manifest: Manifest, entry: TensorEntry) -> range:
+    """The chunks of all pages that hold a part of the tensor.
+
+    A loader may change a tensor in its private map, and from then on a page of it receives nothing.
+    """
+    if not entry.size:
+        return range(0)
+    first = entry.offset // PAGE * PAGE
+    end = min(-(-(entry.offset + entry.size) // PAGE) * PAGE, manifest.files[entry.file].size)
+    return manifest.chunks_in(entry.file, first, end - first)
+
+
+class VerifiedFolder:
+    """Tensors from a model folder whose bytes are those of a manifest."""
+
+    def __init__(self, manifest: Manifest, folder: Path) -> None:
+        self._manifest = manifest
+        self._folder = folder
+        self._last: tuple[int, bytes] = (-1, b"")  # small tensors share a chunk
+
+    def tensor(self, entry: TensorEntry) -> Tensor:
+        """Read and verify a tensor; raises WeightsLost."""
+        content = bytearray(entry.size)
+        for number in self._manifest.chunks_of(entry):
+            chunk = self._manifest.chunks[number]
+            data = self._chunk(number, chunk)
+            begin, end = chunk.offset, chunk.offset + chunk.size
+            first, last = max(begin, entry.offset), min(end, entry.offset + entry.size)
+            content[first - entry.offset : last - entry.offset] = data[first - begin : last - begin]
+        return view(content, entry, 0)
+
+    def _chunk(self, number: int, chunk: WeightChunk) -> bytes:
+        if self._last[0] != number:
+            path = self._folder / self._manifest.files[chunk.file].name
+            try:
+                with path.open("rb") as content:
+                    content.seek(chunk.offset)
+                    data = content.read(chunk.size)
+            except OSError as error:
+                raise WeightsLost(f"cannot read {path}: {error.strerror}") from error
+            if blake3(data).digest() != self._manifest.chunk_digest(number):
+                raise WeightsLost(f"{path} holds other weights than the copy")
+            self._last = (number, data)
+        return self._last[1]

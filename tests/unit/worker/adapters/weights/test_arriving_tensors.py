@@ -1,0 +1,110 @@
+"""Tensors of a copy that arrives, fails, and is completed from the folder."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.stored_weights import StoredWeights
+from support.weights import CHUNK, make_weights, write_safetensors
+from torch import Tensor
+
+from kvmesh.weights.errors import WeightsLost
+from kvmesh.worker.adapters.weights.arriving_tensors import arriving_tensors
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    return {
+        n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()
+    }
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    as_bytes = {name: t.flatten().view(torch.uint8) for name, t in found.items()}
+    return found.keys() == expected.keys() and all(
+        torch.equal(as_bytes[name], t.flatten().view(torch.uint8)) for name, t in expected.items()
+    )
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[StoredWeights]:
+    stored = StoredWeights(tmp_path, make_weights(tmp_path / "model"))
+    yield stored
+    stored.copy.close()
+
+
+def test_tensors_come_in_the_order_of_the_files_while_they_arrive(stored: StoredWeights) -> None:
+    with stored.arriving(pace_s=0.002):
+        found = list(arriving_tensors(stored.copy, stored.source, everything, 10))
+    assert [name for name, _ in found] == [f"layer.{f}.{t}" for f in range(2) for t in range(4)]
+    assert equal(dict(found), contents(stored.source))
+
+
+def test_each_tensor_waits_only_for_its_own_chunks(stored: StoredWeights) -> None:
+    first = stored.manifest.tensors[0]
+    stored.arrive(stored.manifest.chunks_of(first))
+    tensors = arriving_tensors(stored.copy, stored.source, everything, 10)
+    assert next(tensors)[0] == first.name
+
+
+def test_what_a_loader_writes_changes_neither_the_copy_nor_its_neighbours(
+    stored: StoredWeights,
+) -> None:
+    expected, found = contents(stored.source), {}
+    with stored.arriving(pace_s=0.002):
+        for name, tensor in arriving_tensors(stored.copy, stored.source, everything, 10):
+            found[name] = tensor.clone()
+            tensor.zero_()
+    assert equal(found, expected)
+    assert equal(contents(stored.copy.folder), expected)
+
+
+def test_unwanted_tensors_are_not_waited_for(stored: StoredWeights) -> None:
+    last = stored.manifest.tensors[-1]
+    stored.arrive(stored.manifest.chunks_of(last))
+    wanted = arriving_tensors(stored.copy, stored.source, lambda name: name == last.name, 10)
+    assert [name for name, _ in wanted] == [last.name]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_copy_that_fails_is_completed_from_the_folder(stored: StoredWeights, seed: int) -> None:
+    stored.arrive(range(random.Random(seed).randrange(len(stored.chunks))))
+    found = dict(arriving_tensors(stored.copy, stored.source, everything, 0.01))
+    assert equal(found, contents(stored.source))
+
+
+def test_other_weights_in_the_folder_are_never_mixed_with_a_copy(stored: StoredWeights) -> None:
+    stored.arrive(range(4))
+    file = sorted(stored.source.glob("*.safetensors"))[1]
+    write_safetensors(file, {f"layer.1.{n}": 200_000 for n in range(4)}, seed=99)
+    with pytest.raises(WeightsLost, match="other weights"):
+        list(arriving_tensors(stored.copy, stored.source, everything, 0.01))
+
+
+def test_a_folder_without_the_files_does_not_help(stored: StoredWeights, tmp_path: Path) -> None:
+    with pytest.raises(WeightsLost, match="cannot read"):
+        list(arriving_tensors(stored.copy, tmp_path, everything, 0.01))
+
+
+def test_tensors_at_odd_places_and_without_elements(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    write_safetensors(source / "m.safetensors", {"a": 2, "empty": 0, "b": CHUNK + 6, "c": 4})
+    data = (source / "m.safetensors").read_bytes()
+    header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    odd = header + b" " * (1 - len(header) % 2)
+    odd += b" " * (len(odd) % 2 == 0)
+    (source / "m.safetensors").write_bytes(
+        len(odd).to_bytes(8, "little") + odd + data[8 + len(header) :]
+    )
+    stored = StoredWeights(tmp_path, source)
+    stored.arrive()
+    found = dict(arriving_tensors(stored.copy, source, everything, 1))
+    assert equal(found, contents(source))
+    stored.copy.close()
