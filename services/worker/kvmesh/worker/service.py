@@ -34,9 +34,10 @@ from kvmesh.worker.metrics import (
     TierCollector,
     WorkerLabels,
 )
-from kvmesh.worker.model_card import node_name
+from kvmesh.worker.model_card import node_name, parked_card
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.start.parking import wait_parked
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
 
@@ -109,7 +110,7 @@ async def _serve_model(service: Service, folder: Path, timeline: StartTimeline) 
                 service.warnings,
                 timeline,
             )
-            await _serve(service, node, WorkerLabels(model, service.name), start)
+            await _serve(service, engine, node, WorkerLabels(model, service.name), start)
         except (EngineError, ModelFilesError) as error:
             permanent = isinstance(error, EngineConfigError)
             raise StartError(str(error), permanent=permanent) from error
@@ -143,7 +144,7 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
 
 
 async def _serve(
-    service: Service, node: WorkerNode, labels: WorkerLabels, start: StartReport
+    service: Service, engine: Engine, node: WorkerNode, labels: WorkerLabels, start: StartReport
 ) -> None:
     worker = service.settings.worker
     collectors: list[Collector] = [
@@ -157,6 +158,13 @@ async def _serve(
         REGISTRY.register(collector)
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
+        if worker.parked:
+            card = parked_card(worker, labels.model, service.instance, service.name)
+            promoted = await wait_parked(
+                service.bus, engine, card, service.limits, start, service.stopping
+            )
+            if not promoted:
+                return
         await node.start()
         start.close()
         service.start_watchdog()
