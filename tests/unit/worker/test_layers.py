@@ -38,6 +38,7 @@ ALLOWED = {
     "health": {"engine"},
     "requests": {"constraints", *CONTRACT},
     "control": {"lora", "requests", "roles", *CONTRACT},
+    "parking": {"start", *CONTRACT},
     "roles": set(CONTRACT),
     "load_publisher": set(),
     "model_card": {"engine", "model_folder"},
@@ -48,7 +49,8 @@ ALLOWED = {
         *("roles", "start"),
     },
     "service": {
-        *("default_model", "engine", "metrics", "model_card", "model_folder", "node", "start"),
+        *("default_model", "engine", "metrics", "model_card", "model_folder", "node"),
+        *("parking", "start"),
     },
 }
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")

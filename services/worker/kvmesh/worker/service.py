@@ -37,7 +37,7 @@ from kvmesh.worker.metrics import (
 from kvmesh.worker.model_card import node_name, parked_card
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
-from kvmesh.worker.start.parking import wait_parked
+from kvmesh.worker.parking import wait_parked
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
 
