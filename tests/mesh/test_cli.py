@@ -172,9 +172,11 @@ async def test_control_messages_are_shown_and_watching_requests_is_announced(
 
 async def test_status_shows_members_streams_and_readers(mesh: Up, run: Run) -> None:
     await asyncio.to_thread(mesh.complete)
-    status = await run("status", "--nats", mesh.nats_url)
+    status = await run("status", "--nats", mesh.nats_url, "--starts")
     assert await asyncio.wait_for(status.process.wait(), PATIENCE_S) == 0
     await status.reading
+    assert status.lines_with("start, in seconds", "process", "imports", "routable", "total")
+    assert len(status.lines_with("worker-1-")) == 2
     assert status.lines_with("worker-1-", "worker", "ready", "kvmesh-demo", "0 running")
     assert status.lines_with("kvm-kvmesh-route")
     assert status.lines_with("indexer-0", "kvm-kvmesh-kv")

@@ -17,6 +17,11 @@ from support.trials import is_running, trial_process
 from support.up import Up
 from support.wait import PATIENCE_S, eventually
 
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.messages import Role
+from kvmesh.bus.streams.configuration import StreamLimits
+
 pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 
 PROCESSES = 5  # with metrics ports: indexer, router, kvbm, two workers
@@ -70,6 +75,30 @@ async def test_every_api_answers_and_a_cached_prompt_has_the_same_answer(up: Up)
     response = post(up, "/v1/responses", input="Hi", max_output_tokens=5)
     assert response["usage"]["output_tokens"] == 5
     assert post(up, "/v1/completions", prompt="Hi", max_tokens=5)["choices"][0]["text"]
+
+
+async def test_the_phases_of_a_start_add_up(up: Up) -> None:
+    await up.ready()
+    bus = await Bus.connect(up.options, "test")
+    directory = Directory(bus, StreamLimits(), role=Role.WORKER)
+    await directory.open()
+    cards = directory.instances
+    await directory.close()
+    await bus.close()
+    assert len(cards) == 2
+    for card in cards:
+        took = {phase.name: phase.seconds for phase in card.phases}
+        assert list(took) == [
+            *("process", "imports", "configuration", "weights", "KV allocation", "engine"),
+            *("registration", "routable"),
+        ]
+        assert min(took.values()) >= 0
+        assert took["imports"] > 0.5, "torch is large"
+        assert sum(took.values()) == pytest.approx(card.startup_s, rel=0.1)
+    for phase in ("process", "imports", "weights"):
+        told = sum(p.seconds for card in cards for p in card.phases if p.name == phase)
+        exported = metric(up, "kvmesh_worker_start_seconds", f'phase="{phase}"')
+        assert exported == pytest.approx(told, abs=0.01)
 
 
 async def test_an_unsupported_constraint_is_refused_before_a_stream_opens(

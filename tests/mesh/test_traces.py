@@ -354,3 +354,41 @@ async def test_a_collector_that_fails_is_logged_once_and_costs_no_request(
     assert log.count("spans are lost") == 1
     assert "400" in log
     await eventually(lambda: "works again" in (mesh.folder / "frontend-0.log").read_text())
+
+
+async def test_a_start_is_a_trace_that_is_never_sampled_out(
+    mesh: Mesh, collector: Collector
+) -> None:
+    mesh.env |= {"KVMESH_TRACING_SAMPLE_RATIO": "0", "KVMESH_MOCK_STARTUP_S": "0.3"}
+    mesh.start_all(workers=1)
+    await mesh.ready()
+    (start,) = await eventually(lambda: collector.named(names.START))
+    spans = await eventually(lambda: _children(collector, start))
+    assert {span.service for span in spans} == {"kvmesh-worker"}
+    assert start.attributes[names.ENGINE] == "mock"
+    assert start.attributes[names.INSTANCE].startswith("worker-0-")
+    assert not start.failed
+    order = [span.name for span in sorted(spans, key=lambda span: span.start)]
+    steps = ("imports", "registration", "configuration", "weights", "engine")
+    firsts = [order.index(f"start_{phase}") for phase in steps]
+    assert firsts == sorted(firsts), order
+    assert order[-2:] == ["start_registration", "start_routable"]
+    (weights,) = (span for span in spans if span.name == "start_weights")
+    assert weights.end - weights.start == pytest.approx(0.3, abs=0.2)
+    assert start.start <= min(span.start for span in spans) + 0.01
+    assert max(span.end for span in spans) <= start.end + 0.01
+
+
+async def test_a_failed_start_is_a_failed_trace(mesh: Mesh, collector: Collector) -> None:
+    mesh.env |= {"KVMESH_MOCK_KVBM": "true", "KVMESH_MOCK_HOST_BLOCKS": "1"}
+    mesh.start("worker", "worker-0")
+    (start,) = await eventually(lambda: collector.named(names.START))
+    assert start.failed
+    assert start.attributes[names.MODEL] == "kvmesh-demo"
+
+
+def _children(collector: Collector, parent: ReceivedSpan) -> list[ReceivedSpan]:
+    """The spans of a start once the last one is among them."""
+    found = [span for span in collector.traces()[parent.trace] if span.parent == parent.id]
+    assert "start_routable" in {span.name for span in found}
+    return found

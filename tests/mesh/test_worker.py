@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from kvmesh.bus.messages import (
     Cancel,
     Clear,
     Drain,
+    Instance,
     KvBatch,
     MessageDecoder,
     Resend,
@@ -37,6 +39,7 @@ from kvmesh.hashing import block_hashes
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, create_engine
+from kvmesh.worker.health.membership import Membership
 
 
 async def test_the_card_describes_the_served_model(
@@ -65,18 +68,53 @@ async def test_the_card_describes_the_served_model(
     await directory.close()
 
 
-async def test_a_worker_tells_its_phases_until_it_has_joined(bus: Bus, workers: Workers) -> None:
+async def test_a_worker_tells_its_phases_until_it_has_joined(
+    bus: Bus, workers: Workers, limits: StreamLimits
+) -> None:
     told: list[Starting] = []
     subscription = await follow_starts(bus, told.append)
     started = await workers.start(replace(FAST, startup_s=0.2), WorkerSettings())
-    await eventually(lambda: told and told[-1].phase == "joining")
-    assert list(dict.fromkeys(each.phase for each in told)) == ["engine", "model files", "joining"]
-    first = told[0]
+    assert started.node.ready
+    directory = Directory(bus, limits)
+    await directory.open()
+    (card,) = directory.instances
+    took = {phase.name: phase.seconds for phase in card.phases}
+    assert list(took) == ["configuration", "weights", "engine", "registration", "routable"]
+    assert took["weights"] == pytest.approx(0.2, abs=0.1)
+    assert sum(took.values()) <= card.startup_s + 0.01
+    await eventually(lambda: told and told[-1].phase == "routable")
+    seen = [phase for phase, _ in groupby(each.phase for each in told) if phase != "engine"]
+    assert seen == ["configuration", "weights", "registration", "routable"]
+    first, last = told[0], told[-1]
     assert (first.instance, first.model, first.engine) == ("w-1", "kvmesh-demo", "mock")
     assert [each.started for each in told] == [first.started] * len(told)
-    assert sorted(each.since for each in told) == [each.since for each in told]
-    assert started.node.ready
+    assert {phase.name for phase in last.phases} == set(took) - {"routable"}
+    await directory.close()
     await subscription.unsubscribe()
+
+
+async def test_a_worker_is_ready_only_once_its_lease_can_be_read(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present, seen = Membership._present, asyncio.Event()
+
+    async def stale(membership: Membership) -> list[Instance]:
+        """A replica that lags behind the one which stored the lease."""
+        cards = await present(membership)
+        if cards:
+            seen.set()
+        return cards if lagging.is_set() else []
+
+    lagging = asyncio.Event()
+    monkeypatch.setattr(Membership, "_present", stale)
+    starting = asyncio.create_task(workers.start(FAST))
+    await seen.wait()
+    node = workers.started[0].node
+    assert not node.ready
+    assert not starting.done()
+    lagging.set()
+    await starting
+    assert node.ready
 
 
 async def test_tokens_come_in_order_and_again_on_request(

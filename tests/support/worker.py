@@ -28,6 +28,8 @@ from kvmesh.settings import Settings
 from kvmesh.settings.schema import MockSettings, WorkerSettings
 from kvmesh.worker.engine import EngineContext, EngineError, create_engine
 from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.start.report import StartReport
+from kvmesh.worker.start.timeline import StartTimeline
 from support.wait import PATIENCE_S, eventually
 
 CONTROL_REPLY = MessageDecoder(ControlReply)
@@ -175,11 +177,21 @@ class Workers:
         settings = Settings(mock=mock, worker=worker or WorkerSettings())
         bus = await Bus.connect(self._options, "worker")
         ends: list[EngineError | None] = []
-        engine = create_engine(EngineContext(settings, model_dir()))
+        timeline = StartTimeline()
+        engine = create_engine(EngineContext(settings, model_dir(), timeline=timeline))
         node = WorkerNode(
-            bus, engine, settings, model_dir(), "w", instance, self._limits, ends.append
+            bus,
+            engine,
+            settings,
+            model_dir(),
+            "w",
+            instance,
+            self._limits,
+            ends.append,
+            timeline=timeline,
         )
         started = RunningWorker(bus, node, ends)
         self.started.append(started)
-        await node.start()
+        with StartReport(bus, instance, model_dir().name, "mock", timeline):
+            await node.start()
         return started

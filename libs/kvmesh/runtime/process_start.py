@@ -11,12 +11,12 @@ _STARTED = 19  # field of /proc/PID/stat, counted after the name of the program
 def process_created() -> float:
     """The time at which the system created this process; FIRST_LINE where it does not tell.
 
-    A program that a shell replaced itself with was created as that shell.
+    A program that a shell replaced itself with was created as that shell. A fork is created after
+    FIRST_LINE, which is that of its parent.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(fields[_STARTED]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return FIRST_LINE
-    age_s = clock_gettime(CLOCK_BOOTTIME) - started
-    return min(FIRST_LINE, monotonic() - age_s)
+    return monotonic() - (clock_gettime(CLOCK_BOOTTIME) - started)

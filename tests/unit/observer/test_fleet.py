@@ -105,18 +105,18 @@ def starting(phase: str) -> Starting:
 
 def test_a_worker_that_starts_shows_its_phase_until_it_joins() -> None:
     view = FleetView()
-    view.starting(starting("engine"), 0.0)
+    view.starting(starting("weights"), 0.0)
     row = only(view, 1.0)
     assert (row.instance, row.role, row.model) == ("worker-0-1", "worker", "demo")
-    assert (row.state, row.running) == ("starting: engine", None)
-    view.starting(starting("joining"), 2.0)
-    assert only(view, 2.0).state == "starting: joining"
+    assert (row.state, row.running) == ("starting: weights", None)
+    view.starting(starting("registration"), 2.0)
+    assert only(view, 2.0).state == "starting: registration"
     view.joined(CARD, 3.0)
-    view.starting(starting("joining"), 3.0)
+    view.starting(starting("registration"), 3.0)
     assert only(view, 3.0).state == "ready", "a late message changes nothing"
 
 
 def test_a_worker_that_stops_starting_is_forgotten() -> None:
     view = FleetView()
-    view.starting(starting("engine"), 0.0)
+    view.starting(starting("weights"), 0.0)
     assert view.rows(SILENT_S) == []

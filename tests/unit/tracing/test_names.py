@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from kvmesh.bus.messages import StartPhase
 from kvmesh.tracing import names
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +21,8 @@ def constants() -> dict[str, str]:
 
 def test_every_name_is_in_a_table_once() -> None:
     listed = [s.name for s in names.SPANS] + [a.key for a in names.ATTRIBUTES]
-    assert sorted(constants().values()) == sorted(listed)
+    starts = [names.start_span(phase) for phase in StartPhase]
+    assert sorted([*constants().values(), *starts]) == sorted(listed)
     conventions = list(names.CONVENTIONS.values())
     assert len(set(conventions)) == len(conventions)
 

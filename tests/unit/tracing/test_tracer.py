@@ -147,6 +147,16 @@ def test_a_cause_is_linked_and_unsampled_causes_have_no_sequel() -> None:
     assert tracer.linked(tracer.begin("request", UNSAMPLED, "", 0.0), "x") is NO_SPAN
 
 
+def test_what_is_rare_is_never_sampled_out() -> None:
+    exported = Exported(ratio=False)
+    assert tracer.kept("start", 1.0) is NO_SPAN, "no tracer is installed"
+    tracer.install(Tracer(exported))
+    span = tracer.kept("start", 1.0)
+    span.record("start_weights", 2.0, 3.0)
+    span.end(4.0)
+    assert [each.name for each in exported.spans] == ["start_weights", "start"]
+
+
 def test_log_lines_carry_the_trace_id() -> None:
     tracer.install(Tracer(Exported()))
     span = tracer.begin("request", SAMPLED, "", 0.0)

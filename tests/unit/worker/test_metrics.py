@@ -3,8 +3,9 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from support.loads import LOAD
 
+from kvmesh.bus.messages import Phase
 from kvmesh.worker.capabilities import HandoffCounts
-from kvmesh.worker.metrics import HandoffCollector, LoadCollector, WorkerLabels
+from kvmesh.worker.metrics import HandoffCollector, LoadCollector, StartCollector, WorkerLabels
 
 
 def test_metrics_show_the_load_of_each_rank() -> None:
@@ -18,6 +19,15 @@ def test_metrics_show_the_load_of_each_rank() -> None:
         "kvmesh_worker_requests_total{%s} 15.0",
     ):
         assert line % 'model="m",rank="1",worker="w"' in text
+
+
+def test_metrics_show_the_phases_of_the_start() -> None:
+    registry = CollectorRegistry()
+    phases = [Phase("imports", 9.5), Phase("KV allocation", 2.0)]
+    registry.register(StartCollector(WorkerLabels("m", "w"), lambda: phases))
+    name, labels = "kvmesh_worker_start_seconds", {"model": "m", "worker": "w"}
+    assert registry.get_sample_value(name, labels | {"phase": "imports"}) == 9.5
+    assert registry.get_sample_value(name, labels | {"phase": "KV allocation"}) == 2.0
 
 
 def test_handoffs_have_the_labels_of_a_workers_other_series() -> None:

@@ -107,6 +107,15 @@ LOAD = m.Load(
     output_tokens=1,
     requests=1,
 )
+STARTING = m.Starting(
+    instance="w-1",
+    model="demo",
+    engine="torch",
+    phase="weights",
+    since=0.0,
+    started=0.0,
+    phases=[m.Phase("process", 0.1), m.Phase("imports", 9.0)],
+)
 CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0", started=0.0)
 
 
@@ -139,6 +148,11 @@ CARD = m.Instance(instance="w-1", role=m.Role.WORKER, name="w", version="0.1.0",
             ["m at 1.50/s: workers 2 or workers 3, in 10 s"],
         ),
         ("load", LOAD, ["#0  3 running, 1 waiting", "10 active, 20 cached of 100"]),
+        (
+            "starting",
+            STARTING,
+            ["w-1  starts demo on torch: weights after process 0.1 s, imports 9.0 s"],
+        ),
         ("index", m.OverlapQuery([packed(1, 2), packed(3)]), ["2 prompts, 3 blocks"]),
         ("instances", CARD, ["w-1 up  worker w 0.1.0"]),
         (

@@ -4,8 +4,13 @@ import time
 
 import pytest
 
-from kvmesh.bus.messages import Instance, NodeStore, RankSpeed, Role
-from kvmesh.cli.status.report import IdleModelReport, InstanceReport, MeshReport
+from kvmesh.bus.messages import Instance, NodeStore, Phase, RankSpeed, Role, Starting
+from kvmesh.cli.status.report import (
+    IdleModelReport,
+    InstanceReport,
+    MeshReport,
+    StartingReport,
+)
 from kvmesh.cli.status.view import show_tables
 
 
@@ -83,3 +88,49 @@ def test_the_planner_that_leads_is_marked(capsys: pytest.CaptureFixture[str]) ->
     lines = [line.split() for line in shown(capsys, *members).splitlines()]
     states = {line[0]: line[3] for line in lines if line and line[0].startswith("p-")}
     assert states == {"p-0": "leads", "p-1": "ready"}
+
+
+def test_starts_stand_with_their_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = [Phase("process", 0.1), Phase("weights", 2.0), Phase("of a later version", 1.0)]
+    card = Instance(
+        instance="w-1",
+        role=Role.WORKER,
+        name="w",
+        version="0",
+        started=0.0,
+        startup_s=3.2,
+        phases=phases,
+    )
+    worker = Starting(
+        instance="v-1",
+        model="m",
+        engine="torch",
+        phase="imports",
+        since=9.5,
+        started=0.0,
+        phases=[Phase("imports", 1.0)],
+    )
+    report = MeshReport(
+        nats="", server="", namespace="", time=0.0, instances=[], streams=[], buckets=[]
+    )
+    report.instances = [InstanceReport(card=card, age_s=1.0, load=[])]
+    show_tables(report)
+    assert "in seconds" not in capsys.readouterr().out, "only on request"
+    report.starting = [StartingReport(worker=worker, age_s=10.0, phase_s=0.5)]
+    show_tables(report)
+    text = capsys.readouterr().out
+    assert "starting: imports" in text
+    lines = text.partition("start, in seconds")[2].splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["imports", "total"],
+        ["v-1", "1.5…", "10.0"],
+        [],
+    ]
+    show_tables(report, all_starts=True)
+    lines = capsys.readouterr().out.partition("start, in seconds")[2].splitlines()
+    assert lines[0].split("  ")[-1].strip() == "total"
+    assert "of a later version" in lines[0]
+    assert [line.split() for line in lines[1:3]] == [
+        ["v-1", "1.5…", "10.0"],
+        ["w-1", "0.1", "2.0", "1.0", "3.2"],
+    ]

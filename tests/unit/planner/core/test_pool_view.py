@@ -5,6 +5,7 @@ import math
 from msgspec.structs import replace
 from support.planned_model import START, LinearEngine, outcome, worker_card
 
+from kvmesh.bus.messages import Phase
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.starts import GIVE_UP, MOST_START_S, REMEMBERED, RETRY_S, Starts
@@ -44,7 +45,7 @@ def test_starts_are_given_up_after_three_times_the_start_up_time() -> None:
     assert starts.pending == 0
 
 
-def test_workers_that_were_starting_already_teach_nothing_but_what_their_engines_took() -> None:
+def test_workers_that_were_starting_already_teach_nothing_but_what_their_cards_tell() -> None:
     one = view()
     one.observe_wanted(2, START)  # by whoever started this mesh
     one.joined(worker_card("w-0"), START + 3, begun=False)
@@ -56,6 +57,14 @@ def test_workers_that_were_starting_already_teach_nothing_but_what_their_engines
     one.want(3, START + 10)
     one.joined(worker_card("w-2"), START + 110, begun=False)
     assert one.starts.startup_s == 100.0
+
+
+def test_a_start_that_waited_for_nats_is_no_slow_start() -> None:
+    one = view()
+    phases = [Phase("imports", 70.0), Phase("weights", 20.0), Phase("registration", 900.0)]
+    card = replace(worker_card("w-1"), startup_s=990.0, phases=phases)
+    one.joined(card, START + 3, begun=False)
+    assert one.starts.startup_s == 90.0
 
 
 def test_a_worker_that_changes_its_role_is_none_of_those_that_start() -> None:

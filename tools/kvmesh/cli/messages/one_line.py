@@ -135,7 +135,11 @@ def _load(load: m.Load) -> str:
 
 
 def _starting(starting: m.Starting) -> str:
-    return f"{starting.instance}  starts {starting.model} on {starting.engine}: {starting.phase}"
+    before = ", ".join(f"{phase.name} {phase.seconds:.1f} s" for phase in starting.phases)
+    return (
+        f"{starting.instance}  starts {starting.model} on {starting.engine}: {starting.phase}"
+        f"{f' after {before}' if before else ''}"
+    )
 
 
 def _wake(wake: m.Wake) -> str:

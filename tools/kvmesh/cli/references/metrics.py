@@ -28,6 +28,7 @@ from kvmesh.worker.metrics import (
     HandoffCollector,
     LoadCollector,
     RetentionCollector,
+    StartCollector,
     TierCollector,
     WorkerLabels,
 )
@@ -54,6 +55,7 @@ def sources() -> dict[str, MetricSource]:
     """The sources by process; `process` has what every process exports."""
     labels = WorkerLabels("", "")
     worker: list[Collector] = [
+        StartCollector(labels, list),
         LoadCollector(labels, list),
         RetentionCollector(labels, list),
         TierCollector(labels, lambda: TierCounts(loaded=[])),

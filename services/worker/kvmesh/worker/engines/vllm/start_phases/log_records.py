@@ -22,7 +22,7 @@ class PhasesOfRecords:
 
     def __init__(self) -> None:
         self._loaded: float | None = None
-        self._warming: float | None = None
+        self._warming: float | None = None  # on CPUs, where this compiles, untimed
         self._sized: float | None = None
 
     def take(self, message: str, created: float) -> None:
@@ -50,7 +50,18 @@ class PhasesOfRecords:
     def warm_up_begins(self, created: float, _: float) -> None:
         self.load_ends(created)
         self._warming = created
-        enter(StartPhase.WARM_UP)
+        enter(StartPhase.COMPILE)
+
+    def cache_used(self, created: float, seconds: float = 0.0) -> None:
+        """The compiled code was stored or loaded, `seconds` ago."""
+        if self._warming is not None:
+            record(StartPhase.COMPILE, self._warming, created - seconds)
+            self._warming = created
+            enter(StartPhase.WARM_UP)
+
+    def profiled(self, created: float, seconds: float) -> None:
+        self.cache_used(created, seconds)
+        self.warmed_up(created, seconds)
 
     def warm_up_ends(self, created: float, _: float) -> None:
         if self._warming is not None:
@@ -93,7 +104,11 @@ _PATTERNS: list[tuple[re.Pattern[str], Callable[[PhasesOfRecords, float, float],
     (re.compile(r"^Warming up done"), PhasesOfRecords.warm_up_ends),
     (re.compile(r"Starting torch\.compile"), PhasesOfRecords.compile_begins),
     (re.compile(rf"torch\.compile .*took {_S} s in total"), PhasesOfRecords.compile_ends),
-    (re.compile(rf"nitial profiling/warmup run took {_S} s"), PhasesOfRecords.warmed_up),
+    (
+        re.compile(r"(?:saved AOT compiled function to|Directly load AOT compilation from) "),
+        PhasesOfRecords.cache_used,
+    ),
+    (re.compile(rf"nitial profiling/warmup run took {_S} s"), PhasesOfRecords.profiled),
     (re.compile(rf"raph capturing finished in {_S} secs"), PhasesOfRecords.warmed_up),
     (re.compile(r"KV cache size: .* tokens"), PhasesOfRecords.kv_sized),
     (re.compile(rf"^init engine .* took {_S} s"), PhasesOfRecords.core_ready),

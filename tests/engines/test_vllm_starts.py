@@ -1,0 +1,63 @@
+"""Phases of the start of a real vLLM, which compiles for the first time."""
+
+import asyncio
+import logging
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from support.recorder import Recorder
+from support.vllm import ARGS, SIZE
+
+from kvmesh.bus.messages import StartPhase
+from kvmesh.settings import Settings
+from kvmesh.settings.schema import VllmSettings, WorkerSettings
+from kvmesh.worker.engine import EngineContext, create_engine
+from kvmesh.worker.start.timeline import StartTimeline
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),
+]
+OF_VLLM = [
+    *("imports", "configuration", "weights", "post-processing", "KV allocation", "compile"),
+    *("warm-up", "engine"),
+]
+
+
+async def test_the_phases_of_all_its_processes_add_up_to_the_start(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    caplog.set_level(logging.INFO)
+    vllm = VllmSettings(args=[*ARGS, "enforce_eager=false"])
+    settings = Settings(vllm=vllm, worker=WorkerSettings(engine="vllm", block_size=SIZE))
+    timeline = StartTimeline()
+    seen: list[str] = []
+    timeline.on_change = lambda: seen.append((timeline.present() or ("",))[0])
+    engine = await asyncio.to_thread(
+        create_engine, EngineContext(settings, tiny_model, None, timeline)
+    )
+    began = monotonic()
+    with timeline.phase(StartPhase.ENGINE, outer=True):
+        await engine.start(Recorder())
+    took = monotonic() - began
+    await engine.close()
+    row = {phase.name: phase.seconds for phase in timeline.row()}
+    print({name: round(seconds, 1) for name, seconds in row.items()}, round(took, 1))
+    assert list(row) == OF_VLLM
+    assert sum(row.values()) == pytest.approx(took, abs=0.1)
+    stretches = timeline.stretches()
+    imports = [each for each in stretches if each.phase == StartPhase.IMPORTS]
+    assert len(imports) >= 2, "of the engine core, then of its worker"
+    assert all(each.ended - each.began > 0.5 for each in imports)
+    order = [each.phase for each in stretches]
+    assert order.index("weights") < order.index("post-processing") < order.index("compile")
+    assert order.index("compile") < order.index("warm-up") < order.index("KV allocation")
+    assert row["compile"] > row["warm-up"]
+    assert {"configuration", "weights", "compile", "KV allocation", "engine"} <= set(seen)
+    assert "told no times" not in caplog.text
