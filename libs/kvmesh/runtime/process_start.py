@@ -1,10 +1,10 @@
 """Times of this process's beginning, on the monotonic clock; imported first of all by programs."""
 
 import os
+import time
 from pathlib import Path
-from time import CLOCK_BOOTTIME, clock_gettime, monotonic
 
-FIRST_LINE = monotonic()
+FIRST_LINE = time.monotonic()
 _STARTED = 19  # field of /proc/PID/stat, counted after the name of the program
 
 
@@ -17,6 +17,7 @@ def process_created() -> float:
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(fields[_STARTED]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError, AttributeError):
         return FIRST_LINE
-    return monotonic() - (clock_gettime(CLOCK_BOOTTIME) - started)
+    return time.monotonic() - age_s

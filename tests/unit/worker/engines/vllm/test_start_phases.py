@@ -13,7 +13,7 @@ from support.wait import eventually
 
 from kvmesh.bus.messages import StartPhase
 from kvmesh.worker.engines.vllm.start_phases import enter, log_records, record
-from kvmesh.worker.engines.vllm.start_phases.listener import start_phases_told
+from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
 from kvmesh.worker.engines.vllm.start_phases.sender import SOCKET_VARIABLE, PhaseReport
 from kvmesh.worker.start.timeline import StartTimeline
 
@@ -152,6 +152,25 @@ async def test_the_log_goes_on_if_its_records_cannot_be_read(
     found = [r.getMessage() for r in caplog.records if "phases" in r.msg or r.name == "vllm"]
     assert found[0].startswith("cannot tell the phases of vLLM's start: ValueError")
     assert found[1:] == ["one", "two"]
+
+
+async def test_processes_import_until_they_tell_another_phase(tmp_path: Path) -> None:
+    timeline = StartTimeline(created=time.monotonic() - 10)
+
+    def present() -> str:
+        return (timeline.present() or ("",))[0]
+
+    async with start_phases_told(tmp_path, timeline):
+        imports_follow(timeline)
+        assert present() == "imports"
+        report = PhaseReport(pid=1, phase="imports", began=time.monotonic(), ended=time.monotonic())
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.sendto(msgspec.msgpack.encode(report), os.environ[SOCKET_VARIABLE])
+        await eventually(timeline.row)
+        assert present() == "imports", "of the next process"
+        enter(StartPhase.WEIGHTS)
+        await eventually(lambda: present() == "weights")
+    assert timeline.present() is None
 
 
 async def test_malformed_and_absurd_datagrams_are_ignored(tmp_path: Path) -> None:

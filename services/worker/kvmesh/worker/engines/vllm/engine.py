@@ -51,7 +51,7 @@ from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
-from kvmesh.worker.engines.vllm.start_phases.listener import start_phases_told
+from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 from kvmesh.worker.engines.vllm.tracing import ENDPOINT, trace_headers
 from kvmesh.worker.engines.vllm.transfer_config import has_handoff, serves_any_role
@@ -275,6 +275,7 @@ class VllmEngine(PrefetchingAdapter):
             config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
             if self._gate is not None:
                 park_ranks(config, engine_args.worker_cls, self._gate)
+        imports_follow(self._timeline)
         return AsyncLLM.from_vllm_config(
             config,
             stat_loggers=[self._collector.logger],

@@ -17,6 +17,7 @@ from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 1024
+UNHEARD = "a process that has told nothing"
 EXPECTED = (StartPhase.IMPORTS, StartPhase.WEIGHTS, StartPhase.WARM_UP)
 _decoder = msgspec.msgpack.Decoder(PhaseReport)
 
@@ -30,7 +31,8 @@ async def start_phases_told(folder: Path, timeline: StartTimeline) -> AsyncItera
     listener = _Listener(timeline)
     path = folder / "start"
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.setblocking(False)
         try:
             channel.bind(str(path))
         except OSError as error:
@@ -50,11 +52,19 @@ async def start_phases_told(folder: Path, timeline: StartTimeline) -> AsyncItera
             listener.close()
 
 
+def imports_follow(timeline: StartTimeline) -> None:
+    """From now until a process tells another phase, the next one is taken to import packages.
+
+    It tells that only when it has.
+    """
+    timeline.enter(UNHEARD, StartPhase.IMPORTS, time.monotonic())
+
+
 class _Listener:
     def __init__(self, timeline: StartTimeline) -> None:
         self._timeline = timeline
         self._told: set[str] = set()
-        self._sources: set[str] = set()
+        self._sources = {UNHEARD}
 
     def receive(self, channel: socket.socket) -> None:
         """Take all datagrams that have arrived."""
@@ -72,6 +82,7 @@ class _Listener:
         if report.pid == os.getpid() and report.phase == StartPhase.IMPORTS:
             return  # they were over before
         self._sources.add(source)
+        self._timeline.leave(UNHEARD)
         if report.ended is None:
             self._timeline.enter(source, report.phase, min(report.began, now))
         else:
@@ -79,6 +90,8 @@ class _Listener:
             ended = min(report.ended, now)
             if self._timeline.add(report.phase, report.began, ended, report.outer):
                 self._told.add(report.phase)
+                if report.phase == StartPhase.IMPORTS:
+                    imports_follow(self._timeline)
 
     def log_missing(self) -> None:
         """Log the phases of every start that no process has told."""
