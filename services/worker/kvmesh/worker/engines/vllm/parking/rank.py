@@ -5,13 +5,17 @@ vLLM imports this module by its own option `worker_cls`, in each process of a ra
 
 import logging
 import os
-import socket
+import time
 from importlib import import_module
 from typing import Any
 
+import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from kvmesh.worker.engines.vllm.parking.gate import CLASS_VARIABLE, GO, SOCKET_VARIABLE
+from kvmesh.bus.messages import StartPhase
+from kvmesh.worker.engines.vllm.parking.gate import CLASS_VARIABLE, SOCKET_VARIABLE
+from kvmesh.worker.engines.vllm.parking.waiting import wait_at
+from kvmesh.worker.engines.vllm.start_phases.sender import record_since
 
 log = logging.getLogger(__name__)
 _Base: Any = resolve_obj_by_qualname(os.environ[CLASS_VARIABLE])
@@ -24,16 +28,14 @@ NEEDED_LATER = (
 )
 
 
-class TurnedAway(Exception):
-    """The worker that started this rank is gone, or does not want it any more."""
-
-
 class ParkedRank(_Base):  # type: ignore[misc]  # known at run time only
     """The platform's worker; `init_device` waits until the worker of kvmesh is promoted."""
 
     def init_device(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TurnedAway if the rank is not wanted any more."""
+        began = time.monotonic()
         import_ahead(self.model_config)
+        record_since(StartPhase.IMPORTS, began)
         wait_at(os.environ[SOCKET_VARIABLE])
         return super().init_device(*args, **kwargs)
 
@@ -51,15 +53,5 @@ def import_ahead(model_config: Any) -> None:
         get_model_architecture(model_config)
     except Exception as error:  # vLLM raises any type
         log.debug("the model's code is not imported ahead: %r", error)
-
-
-def wait_at(path: str) -> None:
-    """Wait without a limit for leave to go on; raises TurnedAway."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
-            channel.connect(path)
-            if channel.recv(len(GO), socket.MSG_WAITALL) == GO:
-                return
-    except OSError as error:
-        raise TurnedAway(f"the parked worker is gone: {error}") from error
-    raise TurnedAway("the worker that parked this rank is gone, or ends it")
+    if torch.cuda.is_initialized():
+        log.warning("an import has initialised CUDA: this parked rank may hold device memory")
