@@ -1,4 +1,4 @@
-"""What of loading a model needs no device: its configuration, its code, its files in the cache."""
+"""Preparation for loading a model that needs no device: configuration, code, the page cache."""
 
 import logging
 import os

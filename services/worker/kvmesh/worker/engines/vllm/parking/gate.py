@@ -36,6 +36,11 @@ class ParkingGate:
         os.environ[SOCKET_VARIABLE], os.environ[CLASS_VARIABLE] = str(self._path), worker_class
         self._loop.call_soon_threadsafe(self._expect, ranks)
 
+    @property
+    def waiting(self) -> int:
+        """The number of ranks that wait."""
+        return len(self._waiting)
+
     async def parked(self) -> None:
         """Return once all ranks wait."""
         await self._parked.wait()
@@ -76,5 +81,5 @@ class ParkingGate:
         writer.close()
 
     def _check(self) -> None:
-        if self._expected and len(self._waiting) >= self._expected:
+        if self._expected and self.waiting >= self._expected:
             self._parked.set()
