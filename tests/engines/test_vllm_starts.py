@@ -17,7 +17,7 @@ from kvmesh.worker.start.timeline import StartTimeline
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
 OF_VLLM = [
