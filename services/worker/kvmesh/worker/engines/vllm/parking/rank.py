@@ -53,5 +53,5 @@ def import_ahead(model_config: Any) -> None:
         get_model_architecture(model_config)
     except Exception as error:  # vLLM raises any type
         log.debug("the model's code is not imported ahead: %r", error)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         log.warning("an import has initialised CUDA: this parked rank may hold device memory")
