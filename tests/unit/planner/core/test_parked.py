@@ -70,6 +70,16 @@ def test_a_refused_promotion_is_tried_with_the_next_and_a_slow_one_is_given_up()
     assert one.promote(late) == ["c"]
 
 
+def test_a_promoted_worker_that_fails_and_parks_again_is_missing_at_once() -> None:
+    one = view(1)
+    one.parked.add(replace(parked_card("w-0-1f"), name="w-0"))
+    assert one.promote(START) == ["w-0-1f"]
+    one.parked.cards.clear()
+    assert one.promote(START + 1) == []
+    one.parked.add(replace(parked_card("w-0-2e"), name="w-0"))
+    assert one.promote(START + 2) == ["w-0-2e"]
+
+
 def test_a_clock_that_is_set_back_ends_promotions() -> None:
     one = view(1, "b", "a")
     assert one.promote(START) == ["a"]

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from math import inf
 
 from kvmesh.bus.messages import Instance
+from kvmesh.bus.subjects import name_of
 
 LEAST_PATIENCE_S = 30.0
 PATIENCE = 3.0  # times the learned time of a promotion
@@ -28,6 +29,13 @@ class ParkedPool:
         """Instances that can be promoted, the one that has been parked longest first."""
         waiting = (card for card in self.cards.values() if card.instance not in self._promoted)
         return [card.instance for card in sorted(waiting, key=lambda card: card.started)]
+
+    def add(self, card: Instance) -> None:
+        """A worker is parked; an earlier instance of its name that was promoted has failed."""
+        self.cards[card.instance] = card
+        failed = [i for i in self._promoted if i != card.instance and name_of(i) == card.name]
+        for instance in failed:
+            self.failed(instance)
 
     def ready(self, instance: str) -> None:
         """A worker serves; it is no longer being promoted."""

@@ -104,7 +104,7 @@ class PlannerCore:
     def parked(self, card: Instance, pool: str) -> None:
         """A worker of `pool` is parked, and can be promoted."""
         self.model = self.model or card.parked_for
-        self._view(pool).parked.cards[card.instance] = card
+        self._view(pool).parked.add(card)
 
     def unparked(self, instance: str) -> None:
         """A parked worker has left, or is being promoted."""
