@@ -61,7 +61,7 @@ from kvmesh.worker.start.timeline import StartTimeline
 log = logging.getLogger(__name__)
 HEALTH_S = 0.5
 STOPPED_S = 3.0
-ABANDON_S = 15.0
+ABANDON_S = 3.0  # nothing is lost with ranks that have no device
 # structured-output backends that support `format` trees
 TAGGING = ("auto", "xgrammar")
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
