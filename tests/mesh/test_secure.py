@@ -147,6 +147,24 @@ async def test_commands_work_within_the_permissions_of_their_user(
     assert "such as operator" in refused.stderr
 
 
+async def test_a_worker_parks_and_an_operator_promotes_it(
+    mesh: Mesh, server: SecuredServer
+) -> None:
+    mesh.kill("worker-1", signal.SIGTERM)
+    parked = {"KVMESH_WORKER_PARKED": "true"}
+    mesh.start("worker", "worker-1", **server.env("worker.worker-1"), **parked)
+
+    async def promoted() -> bool:
+        wait = ("promote", "worker-1", "--wait", "30")
+        done = await asyncio.to_thread(run, server, "operator", *wait)
+        return done.returncode == 0 and "serves after" in done.stdout
+
+    await eventually(promoted)
+    refused = await asyncio.to_thread(run, server, "observer", "promote", "worker-1")
+    assert refused.returncode == 1
+    assert "violation" not in mesh.logs().lower()
+
+
 async def test_a_doctor_compares_the_index_for_an_operator_only(
     mesh: Mesh, server: SecuredServer
 ) -> None:
@@ -306,6 +324,7 @@ SENDS: dict[str, set[str]] = {
     SUBJECTS.oracle: {"planner"},
     "_INBOX.frontend.x": {"frontend", "router", "indexer", W0, W1, KV, "planner", "oracle"},
     f"$KV.{SUBJECTS.instances_bucket}.worker.worker-0.1f": {"frontend", W0, "operator"},
+    f"$KV.{SUBJECTS.instances_bucket}.parked.worker-0.1f": {W0, "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.router.r.1f": {"router", "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.planner.p.1f": {"planner", "operator"},
     f"$KV.{SUBJECTS.instances_bucket}.oracle.o.1f": {"oracle", "operator"},

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvmesh.bus.messages import Role
 from kvmesh.bus.subjects import Subjects, token
 
 ANY = "%"  # wildcard token of a subject; no name may contain it
@@ -126,6 +127,7 @@ def _worker(s: Subjects, name: str) -> Grant:
             *(s.kv(ANY, name), s.load(own), s.starting(own)),
             *(s.out(_EACH), s.kvbm(_EACH), s.ping(_EACH), s.weights(ANY)),
             *_lease(s, User.WORKER, name),
+            *_lease(s, Role.PARKED, name),
             *_write(s.weights_bucket),
             *_write_objects(s.model_bucket),
             *_reads(_kv(s.instances_bucket), _objects(s.model_bucket), _kv(s.weights_bucket)),
@@ -256,7 +258,7 @@ def _objects(bucket: str) -> str:
     return f"OBJ_{bucket}"
 
 
-def _lease(s: Subjects, role: User, name: str) -> list[str]:
+def _lease(s: Subjects, role: User | Role, name: str) -> list[str]:
     return [f"$KV.{s.instances_bucket}.{s.lease_key(role, f'{name}-{ANY}')}"]
 
 

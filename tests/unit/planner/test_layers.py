@@ -6,7 +6,7 @@ LAYERS = [
     ["service"],
     [
         *("fleet_driver", "homes", "idle_models", "leadership", "models", "oracle_client"),
-        *("record", "role_driver"),
+        *("promotions", "record", "role_driver"),
     ],
     ["metrics", "connectors", "config"],
     ["profiles"],

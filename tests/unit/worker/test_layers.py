@@ -38,6 +38,7 @@ ALLOWED = {
     "health": {"engine"},
     "requests": {"constraints", *CONTRACT},
     "control": {"lora", "requests", "roles", *CONTRACT},
+    "parking": {"start", *CONTRACT},
     "roles": set(CONTRACT),
     "load_publisher": set(),
     "model_card": {"engine", "model_folder"},
@@ -49,8 +50,8 @@ ALLOWED = {
     },
     "weights": {"model_card"},
     "service": {
-        *("default_model", "engine", "metrics", "model_card", "model_folder", "node", "start"),
-        "weights",
+        *("default_model", "engine", "metrics", "model_card", "model_folder", "node"),
+        *("parking", "start", "weights"),
     },
 }
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")

@@ -20,6 +20,7 @@ NOT_SIMULATED: frozenset[OptionKey] = frozenset(
         *(("router", key) for key in ("policy", "name", "index_timeout_s")),
         *(("router", key) for key in ("metrics_port", "metrics_host")),
         *(("mock", key) for key in ("dp_ranks", "startup_s", "tick_s", "seed", "script")),
+        ("mock", "prepare_s"),
         *(("mock", key) for key in ("output_tokens", "reasoning_tokens")),
         *(("mock", key) for key in ("think_open", "think_close")),
         *(("mock", key) for key in ("crash_step", "hang_step", "slow_step", "slow_factor")),
@@ -181,6 +182,12 @@ COMMANDS = (
         "role",
         "change what a running worker serves: whole requests, prefill or decode",
         "kvmesh.cli.commands.role",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
+        "promote",
+        "have a parked worker finish its start and serve",
+        "kvmesh.cli.commands.promote",
         sections=("nats", "streams", "log"),
     ),
     Command(

@@ -1,5 +1,7 @@
 """Commands to running workers that a person names."""
 
+from collections.abc import Collection
+
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, cause
@@ -16,26 +18,36 @@ class WorkerChoiceError(Exception):
 
 
 async def chosen_workers(
-    bus: Bus, settings: Settings, model: str | None, worker: str | None
+    bus: Bus,
+    settings: Settings,
+    model: str | None,
+    worker: str | None,
+    roles: Collection[Role] = (Role.WORKER,),
 ) -> list[Instance]:
     """The cards of the workers of a model, or of the one called `worker`; None: of all; by name.
 
-    Raises WorkerChoiceError if there are none.
+    `roles` are WORKER and PARKED, or one of them. Raises WorkerChoiceError if there are none.
     """
-    directory = Directory(bus, stream_limits(settings.streams), role=Role.WORKER)
+    only = next(iter(roles)) if len(roles) == 1 else None
+    directory = Directory(bus, stream_limits(settings.streams), role=only)
     await directory.open()
-    cards = [card for card in directory.instances if card.model is not None]
+    cards = [card for card in directory.instances if card.role in roles and model_of(card)]
     await directory.close()
-    of_model = [c for c in cards if model is None or (c.model and c.model.name == model)]
+    of_model = [card for card in cards if model in (None, model_of(card))]
     if not of_model:
-        served = {card.model.name for card in cards if card.model is not None}
-        which = f" serves {model}{did_you_mean(model, served)}" if model else ""
-        raise WorkerChoiceError(f"no worker{which}")
+        kind = "parked worker" if only is Role.PARKED else "worker"
+        known = did_you_mean(model, set(map(model_of, cards))) if model else ""
+        raise WorkerChoiceError(f"no {kind}{f' serves {model}{known}' if model else ''}")
     chosen = [c for c in of_model if worker is None or worker in (c.name, c.instance)]
     if not chosen:
         names = {card.name for card in of_model}
         raise WorkerChoiceError(f"no worker is called {worker}{did_you_mean(worker or '', names)}")
     return sorted(chosen, key=lambda card: card.name)
+
+
+def model_of(card: Instance) -> str:
+    """The model that a worker serves, or will serve once it is promoted; else empty."""
+    return card.model.name if card.model is not None else card.parked_for
 
 
 async def send_command(

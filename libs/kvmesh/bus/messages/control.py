@@ -149,13 +149,30 @@ class Serve(Struct, frozen=True, tag="serve"):
     serves: Literal["aggregated", "prefill", "decode"]
 
 
+class Promote(Struct, frozen=True, tag="promote"):
+    """Take the device, finish the start and serve: for a parked worker; idempotent until it serves.
+
+    The reply says that the start goes on; the worker's card says when it serves.
+    """
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Liveness probe: the server replies "no responders" if the instance is gone."""
 
 
 AdapterCommand: TypeAlias = LoadAdapter | UnloadAdapter
 Control: TypeAlias = (
-    Cancel | Resend | Drain | Clear | Release | Pin | Unpin | Prefetch | AdapterCommand | Serve
+    Cancel
+    | Resend
+    | Drain
+    | Clear
+    | Release
+    | Pin
+    | Unpin
+    | Prefetch
+    | AdapterCommand
+    | Serve
+    | Promote
 )
 
 

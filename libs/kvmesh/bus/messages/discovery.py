@@ -7,12 +7,16 @@ from msgspec import Struct
 
 
 class Role(StrEnum):
-    """Role of a process; the first part of its key in the bucket of instances."""
+    """Role of a process; the first part of its key in the bucket of instances.
+
+    A worker is PARKED until it is promoted, and then a WORKER, of the same instance.
+    """
 
     FRONTEND = "frontend"
     ROUTER = "router"
     INDEXER = "indexer"
     WORKER = "worker"
+    PARKED = "parked"
     KVBM = "kvbm"
     PLANNER = "planner"
     ORACLE = "oracle"
@@ -83,17 +87,20 @@ class NodeStore(Struct, frozen=True, kw_only=True):
 class StartPhase(StrEnum):
     """The phases of a worker's start, in the order in which they are listed.
 
-    From the creation of the process to the first line of its program; imports of packages, in the
-    engine's processes as well; the settings, the model folder and the engine's arguments; loading
-    the weights; bringing them into the form that kernels read; allocation of the KV blocks;
-    compiling, or loading what was compiled; other runs before the first request, such as those that
-    measure memory or capture graphs; what else the engine's start takes; connecting to the mesh and
-    joining it; and the time until routers can see the worker.
+    From the creation of the process to the first line of its program; imports of packages, in
+    the engine's processes as well; the settings, the model folder and the engine's arguments;
+    the time between all of the start that needs no device and the promotion, which is no part
+    of the start-up time; loading the weights; bringing them into the form that kernels read;
+    allocation of the KV blocks; compiling, or loading what was compiled; other runs before the
+    first request, such as those that measure memory or capture graphs; what else the engine's
+    start takes; connecting to the mesh and joining it; and the time until routers can see the
+    worker.
     """
 
     PROCESS = "process"
     IMPORTS = "imports"
     CONFIGURATION = "configuration"
+    PARKED = "parked"
     WEIGHTS = "weights"
     POST_PROCESSING = "post-processing"
     KV_ALLOCATION = "KV allocation"
@@ -138,9 +145,11 @@ class Instance(Struct, frozen=True, kw_only=True):
     names the machine whose memory and disks it can reach. A worker that `needs_handoff` computes
     no prompts: each of its requests needs a prefill worker. `warnings` are problems of the mesh
     that the process has detected and that do not stop it from serving. `startup_s` are the seconds
-    from the creation of a worker's process until routers could see it, 0 if unknown; `phases` says
-    where they went. A worker or kvbm that `expects_returns`
-    orders eviction by forecasts of returns; others need none.
+    from the creation of a worker's process until routers could see it, less those in which it was
+    parked, 0 if unknown; `phases` says where they went. `promoted_s` are those from its promotion
+    on, 0 if it was not parked. A parked worker will serve the model named `parked_for`, and has
+    no `model` card before it does. A worker or kvbm that `expects_returns` orders eviction by
+    forecasts of returns; others need none.
     """
 
     instance: str
@@ -162,6 +171,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     startup_s: float = 0.0
     phases: list[Phase] = []
     expects_returns: bool = False
+    parked_for: str = ""
+    promoted_s: float = 0.0
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

@@ -146,7 +146,8 @@ class FleetAnswer(Struct, frozen=True, kw_only=True):
 class PoolPlan(Struct, frozen=True, kw_only=True):
     """One pool in a decision: workers ready, starting, wanted before and from now on.
 
-    `startup_s` is the learned start-up time; `failed` counts workers that never became ready.
+    `startup_s` is the learned start-up time, `promotion_s` that of a promotion, 0 without parked
+    workers; `parked` of them wait. `failed` counts workers that never became ready.
     `step_times` names the model of its workers' step times, "none", "profile" or "fit", `samples`
     counts those of live steps, and `profile_factor` is the measured time over that of the profile.
     Times that hold for the next planner too, in Unix seconds, 0 if never: `manual_at` of the last
@@ -163,6 +164,8 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     step_times: str = "none"
     samples: int = 0
     profile_factor: float = 1.0
+    parked: int = 0
+    promotion_s: float = 0.0
     manual_at: float = 0.0
     changed_at: float = 0.0
     blocked_at: float = 0.0

@@ -23,6 +23,9 @@ class MockSettings(Section, frozen=True, kw_only=True):
         Path | None,
         Meta(description="step times: shipped name, NPZ or TOML; none: a polynomial"),
     ] = None
+    prepare_s: Annotated[
+        float, Meta(ge=0, description="duration of the part of the start that needs no device")
+    ] = 0.0
     startup_s: Annotated[float, Meta(ge=0, description="duration of loading the model")] = 0.0
     tick_s: Annotated[
         float, Meta(ge=0, description="merge decode steps that fit into this time")

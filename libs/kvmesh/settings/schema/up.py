@@ -34,6 +34,14 @@ class UpSettings(Section, frozen=True, kw_only=True):
             " mesh starts with"
         ),
     ] = 8
+    parked: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="further workers of each pool that wait, parked, until the planner promotes"
+            " them; where planner.pools is set, its key parked counts",
+        ),
+    ] = 0
     frontends: Annotated[
         int, Meta(ge=0, description="frontend processes, on consecutive ports")
     ] = 1

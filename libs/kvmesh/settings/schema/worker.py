@@ -53,6 +53,13 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
         Literal["aggregated", "prefill", "decode"],
         Meta(description="serve whole requests, only prompts, or prefilled and whole requests"),
     ] = "aggregated"
+    parked: Annotated[
+        bool,
+        Meta(
+            description="do all of the start that needs no device, then wait for a promotion, by"
+            " the planner or `kvmesh promote`"
+        ),
+    ] = False
     load_interval_s: Annotated[Seconds, Meta(description="time between load messages")] = 0.1
     event_interval_s: Annotated[
         Seconds, Meta(description="time for which KV events are batched")

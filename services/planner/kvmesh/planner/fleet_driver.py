@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvmesh.planner import metrics
 from kvmesh.planner.connectors.interface import Connector, ConnectorError, PoolState
@@ -17,11 +18,20 @@ class FleetDriver:
     """Calls the connector. While a change is under way, no other one begins.
 
     A failed change is a warning until one succeeds, the place shows what was asked for, or none
-    has failed for FORGET_S seconds; the next interval tries again.
+    has failed for FORGET_S seconds; the next interval tries again. The place runs the `parked`
+    workers of each pool beside those that serve, and knows no difference: here, numbers are those
+    of workers that are to serve.
     """
 
-    def __init__(self, connector: Connector, warnings: Warnings, advisory: bool) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        warnings: Warnings,
+        advisory: bool,
+        parked: Mapping[str, int] | None = None,
+    ) -> None:
         self._connector = connector
+        self._parked = parked or {}
         self._warnings = warnings
         self._tasks = BackgroundTasks()
         self._changing = False
@@ -45,7 +55,10 @@ class FleetDriver:
             if not self._opened:
                 await self._connector.open()
                 self._opened = True
-            found = await self._connector.state()
+            found = {
+                pool: replace(state, wanted=max(state.wanted - self._parked.get(pool, 0), 0))
+                for pool, state in (await self._connector.state()).items()
+            }
         except ConnectorError as error:
             self._warn(error)
             return None
@@ -68,7 +81,8 @@ class FleetDriver:
 
     async def _change(self, pools: dict[str, int], stop: Sequence[str]) -> None:
         try:
-            await self._connector.scale(pools, stop)
+            numbers = {pool: n + self._parked.get(pool, 0) for pool, n in pools.items()}
+            await self._connector.scale(numbers, stop)
             self.failed = False
             self._warnings.update("connector", {})
         except ConnectorError as error:

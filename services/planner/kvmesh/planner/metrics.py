@@ -34,6 +34,11 @@ role_switches = Counter(
     "Workers asked to change their role to that of a pool, by whether they did",
     ["model", "pool", "result"],
 )
+promotions = Counter(
+    f"{_PREFIX}_promotions",
+    "Parked workers that were told to serve, by whether they accepted it",
+    ["model", "pool", "result"],
+)
 connector_errors = Counter(
     f"{_PREFIX}_connector_errors", "Changes of the fleet that the connector could not make"
 )

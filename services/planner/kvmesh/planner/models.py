@@ -31,6 +31,7 @@ class ModelPlanners:
         self._unplanned: dict[str, str] = {}
         self._cards: dict[str, Instance] = {}
         self._by_name: dict[str, str] = {}  # name: its latest instance
+        self._parked_names: dict[str, str] = {}  # likewise
         self.cores: dict[str, PlannerCore] = {}
 
     @property
@@ -85,7 +86,10 @@ class ModelPlanners:
     # messages
 
     def joined(self, card: Instance, now: float) -> None:
-        """A worker has joined, or its card has changed; other roles are ignored."""
+        """A worker has joined or parked, or its card has changed; other roles are ignored."""
+        if card.role is Role.PARKED:
+            self._parked(card)
+            return
         if card.role is not Role.WORKER or card.model is None:
             return
         known = card.instance in self._cards
@@ -103,8 +107,30 @@ class ModelPlanners:
         for other in self.cores.values():
             other.left(card.instance)
 
-    def left(self, instance: str) -> None:
-        """A process has left."""
+    def _parked(self, card: Instance) -> None:
+        pool = pool_of(card, self._pools)
+        core = self.core(card.parked_for)
+        if core is not None and pool in [view.pool for view in core.pools]:
+            assert pool is not None
+            self._parked_names[card.name] = card.instance
+            core.parked(card, pool.name)
+
+    def waits(self, name: str) -> bool:
+        """True if a worker of this name is parked."""
+        return name in self._parked_names
+
+    def left(self, card: Instance) -> None:
+        """A process has left, or a parked worker is being promoted."""
+        instance = card.instance
+        if card.role is Role.PARKED:
+            if self._parked_names.get(card.name) == instance:
+                del self._parked_names[card.name]
+            for core in self.cores.values():
+                core.unparked(instance)
+            return
+        self._left(instance)
+
+    def _left(self, instance: str) -> None:
         card = self._cards.pop(instance, None)
         if card is not None:
             if self._by_name.get(card.name) == instance:

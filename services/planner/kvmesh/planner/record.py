@@ -75,6 +75,8 @@ def _pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
         wanted=view.wanted,
         startup_s=view.starts.startup_s,
         failed=view.starts.failed,
+        parked=len(view.parked.waiting),
+        promotion_s=view.starts.promotion_s if view.pool.parked else 0.0,
         step_times=times.source if times is not None else "none",
         samples=view.samples,
         profile_factor=times.factor if times is not None else 1.0,

@@ -40,6 +40,7 @@ from kvmesh.planner.leadership import Leadership
 from kvmesh.planner.models import ModelPlanners
 from kvmesh.planner.oracle_client import OracleClient
 from kvmesh.planner.profiles import unfit_profile
+from kvmesh.planner.promotions import PromotionDriver
 from kvmesh.planner.record import scaling_decision
 from kvmesh.planner.role_driver import RoleDriver
 from kvmesh.runtime.service import VERSION, Service, StartError
@@ -67,7 +68,10 @@ class PlannerService:
         options, pools = plan_options(self._settings, service.settings.router)
         connector = create_connector(self._settings, service.bus, pools, service.instance)
         advisory = self._settings.connector == "advisory"
-        self._driver = FleetDriver(connector, service.warnings, advisory)
+        parked = {pool.name: pool.parked for pool in pools}
+        self._driver = FleetDriver(connector, service.warnings, advisory, parked)
+        self._promotions = PromotionDriver(service.bus)
+        self._observed = False  # the numbers of the place are known, and this planner decides
         self._roles = RoleDriver(service.bus)
         self._homes = Homes(pools)
         self._models = ModelPlanners(options, pools, service.warnings)
@@ -141,6 +145,7 @@ class PlannerService:
         finally:
             await self._oracle.close()
             await self._roles.close()
+            await self._promotions.close()
             await self._driver.close()
             for reader in (self._routes, self._sequences, self._changes, self._decisions):
                 await reader.close()
@@ -177,10 +182,18 @@ class PlannerService:
         if card.role is Role.PLANNER:
             self._leadership.joined(card)
         self._models.joined(card, time.time())
+        self._replace(card)
 
     def _left(self, card: Instance) -> None:
-        self._leadership.left(card.instance)
-        self._models.left(card.instance)
+        if card.role is Role.PLANNER:
+            self._leadership.left(card.instance)
+        self._models.left(card)
+        self._replace(card)
+
+    def _replace(self, card: Instance) -> None:
+        """Promote a parked worker at once for one that has left or drains, or has just parked."""
+        if card.role in (Role.PARKED, Role.WORKER) and self._observed and self.leads:
+            self._promote()
 
     def _on_route(self, message: StreamMessage) -> None:
         self._models.on_route(message, time.time())
@@ -227,7 +240,7 @@ class PlannerService:
                 led = leads
             metrics.leader.set(leads)
             if not leads:
-                self._adopt = True
+                self._adopt, self._observed = True, False
             elif not self._driver.changing:
                 await self._decide_once()
 
@@ -269,6 +282,22 @@ class PlannerService:
                 self._start_change(wanted, stop, state)
             else:
                 self._adopt = True
+        self._observed = state is not None and not self._driver.advisory and not self._adopt
+        if self._observed and self.leads:
+            self._promote()
+            self._drain_surplus(now)
+
+    def _promote(self) -> None:
+        """Promote parked workers in place of those that are wanted and not there."""
+        now = time.time()
+        for model, core in self._models.cores.items():
+            for instance, pool in core.promote(now):
+                self._promotions.promote(model, pool, instance, core.promotion_failed)
+
+    def _drain_surplus(self, now: float) -> None:
+        for core in self._models.cores.values():
+            for instance in core.surplus(now):
+                self._promotions.drain(instance)
 
     def _start_change(
         self, wanted: dict[str, int], stop: list[str], state: dict[str, PoolState]
@@ -279,9 +308,13 @@ class PlannerService:
         numbers = self._homes.at_place(wanted, stop)
         if numbers and self._driver.chooses:  # those that are starting end before ready ones
             shrinking = [p for p, n in numbers.items() if p in state and n < state[p].wanted]
-            stop += self._homes.starting(shrinking, lambda n: self._models.instance(n) is not None)
+            stop += self._homes.starting(shrinking, self._stays)
         if numbers:
             self._driver.start_change(numbers, stop)
+
+    def _stays(self, name: str) -> bool:
+        """True if a worker serves or is parked: others end first where a pool shrinks."""
+        return self._models.instance(name) is not None or self._models.waits(name)
 
     def _follow_homes(self, state: dict[str, PoolState]) -> None:
         """Let the numbers follow workers that serve as others than those of their place's pool."""

@@ -3,6 +3,7 @@
 from kvmesh.worker.capabilities import (
     AdapterLoading,
     Expecting,
+    Parkable,
     Prefetching,
     Releasing,
     Retaining,
@@ -21,9 +22,10 @@ HANDOFF = "handoff of prompts"
 ROLES = "change of role at run time"
 ADAPTERS = "adapters at run time"
 TAGS = "structural tags"
+PARKING = "[parking](#parked-workers)"
 ABILITIES = (
     *(DIRECTIVES, OUTCOMES, RELEASE, FORECASTS),
-    *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS),
+    *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS, PARKING),
 )
 
 ALWAYS = "yes"
@@ -32,13 +34,17 @@ PLUGIN = "with [the plugin](vllm-plugin.md)"
 # Of each engine, with the condition of each ability, in Markdown.
 DECLARED: dict[str, dict[str, str]] = {
     "mock": {
-        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS), ALWAYS),
+        **dict.fromkeys(
+            (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS, PARKING), ALWAYS
+        ),
         FORECASTS: ORDER,
         TIERS: "`mock.host_blocks` or `mock.kvbm`",
         ADAPTERS: "`worker.max_adapters`",
     },
     "torch": {
-        **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS), ALWAYS),
+        **dict.fromkeys(
+            (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS, PARKING), ALWAYS
+        ),
         FORECASTS: ORDER,
         TIERS: "a [block manager](kvbm.md) on its node",
     },
@@ -49,6 +55,7 @@ DECLARED: dict[str, dict[str, str]] = {
         **dict.fromkeys((HANDOFF, ROLES), "`worker.serves`"),
         ADAPTERS: "`worker.max_adapters`",
         **dict.fromkeys((PREFETCH, TAGS), ALWAYS),
+        PARKING: "all ranks on its machine",
     },
     "openai": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, FORECASTS), PLUGIN),
@@ -87,6 +94,7 @@ def abilities(engine: Engine, info: EngineInfo) -> set[str]:
         ROLES: info.supports_handoff and isinstance(engine, RoleSwitching),
         ADAPTERS: isinstance(engine, AdapterLoading),
         TAGS: info.structural_tags,
+        PARKING: isinstance(engine, Parkable),
     }
     return {ability for ability, has in tests.items() if has}
 

@@ -171,6 +171,31 @@ class RoleSwitching(Protocol):
         ...
 
 
+@runtime_checkable
+class Parkable(Protocol):
+    """Engine whose start has a part that needs no device, after which it can wait.
+
+    `start`, called after `park`, does the rest. `close` may be called instead.
+    """
+
+    async def park(self) -> None:
+        """Do all that needs no device; holds no device memory and no context of a device then.
+
+        Raises EngineError, and EngineConfigError if it cannot be parked as it is configured.
+        """
+        ...
+
+    async def lost(self) -> EngineError:
+        """Return once a parked engine has failed and cannot be started any more."""
+        ...
+
+
+async def never() -> EngineError:
+    """`Parkable.lost` of an engine of which nothing runs while it is parked."""
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
 async def execute_command(engine: Engine, name: str, command: EngineCommand) -> ControlReply:
     """Execute a control command; the reply says `unsupported: …` if engine `name` cannot.
 

@@ -15,6 +15,7 @@ from kvmesh.bus.messages import (
     Drain,
     ExpectReturns,
     LoadAdapter,
+    Promote,
     Resend,
     ReturnForecast,
     Serve,
@@ -68,6 +69,8 @@ class ControlHandler:
             case Drain():
                 self._on_drain()
                 reply(ControlReply(True))
+            case Promote():
+                reply(ControlReply(False, "it is not parked"))
             case _ if len(self._tasks) >= MAX_COMMANDS:
                 reply(ControlReply(False, "the engine is busy with other commands"))
             case LoadAdapter() | UnloadAdapter():

@@ -97,6 +97,21 @@ def instance_card(
     )
 
 
+def parked_card(worker: WorkerSettings, model: str, instance: str, name: str) -> Instance:
+    """The card of a parked worker, which will serve the model of that name."""
+    return Instance(
+        instance=instance,
+        role=Role.PARKED,
+        name=name,
+        version=VERSION,
+        started=time.time(),
+        engine=worker.engine,
+        serves=worker.serves,
+        labels=card_labels(worker),
+        parked_for=model,
+    )
+
+
 def node_name(worker: WorkerSettings) -> str:
     """The machine whose kvbm a worker uses."""
     return worker.node or os.uname().nodename

@@ -253,8 +253,12 @@ class WorkerNode:
         return instance_card(worker, info, model, self.instance, self._name)
 
     def _with_phases(self, card: Instance) -> Instance:
-        took_s = time.monotonic() - self._timeline.created
-        return replace(card, startup_s=took_s, phases=self._timeline.row())
+        now, row = time.monotonic(), self._timeline.row()
+        took_s, parked = now - self._timeline.created, self._timeline.parked()
+        if parked is not None:
+            took_s -= parked.ended - parked.began
+        promoted_s = 0.0 if parked is None else now - parked.ended
+        return replace(card, startup_s=took_s, phases=row, promoted_s=promoted_s)
 
     def _start_publishing(self, card: Instance) -> None:
         self._publisher = KvPublisher(

@@ -36,9 +36,10 @@ from kvmesh.worker.metrics import (
     WeightsCollector,
     WorkerLabels,
 )
-from kvmesh.worker.model_card import node_name
+from kvmesh.worker.model_card import node_name, parked_card
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.parking import wait_parked
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
 from kvmesh.worker.weights import WorkerWeights, kept_access
@@ -117,7 +118,9 @@ async def _serve_model(service: Service, folder: Path, timeline: StartTimeline) 
                     service.warnings,
                     timeline,
                 )
-                await _serve(service, node, WorkerLabels(model, service.name), start, weights)
+                await _serve(
+                    service, engine, node, WorkerLabels(model, service.name), start, weights
+                )
             except (EngineError, ModelFilesError) as error:
                 permanent = isinstance(error, EngineConfigError)
                 raise StartError(str(error), permanent=permanent) from error
@@ -167,6 +170,7 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
 
 async def _serve(
     service: Service,
+    engine: Engine,
     node: WorkerNode,
     labels: WorkerLabels,
     start: StartReport,
@@ -187,6 +191,13 @@ async def _serve(
         REGISTRY.register(collector)
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
+        if worker.parked:
+            card = parked_card(worker, labels.model, service.instance, service.name)
+            promoted = await wait_parked(
+                service.bus, engine, card, service.limits, start, service.stopping
+            )
+            if not promoted:
+                return
         await node.start()
         start.close()
         if weights is not None:

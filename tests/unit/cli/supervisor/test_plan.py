@@ -165,3 +165,26 @@ def test_the_dashboard_asks_for_the_keys_of_the_frontends(tmp_path: Path) -> Non
 def test_the_dashboard_can_be_left_out() -> None:
     roles = {spec.role for spec in service_specs(settings(up__dashboard="false"), {})}
     assert "dashboard" not in roles
+
+
+def test_parked_workers_run_beside_those_that_serve_and_all_start_parked() -> None:
+    own = settings(up__planner="true", up__workers="2", up__parked="1", up__max_workers="3")
+    specs = service_specs(own, {})
+    workers = [spec for spec in specs if spec.role == "worker"]
+    assert [spec.name for spec in workers] == ["worker-0", "worker-1", "worker-2"]
+    assert {spec.env["KVMESH_WORKER_PARKED"] for spec in workers} == {"True"}
+    (planner,) = (spec for spec in specs if spec.role == "planner")
+    assert "max=3,parked=1" in planner.env["KVMESH_PLANNER_POOLS"]
+    (group,) = worker_groups(own)
+    assert most_workers(own, group) == 4
+    assert (group.count, group.processes) == (2, 3)
+
+
+def test_pools_that_are_set_say_how_many_are_parked() -> None:
+    pools = "workers:min=1,max=4,parked=2"
+    own = settings(up__planner="true", up__workers="1", up__parked="9", planner__pools=pools)
+    (group,) = worker_groups(own)
+    assert (group.parked, group.settings.worker.parked) == (2, True)
+    without = settings(up__workers="1", up__parked="2")
+    (group,) = worker_groups(without)
+    assert (group.parked, group.settings.worker.parked) == (0, False), "nobody promotes"

@@ -37,7 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     async def main(bus: Bus) -> int:
         try:
-            workers = await chosen_workers(bus, settings, arguments.model, arguments.worker)
+            workers = await chosen_workers(
+                bus, settings, arguments.model, arguments.worker, (Role.WORKER, Role.PARKED)
+            )
         except WorkerChoiceError as error:
             print(f"kvmesh drain: {error}", file=sys.stderr)
             return 1
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
 async def _left(bus: Bus, settings: Settings, instances: set[str], timeout_s: float) -> bool:
     """True once none of the instances has a lease; False after `timeout_s` seconds."""
-    directory = Directory(bus, stream_limits(settings.streams), role=Role.WORKER)
+    directory = Directory(bus, stream_limits(settings.streams))
     await directory.open()
     try:
         async with asyncio.timeout(timeout_s):

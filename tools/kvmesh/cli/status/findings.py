@@ -74,8 +74,10 @@ def _roles(report: MeshReport) -> Iterator[Finding]:
             yield Finding("fault", role.value, "none is ready")
     waiting = [m for m in report.instances if not m.eligible and not m.reason]
     for member in waiting:
-        state = "draining" if member.card.draining else member.card.labels.get(STATE, "not ready")
-        yield Finding("note", member.card.instance, state)
+        card = member.card
+        state = "draining" if card.draining else card.labels.get(STATE, "not ready")
+        parked = f"parked, until {card.parked_for} needs it" if card.parked_for else ""
+        yield Finding("note", card.instance, parked or state)
     if ready.issuperset(NEEDED):
         text = f"{len(report.instances)}, at least one of each role ready"
         yield Finding("ok", "processes", text)

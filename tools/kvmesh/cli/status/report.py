@@ -247,7 +247,7 @@ def _instance_report(
         card=card,
         age_s=max(0.0, time.time() - card.started),
         load=[loads[rank] for rank in sorted(loads)],
-        eligible=not reason and routable(card),
+        eligible=not reason and routable(card) and card.role is not Role.PARKED,
         reason=reason,
         leads=leads,
         speed=[speeds[rank] for rank in sorted(speeds)],

@@ -10,7 +10,14 @@ from rich.table import Table
 
 from kvmesh.bus.connection.jetstream import StreamInfo
 from kvmesh.bus.discovery.directory import STATE
-from kvmesh.bus.messages import Load, NodeStore, RankSpeed, Role, incompatible_models
+from kvmesh.bus.messages import (
+    Instance,
+    Load,
+    NodeStore,
+    RankSpeed,
+    Role,
+    incompatible_models,
+)
 from kvmesh.cli.status.report import (
     BucketReport,
     IdleModelReport,
@@ -113,11 +120,11 @@ def _instances(members: list[InstanceReport], starting: list[StartingReport]) ->
         card = member.card
         table.add_row(
             card.instance,
-            card.role if card.serves == "aggregated" else f"{card.serves} {card.role}",
+            _role(card),
             duration(member.age_s),
             _state(member),
             "; ".join(map(_speed, member.speed)),
-            card.model.name if card.model else "",
+            card.model.name if card.model else card.parked_for,
             _tiers(card.store) if card.store else "; ".join(map(_load, member.load)),
             " ".join(f"{key}={value}" for key, value in card.labels.items()),
         )
@@ -147,8 +154,15 @@ def _idle_models(models: list[IdleModelReport]) -> Table:
     return table
 
 
+def _role(card: Instance) -> str:
+    role = Role.WORKER if card.role is Role.PARKED else card.role
+    return role if card.serves == "aggregated" else f"{card.serves} {role}"
+
+
 def _state(member: InstanceReport) -> str:
     card = member.card
+    if card.role is Role.PARKED:
+        return "parked"
     if card.draining:
         return "[yellow]draining[/yellow]"
     if member.reason:

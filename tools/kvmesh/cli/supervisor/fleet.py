@@ -47,7 +47,7 @@ class Fleet:
         self._error = ""
         self.revision = 0
         for group in groups:
-            for _ in range(group.count):
+            for _ in range(group.processes):
                 self._start(group)
 
     def pass_over(self, desired: DesiredFleet) -> None:

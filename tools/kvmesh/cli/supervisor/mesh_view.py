@@ -8,7 +8,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import misfits
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.errors import URL_SETTING, BusError, BusUnavailable, NotFound, ServerUnfit, cause
-from kvmesh.bus.messages import Instance, Load, MessageDecoder, adapter_name
+from kvmesh.bus.messages import Instance, Load, MessageDecoder, Role, adapter_name
 from kvmesh.bus.storage.buckets import read_headers
 from kvmesh.bus.streams.configuration import ensure_streams, purge_states
 from kvmesh.bus.streams.server_check import check_server
@@ -63,7 +63,14 @@ class MeshView:
         """Names of the processes that may be given work."""
         cards = self._directory.instances
         incompatible = misfits(cards)
-        return {c.name for c in cards if routable(c) and c.instance not in incompatible}
+        serving = (card for card in cards if card.role is not Role.PARKED and routable(card))
+        return {card.name for card in serving if card.instance not in incompatible}
+
+    @property
+    def present(self) -> set[str]:
+        """Names of the processes that may be given work, or that wait to be promoted."""
+        cards = self._directory.instances
+        return self.routable | {card.name for card in cards if card.role is Role.PARKED}
 
     @property
     def models(self) -> list[str]:
@@ -83,9 +90,9 @@ class MeshView:
             log.debug("cannot read API keys: %s", cause(error))
             return True
 
-    async def until_routable(self, names: Collection[str]) -> None:
-        """Return once each of `names` may be given work."""
-        while not self.routable.issuperset(names):
+    async def until_present(self, names: Collection[str]) -> None:
+        """Return once each of `names` may be given work, or waits to be promoted."""
+        while not self.present.issuperset(names):
             self._changed.clear()
             await self._changed.wait()
 

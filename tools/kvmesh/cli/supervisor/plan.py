@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from kvmesh.planner.core.pools import parse_pools
+from kvmesh.planner.errors import PlannerConfigError
 from kvmesh.settings import CONFIG, Settings, to_env, variables
 from kvmesh.settings.schema import DashboardSettings, PlannerSettings
 
@@ -61,12 +63,21 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The workers of one pool: the number at the start, the prefix of names, and the settings."""
+    """The workers of one pool: the number at the start, the prefix of names, and the settings.
+
+    `count` are to serve, at the start, and `parked` more wait: then all of them start parked.
+    """
 
     pool: str
     prefix: str
     count: int
     settings: Settings
+    parked: int = 0
+
+    @property
+    def processes(self) -> int:
+        """The number of processes at the start."""
+        return self.count + self.parked
 
 
 def service_specs(settings: Settings, environ: Mapping[str, str]) -> list[ProcessSpec]:
@@ -88,14 +99,39 @@ def worker_groups(settings: Settings) -> list[WorkerGroup]:
     if up.kvbm and not worker.node:
         worker = replace(worker, node=settings.kvbm.node)
     prefix = worker.name or "worker"
+    parked = parked_workers(settings)
     if not up.prefill_workers:
-        return [WorkerGroup("workers", prefix, up.workers, replace(settings, worker=worker))]
-    prefill = replace(settings, worker=replace(worker, serves="prefill"))
-    decode = replace(settings, worker=replace(worker, serves="decode"))
+        groups = [("workers", prefix, up.workers, worker)]
+    else:
+        groups = [
+            ("prefill", f"{prefix}-prefill", up.prefill_workers, replace(worker, serves="prefill")),
+            ("decode", prefix, up.workers, replace(worker, serves="decode")),
+        ]
     return [
-        WorkerGroup("prefill", f"{prefix}-prefill", up.prefill_workers, prefill),
-        WorkerGroup("decode", prefix, up.workers, decode),
+        WorkerGroup(
+            pool,
+            names,
+            count,
+            replace(settings, worker=replace(own, parked=own.parked or pool in parked)),
+            parked.get(pool, 0),
+        )
+        for pool, names, count, own in groups
     ]
+
+
+def parked_workers(settings: Settings) -> dict[str, int]:
+    """The number of parked workers of each pool that has some, as the planner wants them."""
+    up = settings.up
+    if not up.planner:
+        return {}
+    if settings.planner.pools == PlannerSettings().pools:
+        names = ("prefill", "decode") if up.prefill_workers else ("workers",)
+        return dict.fromkeys(names, up.parked) if up.parked else {}
+    try:
+        pools = parse_pools(settings.planner.pools)
+    except PlannerConfigError:  # the planner says so, and does not start
+        return {}
+    return {pool.name: pool.parked for pool in pools if pool.parked}
 
 
 def worker_spec(
@@ -118,7 +154,7 @@ def first_worker_port(settings: Settings) -> int:
 
 def most_workers(settings: Settings, group: WorkerGroup) -> int:
     """The bound of a pool whose workers start and stop at run time."""
-    return max(settings.up.max_workers, group.count)
+    return max(settings.up.max_workers, group.count) + group.parked
 
 
 def frontend_ports(settings: Settings) -> list[int]:
@@ -137,7 +173,7 @@ def _workers(
     settings: Settings, metrics: Iterator[int], environ: Mapping[str, str]
 ) -> Iterator[ProcessSpec]:
     for group in worker_groups(settings):
-        for number in range(group.count):
+        for number in range(group.processes):
             port = next(metrics) if settings.up.metrics_port else 0
             yield worker_spec(group, number, port, environ)
 
@@ -186,9 +222,13 @@ def _planner(settings: Settings) -> PlannerSettings:
     if section.pools == PlannerSettings().pools:
         groups = worker_groups(settings)
         kind = ",kind=worker" if len(groups) > 1 else ""  # they differ in their role alone
+
+        def parked(group: WorkerGroup) -> str:
+            return f",parked={group.parked}" if group.parked else ""
+
         pools = [
             f"{group.pool}:serves={group.settings.worker.serves},min=1"
-            f",max={most_workers(settings, group)}{kind}"
+            f",max={most_workers(settings, group) - group.parked}{parked(group)}{kind}"
             for group in groups
         ]
         section = msgspec.structs.replace(section, pools=pools)

@@ -38,7 +38,7 @@ def claim(settings: Settings, claims: ExitStack) -> Settings:
         settings = replace(settings, dashboard=replace(own, port=port))
     if up.metrics_port:
         groups = worker_groups(settings)
-        most = sum(most_workers(settings, g) if up.planner else g.count for g in groups)
+        most = sum(most_workers(settings, g) if up.planner else g.processes for g in groups)
         hosts = [
             getattr(settings, role).metrics_host
             for role in METRICS_ORDER

@@ -52,10 +52,10 @@ class StartupGuide:
             async with asyncio.timeout(timeout_s):
                 await view.follow()
                 await self._operate(mesh, view)
-                await view.until_routable(self._names)
+                await view.until_present(self._names)
                 await self._until_healthy()
         except TimeoutError:
-            missing = ", ".join(sorted(set(self._names) - view.routable))
+            missing = ", ".join(sorted(set(self._names) - view.present))
             reason = f"; missing: {missing}" if missing else ""
             raise UpError(f"not ready within {timeout_s:g} s{reason} (see the log above)") from None
         self._log.note(f"ready after {time.monotonic() - self._started:.1f} s")

@@ -101,6 +101,34 @@ class PlannerCore:
         view.joined(card, now, begun=before is not None or not new)
         self.traffic.joined(card.instance, now)
 
+    def parked(self, card: Instance, pool: str) -> None:
+        """A worker of `pool` is parked, and can be promoted."""
+        self.model = self.model or card.parked_for
+        self._view(pool).parked.add(card)
+
+    def unparked(self, instance: str) -> None:
+        """A parked worker has left, or is being promoted."""
+        for view in self.pools:
+            view.parked.cards.pop(instance, None)
+
+    def promote(self, now: float) -> list[tuple[str, str]]:
+        """The parked workers to promote now, each with its pool; they count as promoted."""
+        now = self._seen(now)
+        return [(instance, view.pool.name) for view in self.pools for instance in view.promote(now)]
+
+    def promotion_failed(self, instance: str) -> None:
+        """A worker refuses to be promoted, or does not reply: another one is, or it once more."""
+        for view in self.pools:
+            view.parked.failed(instance)
+
+    def surplus(self, now: float) -> list[str]:
+        """Ready workers beyond those wanted, which are to drain: their place starts them parked."""
+        now = self._seen(now)
+        found: list[str] = []
+        for view in self.pools:
+            found += self.worth.least(view.stoppable, now)[: view.surplus(now)]
+        return found
+
     def _view(self, pool: str) -> PoolView:
         return next(view for view in self.pools if view.pool.name == pool)
 
@@ -268,7 +296,7 @@ class PlannerCore:
         for instance in self.switches.overdue(now):
             self.switch_failed(instance, now - self._offset)
             reasons.append(f"{instance} did not change its role")
-        startup = max(view.starts.startup_s for view in self.pools)
+        startup = max(view.lag_s for view in self.pools)
         forecast = self.demand.forecast(now, startup + self.options.interval_s)
         hold = max(self.options.down_cooldown_s, startup)
         reserve = self.demand.reserved(startup + self.options.interval_s, hold, self.promises)

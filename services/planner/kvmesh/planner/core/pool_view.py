@@ -6,6 +6,7 @@ from kvmesh.bus.messages import Instance, Load, PoolPlan, StartPhase
 from kvmesh.planner.capacity.profiled_times import KnownTimes, ProfiledTimes
 from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
+from kvmesh.planner.core.parked import ParkedPool
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.starts import Starts
 
@@ -16,6 +17,7 @@ class PoolView:
     def __init__(self, pool: Pool, startup_s: float) -> None:
         self.pool = pool
         self.starts = Starts(startup_s)
+        self.parked = ParkedPool()
         self.wanted = 0
         self.cards: dict[str, Instance] = {}
         self._loads: dict[tuple[str, int], Load] = {}
@@ -64,8 +66,25 @@ class PoolView:
     def most(self, now: float) -> int:
         """The most workers now: no new ones while starts of this pool fail."""
         if self.starts.blocked(now):
-            return max(min(self.pool.max, len(self.ready)), self.pool.min)
+            able = len(self.ready) + len(self.parked.cards)
+            return max(min(self.pool.max, able), self.pool.min)
         return self.pool.max
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds until one worker more is ready: by a promotion while a parked one is there."""
+        return self.starts.promotion_s if self.parked.waiting else self.starts.startup_s
+
+    def promote(self, now: float) -> list[str]:
+        """The parked workers to promote now."""
+        if not self.pool.parked:
+            return []
+        missing = self.wanted - len(self.ready)
+        return self.parked.promote(missing, self.starts.promotion_s, now)
+
+    def surplus(self, now: float) -> int:
+        """The number of ready workers to stop, which the place then starts again parked."""
+        return self.parked.surplus(self.ready, self.wanted, now) if self.pool.parked else 0
 
     def kind(self) -> ModelledEngine | None:
         """The engine of this pool's workers, as of its last worker; None until it is known."""
@@ -110,7 +129,8 @@ class PoolView:
     def joined(self, card: Instance, now: float, begun: bool) -> None:
         self.cards[card.instance] = card
         if not begun and not card.draining:
-            self.starts.ready(now, _start_s(card))
+            self.starts.ready(now, _start_s(card), card.promoted_s)
+        self.parked.ready(card.instance)
         if self._fit is None and card.capacity is not None and card.model is not None:
             size, capacity = card.model.block_size, card.capacity
             self._fit = StepTimesFit(size, capacity.max_batched_tokens, capacity.blocks * size)
@@ -168,7 +188,8 @@ class PoolView:
     def remember(self, plan: PoolPlan, now: float) -> None:
         """Take over what an earlier planner has recorded, up to `now`."""
         self._manual_at = _past(plan.manual_at, now)
-        self.starts.remember(max(plan.startup_s, 0.1), _past(plan.blocked_at, now))
+        blocked_at = _past(plan.blocked_at, now)
+        self.starts.remember(max(plan.startup_s, 0.1), blocked_at, plan.promotion_s)
 
     def want(self, count: int, now: float) -> None:
         """Set the wanted number."""
@@ -190,8 +211,8 @@ class PoolView:
 
 
 def _start_s(card: Instance) -> float:
-    """Seconds of a worker's start by its card, without those that may be a wait for NATS."""
-    waits = (StartPhase.REGISTRATION, StartPhase.ROUTABLE)
+    """Seconds of a worker's start by its card, without waits: parked, and maybe for NATS."""
+    waits = (StartPhase.PARKED, StartPhase.REGISTRATION, StartPhase.ROUTABLE)
     return sum(p.seconds for p in card.phases if p.name not in waits) or card.startup_s
 
 

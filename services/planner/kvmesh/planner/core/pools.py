@@ -15,7 +15,10 @@ T = TypeVar("T")
 Serves = Literal["aggregated", "prefill", "decode"]
 SERVES: tuple[Serves, ...] = ("aggregated", "prefill", "decode")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_KEYS = ("serves", "min", "max", "cost", "devices", "model", "target", "kind", "profile")
+_KEYS = (
+    *("serves", "min", "max", "cost", "devices", "model", "target", "kind", "profile"),
+    "parked",
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Pool:
     occupies. `model` limits the pool to workers of that model. `target` is the name under which the
     connector's place knows it; empty stands for a default that depends on the place. Pools of one
     `kind` exchange workers, which change their role for it; empty: none. `profile` is the name or
-    file of the step times of its workers, `step_profile` its content.
+    file of the step times of its workers, `step_profile` its content. `parked` workers of the pool
+    wait to be promoted, beside those that serve; all of its workers then start parked.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Pool:
     profile: str = ""
     step_profile: StepProfile | None = None
     kind: str = ""
+    parked: int = 0
 
 
 def parse_pools(texts: Iterable[str]) -> list[Pool]:
@@ -79,7 +84,7 @@ def pool_of(card: Instance, pools: Sequence[Pool]) -> Pool | None:
         return next(
             (pool for pool in pools if (pool.kind, pool.serves) == (own.kind, card.serves)), own
         )
-    model = card.model.name if card.model else ""
+    model = card.model.name if card.model else card.parked_for
     return next(
         (p for p in pools if p.serves == card.serves and p.model in ("", model)),
         None,
@@ -134,6 +139,7 @@ def _pool(name: str, pairs: list[str]) -> Pool:
         target=values.get("target", ""),
         profile=values.get("profile", ""),
         kind=values.get("kind", ""),
+        parked=_read(name, values, "parked", _count(0), 0),
     )
     if pool.min > pool.max:
         raise _error(name, f"min {pool.min} exceeds max {pool.max}")

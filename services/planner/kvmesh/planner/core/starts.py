@@ -1,6 +1,7 @@
 """Workers that are starting, and the start-up time learned from those that became ready."""
 
 from collections import deque
+from collections.abc import Iterable
 from math import inf
 
 GIVE_UP = 3.0  # times the learned start-up time
@@ -14,12 +15,15 @@ class Starts:
     """The starts of one pool, oldest first. `initial_s` counts until one has been seen.
 
     A start is seen if its beginning is known: workers that were starting already teach nothing.
+    A promotion is the end of a start: of a worker that was parked, its card tells both times.
     """
 
     def __init__(self, initial_s: float) -> None:
         self._initial_s = initial_s
         self._begun: deque[tuple[float, bool]] = deque()
         self._took: deque[float] = deque(maxlen=REMEMBERED)
+        self._promotions: deque[float] = deque(maxlen=REMEMBERED)
+        self._first_promotion_s = inf
         self.failed = 0
         self._failed_at = -inf
 
@@ -28,9 +32,10 @@ class Starts:
         """The time at which a start was last given up; -inf if workers can start."""
         return self._failed_at
 
-    def remember(self, startup_s: float, blocked_at: float) -> None:
-        """Take over what an earlier planner has learned."""
+    def remember(self, startup_s: float, blocked_at: float, promotion_s: float = 0.0) -> None:
+        """Take over what an earlier planner has learned; `promotion_s` is 0 if unknown."""
         self._initial_s = startup_s
+        self._first_promotion_s = promotion_s or inf
         self._failed_at = blocked_at
 
     @property
@@ -42,8 +47,13 @@ class Starts:
         """Seconds until a new worker is ready: the median of those seen."""
         if not self._took:
             return self._initial_s
-        took = sorted(self._took)
-        return took[len(took) // 2]
+        return _median(self._took)
+
+    @property
+    def promotion_s(self) -> float:
+        """Seconds until a parked worker is ready, likewise; at most a start-up time."""
+        known = _median(self._promotions) if self._promotions else self._first_promotion_s
+        return min(known, self.startup_s)
 
     def blocked(self, now: float) -> bool:
         """True while no worker is started because the last one never became ready."""
@@ -58,18 +68,22 @@ class Starts:
         for _ in range(min(count, len(self._begun))):
             self._begun.pop()
 
-    def ready(self, now: float, took_s: float = 0.0) -> None:
+    def ready(self, now: float, took_s: float = 0.0, promoted_s: float = 0.0) -> None:
         """A worker has joined; it counts as the oldest of those that are starting, if any is.
 
         It shows that workers can start there again. `took_s` is the time that its start took by its
-        card: until a start was seen, none is expected to take less.
+        card: until a start was seen, none is expected to take less. A worker that was parked tells
+        `promoted_s`, the part of it since the promotion.
         """
         self._failed_at = -inf
         self._initial_s = max(self._initial_s, min(took_s, MOST_START_S))
         if self._begun:
             begun, seen = self._begun.popleft()
-            if seen:
+            if seen and promoted_s <= 0:
                 self._took.append(max(now - begun, 0.1))
+        if promoted_s > 0:
+            self._promotions.append(min(max(promoted_s, 0.1), MOST_START_S))
+            self._took.append(min(max(took_s, promoted_s, 0.1), MOST_START_S))
 
     def give_up(self, now: float) -> int:
         """Give up the starts that took too long; returns their number."""
@@ -82,3 +96,8 @@ class Starts:
             self.failed += given_up
             self._failed_at = now
         return given_up
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

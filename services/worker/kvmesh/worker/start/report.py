@@ -16,6 +16,8 @@ INTERVAL_S = 1.0
 class StartReport:
     """Publishes the phases when they change, and every INTERVAL_S seconds, until closed.
 
+    While `paused`, it publishes nothing: something else tells observers of the worker.
+
     At its end it records them as the spans of one trace.
     """
 
@@ -30,6 +32,7 @@ class StartReport:
         self._shift = time.time() - time.monotonic()  # from the monotonic clock to Unix time
         self._last = (str(StartPhase.CONFIGURATION), time.monotonic())
         self._closed = False
+        self.paused = False
         self._loop = asyncio.get_running_loop()
         self._repeating = asyncio.create_task(self._repeat(), name="start report")
         timeline.on_change = self._changed
@@ -63,6 +66,8 @@ class StartReport:
             await asyncio.sleep(INTERVAL_S)
 
     def _post(self) -> None:
+        if self.paused:
+            return
         phase, since = self._last = self.timeline.present() or self._last
         message = Starting(
             instance=self._instance,

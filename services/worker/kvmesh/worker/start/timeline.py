@@ -107,6 +107,11 @@ class StartTimeline:
             before = at
         return found
 
+    def parked(self) -> Stretch | None:
+        """The time in which the worker was parked; None if it was not, or still is."""
+        found = (each for each in self.stretches() if each.phase == StartPhase.PARKED)
+        return next(found, None)
+
     def row(self) -> list[Phase]:
         """The seconds of each phase that took any, in order."""
         seconds: Counter[str] = Counter()

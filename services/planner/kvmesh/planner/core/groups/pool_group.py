@@ -107,7 +107,7 @@ class PoolGroup:
         if self._core.idle(now):
             reasons = self._to_least(now, counts, least, plan)
             return ["idle", *reasons] if reasons else []
-        startup = max(view.starts.startup_s for view in self.views)
+        startup = max(view.lag_s for view in self.views)
         backlog = self._backlog_s()
         due = (
             now - self._evaluated_at >= EVALUATE_S

@@ -23,7 +23,7 @@ from kvmesh.settings.schema import MockSettings
 from kvmesh.step_times.profile import StepProfileError
 from kvmesh.step_times.registry import load_step_profile
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
-from kvmesh.worker.capabilities import TierCounts
+from kvmesh.worker.capabilities import TierCounts, never
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -131,10 +131,18 @@ class MockEngine:
         self._loader = MockLoader(self._ranks, self._request)
         self._prefetches = PrefetchQueue(self._loader, block_size)
 
+    async def park(self) -> None:
+        if self._writer is None:
+            with self._timeline.phase(StartPhase.CONFIGURATION):
+                self._writer = await asyncio.to_thread(self._make_writer)
+                await asyncio.sleep(self._options.prepare_s)
+
+    async def lost(self) -> EngineError:
+        return await never()
+
     async def start(self, sink: Sink) -> EngineInfo:
         options = self._options
-        with self._timeline.phase(StartPhase.CONFIGURATION):
-            self._writer = await asyncio.to_thread(self._make_writer)
+        await self.park()
         self._sink = sink
         core_options = self._core_options()
         if options.startup_s:

@@ -29,7 +29,7 @@ from kvmesh.transfer import TransferError, Transport
 from kvmesh.weights.answer import WeightsAccess
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
-from kvmesh.worker.capabilities import HandoffCounts, TierCounts
+from kvmesh.worker.capabilities import HandoffCounts, TierCounts, never
 from kvmesh.worker.engine import (
     EngineConfigError,
     EngineContext,
@@ -52,6 +52,7 @@ from kvmesh.worker.engines.torch.handoff import Handoffs, staging_memory
 from kvmesh.worker.engines.torch.model.loading import load_model
 from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
+from kvmesh.worker.engines.torch.model.preparation import prepare_model
 from kvmesh.worker.engines.torch.model.sampling import Sampler
 from kvmesh.worker.engines.torch.prefetch import TorchPrefetcher
 from kvmesh.worker.model_folder import model_context
@@ -103,9 +104,21 @@ class TorchEngine:
         self._loaded: tuple[TorchCore, GrammarCache] | None = None
         self._sink: Sink | None = None
 
-    async def start(self, sink: Sink) -> EngineInfo:
+    async def park(self) -> None:
+        self._check()
+        loop = asyncio.get_running_loop()
+        with self._timeline.phase(StartPhase.CONFIGURATION):
+            await loop.run_in_executor(self._thread, prepare_model, self._folder)
+
+    async def lost(self) -> EngineError:
+        return await never()
+
+    def _check(self) -> None:
         if self._worker.adapters:
             raise EngineConfigError("the torch engine serves no adapters")
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        self._check()
         loop = asyncio.get_running_loop()
         self._loaded = await loop.run_in_executor(self._thread, self._load)
         self._sink = sink

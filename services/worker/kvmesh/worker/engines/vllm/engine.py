@@ -9,6 +9,7 @@ import logging
 import os
 from array import array
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.constraints import Constraints
+from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
+from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
@@ -58,6 +61,7 @@ from kvmesh.worker.start.timeline import StartTimeline
 log = logging.getLogger(__name__)
 HEALTH_S = 0.5
 STOPPED_S = 3.0
+ABANDON_S = 3.0  # nothing is lost with ranks that have no device
 # structured-output backends that support `format` trees
 TAGGING = ("auto", "xgrammar")
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
@@ -89,11 +93,15 @@ class VllmEngine(PrefetchingAdapter):
         self._warnings = warnings
         self._compile_timeout_s = compile_timeout_s
         self._arguments = arguments
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._traces = arguments.get(ENDPOINT) is not None
         self._adapters = adapters
         self._served = served
         self._folder = ScratchFolder()
         self._llm: Any = None
+        self._gate: ParkingGate | None = None
+        self._loading: asyncio.Task[AsyncLLM] | None = None
+        self._collector = StatsCollector()
         self._guard: ProcessGuard | None = None
         self._constraints: Constraints | None = None
         self._processes: list[int] = []
@@ -104,18 +112,49 @@ class VllmEngine(PrefetchingAdapter):
         self._blocks = 0
         self._block_size = 1
 
-    async def start(self, sink: Sink) -> EngineInfo:
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        collector = StatsCollector()
+    async def park(self) -> None:
+        self._gate = gate = ParkingGate(self._folder.path)
+        await gate.open()
+        self._loading = loading = self._begin_load()
+        parked = asyncio.create_task(gate.parked())
+        await asyncio.wait({parked, loading}, return_when=asyncio.FIRST_COMPLETED)
+        parked.cancel()
+        if loading.done():
+            raise await self.lost()
+
+    async def lost(self) -> EngineError:
         try:
-            async with start_phases_told(self._folder.path, self._timeline):
-                self._llm = await asyncio.to_thread(self._load, collector)
+            await self._loaded()
+        except EngineError as error:
+            return error
+        return EngineError("vLLM did not wait to be promoted")
+
+    def _begin_load(self) -> asyncio.Task[AsyncLLM]:
+        return asyncio.create_task(self._load_told(), name="vllm start")
+
+    async def _load_told(self) -> AsyncLLM:
+        async with start_phases_told(self._folder.path, self._timeline):
+            return await asyncio.to_thread(self._load)
+
+    async def _loaded(self) -> AsyncLLM:
+        """The engine once it runs; raises EngineError."""
+        if self._loading is None:
+            self._loading = self._begin_load()
+        try:
+            return await asyncio.shield(self._loading)
         except EngineConfigError:
-            self._folder.close()
             raise
         except Exception as error:  # vLLM and its plugins raise any type
-            self._folder.close()
             raise EngineError(f"vLLM failed to start: {_cause(error)}") from error
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        if self._gate is not None:
+            await self._gate.release()
+        try:
+            self._llm = await self._loaded()
+        except EngineError:
+            self._folder.close()
+            raise
         self._processes = [c.pid for c in active_children() if c.pid is not None]
         self._guard = ProcessGuard(self._processes)
         await self._adapters.open(self._llm)
@@ -127,7 +166,7 @@ class VllmEngine(PrefetchingAdapter):
         self._blocks, self._block_size = cache.num_gpu_blocks, cache.block_size
         self._salts = PromptSalts(self._served, cache.block_size)
         self._streams = RequestStreams(sink, ranks, cache.block_size)
-        self._stats = [collector.rank(rank) for rank in range(ranks)]
+        self._stats = [self._collector.rank(rank) for rank in range(ranks)]
         self._ledgers = [CacheLedger(cache.block_size, self._salts.root_salt) for _ in range(ranks)]
         self._open_prefetches(
             self._streams,
@@ -196,6 +235,8 @@ class VllmEngine(PrefetchingAdapter):
 
     async def close(self) -> None:
         await self._stop_streams()
+        if self._llm is None and self._loading is not None:
+            await self._abandon(self._loading)
         if self._constraints is not None:
             self._constraints.close()
         if self._llm is not None:
@@ -206,7 +247,18 @@ class VllmEngine(PrefetchingAdapter):
             self._guard = None
         self._folder.close()
 
-    def _load(self, collector: StatsCollector) -> AsyncLLM:
+    async def _abandon(self, loading: asyncio.Task[AsyncLLM]) -> None:
+        """End a start that waits at the gate: its ranks fail, and so does vLLM."""
+        if self._gate is not None:
+            await self._gate.close()
+        done, _ = await asyncio.wait({loading}, timeout=ABANDON_S)
+        if not done:
+            for child in active_children():
+                child.kill()
+        with suppress(Exception):
+            (await loading).shutdown()
+
+    def _load(self) -> AsyncLLM:
         arguments = {
             "kv_events_config": {
                 "enable_kv_cache_events": True,
@@ -221,10 +273,12 @@ class VllmEngine(PrefetchingAdapter):
             except (TypeError, ValueError) as error:
                 raise EngineConfigError(f"vLLM rejects its arguments: {error}") from error
             config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            if self._gate is not None:
+                park_ranks(config, engine_args.worker_cls, self._gate)
         imports_follow(self._timeline)
         return AsyncLLM.from_vllm_config(
             config,
-            stat_loggers=[collector.logger],
+            stat_loggers=[self._collector.logger],
             enable_log_requests=engine_args.enable_log_requests,
             disable_log_stats=engine_args.disable_log_stats,
         )

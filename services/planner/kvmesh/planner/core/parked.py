@@ -1,0 +1,68 @@
+"""The parked workers of one pool: those to promote, and ready workers that are too many."""
+
+from collections.abc import Collection
+from math import inf
+
+from kvmesh.bus.messages import Instance
+from kvmesh.bus.subjects import name_of
+
+LEAST_PATIENCE_S = 30.0
+PATIENCE = 3.0  # times the learned time of a promotion
+SURPLUS_S = 30.0  # a worker that stops shows on its card before
+
+
+class ParkedPool:
+    """Promotions under way count as workers until they are ready, or take too long."""
+
+    def __init__(self) -> None:
+        self.cards: dict[str, Instance] = {}
+        self._promoted: dict[str, float] = {}
+        self._surplus_since = inf
+
+    @property
+    def promoted(self) -> int:
+        """Promotions under way."""
+        return len(self._promoted)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Instances that can be promoted, the one that has been parked longest first."""
+        waiting = (card for card in self.cards.values() if card.instance not in self._promoted)
+        return [card.instance for card in sorted(waiting, key=lambda card: card.started)]
+
+    def add(self, card: Instance) -> None:
+        """A worker is parked; an earlier instance of its name that was promoted has failed."""
+        self.cards[card.instance] = card
+        failed = [i for i in self._promoted if i != card.instance and name_of(i) == card.name]
+        for instance in failed:
+            self.failed(instance)
+
+    def ready(self, instance: str) -> None:
+        """A worker serves; it is no longer being promoted."""
+        self._promoted.pop(instance, None)
+
+    def failed(self, instance: str) -> None:
+        """A promotion was refused, or its worker does not reply."""
+        self._promoted.pop(instance, None)
+
+    def promote(self, missing: int, promotion_s: float, now: float) -> list[str]:
+        """The instances to promote now where `missing` workers are neither ready nor stopping."""
+        limit = max(PATIENCE * promotion_s, LEAST_PATIENCE_S)
+        self._promoted = {i: at for i, at in self._promoted.items() if 0 <= now - at <= limit}
+        chosen = self.waiting[: max(missing - len(self._promoted), 0)]
+        self._promoted |= dict.fromkeys(chosen, now)
+        return chosen
+
+    def surplus(self, ready: Collection[str], wanted: int, now: float) -> int:
+        """The number of ready workers that have been too many for SURPLUS_S seconds.
+
+        A place that does not choose may have stopped a parked worker instead of a ready one.
+        """
+        if len(ready) <= wanted:
+            self._surplus_since = inf
+            return 0
+        self._surplus_since = min(self._surplus_since, now)
+        if now - self._surplus_since < SURPLUS_S:
+            return 0
+        self._surplus_since = inf
+        return len(ready) - wanted

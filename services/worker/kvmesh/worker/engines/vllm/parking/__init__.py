@@ -1,0 +1,1 @@
+"""Parks vLLM: its processes wait before they take their devices."""
