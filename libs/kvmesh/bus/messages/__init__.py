@@ -58,6 +58,7 @@ from kvmesh.bus.messages.control import (
 )
 from kvmesh.bus.messages.discovery import (
     Capacity,
+    CompiledOffer,
     Instance,
     ModelCard,
     NodeStore,
@@ -209,6 +210,7 @@ __all__ = [
     "Clear",
     "Cleared",
     "Commit",
+    "CompiledOffer",
     "Computed",
     "ComputedAhead",
     "Control",

@@ -79,6 +79,18 @@ class NodeStore(Struct, frozen=True, kw_only=True):
     restores: str = ""
 
 
+class CompiledOffer(Struct, frozen=True):
+    """An archive of compiled code that a worker serves to workers of its trust domain.
+
+    `environment` names what the code was compiled for, `archive` is the digest of the manifest, and
+    `mac` proves by the domain's key that they belong together (`kvmesh.worker.compiled`).
+    """
+
+    environment: str
+    archive: str
+    mac: str
+
+
 class Starting(Struct, frozen=True, kw_only=True):
     """A worker that has not joined yet, about every second until it does or fails.
 
@@ -103,7 +115,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     no prompts: each of its requests needs a prefill worker. `warnings` are problems of the mesh
     that the process has detected and that do not stop it from serving. `startup_s` are the seconds
     that a worker's engine took to start, 0 if unknown. A worker or kvbm that `expects_returns`
-    orders eviction by forecasts of returns; others need none.
+    orders eviction by forecasts of returns; others need none. `compiled` is the compile cache that
+    a worker offers, if any.
     """
 
     instance: str
@@ -124,3 +137,4 @@ class Instance(Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
     startup_s: float = 0.0
     expects_returns: bool = False
+    compiled: CompiledOffer | None = None

@@ -14,6 +14,8 @@ from kvmesh.bus.messages import KvLayout
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import WorkerSettings
+from kvmesh.worker.compiled.cache import CompileCache
+from kvmesh.worker.compiled.start import compile_cache
 from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import (
     EngineConfigError,
@@ -40,7 +42,9 @@ NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
     with ExitStack() as cleanup:
-        await _serve_model(service, await _model_folder(service.settings.worker, cleanup))
+        folder = await _model_folder(service.settings.worker, cleanup)
+        async with compile_cache(service.settings, folder, service.bus, None) as cache:
+            await _serve_model(service, folder, cache)
 
 
 async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
@@ -56,7 +60,7 @@ async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
     return folder
 
 
-async def _serve_model(service: Service, folder: Path) -> None:
+async def _serve_model(service: Service, folder: Path, cache: CompileCache | None) -> None:
     settings = service.settings
 
     def on_end(error: EngineError | None) -> None:
@@ -83,7 +87,7 @@ async def _serve_model(service: Service, folder: Path) -> None:
             on_end,
             service.warnings,
         )
-        await _serve(service, node, settings.worker.served_name or folder.name)
+        await _serve(service, node, settings.worker.served_name or folder.name, cache)
     except (EngineError, ModelFilesError) as error:
         raise StartError(str(error), permanent=isinstance(error, EngineConfigError)) from error
 
@@ -104,7 +108,9 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
     return connect
 
 
-async def _serve(service: Service, node: WorkerNode, model: str) -> None:
+async def _serve(
+    service: Service, node: WorkerNode, model: str, cache: CompileCache | None
+) -> None:
     worker = service.settings.worker
     labels = WorkerLabels(model, service.name)
     collectors = [
@@ -119,6 +125,8 @@ async def _serve(service: Service, node: WorkerNode, model: str) -> None:
     try:
         await node.start()
         service.start_watchdog()
+        if cache is not None:
+            cache.start_offering(node.publish_compiled)
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)
     finally:
