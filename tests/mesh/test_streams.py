@@ -128,6 +128,7 @@ async def test_buckets_of_other_meshes_are_not_changed(
         f"KV_{bus.subjects.kvbm_bucket}",
         bus.subjects.scaling_stream,
         f"KV_{bus.subjects.plan_bucket}",
+        f"KV_{bus.subjects.weights_bucket}",
         f"OBJ_{bus.subjects.index_bucket}",
         f"OBJ_{bus.subjects.model_bucket}",
     }
@@ -136,7 +137,7 @@ async def test_buckets_of_other_meshes_are_not_changed(
 async def test_buckets_are_read_from_their_leader(bus: Bus) -> None:
     infos = await mesh_streams(bus)
     buckets = [info.config for info in infos if (info.config.name or "").startswith("KV_")]
-    assert len(buckets) == 4
+    assert len(buckets) == 5
     assert not any(config.allow_direct for config in buckets)
 
 

@@ -124,12 +124,16 @@ def _worker(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.kv(ANY, name), s.load(own), s.starting(own)),
-            *(s.out(_EACH), s.kvbm(_EACH), s.ping(_EACH)),
+            *(s.out(_EACH), s.kvbm(_EACH), s.ping(_EACH), s.weights(ANY)),
             *_lease(s, User.WORKER, name),
+            *_write(s.weights_bucket),
             *_write_objects(s.model_bucket),
-            *_reads(_kv(s.instances_bucket), _objects(s.model_bucket)),
+            *_reads(_kv(s.instances_bucket), _objects(s.model_bucket), _kv(s.weights_bucket)),
         ],
-        [s.work(own), s.ctl(own), s.returns(own), s.dump(own), s.ping(own), s.traces],
+        [
+            *(s.work(own), s.ctl(own), s.returns(own), s.dump(own), s.ping(own)),
+            *(s.weights(ANY), s.traces),
+        ],
     )
 
 
@@ -232,7 +236,7 @@ def _seen_streams(s: Subjects) -> list[str]:
 
 def _startup_streams(s: Subjects) -> list[str]:
     """The streams that each process ensures at its start."""
-    buckets = (s.instances_bucket, s.router_bucket, s.kvbm_bucket, s.plan_bucket)
+    buckets = (s.instances_bucket, s.router_bucket, s.kvbm_bucket, s.plan_bucket, s.weights_bucket)
     objects = (s.index_bucket, s.model_bucket)
     streams = (s.kv_stream, s.route_stream, s.seq_stream, s.scaling_stream)
     return [*streams, *map(_kv, buckets), *map(_objects, objects)]

@@ -152,6 +152,16 @@ class Subjects:
         return f"kvm-{self.namespace}-kvbm"
 
     @property
+    def weights_bucket(self) -> str:
+        """The bucket of the key that authenticates manifests of weights."""
+        return f"kvm-{self.namespace}-weights"
+
+    @property
+    def manifests_key(self) -> str:
+        """Key, in the weights bucket, of the secret that authenticates manifests."""
+        return "manifests"
+
+    @property
     def plan_bucket(self) -> str:
         """The bucket of the planner: the wanted fleet and the answers of operators."""
         return f"kvm-{self.namespace}-plan"
@@ -238,6 +248,10 @@ class Subjects:
     def traces(self) -> str:
         """Unsampled traces that are kept, published by frontends."""
         return self._of("traces")
+
+    def weights(self, digest: str) -> str:
+        """Queries for sources of a copy of weights, heard by all workers that have chunks of it."""
+        return self._of("weights", token(digest))
 
     def wake(self, model: str) -> str:
         """Requests of an idle model that wait for a worker, published by frontends."""

@@ -1,7 +1,9 @@
-"""Transfer of block bytes between the memories of two processes, over NIXL or TCP."""
+"""Transfer of bytes between the memories of two processes, over NIXL or TCP."""
 
 from kvmesh.transfer.errors import TransferError
-from kvmesh.transfer.grants import Grant, Region
+from kvmesh.transfer.grants import Grant, LentFile, Region
+from kvmesh.transfer.line import Line
+from kvmesh.transfer.pace import Pace
 from kvmesh.transfer.transport import Transport
 
-__all__ = ["Grant", "Region", "TransferError", "Transport"]
+__all__ = ["Grant", "LentFile", "Line", "Pace", "Region", "TransferError", "Transport"]

@@ -2,10 +2,12 @@
 
 A read is: `Want`, `TransferReply`; the bytes, unless they are read directly; `Got`,
 `TransferReply`. The second reply shows whether the grant was valid for the whole read, which a
-direct reader cannot know otherwise.
+direct reader cannot know otherwise. A reader that checks the bytes itself sends no `Got`, and may
+send another `Want`.
 """
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,7 +19,7 @@ from kvmesh.transfer.errors import Code
 
 MAX_MESSAGE = 4 << 20
 MAX_UNAUTHENTICATED = 64 << 10  # of a peer that has not shown a token yet
-_LENGTH = 4
+LENGTH_BYTES = 4
 _encode = msgspec.msgpack.Encoder().encode
 M = TypeVar("M")
 
@@ -36,11 +38,15 @@ class Descriptor(Struct, frozen=True, array_like=True):
 
 
 class Want(Struct, frozen=True, array_like=True):
-    """Request to read ranges (packed offsets and lengths) of a grant; `direct`: through NIXL."""
+    """Request to read ranges (packed offsets and lengths) of a grant; `direct`: through NIXL.
+
+    `checked`: the reader verifies the bytes. It sends no `Got`, and maybe further requests.
+    """
 
     token: bytes
     ranges: bytes
     direct: bool = False
+    checked: bool = False
 
 
 class Got(Struct, frozen=True, array_like=True):
@@ -97,14 +103,13 @@ class Channel:
             raise
 
     async def send(self, message: Struct) -> None:
-        body = _encode(message)
-        await self.send_bytes(memoryview(len(body).to_bytes(_LENGTH, "big") + body))
+        await self.send_bytes(memoryview(encode_message(message)))
 
     async def receive(
         self, kind: type[M], is_known_token: Callable[[bytes], bool] = lambda _: True
     ) -> M:
         """Receive a message; a large one is read only if its token is known."""
-        size = int.from_bytes(await self._exactly(_LENGTH), "big")
+        size = int.from_bytes(await self._exactly(LENGTH_BYTES), "big")
         if size > MAX_MESSAGE:
             raise Closed(f"a message of {size} bytes")
         body = await self._exactly(min(size, MAX_UNAUTHENTICATED))
@@ -122,6 +127,21 @@ class Channel:
             await self._loop.sock_sendall(self._sock, data)
         except OSError as error:
             raise Closed(error.strerror or str(error)) from error
+
+    async def send_file(self, file: int, offset: int, length: int) -> None:
+        """Send a range of an open file, without a copy through this process."""
+        done = 0
+        while done < length:
+            try:
+                count = os.sendfile(self._sock.fileno(), file, offset + done, length - done)
+            except BlockingIOError:
+                await self._writable()
+                continue
+            except OSError as error:
+                raise Closed(error.strerror or str(error)) from error
+            if not count:
+                raise Closed("the file is shorter than it was")
+            done += count
 
     async def receive_into(self, target: memoryview) -> None:
         """Fill `target`."""
@@ -148,10 +168,29 @@ class Channel:
     def close(self) -> None:
         self._sock.close()
 
+    async def _writable(self) -> None:
+        number, ready = self._sock.fileno(), self._loop.create_future()
+        self._loop.add_writer(number, _wake, ready)
+        try:
+            await ready
+        finally:
+            self._loop.remove_writer(number)
+
     async def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
         await self.receive_into(memoryview(data))
         return data
+
+
+def encode_message(message: Struct) -> bytes:
+    """A message as it is sent: its length, and its content."""
+    body = _encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def _wake(ready: "asyncio.Future[None]") -> None:
+    if not ready.done():
+        ready.set_result(None)
 
 
 def _token(head: bytes) -> bytes:

@@ -6,11 +6,13 @@ of its ranges is sent, and a reader that has not received the final reply discar
 
 import asyncio
 import ctypes
+import os
 import secrets
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvmesh.transfer.channel import Channel
+from kvmesh.transfer.channel import Channel, Closed
 from kvmesh.transfer.memory_ranges import Allowed, Range, check_range
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class Grant:
 
     def __init__(
         self,
-        region: "Region",
+        region: "LentBytes",
         allowed: Allowed,
         descriptor: bytes,
         forget: Callable[[], None],
@@ -45,7 +47,12 @@ class Grant:
         self._timer: asyncio.TimerHandle | None = None
 
     def expire_in(self, seconds: float) -> None:
+        """End the grant `seconds` from now, instead of when it would have ended."""
         loop = asyncio.get_running_loop()
+        if self.ended is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
         self.deadline = loop.time() + seconds
         self._timer = loop.call_at(self.deadline, self.end, "expired")
 
@@ -69,7 +76,7 @@ class Grant:
 class Grants:
     """The grants of a process, by token."""
 
-    def __init__(self, describe: Callable[[bytes], bytes]) -> None:
+    def __init__(self, describe: Callable[[bytes, bool], bytes]) -> None:
         self._describe = describe
         self._by_token: dict[bytes, Grant] = {}
 
@@ -80,38 +87,35 @@ class Grants:
         return self._by_token.get(token)
 
     def add(
-        self, region: "Region", allowed: Allowed, on_end: Callable[[Ending], None] | None
+        self, region: "LentBytes", allowed: Allowed, on_end: Callable[[Ending], None] | None
     ) -> Grant:
         token = secrets.token_bytes(GRANT_TOKEN_BYTES)
 
         def forget() -> None:
             del self._by_token[token]
 
-        grant = Grant(region, allowed, self._describe(token), forget, on_end)
+        grant = Grant(region, allowed, self._describe(token, region.direct), forget, on_end)
         self._by_token[token] = grant
         return grant
 
-    def revoke_all(self, region: "Region") -> None:
+    def revoke_all(self, region: "LentBytes") -> None:
         for grant in [g for g in self._by_token.values() if g.region is region]:
             grant.revoke()
 
 
-class Region:
-    """Memory to be lent or read into, at a fixed address until it is closed.
+class LentBytes:
+    """Bytes of which ranges can be lent until it is closed; `direct`: NIXL may read them.
 
     `metadata` is the NIXL metadata for direct readers, empty without NIXL.
     """
 
-    def __init__(
-        self, memory: "WriteableBuffer", grants: Grants, on_close: Callable[["Region"], None]
-    ) -> None:
-        self.view = memoryview(memory).cast("B")
-        if self.view.readonly or not len(self.view):
-            raise ValueError("a region needs writable memory")
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+    direct = False
+
+    def __init__(self, size: int, grants: Grants) -> None:
+        self.size = size
+        self.address = 0
         self.metadata = b""
         self._grants = grants
-        self._on_close: Callable[[Region], None] | None = on_close
 
     def grant(
         self,
@@ -123,15 +127,45 @@ class Region:
 
         Raises ValueError for a range outside the region.
         """
-        allowed = Allowed((Range(*pair) for pair in ranges), len(self.view))
+        allowed = Allowed((Range(*pair) for pair in ranges), self.size)
         grant = self._grants.add(self, allowed, on_end)
         grant.expire_in(seconds)
         return grant
 
+    async def send(self, channel: Channel, offset: int, length: int) -> None:
+        """Send a granted range to its reader."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Revoke all grants."""
+        self._grants.revoke_all(self)
+
+
+class Region(LentBytes):
+    """Memory to be lent or read into, at a fixed address until it is closed."""
+
+    def __init__(
+        self,
+        memory: "WriteableBuffer",
+        grants: Grants,
+        on_close: Callable[["Region"], None],
+        direct: bool = False,
+    ) -> None:
+        self.view = memoryview(memory).cast("B")
+        super().__init__(len(self.view), grants)
+        if self.view.readonly or not self.size:
+            raise ValueError("a region needs writable memory")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self.direct = direct
+        self._on_close: Callable[[Region], None] | None = on_close
+
     def part(self, offset: int, length: int) -> memoryview:
         """Return a part of the memory; raises ValueError if it is out of range."""
-        check_range(offset, length, len(self.view))
+        check_range(offset, length, self.size)
         return self.view[offset : offset + length]
+
+    async def send(self, channel: Channel, offset: int, length: int) -> None:
+        await channel.send_bytes(self.view[offset : offset + length])
 
     def wipe(self, offset: int, length: int) -> None:
         """Fill with zeros."""
@@ -141,6 +175,43 @@ class Region:
         """Revoke all grants and release the memory. Reads into it must have ended."""
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
-            self._grants.revoke_all(self)
+            super().close()
             on_close(self)
             self.view.release()
+
+
+class LentFile(LentBytes):
+    """A file to be lent over TCP; it is sent without a copy through this process.
+
+    Bytes that the file loses or changes meanwhile are the reader's to detect.
+    """
+
+    def __init__(self, path: Path, grants: Grants, in_memory: bool) -> None:
+        """Open the file, which may be `in_memory` as a whole; raises OSError."""
+        self._in_memory = in_memory
+        self._file: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(os.fstat(self._file).st_size, grants)
+
+    async def send(self, channel: Channel, offset: int, length: int) -> None:
+        if self._file is None:
+            raise Closed("the file is lent no more")
+        if not self._in_memory:
+            await asyncio.to_thread(_load, self._file, offset, length)
+        await channel.send_file(self._file, offset, length)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            super().close()
+            os.close(file)
+
+
+def _load(file: int, offset: int, length: int) -> None:
+    """Have a range of a file in memory, so that sending it does not wait for the disk."""
+    with Path(os.devnull).open("wb") as sink:
+        done = 0
+        while done < length:
+            count = os.sendfile(sink.fileno(), file, offset + done, length - done)
+            if not count:
+                return
+            done += count

@@ -9,12 +9,14 @@ from kvmesh.bus.errors import cause
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.transfer.channel import Channel, Closed, Got, TransferReply, Want
 from kvmesh.transfer.grants import Grant, Grants
-from kvmesh.transfer.memory_ranges import Range, unpack
+from kvmesh.transfer.memory_ranges import Piece, Range, cut, unpack
+from kvmesh.transfer.pace import Pace
 
 log = logging.getLogger(__name__)
 MESSAGE_S = 10.0
 STALL_S = 30.0
 REFUSAL_S = 1.0
+BACKLOG_S = 0.5  # of bytes that wait for their turn; further readers are told to come back
 MAX_REFUSALS = 16  # at once; further connections are closed without a reply
 GOOD = TransferReply()
 REVOKED = TransferReply("revoked", "the grant is unknown or has ended")
@@ -24,11 +26,16 @@ BUSY = TransferReply("busy", "too many readers")
 class TransferServer:
     """Serves up to `max_readers` connected readers at once.
 
-    `agent` is the name of the NIXL agent for direct readers.
+    `agent` is the name of the NIXL agent for direct readers. `pace` bounds the bytes per second
+    of all readers together; `tos` is the IP type of service of their connections.
     """
 
-    def __init__(self, grants: Grants, max_readers: int, agent: str) -> None:
+    def __init__(
+        self, grants: Grants, max_readers: int, agent: str, pace: Pace, tos: int = 0
+    ) -> None:
         self._grants = grants
+        self._pace = pace
+        self._tos = tos
         self._max_readers = max_readers
         self._agent = agent
         self._listener: socket.socket | None = None
@@ -55,6 +62,7 @@ class TransferServer:
         while True:
             try:
                 sock, _ = await self._loop.sock_accept(listener)
+                self._mark(sock)
                 channel = Channel(sock)
             except OSError as error:
                 log.warning("cannot accept a reader of KV blocks: %s", error)
@@ -66,6 +74,12 @@ class TransferServer:
                 self._tasks.start(self._serve(channel, handle), "block reader")
             else:
                 channel.close()
+
+    def _mark(self, sock: socket.socket) -> None:
+        if self._tos and sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, self._tos)
+        elif self._tos:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, self._tos)
 
     async def _serve(self, channel: Channel, handle: Callable[[Channel], Awaitable[None]]) -> None:
         try:
@@ -83,25 +97,38 @@ class TransferServer:
             await channel.send(BUSY)
 
     async def _serve_reader(self, channel: Channel) -> None:
+        while await self._serve_want(channel):
+            continue
+
+    async def _serve_want(self, channel: Channel) -> bool:
+        """Serve one request; True if the same reader may send another."""
         async with asyncio.timeout(MESSAGE_S):
             want = await channel.receive(Want, lambda token: self._grants.find(token) is not None)
             grant, ranges, reply = self._check(want)
             await channel.send(reply)
         if grant is None:
-            return
-        if not want.direct:
+            return False
+        if want.direct:
+            size = sum(length for _, length in ranges)
+            await asyncio.sleep(self._pace.delay(size, self._loop.time()))
+        else:
             await self._send(channel, grant, ranges)
+        if want.checked:
+            return True
         async with asyncio.timeout_at(grant.deadline + MESSAGE_S):
             got = await channel.receive(Got)
         good = grant.ended is None
         if good and got.final:
             grant.end("read")
         await channel.send(GOOD if good else REVOKED)
+        return False
 
     def _check(self, want: Want) -> tuple[Grant | None, list[Range], TransferReply]:
         grant = self._grants.find(want.token)
         if grant is None:
             return None, [], REVOKED
+        if self._pace.backlog(self._loop.time()) > BACKLOG_S:
+            return None, [], BUSY
         try:
             ranges = unpack(want.ranges)
         except ValueError as error:
@@ -120,10 +147,12 @@ class TransferServer:
         """Send the bytes; the end of the grant cuts the channel at once."""
         grant.readers.add(channel)
         try:
-            for offset, length in ranges:
+            whole = (Piece(offset, 0, length) for offset, length in ranges)
+            for begin, _, length in cut(whole, self._pace.piece):
+                await asyncio.sleep(self._pace.delay(length, self._loop.time()))
                 if grant.ended is not None:
                     raise Closed("the grant has ended")
                 async with asyncio.timeout(STALL_S):
-                    await channel.send_bytes(grant.region.view[offset : offset + length])
+                    await grant.region.send(channel, begin, length)
         finally:
             grant.readers.discard(channel)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -11,9 +12,10 @@ import msgspec
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer.channel import Channel, Closed, Descriptor, Got, Silent, TransferReply, Want
 from kvmesh.transfer.errors import TransferError
-from kvmesh.transfer.grants import Grants, Region
+from kvmesh.transfer.grants import Grants, LentFile, Region
 from kvmesh.transfer.memory_ranges import Piece, merged, pack
 from kvmesh.transfer.nixl import NixlAgent
+from kvmesh.transfer.pace import Pace
 from kvmesh.transfer.server import TransferServer
 
 if TYPE_CHECKING:
@@ -34,22 +36,31 @@ class Transport:
     over TCP the owner enforces them.
     """
 
-    def __init__(self, options: TransferSettings, agent: NixlAgent | None) -> None:
+    def __init__(
+        self, options: TransferSettings, agent: NixlAgent | None, pace: Pace, tos: int
+    ) -> None:
         self._options = options
         self._agent = agent
         self._grants = Grants(self._describe)
-        self._server = TransferServer(self._grants, options.readers, agent.name if agent else "")
+        name = agent.name if agent else ""
+        self._server = TransferServer(self._grants, options.readers, name, pace, tos)
         self._regions: set[Region] = set()
         self._owners: WeakValueDictionary[str, _Owner] = WeakValueDictionary()
         self._port = 0
 
     @classmethod
-    async def open(cls, options: TransferSettings) -> "Transport":
-        """Listen. Raises TransferError if that fails or the requested transport is unavailable."""
+    async def open(
+        cls, options: TransferSettings, pace: Pace | None = None, tos: int = 0
+    ) -> "Transport":
+        """Listen. Raises TransferError if that fails or the requested transport is unavailable.
+
+        `pace` bounds and counts what is lent to others; `tos` is the IP type of service of it.
+        """
         if options.host in WILDCARDS and not options.advertise:
             reason = "other processes need an address: set transfer.advertise"
             raise TransferError("unavailable", options.host, reason)
-        transport = cls(options, await asyncio.to_thread(_agent, options.via))
+        agent = await asyncio.to_thread(_agent, options.via)
+        transport = cls(options, agent, pace or Pace(), tos)
         try:
             transport._port = await transport._server.open(options.host, options.port)
         except OSError as error:
@@ -67,11 +78,18 @@ class Transport:
 
         Raises TransferError if NIXL cannot register it.
         """
-        region = Region(memory, self._grants, self._release)
+        region = Region(memory, self._grants, self._release, self.direct)
         if self._agent is not None:
             self._agent.register(region)
         self._regions.add(region)
         return region
+
+    def lend_file(self, path: Path, in_memory: bool = False) -> LentFile:
+        """A file to be lent over TCP until it is closed; raises OSError.
+
+        `in_memory`: it is in shared memory, so that reading it never waits for a disk.
+        """
+        return LentFile(path, self._grants, in_memory)
 
     async def read(
         self,
@@ -90,7 +108,7 @@ class Transport:
         wanted = merged(Piece(*piece) for piece in pieces)
         for piece in wanted:
             into.part(piece.local, piece.length)
-        job = _ReadJob(_decoded(descriptor), into, wanted, final)
+        job = _ReadJob(decode_descriptor(descriptor), into, wanted, final)
         owner = self._owners.setdefault(job.peer, _Owner())
         silences = owner.silences
         try:
@@ -106,7 +124,7 @@ class Transport:
     def forget(self, descriptor: bytes) -> None:
         """Drop the state of the grant's owner, which has ended; TransferError if malformed."""
         if self._agent is not None:
-            self._agent.forget(_decoded(descriptor).address)
+            self._agent.forget(decode_descriptor(descriptor).address)
 
     async def close(self) -> None:
         """Revoke all grants, stop listening and release all memory."""
@@ -135,9 +153,9 @@ class Transport:
             log.warning("%s; trying TCP", error)
             return await _fetch(None, job)
 
-    def _describe(self, token: bytes) -> bytes:
+    def _describe(self, token: bytes, direct: bool) -> bytes:
         host = self._options.advertise or self._options.host
-        return msgspec.msgpack.encode(Descriptor(host, self._port, token, self.direct))
+        return msgspec.msgpack.encode(Descriptor(host, self._port, token, direct))
 
     def _release(self, region: Region) -> None:
         self._regions.discard(region)
@@ -207,7 +225,8 @@ def _agent(via: str) -> NixlAgent | None:
         return None
 
 
-def _decoded(descriptor: bytes) -> Descriptor:
+def decode_descriptor(descriptor: bytes) -> Descriptor:
+    """Decode the descriptor of a grant; raises TransferError if it is malformed."""
     try:
         return msgspec.msgpack.decode(descriptor, type=Descriptor)
     except msgspec.MsgspecError as error:

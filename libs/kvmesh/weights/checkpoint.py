@@ -105,6 +105,15 @@ def checkpoint_manifest(
     return manifest
 
 
+def known_manifest(folder: Path, cache: Path, model: str, revision: str) -> Manifest | None:
+    """The manifest of a folder whose digests are all in `cache`, without reading its tensors."""
+    with suppress(CheckpointError, OSError):
+        paths = weight_files(folder)
+        if paths and all(_cached(*_cache_entry(path, CHUNK_BYTES, cache)) for path in paths):
+            return checkpoint_manifest(folder, model=model, revision=revision, cache=cache)
+    return None
+
+
 def cache_folder() -> Path:
     """The folder in which this user's processes keep digests."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -166,10 +175,12 @@ def _file_digests(
 ) -> bytes:
     """The digests of the chunks of a file; raises CheckpointError if it changes meanwhile."""
     before = _identity(path)
-    known = cache and cache / hashlib.sha256(f"{before} {chunk_bytes}".encode()).hexdigest()
     count = -(-path.stat().st_size // chunk_bytes)
-    if known and (found := _cached(known, count)):
-        return found
+    known = None
+    if cache is not None:
+        known, count = _cache_entry(path, chunk_bytes, cache)
+        if found := _cached(known, count):
+            return found
     with path.open("rb") as source:
         number = source.fileno()
 
@@ -183,6 +194,12 @@ def _file_digests(
         with suppress(OSError):  # a full disk: it is computed again next time
             _keep(known, digests)
     return digests
+
+
+def _cache_entry(path: Path, chunk_bytes: int, cache: Path) -> tuple[Path, int]:
+    """The file of the cache for a file's digests, and their number."""
+    name = hashlib.sha256(f"{_identity(path)} {chunk_bytes}".encode()).hexdigest()
+    return cache / name, -(-path.stat().st_size // chunk_bytes)
 
 
 def _identity(path: Path) -> str:

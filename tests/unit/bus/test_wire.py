@@ -56,6 +56,7 @@ NOT_TAILED = {
     messages.SpeedReport,
     messages.Thresholds,
     messages.Wanted,
+    messages.WeightOffer,
     messages.WorkReply,
 }
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {

@@ -19,6 +19,7 @@ FACTS: Mapping[str, str] = {
     "revision": "model revision",
     "kv_layout": "KV layout",
     "context": "context",
+    "weights": "digest of the weights",
 }
 SHOWN = 3
 

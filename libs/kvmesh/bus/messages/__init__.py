@@ -162,6 +162,7 @@ from kvmesh.bus.messages.sequences import (
     prefill_part,
     prefilled_request,
 )
+from kvmesh.bus.messages.weights import WeightOffer, WeightQuery
 from kvmesh.bus.messages.work import (
     Chunk,
     Guided,
@@ -321,6 +322,8 @@ __all__ = [
     "Unpin",
     "Wake",
     "Wanted",
+    "WeightOffer",
+    "WeightQuery",
     "Work",
     "WorkReply",
     "adapter_identity",

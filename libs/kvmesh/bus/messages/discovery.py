@@ -26,8 +26,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     serves new requests. `structural_tags`: the engine supports `Guided` of that kind. Workers of
     one model must agree on the fields from `hash_version` on, empty if unknown
     (`kvmesh.bus.discovery.compatibility`): the version of the block hashes, digests of the
-    tokenizer, the chat template and config.json, the revision of the weights, and a summary of the
-    engine's KV layout.
+    tokenizer, the chat template and config.json, the revision of the weights, a summary of the
+    engine's KV layout, and the digest of the manifest of the weights (`kvmesh.weights`).
     """
 
     name: str
@@ -45,6 +45,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     config: str = ""
     revision: str = ""
     kv_layout: str = ""
+    weights: str = ""
 
 
 class Capacity(Struct, frozen=True, kw_only=True):

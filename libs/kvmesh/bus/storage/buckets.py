@@ -11,6 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.errors import Conflict
+from kvmesh.bus.streams.configuration import write_once
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 TIMEOUT_S = 10.0
@@ -121,16 +122,6 @@ async def expiring_bucket(bus: Bus, bucket: str, ttl_s: float, max_bytes: int) -
 
 async def make_write_once_bucket(bus: Bus, bucket: str) -> None:
     """Create, if missing, a bucket whose entries cannot be replaced or deleted."""
-    stream = StreamConfig(
-        name=f"KV_{bucket}",
-        subjects=[f"$KV.{bucket}.>"],
-        deny_delete=True,
-        deny_purge=True,
-        discard=DiscardPolicy.NEW,
-        discard_new_per_subject=True,
-        max_msgs_per_subject=1,
-        num_replicas=bus.options.replicas,
-        storage=StorageType.FILE,
-    )
+    stream = write_once(bucket, bus.options.replicas)
     with suppress(Conflict):
         await bus.js.add_stream(stream)

@@ -242,13 +242,30 @@ def _buckets(bus: Bus) -> list[_StreamSpec]:
             f"OBJ_{name}", _replicas(bus), lambda: js.create_object_store(name, config=config)
         )
 
+    once = write_once(names.weights_bucket, replicas)
     return [
+        _StreamSpec(once.name or "", _replicas(bus), lambda: js.add_stream(once)),
         values(names.router_bucket),
         values(names.kvbm_bucket),
         values(names.plan_bucket),
         objects(names.index_bucket),
         objects(names.model_bucket),
     ]
+
+
+def write_once(bucket: str, replicas: int) -> StreamConfig:
+    """The stream of a bucket whose entries cannot be replaced or deleted."""
+    return StreamConfig(
+        name=f"KV_{bucket}",
+        subjects=[f"$KV.{bucket}.>"],
+        deny_delete=True,
+        deny_purge=True,
+        discard=DiscardPolicy.NEW,
+        discard_new_per_subject=True,
+        max_msgs_per_subject=1,
+        num_replicas=replicas,
+        storage=StorageType.FILE,
+    )
 
 
 async def _nothing() -> None:

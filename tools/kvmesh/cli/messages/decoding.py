@@ -34,6 +34,7 @@ from kvmesh.bus.messages import (
     StepOutput,
     ToolEvent,
     Wake,
+    WeightQuery,
     Work,
 )
 from kvmesh.frontend.namespaces import SEPARATOR, own_name
@@ -41,7 +42,7 @@ from kvmesh.frontend.namespaces import SEPARATOR, own_name
 STREAMED = ("kv", "route", "seq", "scaling")
 REQUESTS = (
     *("index", "indexer", "router", "work", "ctl", "ask", "dump", "ping", "kvbm", "sessions"),
-    "oracle",
+    *("oracle", "weights"),
 )
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
@@ -70,6 +71,7 @@ _decoders: dict[str, MessageDecoder[Any]] = {
     "load": MessageDecoder(Load),
     "starting": MessageDecoder(Starting),
     "wake": MessageDecoder(Wake),
+    "weights": MessageDecoder(WeightQuery),
     "tool": MessageDecoder(ToolEvent),
     "instances": MessageDecoder(Instance),
 }

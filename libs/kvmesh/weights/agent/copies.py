@@ -1,0 +1,212 @@
+"""The copy of weights that a starting worker takes, and its later offer."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+from msgspec import Struct
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.messages import WeightOffer
+from kvmesh.settings.schema import WeightsSettings
+from kvmesh.weights.agent.fetching import DISK, WeightFetch
+from kvmesh.weights.agent.offers import Offers
+from kvmesh.weights.agent.own_files import OwnFiles
+from kvmesh.weights.agent.readers import DiskReader
+from kvmesh.weights.agent.search import SourceSearch
+from kvmesh.weights.agent.target import digest_on_cards, stored_manifest
+from kvmesh.weights.answer import WeightsAnswer, write_answer
+from kvmesh.weights.errors import CheckpointError, WeightsError
+from kvmesh.weights.frames import (
+    WeightsCounts,
+    WeightsFromDisk,
+    WeightsJob,
+    WeightsKnown,
+    WeightsTaken,
+)
+from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.store import WeightStore
+from kvmesh.weights.stored_copy import StoredCopy
+from kvmesh.weights.stream import FetchOptions
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.5  # between looks at cards, and at a copy that another process fetches
+
+
+class CopyTaker:
+    """Finds a copy, gives the loader its answer, and completes the copy."""
+
+    def __init__(
+        self,
+        job: WeightsJob,
+        settings: WeightsSettings,
+        bus: Bus,
+        store: WeightStore,
+        offers: Offers,
+        own: OwnFiles,
+        send: Callable[[Struct], None],
+    ) -> None:
+        self._job = job
+        self._settings = settings
+        self._bus = bus
+        self._store = store
+        self._offers = offers
+        self._own = own
+        self._send = send
+        self._copy: StoredCopy | None = None
+        self._fetch: WeightFetch | None = None
+        self._search: SourceSearch | None = None
+        self._answered = bool(job.digest)
+
+    async def run(self) -> None:
+        """Return once the copy is complete, or the loader reads the disk."""
+        on_disk = self._own.present()
+        patience = self._settings.patience_s if on_disk else self._settings.wait_s
+        try:
+            await asyncio.to_thread(self._store.sweep)
+            reason = await self._choose(on_disk, patience)
+            if not reason:
+                await self._complete(patience)
+        except (BusError, WeightsError, OSError) as error:
+            reason = cause(error)
+        if reason:
+            log.info("the engine reads the weights in %s: %s", self._own.folder, reason)
+            await self._drop()
+            self._answer(WeightsAnswer(disk=reason))
+            self._send(WeightsFromDisk(reason))
+            if (known := await self._own.known()) is not None:
+                await self._own.publish(known)
+
+    async def engine_runs(self) -> None:
+        """Offer what the engine has loaded, from the disk if the memory is not needed for it."""
+        if self._copy is None:
+            try:
+                await self._own.publish(await self._own.digested())
+            except CheckpointError as error:
+                log.info("weights are not offered: %s", error)
+        elif not self._copy.keep:
+            known = await self._own.known()
+            if known is not None and known.digest == self._copy.manifest.digest:
+                await self._drop()
+                await self._own.publish(known)
+
+    def counts(self) -> WeightsCounts:
+        """What was taken so far."""
+        fetch = self._fetch
+        if fetch is None:
+            return WeightsCounts()
+        disk = fetch.taken[DISK]
+        taken = {"peer": fetch.taken.total() - disk, DISK: disk}
+        return WeightsCounts(taken=taken, failed=dict(fetch.failed), sources=fetch.peers)
+
+    async def close(self) -> None:
+        """End the use of the copy."""
+        await self._drop()
+
+    async def _choose(self, on_disk: bool, patience: float) -> str:
+        """Answer with a copy and return nothing, or return the reason why there is none."""
+        reason = f"no worker of {self._job.model} tells the digest of its weights"
+        try:
+            async with asyncio.timeout(patience):
+                manifest = await self._manifest(on_disk)
+                if manifest is None:
+                    return reason
+                reason = f"no worker offers the weights of {self._job.model}"
+                self._copy = copy = await asyncio.to_thread(self._store.create, manifest)
+                if self._settings.keep:
+                    copy.set_keep()
+                if not copy.complete and copy.fetch():
+                    await self._begin_fetch(copy, on_disk)
+                    while self._fetch is not None and not self._fetch.peers:
+                        await self._look_around()
+        except TimeoutError:
+            return f"{reason} within {patience:g} s"
+        self._answer(WeightsAnswer(manifest.digest, str(self._settings.directory)))
+        return ""
+
+    async def _manifest(self, on_disk: bool) -> Manifest | None:
+        """The manifest of the weights to take; None if the files on the disk are as good."""
+        while True:
+            digest = self._job.digest or await digest_on_cards(self._bus, self._job)
+            if digest:
+                return self._stored(digest) or await self._own.manifests.get(digest)
+            if on_disk:
+                known = await self._own.known()
+                return known and self._stored(known.digest)
+            if (stored := stored_manifest(self._store, self._job)) is not None:
+                return stored
+            await asyncio.sleep(LOOK_S)
+
+    def _stored(self, digest: str) -> Manifest | None:
+        """The manifest of a copy on this node."""
+        copy = self._store.open(digest)
+        if copy is None:
+            return None
+        try:
+            return copy.manifest if copy.complete or copy.fetched or self._job.digest else None
+        finally:
+            copy.close()
+
+    async def _begin_fetch(self, copy: StoredCopy, on_disk: bool) -> None:
+        """Prepare to fetch the missing chunks; sources come once they are asked for."""
+        manifest, key = copy.manifest, blake2b(self._job.instance.encode(), digest_size=8)
+        options = FetchOptions(sources=self._settings.sources)
+
+        def found(offer: WeightOffer) -> None:
+            if self._fetch is not None:
+                self._fetch.offer(offer)
+
+        self._search = SourceSearch(self._bus, manifest, self._job.instance, found)
+        await self._search.open()
+        self._fetch = WeightFetch(copy, options, int.from_bytes(key.digest()), self._search.ask)
+        if on_disk:
+            try:
+                self._fetch.add_disk(DiskReader(self._own.folder, manifest))
+            except CheckpointError as error:
+                log.info("the disk is no source of these weights: %s", error)
+
+    async def _look_around(self) -> None:
+        """Ask for sources once."""
+        if self._search is not None and self._fetch is not None:
+            fetch = self._fetch
+            await self._search.ask(lambda: fetch.peers > 0)
+            if not fetch.peers:
+                await asyncio.sleep(LOOK_S)
+
+    async def _complete(self, patience: float) -> None:
+        """Fill the copy, or wait until another process of the node has; raises WeightsLost."""
+        copy, began = self._copy, time.monotonic()
+        assert copy is not None
+        await self._offers.add_copy(copy)
+        try:
+            while not copy.complete:
+                if copy.fetch():
+                    if self._fetch is None:
+                        await self._begin_fetch(copy, self._own.present())
+                    assert self._fetch is not None
+                    await self._fetch.run(patience)
+                else:
+                    await asyncio.sleep(LOOK_S)
+        finally:
+            copy.end_fetch()
+            if self._search is not None:
+                await self._search.close()
+        taken = dict(self._fetch.taken) if self._fetch is not None else {}
+        self._send(WeightsTaken(copy.manifest.digest, time.monotonic() - began, taken))
+        self._send(WeightsKnown(copy.manifest.digest))
+
+    def _answer(self, answer: WeightsAnswer) -> None:
+        """Answer the loader; it keeps a first answer."""
+        if not self._answered:
+            self._answered = True
+            write_answer(Path(self._job.answer_file), answer)
+
+    async def _drop(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            await self._offers.remove(copy.manifest.digest)
+            copy.close()

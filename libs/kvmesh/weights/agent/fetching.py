@@ -1,0 +1,237 @@
+"""Fetch of a copy's missing chunks from several sources at once."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvmesh.bus.log_once import LogOnce
+from kvmesh.bus.messages import WeightOffer
+from kvmesh.transfer import TransferError
+from kvmesh.weights.agent.readers import ChunkReader, PeerReader, WrongDigest
+from kvmesh.weights.errors import WeightsLost
+from kvmesh.weights.stored_copy import StoredCopy
+from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
+
+log = logging.getLogger(__name__)
+DISK = "disk"
+SEARCH_S = 2.0  # between queries while there are fewer sources than there may be
+_FAILURES: dict[str, Failure] = {"busy": "busy", "timeout": "timeout"}
+
+
+class WeightFetch:
+    """Fills one copy, whose fetch lock this process holds.
+
+    `search` asks the mesh for sources; those that reply come through `offer`. A chunk is marked as
+    present once its digest is verified.
+    """
+
+    def __init__(
+        self,
+        copy: StoredCopy,
+        options: FetchOptions,
+        key: int,
+        search: Callable[[Callable[[], bool]], Coroutine[Any, Any, None]],
+    ) -> None:
+        manifest = copy.manifest
+        self._copy = copy
+        self._options = options
+        self._search = search
+        self._plan = StreamPlan([chunk.size for chunk in manifest.chunks], options, key)
+        self._plan.present(n for n in range(len(manifest.chunks)) if copy.has(n))
+        self._readers: dict[str, ChunkReader] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._polls: dict[str, asyncio.Task[None]] = {}
+        self._writing: dict[int, asyncio.Task[None]] = {}  # straight into the copy
+        self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
+        self._changed = asyncio.Event()
+        self._arrived_at = 0.0
+        self._logged = LogOnce()
+        self.taken: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+
+    @property
+    def peers(self) -> int:
+        """The workers that are sources now."""
+        return len(self._plan.sources.keys() - {DISK})
+
+    def offer(self, offer: WeightOffer) -> None:
+        """Take chunks from a worker; one that has started anew replaces its former self."""
+        name, now = offer.instance, _now()
+        known = self._readers.get(name)
+        if isinstance(known, PeerReader) and name in self._plan.sources:
+            if known.offer.files == offer.files:
+                return
+            self._drop(name)
+        try:
+            reader = PeerReader(offer, self._copy.manifest, self._pool)
+        except TransferError as error:
+            self._report(name, str(error))
+            return
+        if self._plan.join(name, now, offer.complete):
+            self._readers[name] = reader
+            self._changed.set()
+
+    def add_disk(self, reader: ChunkReader) -> None:
+        """Take chunks from this node's disk too."""
+        if self._plan.join(DISK, _now(), complete=True, local=True):
+            self._readers[DISK] = reader
+            self._changed.set()
+
+    async def run(self, patience_s: float) -> None:
+        """Return once the copy is complete; WeightsLost if nothing arrives for `patience_s`."""
+        self._arrived_at = search_at = _now()
+        searching: asyncio.Task[None] | None = None
+        try:
+            while not self._plan.done:
+                now = _now()
+                if now - self._arrived_at > patience_s:
+                    raise WeightsLost(f"no chunk has arrived for {patience_s:g} s")
+                if self.peers < self._options.sources and now >= search_at:
+                    if searching is None or searching.done():
+                        searching = asyncio.create_task(self._search(self._has_enough))
+                    search_at = now + SEARCH_S
+                self._start(now)
+                await self._wait(now, search_at)
+        finally:
+            await self._close(searching)
+
+    def _has_enough(self) -> bool:
+        return self.peers >= self._options.sources
+
+    def _start(self, now: float) -> None:
+        """Start the requests and polls that the plan wants now."""
+        for request in self._plan.requests(now):
+            self._copy.expect(request.chunk)
+            task = asyncio.create_task(self._take(request))
+            self._tasks[request.source, request.chunk] = task
+        for name in self._plan.polls(now):
+            if name not in self._polls:
+                self._polls[name] = asyncio.create_task(self._poll(name))
+        for name in self._readers.keys() - self._plan.sources.keys():
+            self._drop(name)
+
+    async def _wait(self, now: float, search_at: float) -> None:
+        """Wait for a report, or the time of the plan's next decision."""
+        times = [now + SEARCH_S, search_at] if search_at > now else [now + SEARCH_S]
+        if (wake := self._plan.wake_at(now)) is not None:
+            times.append(wake)
+        try:
+            async with asyncio.timeout_at(max(min(times), now + 0.001)):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        self._changed.clear()
+
+    async def _take(self, request: ChunkRequest) -> None:
+        """Carry out a request, and report to the plan."""
+        name, chunk = request.source, request.chunk
+        reader = self._readers[name]
+        reason: Failure | None = None
+        try:
+            async with asyncio.timeout_at(request.deadline):
+                await self._read(reader, chunk)
+        except TimeoutError:
+            reason = "timeout"
+        except WrongDigest as error:
+            reason = "corrupt"
+            self._report(name, f"chunk {chunk} is refused: {error}")
+        except TransferError as error:
+            reason = _FAILURES.get(error.code, "lost")
+            if error.code in ("revoked", "refused"):
+                self._end(self._plan.leave(name), name)
+            elif reason != "busy":
+                self._report(name, error.detail)
+        except OSError as error:
+            reason = "lost"
+            self._report(name, error.strerror or str(error))
+        finally:
+            self._tasks.pop((name, chunk), None)
+            if reason is not None or not self._copy.has(chunk):
+                self._copy.expect(chunk, coming=False)
+        now = _now()
+        if reason is None:
+            if self._plan.arrived(name, chunk, now):
+                self.taken[name] += self._copy.manifest.chunks[chunk].size
+            self._arrived_at = now
+            self._end([c for s, c in self._tasks if c == chunk], None)
+        else:
+            self.failed[reason] += 1
+            self._end(self._plan.failed(name, chunk, reason, now), name)
+        self._changed.set()
+
+    async def _read(self, reader: ChunkReader, chunk: int) -> None:
+        """Have a chunk in the copy, verified and marked.
+
+        Nothing writes into a chunk of the copy but the one read that is `_writing` it: a second
+        one of the same chunk fills memory of its own.
+        """
+        file, offset, size = self._copy.manifest.chunks[chunk]
+        place = memoryview(self._copy.file(file, writable=True))[offset : offset + size]
+        if reader.direct and chunk not in self._writing:
+            task = asyncio.current_task()
+            assert task is not None
+            self._writing[chunk] = task
+            try:
+                await reader.read(chunk, place)
+            finally:
+                del self._writing[chunk]
+        else:
+            data = bytearray(size)
+            await reader.read(chunk, memoryview(data))
+            while (writer := self._writing.get(chunk)) is not None:
+                writer.cancel()
+                await asyncio.wait([writer])
+            if not self._copy.has(chunk):
+                place[:] = data
+        self._copy.mark(chunk)
+
+    async def _poll(self, name: str) -> None:
+        """Read a source's list of chunks."""
+        try:
+            have = await self._readers[name].have()
+            self._plan.learn(name, have, _now())
+        except (TransferError, OSError) as error:
+            code = error.code if isinstance(error, TransferError) else "lost"
+            if code in ("revoked", "refused"):
+                self._end(self._plan.leave(name), name)
+            else:
+                failure = _FAILURES.get(code, "lost")
+                self._end(self._plan.failed(name, None, failure, _now()), name)
+        finally:
+            del self._polls[name]
+        self._changed.set()
+
+    def _end(self, chunks: list[int], source: str | None) -> None:
+        """Cancel requests for these chunks, to one source or to any."""
+        for (name, chunk), task in self._tasks.items():
+            if chunk in chunks and source in (None, name):
+                task.cancel()
+
+    def _drop(self, name: str) -> None:
+        """Forget a source and its requests."""
+        self._end(self._plan.leave(name), name)
+        reader = self._readers.pop(name, None)
+        if reader is not None:
+            reader.close()
+
+    def _report(self, source: str, reason: str) -> None:
+        if self._logged.first(source, reason.partition(":")[0]):
+            log.warning("weights from %s: %s", source, reason)
+
+    async def _close(self, searching: "asyncio.Task[None] | None") -> None:
+        tasks = [*self._tasks.values(), *self._polls.values()]
+        tasks += [searching] if searching is not None else []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for reader in self._readers.values():
+            reader.close()
+        self._pool.shutdown(wait=False)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

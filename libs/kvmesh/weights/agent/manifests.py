@@ -1,0 +1,58 @@
+"""Manifests in the mesh's object store, under a key that all workers of the mesh share."""
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.storage.shared_secret import shared_secret
+from kvmesh.weights.errors import ManifestError
+from kvmesh.weights.manifest import MAX_PACKED, Manifest, unpack
+
+KEY_BYTES = 32
+PATIENCE_S = 5.0
+
+
+class ManifestStore:
+    """Reads and writes manifests by digest."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._key = b""
+
+    async def get(self, digest: str) -> Manifest:
+        """The manifest with this digest; raises ManifestError, also if there is none."""
+        try:
+            store = await self._bus.js.object_store(self._bus.subjects.model_bucket)
+            info = await store.get_info(_name(digest))
+            if (info.size or 0) > MAX_PACKED:
+                raise ManifestError(f"the manifest {digest} has {info.size} bytes")
+            packed = (await store.get(_name(digest))).data or b""
+            key = await self._secret()
+        except NotFound as error:
+            raise ManifestError(f"there is no manifest {digest}") from error
+        except BusError as error:
+            raise ManifestError(f"cannot read the manifest {digest}: {cause(error)}") from error
+        manifest = unpack(packed, key)
+        if manifest.digest != digest:
+            raise ManifestError(f"the manifest {digest} has the digest {manifest.digest}")
+        return manifest
+
+    async def put(self, manifest: Manifest) -> None:
+        """Store a manifest unless it is there already; raises BusError."""
+        name = _name(manifest.digest)
+        store = await self._bus.js.object_store(self._bus.subjects.model_bucket)
+        try:
+            await store.get_info(name)
+        except NotFound:
+            await store.put(name, manifest.pack(await self._secret()))
+
+    async def _secret(self) -> bytes:
+        if not self._key:
+            subjects = self._bus.subjects
+            bucket, name = subjects.weights_bucket, subjects.manifests_key
+            self._key = await shared_secret(
+                self._bus, bucket, name, KEY_BYTES, patience_s=PATIENCE_S
+            )
+        return self._key
+
+
+def _name(digest: str) -> str:
+    return f"weights-{digest}"

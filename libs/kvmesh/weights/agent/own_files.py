@@ -1,0 +1,76 @@
+"""The weight files of a worker's own model folder: their manifest, and their offer to others."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, cause
+from kvmesh.weights.agent.manifests import ManifestStore
+from kvmesh.weights.agent.offers import Offers
+from kvmesh.weights.checkpoint import (
+    cache_folder,
+    checkpoint_manifest,
+    known_manifest,
+    weight_files,
+)
+from kvmesh.weights.errors import CheckpointError, WeightsError
+from kvmesh.weights.frames import WeightsJob, WeightsKnown
+from kvmesh.weights.manifest import Manifest
+
+log = logging.getLogger(__name__)
+THREADS = 1  # digests of a worker that serves already take one core at most
+
+
+class OwnFiles:
+    """The files of a job's folder."""
+
+    def __init__(
+        self, job: WeightsJob, bus: Bus, offers: Offers, send: Callable[[Struct], None]
+    ) -> None:
+        self._job = job
+        self._offers = offers
+        self._send = send
+        self._cache = cache_folder()
+        self.folder = Path(job.folder)
+        self.manifests = ManifestStore(bus)
+
+    def present(self) -> bool:
+        """True if the folder has weights; logs the reason if they cannot be used."""
+        try:
+            return bool(weight_files(self.folder))
+        except CheckpointError as error:
+            log.warning("%s", error)
+            return False
+
+    async def known(self) -> Manifest | None:
+        """The manifest of the files, if they were digested before and have not changed."""
+        job = self._job
+        return await asyncio.to_thread(
+            known_manifest, self.folder, self._cache, job.model, job.revision
+        )
+
+    async def digested(self) -> Manifest:
+        """The manifest of the files, which are read for it; raises CheckpointError."""
+        job = self._job
+        return await asyncio.to_thread(
+            checkpoint_manifest,
+            self.folder,
+            model=job.model,
+            revision=job.revision,
+            cache=self._cache,
+            threads=THREADS,
+        )
+
+    async def publish(self, manifest: Manifest) -> None:
+        """Store the manifest in the mesh, offer the files, and tell the parent."""
+        try:
+            await self.manifests.put(manifest)
+            await self._offers.add_files(manifest, self.folder)
+        except (BusError, WeightsError, OSError) as error:
+            log.warning("cannot offer the weights in %s: %s", self.folder, cause(error))
+            return
+        self._send(WeightsKnown(manifest.digest))

@@ -1,0 +1,169 @@
+"""Main program of a weights process: `python -m kvmesh.weights.agent.process`."""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import BinaryIO
+
+import msgspec
+import uvloop
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, cause
+from kvmesh.runtime import logs
+from kvmesh.runtime.service import bus_options
+from kvmesh.settings import Settings, load
+from kvmesh.transfer import Pace, TransferError, Transport
+from kvmesh.weights.agent.copies import CopyTaker
+from kvmesh.weights.agent.offers import Offers
+from kvmesh.weights.agent.own_files import OwnFiles
+from kvmesh.weights.errors import WeightsError
+from kvmesh.weights.frames import (
+    EngineRuns,
+    WeightsCounts,
+    WeightsJob,
+    decode_parent_message,
+    frame,
+    read_frame,
+)
+from kvmesh.weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+NICE_FETCHING, NICE_SERVING = 10, 19
+LOWER_EFFORT = 0x04  # IP type of service: the code point of RFC 8622
+COUNTS_S = 1.0
+SWEEP_S = 60.0
+
+
+class WeightsAgent:
+    """Everything that a weights process does for one worker."""
+
+    def __init__(self, job: WeightsJob, settings: Settings, sink: BinaryIO) -> None:
+        self._job = job
+        self._settings = settings
+        self._sink = sink
+        self._pace = Pace(settings.weights.upload_bytes_per_s)
+        self._runs = asyncio.Event()
+        self._taker: CopyTaker | None = None
+        self._counts = WeightsCounts()
+
+    def engine_runs(self) -> None:
+        """The worker's engine has started."""
+        self._runs.set()
+
+    async def run(self) -> None:
+        """Take weights, then offer them, until cancelled."""
+        weights, transfer = self._settings.weights, self._settings.transfer
+        bus = await Bus.connect(
+            bus_options(self._settings.nats), f"{self._job.name} weights", timeout=None
+        )
+        options = replace(transfer, via="tcp", port=weights.port)
+        transport = await Transport.open(options, self._pace, LOWER_EFFORT)
+        offers = Offers(bus, transport, self._job.instance, self._job.node)
+        store = WeightStore(weights.directory, weights.max_bytes)
+        own = OwnFiles(self._job, bus, offers, self.send)
+        self._taker = taker = CopyTaker(self._job, weights, bus, store, offers, own, self.send)
+        reporting = asyncio.create_task(self._report(store))
+        try:
+            await taker.run()
+            os.nice(NICE_SERVING - NICE_FETCHING)
+            _schedule("SCHED_IDLE")
+            await self._runs.wait()
+            await taker.engine_runs()
+            await asyncio.Event().wait()
+        finally:
+            reporting.cancel()
+            await taker.close()
+            await offers.close()
+            await transport.close()
+            await bus.close()
+
+    def send(self, event: Struct) -> None:
+        """Tell the parent; one that listens no more is ending."""
+        with suppress(OSError, ValueError):
+            self._sink.write(frame(event))
+            self._sink.flush()
+
+    async def _report(self, store: WeightStore) -> None:
+        """Send changed counts, and remove what other processes left."""
+        swept_at = time.monotonic()
+        while True:
+            await asyncio.sleep(COUNTS_S)
+            if (counts := self._count()) != self._counts:
+                self._counts = counts
+                self.send(counts)
+            if time.monotonic() - swept_at > SWEEP_S:
+                swept_at = time.monotonic()
+                with suppress(WeightsError):
+                    await asyncio.to_thread(store.sweep)
+
+    def _count(self) -> WeightsCounts:
+        counts = self._taker.counts() if self._taker is not None else WeightsCounts()
+        return replace(counts, sent=self._pace.sent)
+
+
+def main() -> None:
+    """Serve the parent on standard input and output until it closes them, then exit."""
+    os.nice(NICE_FETCHING)
+    _schedule("SCHED_BATCH")
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a stray print must not end up among the frames
+    first = read_frame(source)
+    if first is None:
+        return
+    job = decode_parent_message(first)
+    if not isinstance(job, WeightsJob):
+        raise SystemExit("the first message is not a job")
+    settings = load(None, job.env, {})
+    logs.configure(settings.log, f"{job.name} weights")
+    status = uvloop.run(_main(WeightsAgent(job, settings, sink), source))
+    logging.shutdown()
+    os._exit(status)  # a thread that hangs in a disk must not delay the end
+
+
+async def _main(agent: WeightsAgent, source: BinaryIO) -> int:
+    running = asyncio.create_task(agent.run())
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_listen, args=(source, loop, agent, running), daemon=True).start()
+    try:
+        await running
+    except asyncio.CancelledError:
+        return 0
+    except (BusError, WeightsError, TransferError, OSError) as error:
+        log.error("weights are not shared: %s", cause(error))
+        return 1
+    return 0
+
+
+def _listen(
+    source: BinaryIO,
+    loop: asyncio.AbstractEventLoop,
+    agent: WeightsAgent,
+    running: "asyncio.Task[None]",
+) -> None:
+    """Pass on the parent's messages, and end with it."""
+    with suppress(RuntimeError):  # the loop has ended
+        try:
+            while (body := read_frame(source)) is not None:
+                if isinstance(decode_parent_message(body), EngineRuns):
+                    loop.call_soon_threadsafe(agent.engine_runs)
+        except (msgspec.MsgspecError, ValueError, OSError) as error:
+            log.warning("the parent sends nonsense: %s", error)
+        loop.call_soon_threadsafe(running.cancel)
+
+
+def _schedule(policy: str) -> None:
+    """Run only when others do not, where the system permits it."""
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit()

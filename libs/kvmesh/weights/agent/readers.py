@@ -1,0 +1,152 @@
+"""Readers of chunks: from another worker over the network, or from this node's disk."""
+
+import asyncio
+import os
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from kvmesh.bus.messages import WeightOffer
+from kvmesh.transfer import Line
+from kvmesh.transfer.channel import Descriptor
+from kvmesh.transfer.transport import decode_descriptor
+from kvmesh.weights.errors import CheckpointError, WeightsError
+from kvmesh.weights.manifest import Manifest
+
+LINES = 2  # connections to one source: one receives while the other one's bytes are digested
+DISK_THREADS = 2
+
+
+class WrongDigest(WeightsError):
+    """The bytes of a chunk are not those that the manifest describes."""
+
+
+class ChunkReader(Protocol):
+    """Reads chunks of one copy from one source.
+
+    `direct`: a read that is cancelled has ended, and writes no more into its target, when
+    `read` returns; so it may be the place where the chunk belongs.
+    """
+
+    direct: bool
+
+    async def read(self, chunk: int, target: memoryview) -> None:
+        """Fill `target` and verify it; raises TransferError, OSError or WrongDigest."""
+        ...
+
+    async def have(self) -> bytes:
+        """One byte per chunk; raises TransferError or OSError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PeerReader:
+    """Reads from another worker, over a few connections that it uses in turn."""
+
+    direct = True
+
+    def __init__(self, offer: WeightOffer, manifest: Manifest, pool: Executor) -> None:
+        """Raises TransferError if a descriptor is malformed."""
+        self._manifest = manifest
+        self._pool = pool
+        self._files = [decode_descriptor(file) for file in offer.files]
+        self._have = decode_descriptor(offer.have) if offer.have else None
+        self._lines: asyncio.LifoQueue[Line] = asyncio.LifoQueue()
+        self.offer = offer
+        for _ in range(LINES):
+            self._lines.put_nowait(Line(self._files[0]))
+
+    async def read(self, chunk: int, target: memoryview) -> None:
+        file, offset, size = self._manifest.chunks[chunk]
+        digest = self._manifest.chunk_digest(chunk)
+        await self._run(self._files[file], offset, target[:size], digest)
+
+    async def have(self) -> bytes:
+        assert self._have is not None
+        found = bytearray(len(self._manifest.chunks))
+        await self._run(self._have, 0, memoryview(found), b"")
+        return bytes(found)
+
+    def close(self) -> None:
+        while not self._lines.empty():
+            self._lines.get_nowait().close()
+
+    async def _run(self, owner: Descriptor, offset: int, target: memoryview, digest: bytes) -> None:
+        """Read in a thread; a cancelled read ends before this does."""
+        line = await self._lines.get()
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self._pool, _read, line, owner.token, offset, target, digest)
+        try:
+            await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            line.cut()
+            await asyncio.wait([reading])
+            reading.exception()
+            line.close()
+            line = Line(self._files[0])
+            raise
+        finally:
+            self._lines.put_nowait(line)
+
+
+class DiskReader:
+    """Reads the files of this node's model folder. A disk that hangs cannot be interrupted."""
+
+    direct = False
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        """Raises CheckpointError unless the folder has files of the same names and sizes."""
+        self._manifest = manifest
+        self._pool = ThreadPoolExecutor(DISK_THREADS, "disk")
+        self._files: list[int] = []
+        try:
+            for entry in manifest.files:
+                path = folder / entry.name
+                if path.stat().st_size != entry.size:
+                    raise CheckpointError(f"{path} does not have {entry.size} bytes")
+                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+        except CheckpointError:
+            self.close()
+            raise
+
+    async def read(self, chunk: int, target: memoryview) -> None:
+        file, offset, size = self._manifest.chunks[chunk]
+        digest, loop = self._manifest.chunk_digest(chunk), asyncio.get_running_loop()
+        await loop.run_in_executor(
+            self._pool, _read_file, self._files[file], offset, target[:size], digest
+        )
+
+    async def have(self) -> bytes:
+        return b"\1" * len(self._manifest.chunks)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        while self._files:
+            os.close(self._files.pop())
+
+
+def _read(line: Line, token: bytes, offset: int, target: memoryview, digest: bytes) -> None:
+    line.read(token, offset, target)
+    _verify(target, digest)
+
+
+def _read_file(file: int, offset: int, target: memoryview, digest: bytes) -> None:
+    done = 0
+    while done < len(target):
+        count = os.preadv(file, [target[done:]], offset + done)
+        if not count:
+            raise OSError("the file is shorter than it was")
+        done += count
+    _verify(target, digest)
+
+
+def _verify(data: memoryview, digest: bytes) -> None:
+    """Check a digest, if there is one; raises WrongDigest."""
+    if digest and blake3(data).digest() != digest:
+        raise WrongDigest("the bytes do not have the digest of their chunk")

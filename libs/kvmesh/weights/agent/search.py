@@ -1,0 +1,51 @@
+"""Search for sources of a copy of weights, by queries to ever more workers."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+from kvmesh.bus.client import Bus, Subscription
+from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
+from kvmesh.weights.manifest import Manifest
+
+SHARES = (1 / 64, 1 / 8, 1.0)  # of those which have chunks
+WIDEN_S = 0.05
+_offers = MessageDecoder(WeightOffer)
+
+
+class SourceSearch:
+    """Passes the offers for one copy to `found`; offers that do not fit it are dropped."""
+
+    def __init__(
+        self, bus: Bus, manifest: Manifest, instance: str, found: Callable[[WeightOffer], None]
+    ) -> None:
+        self._bus = bus
+        self._manifest = manifest
+        self._instance = instance
+        self._found = found
+        self._inbox = bus.new_inbox()
+        self._subscription: Subscription | None = None
+
+    async def open(self) -> None:
+        self._subscription = await self._bus.subscribe(self._inbox, _offers, self._receive)
+
+    async def ask(self, enough: Callable[[], bool]) -> None:
+        """Ask a few workers, then more of them, until `enough`; takes up to 0.15 s."""
+        digest, query, above = self._manifest.digest, secrets.token_hex(8), 0.0
+        for share in SHARES:
+            message = WeightQuery(digest, query, share, above, self._instance)
+            self._bus.post(self._bus.subjects.weights(digest), message, reply=self._inbox)
+            await asyncio.sleep(WIDEN_S)
+            if enough():
+                return
+            above = share
+
+    async def close(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    def _receive(self, offer: WeightOffer) -> None:
+        if offer.digest != self._manifest.digest or offer.instance == self._instance:
+            return
+        if len(offer.files) == len(self._manifest.files) and (offer.complete or offer.have):
+            self._found(offer)

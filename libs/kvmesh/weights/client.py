@@ -1,0 +1,180 @@
+"""The parent's side of a weights process."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvmesh.weights.answer import WeightsAccess, WeightsAnswer, read_answer, write_answer
+from kvmesh.weights.errors import WeightsLost
+from kvmesh.weights.frames import (
+    HEADER_BYTES,
+    MAX_FRAME,
+    EngineRuns,
+    WeightsEvent,
+    WeightsJob,
+    decode_event,
+    frame,
+)
+
+COMMAND = (sys.executable, "-m", "kvmesh.weights.agent.process")
+STOP_S = 5.0
+ANSWER_MARGIN_S = 30.0  # for its imports, and its connection to NATS
+
+
+class LoadersProcess:
+    """A weights process of a loader that has no worker; it ends with `close`, or with its parent.
+
+    For plain code: a worker uses WorkersProcess.
+    """
+
+    def __init__(self, job: WeightsJob) -> None:
+        """Raises OSError."""
+        self._process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._send(job)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def engine_runs(self) -> None:
+        """The weights are loaded."""
+        self._send(EngineRuns())
+
+    def close(self) -> None:
+        """End the process; its copy goes unless it is kept or used."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: Struct) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died: the loader sees it by `alive`
+            self._process.stdin.write(frame(message))
+            self._process.stdin.flush()
+
+
+class WorkersProcess:
+    """A weights process of a worker; `on_event` gets what it reports.
+
+    `died` runs with a reason each time it ends by itself; `start` then starts another one.
+    """
+
+    def __init__(
+        self,
+        job: WeightsJob,
+        on_event: Callable[[WeightsEvent], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._job = job
+        self._on_event = on_event
+        self._on_death = on_death
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._runs = False
+
+    async def start(self) -> None:
+        """Start it, to go on with the answer of one that has died; raises OSError."""
+        answer = self._answer()
+        if answer is not None:
+            self._job = replace(self._job, digest=answer.digest)
+        self._process = await asyncio.create_subprocess_exec(
+            *COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._reading = asyncio.create_task(self._read(self._process), name="weights process")
+        self._send(self._job)
+        if self._runs:
+            self._send(EngineRuns())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def engine_runs(self) -> None:
+        """The engine has loaded its weights and started."""
+        self._runs = True
+        self._send(EngineRuns())
+
+    async def close(self) -> None:
+        """End the process; its copy goes unless it is kept or used."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+
+    def _send(self, message: Struct) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # its death is noticed by `_read`
+                self._process.stdin.write(frame(message))
+
+    def _answer(self) -> WeightsAnswer | None:
+        with contextlib.suppress(WeightsLost):
+            return read_answer(Path(self._job.answer_file))
+        return None
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        try:
+            while True:
+                size = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES), "big")
+                if size > MAX_FRAME:
+                    raise ValueError(f"a frame of {size} bytes")
+                self._on_event(decode_event(await process.stdout.readexactly(size)))
+        except (asyncio.IncompleteReadError, msgspec.MsgspecError, ValueError) as error:
+            if isinstance(error, asyncio.IncompleteReadError):
+                status = await process.wait()
+                reason = f"the weights process has ended with status {status}"
+            else:
+                process.kill()
+                await process.wait()
+                reason = f"the weights process sends nonsense: {error}"
+        if self._process is not process:
+            return
+        self._process = None
+        if self._answer() is None:
+            with contextlib.suppress(OSError):
+                write_answer(Path(self._job.answer_file), WeightsAnswer(disk=reason))
+        self._on_death(reason)
+
+
+def answer_path(folder: str | None = None) -> Path:
+    """A place for an answer file that no other process uses."""
+    return Path(tempfile.mkdtemp(prefix="kvmesh-weights-", dir=folder)) / "answer"
+
+
+def access(
+    answer_file: Path, directory: Path, max_bytes: int, keep: bool, longest_wait_s: float
+) -> WeightsAccess:
+    """The access of a loader to the answer of a process that waits so long for sources."""
+    return WeightsAccess(answer_file, directory, max_bytes, keep, longest_wait_s + ANSWER_MARGIN_S)

@@ -1,0 +1,90 @@
+"""Messages between a weights process and its parent, as frames on the process's pipes."""
+
+from typing import BinaryIO, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+HEADER_BYTES = 4
+MAX_FRAME = 4 << 20
+
+
+class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
+    """The first message of the parent: a worker's settings as environment variables, and its model.
+
+    `model` is the name in the API, `folder` the model folder, with or without weights. The answer
+    for the engine's loader goes to `answer_file`. A process that takes over from one that has died
+    gets the `digest` of that one's answer.
+    """
+
+    env: dict[str, str]
+    name: str
+    instance: str
+    model: str
+    folder: str
+    revision: str = ""
+    node: str = ""
+    answer_file: str
+    digest: str = ""
+
+
+class EngineRuns(Struct, frozen=True, tag="runs"):
+    """The parent's engine has loaded its weights and started."""
+
+
+class WeightsKnown(Struct, frozen=True, tag="known"):
+    """The digest of the manifest of the worker's weights, for its card."""
+
+    digest: str
+
+
+class WeightsTaken(Struct, frozen=True, tag="taken"):
+    """A copy is complete: bytes by source, an instance or "disk", and the seconds that it took."""
+
+    digest: str
+    seconds: float
+    sources: dict[str, int]
+
+
+class WeightsFromDisk(Struct, frozen=True, tag="disk"):
+    """The engine loads the weights from its folder, for a reason."""
+
+    reason: str
+
+
+class WeightsCounts(Struct, frozen=True, kw_only=True, tag="counts"):
+    """Counts since the start: bytes taken, by "peer" or "disk", and sent to others.
+
+    `failed` counts requests for chunks by the reason of their failure, `sources` the workers from
+    which weights come now.
+    """
+
+    taken: dict[str, int] = {}
+    sent: int = 0
+    failed: dict[str, int] = {}
+    sources: int = 0
+
+
+ParentMessage: TypeAlias = WeightsJob | EngineRuns
+WeightsEvent: TypeAlias = WeightsKnown | WeightsTaken | WeightsFromDisk | WeightsCounts
+_encode = msgspec.msgpack.Encoder().encode
+decode_parent_message = msgspec.msgpack.Decoder(ParentMessage).decode
+decode_event = msgspec.msgpack.Decoder(WeightsEvent).decode
+
+
+def frame(message: Struct) -> bytes:
+    """A message with its length."""
+    body = _encode(message)
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+def read_frame(source: BinaryIO) -> bytes | None:
+    """The next frame, None at the end; blocks. Raises ValueError if it is too long."""
+    header = source.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        return None
+    size = int.from_bytes(header, "big")
+    if size > MAX_FRAME:
+        raise ValueError(f"a frame of {size} bytes")
+    body = source.read(size)
+    return body if len(body) == size else None

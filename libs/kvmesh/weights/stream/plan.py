@@ -1,0 +1,325 @@
+"""The plan of a stream: the next chunk to request, and its source."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from kvmesh.weights.stream.chunks import ChunkBoard
+from kvmesh.weights.stream.options import FetchOptions
+from kvmesh.weights.stream.source import SourceState
+
+Failure = Literal["lost", "timeout", "corrupt", "absent", "busy"]
+_REFUSED = 4096  # names remembered of sources which are not asked again
+_RECHECK_S = 0.05  # until an open request is compared with other sources again
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest:
+    """To be sent to `source` now; the answer is late after `deadline`."""
+
+    source: str
+    chunk: int
+    deadline: float
+
+
+class StreamPlan:
+    """Spreads the chunks of a copy over its sources, as a caller reports what happens.
+
+    `sizes` are the chunks' bytes, in the order in which they are read. `key` differs between
+    targets: it makes those which start together take different chunks from the same source. All
+    times are in seconds of one clock. A chunk out of range raises ValueError everywhere.
+    """
+
+    def __init__(self, sizes: Sequence[int], options: FetchOptions, key: int) -> None:
+        """Raises ValueError for a chunk without bytes."""
+        self._options = options
+        self._board = ChunkBoard(sizes, options, key)
+        self._random = random.Random(key)
+        self._sources: dict[str, SourceState] = {}
+        self._refused: dict[str, float] = {}  # until when
+        self._askers: dict[int, list[SourceState]] = {}  # of chunks with open requests
+        self._doubled = 0
+
+    @property
+    def done(self) -> bool:
+        return self._board.missing == 0
+
+    @property
+    def missing(self) -> int:
+        """Chunks that have not arrived."""
+        return self._board.missing
+
+    @property
+    def sources(self) -> Mapping[str, SourceState]:
+        """Those which may be asked, now or after a rest."""
+        return MappingProxyType(self._sources)
+
+    def present(self, chunks: Iterable[int]) -> None:
+        """Chunks which the caller had before."""
+        for chunk in chunks:
+            self._board.check(chunk)
+            self._settle(chunk)
+
+    def join(self, source: str, now: float, complete: bool, local: bool = False) -> bool:
+        """A source that has all chunks (`complete`) or those named by `learn`.
+
+        `local` is the node's own disk. Returns False if the source is not taken: its bytes were
+        wrong, it was given up a short time ago, or there are enough candidates.
+        """
+        if self._refused.get(source, now) > now:
+            return False
+        if source in self._sources:
+            return True
+        if len(self._sources) >= self._options.candidates and not local:
+            return False
+        state = SourceState(source, complete, local)
+        if complete:
+            self._board.completes += not local
+        else:
+            state.has = np.zeros(self._board.count, np.uint8)
+            state.counted = state.has
+            state.poll_at, state.poll_every = now, self._options.poll_s
+        self._sources[source] = state
+        return True
+
+    def learn(self, source: str, have: bytes, now: float) -> None:
+        """The bitmap of a source: one byte per chunk, 1 if it has it, 2 if it is fetching it.
+
+        Other values count as 0, an unknown source is ignored, a wrong length raises ValueError.
+        """
+        if len(have) != self._board.count:
+            raise ValueError(f"a bitmap of {len(have)} bytes for {self._board.count} chunks")
+        state = self._sources.get(source)
+        if state is None or state.has is None or state.counted is None:
+            return
+        marks = np.frombuffer(have, np.uint8)
+        has = (marks == 1).view(np.uint8)
+        changed = self._board.gains(has, state.has)
+        counted = has | (marks == 2).view(np.uint8)
+        self._board.recount(state.counted, counted)
+        state.has, state.counted = has, counted
+        options = self._options
+        every = state.poll_every / 2 if changed else state.poll_every * 1.5
+        state.poll_every = min(max(every, options.poll_s), options.poll_most_s)
+        if has.all():
+            state.poll_at = None
+        else:
+            state.poll_at = now + max(state.poll_every, self._poll_floor())
+
+    def leave(self, source: str) -> list[int]:
+        """The source is gone; returns the chunks of its open requests."""
+        state = self._sources.pop(source, None)
+        if state is None:
+            return []
+        dropped = self._drop_all(state)
+        if state.counted is not None:
+            self._board.recount(state.counted, None)
+        elif not state.local:
+            self._board.completes -= 1
+        return dropped
+
+    def arrived(self, source: str, chunk: int, now: float) -> bool:
+        """A chunk with the right digest has come; False: it was there already.
+
+        It counts also if the source has left or the request is not open any more.
+        """
+        self._board.check(chunk)
+        if (state := self._sources.get(source)) is not None:
+            state.answered(chunk, self._board.sizes[chunk], now)
+            self._forget(state, chunk)
+        return self._settle(chunk)
+
+    def failed(self, source: str, chunk: int | None, reason: Failure, now: float) -> list[int]:
+        """A request has failed; `chunk` None: the reading of the bitmap has.
+
+        "lost" (the connection) and "timeout" end all requests of the source, which rests;
+        "corrupt" (a wrong digest) bans it; "absent" corrects its bitmap; "busy" lets it rest for a
+        short time. Returns the chunks of its other requests, which the caller ends. A request that
+        is not open any more is ignored unless its bytes were wrong.
+        """
+        if chunk is not None:
+            self._board.check(chunk)
+        if reason == "corrupt":
+            self._refuse(source, inf)
+            return [each for each in self.leave(source) if each != chunk]
+        state = self._sources.get(source)
+        if state is None or (chunk is not None and chunk not in state.open):
+            return []
+        if chunk is not None:
+            state.dropped(chunk)
+            self._forget(state, chunk)
+        if reason == "absent":
+            if chunk is not None:
+                self._correct(state, chunk, now)
+            return []
+        if reason == "busy":
+            state.rest_busy(now, self._options, self._random.random())
+            return []
+        state.rest(now, self._options)
+        if state.failures >= self._options.failures:
+            self._refuse(source, now + self._options.given_up_s)
+            return self.leave(source)
+        return self._drop_all(state)
+
+    def requests(self, now: float) -> list[ChunkRequest]:
+        """The requests to send now."""
+        found: list[ChunkRequest] = []
+        barren: set[str] = set()
+        while not self.done and (request := self._next(now, barren)) is not None:
+            found.append(request)
+        return found
+
+    def wake_at(self, now: float) -> float | None:
+        """The next time at which `requests` or `polls` may have more without a report.
+
+        None: only a report can change anything.
+        """
+        if self.done:
+            return None
+        states = self._sources.values()
+        times = [s.rests_until for s in states if s.rests_until > now]
+        times += [max(s.poll_at, s.rests_until) for s in states if s.poll_at is not None]
+        if self._askers:
+            times.append(now + _RECHECK_S)
+        return max(min(times), now) if times else None
+
+    def polls(self, now: float) -> list[str]:
+        """Sources whose bitmaps the caller reads now; each is named once until `learn`.
+
+        A source is named again some time later if neither `learn` nor `failed` follows.
+        """
+        due = []
+        for state in self._sources.values():
+            if state.poll_at is not None and max(state.poll_at, state.rests_until) <= now:
+                state.poll_at = now + self._options.floor_s
+                due.append(state.name)
+        return due
+
+    def _next(self, now: float, barren: set[str]) -> ChunkRequest | None:
+        """The next request; adds the sources that can serve nothing to `barren`."""
+        assumed = self._assumed_pace()
+        for _, state in sorted(self._ready(now, barren, assumed), key=lambda pair: pair[0]):
+            chunk = self._choose(state, now, assumed)
+            if chunk is None:
+                barren.add(state.name)
+                continue
+            size = self._board.sizes[chunk]
+            deadline = state.deadline(size, now, self._options)
+            state.sent(chunk, size, now)
+            askers = self._askers.setdefault(chunk, [])
+            askers.append(state)
+            self._doubled += len(askers) > 1
+            self._board.close(chunk)
+            return ChunkRequest(state.name, chunk, deadline)
+        return None
+
+    def _ready(
+        self, now: float, barren: set[str], assumed: float
+    ) -> list[tuple[float, SourceState]]:
+        """Sources with room for a request, with about the time that its answer takes."""
+        options, size = self._options, self._board.typical
+        busy = [s for s in self._sources.values() if s.open and not s.local]
+        partial = sum(s.has is not None for s in busy)
+        seeds = any(
+            s.has is None and not s.local and s.rests_until <= now for s in self._sources.values()
+        )
+        found = []
+        for state in self._sources.values():
+            if state.rests_until > now or state.name in barren:
+                continue
+            pace = state.pace or assumed
+            if state.open:
+                least = 1 if len(busy) > 1 and state.pace else 2 if state.pace else 1
+                most = min(
+                    max(options.depth_s / (pace * size) if pace else 0, least), options.depth
+                )
+                if len(state.open) >= most:
+                    continue
+            elif not state.local:
+                if len(busy) >= options.sources:
+                    continue
+                # one place is kept for a complete source, the only one to have what is new
+                if seeds and state.has is not None and 1 < options.sources <= partial + 1:
+                    continue
+            jitter = 0.75 + self._random.random() / 2
+            found.append(((state.owed + size) * pace * jitter, state))
+        return found
+
+    def _choose(self, state: SourceState, now: float, assumed: float) -> int | None:
+        board, options = self._board, self._options
+        wait = (state.owed + board.typical) * (state.pace or assumed)
+        others = sum(s.rate for s in self._sources.values() if s.open and s is not state)
+        skip = int(others * wait / 2 / board.typical)
+        chunk = board.choose(state, skip if skip > options.head else 0, len(self._askers))
+        return chunk if chunk is not None else self._second(state, now, wait, assumed)
+
+    def _second(self, state: SourceState, now: float, wait: float, assumed: float) -> int | None:
+        """A chunk whose open request will take far longer than one to this source would."""
+        if self._doubled >= self._options.duplicates or not wait:
+            return None
+        near = self._board.first + self._options.head if self._board.unasked else self._board.count
+        longest, found = wait * self._options.gain, None
+        for chunk, askers in self._askers.items():
+            if chunk < near and len(askers) == 1 and askers[0] is not state and state.offers(chunk):
+                left = askers[0].remaining(chunk, now, assumed)
+                if left > longest:
+                    longest, found = left, chunk
+        return found
+
+    def _assumed_pace(self) -> float:
+        """The pace of a source that is not known yet: the median of those known."""
+        known = sorted(s.pace for s in self._sources.values() if s.pace)
+        return known[len(known) // 2] if known else 0.0
+
+    def _poll_floor(self) -> float:
+        """Seconds between bitmaps of one source by the bound of their bytes."""
+        polled = sum(s.poll_at is not None for s in self._sources.values())
+        return polled * self._board.count / self._options.poll_bytes_per_s
+
+    def _settle(self, chunk: int) -> bool:
+        self._doubled -= max(len(self._askers.pop(chunk, ())) - 1, 0)
+        return self._board.settle(chunk)
+
+    def _forget(self, state: SourceState, chunk: int) -> None:
+        """The source does not fetch the chunk any more; without another it is open again."""
+        askers = self._askers.get(chunk)
+        if askers is None or state not in askers:
+            return
+        askers.remove(state)
+        if askers:
+            self._doubled -= 1
+        else:
+            del self._askers[chunk]
+            self._board.reopen(chunk)
+
+    def _drop_all(self, state: SourceState) -> list[int]:
+        chunks = list(state.open)
+        for chunk in chunks:
+            state.dropped(chunk)
+            self._forget(state, chunk)
+        return chunks
+
+    def _correct(self, state: SourceState, chunk: int, now: float) -> None:
+        """The source does not have the chunk; one that was complete is partial from now on."""
+        if state.has is None or state.counted is None:
+            state.has = np.ones(self._board.count, np.uint8)
+            state.counted = np.zeros(self._board.count, np.uint8)
+            state.complete = False
+            self._board.completes -= not state.local
+        has = state.has.copy()
+        has[chunk] = 0
+        self._board.recount(state.counted, has)
+        state.has = state.counted = has
+        if state.poll_at is None:
+            state.poll_at, state.poll_every = now + self._options.poll_s, self._options.poll_s
+
+    def _refuse(self, source: str, until: float) -> None:
+        self._refused.pop(source, None)
+        self._refused[source] = until
+        if len(self._refused) > _REFUSED:
+            del self._refused[next(iter(self._refused))]
