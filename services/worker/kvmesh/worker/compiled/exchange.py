@@ -1,5 +1,6 @@
 """Archives of compile caches in the node's store of weights, and their offers on cards."""
 
+import asyncio
 import hmac
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Protocol
 from blake3 import blake3
 
 from kvmesh.bus.messages import CompiledOffer, Instance
-from kvmesh.weights.errors import StoreError
+from kvmesh.settings.schema import WeightsSettings
+from kvmesh.weights.client import WorkersProcess
+from kvmesh.weights.errors import StoreError, WeightsLost
 from kvmesh.weights.manifest import CHUNK_BYTES, FileEntry, Manifest
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
@@ -30,6 +33,27 @@ class ArchiveExchange(Protocol):
     async def offer(self, copy: StoredCopy) -> None:
         """Serve a copy to other workers from now on; raises WeightsError."""
         ...
+
+
+class ProcessExchange:
+    """Lets a worker's weights process move archives in and out of the node's store."""
+
+    def __init__(self, process: WorkersProcess, settings: WeightsSettings) -> None:
+        self._process = process
+        self._settings = settings
+
+    async def fetch(self, digest: str, timeout_s: float) -> StoredCopy:
+        await self._process.want_copy(digest, timeout_s)
+        copy = await asyncio.to_thread(self._open, digest)
+        if copy is None or not copy.complete:
+            raise WeightsLost(f"the store has lost {digest}")
+        return copy
+
+    async def offer(self, copy: StoredCopy) -> None:
+        await self._process.offer_copy(copy.manifest.digest)
+
+    def _open(self, digest: str) -> StoredCopy | None:
+        return WeightStore(self._settings.directory, self._settings.max_bytes).open(digest)
 
 
 def offer_of(environment: CompileEnvironment, key: bytes, digest: str) -> CompiledOffer:
