@@ -44,7 +44,7 @@ class CachingWorker:
         await self.cache.open()
         file = Path(os.environ["VLLM_CACHE_ROOT"], KERNEL)
         if not file.exists():  # noqa: ASYNC240
-            file.parent.mkdir(parents=True)  # noqa: ASYNC240
+            file.parent.mkdir(parents=True)
             file.write_bytes(code)  # noqa: ASYNC240
         offer = await self.cache.offer()
         await self.join(offer)

@@ -3,7 +3,7 @@
 from kvmesh.transfer.errors import TransferError
 from kvmesh.transfer.grants import Grant, LentFile, Region
 from kvmesh.transfer.line import Line
-from kvmesh.transfer.pace import Pace
+from kvmesh.transfer.pace import SendingPace
 from kvmesh.transfer.transport import Transport
 
-__all__ = ["Grant", "LentFile", "Line", "Pace", "Region", "TransferError", "Transport"]
+__all__ = ["Grant", "LentFile", "Line", "Region", "SendingPace", "TransferError", "Transport"]

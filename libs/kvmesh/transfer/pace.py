@@ -5,7 +5,7 @@ import sys
 BURST_S = 0.1
 
 
-class Pace:
+class SendingPace:
     """At most `bytes_per_s`, after short bursts; 0: no bound. Counts the bytes."""
 
     def __init__(self, bytes_per_s: float = 0) -> None:

@@ -10,7 +10,7 @@ from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.transfer.channel import Channel, Closed, Got, TransferReply, Want
 from kvmesh.transfer.grants import Grant, Grants
 from kvmesh.transfer.memory_ranges import Piece, Range, cut, unpack
-from kvmesh.transfer.pace import Pace
+from kvmesh.transfer.pace import SendingPace
 
 log = logging.getLogger(__name__)
 MESSAGE_S = 10.0
@@ -31,7 +31,7 @@ class TransferServer:
     """
 
     def __init__(
-        self, grants: Grants, max_readers: int, agent: str, pace: Pace, tos: int = 0
+        self, grants: Grants, max_readers: int, agent: str, pace: SendingPace, tos: int = 0
     ) -> None:
         self._grants = grants
         self._pace = pace

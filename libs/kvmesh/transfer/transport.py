@@ -15,7 +15,7 @@ from kvmesh.transfer.errors import TransferError
 from kvmesh.transfer.grants import Grants, LentFile, Region
 from kvmesh.transfer.memory_ranges import Piece, merged, pack
 from kvmesh.transfer.nixl import NixlAgent
-from kvmesh.transfer.pace import Pace
+from kvmesh.transfer.pace import SendingPace
 from kvmesh.transfer.server import TransferServer
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Transport:
     """
 
     def __init__(
-        self, options: TransferSettings, agent: NixlAgent | None, pace: Pace, tos: int
+        self, options: TransferSettings, agent: NixlAgent | None, pace: SendingPace, tos: int
     ) -> None:
         self._options = options
         self._agent = agent
@@ -50,7 +50,7 @@ class Transport:
 
     @classmethod
     async def open(
-        cls, options: TransferSettings, pace: Pace | None = None, tos: int = 0
+        cls, options: TransferSettings, pace: SendingPace | None = None, tos: int = 0
     ) -> "Transport":
         """Listen. Raises TransferError if that fails or the requested transport is unavailable.
 
@@ -60,7 +60,7 @@ class Transport:
             reason = "other processes need an address: set transfer.advertise"
             raise TransferError("unavailable", options.host, reason)
         agent = await asyncio.to_thread(_agent, options.via)
-        transport = cls(options, agent, pace or Pace(), tos)
+        transport = cls(options, agent, pace or SendingPace(), tos)
         try:
             transport._port = await transport._server.open(options.host, options.port)
         except OSError as error:

@@ -13,8 +13,8 @@ class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
     """The first message of the parent: a worker's settings as environment variables, and its model.
 
     `model` is the name in the API, `folder` the model folder, with or without weights. The answer
-    for the engine's loader goes to `answer_file`. A process that takes over from one that has died
-    gets the `digest` of that one's answer.
+    for the engine's loader goes to `answer_file`; unless it is to `take` weights, that is the
+    disk. A process that takes over from one that has died gets the `digest` of that one's answer.
     """
 
     env: dict[str, str]
@@ -26,6 +26,7 @@ class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
     node: str = ""
     answer_file: str
     digest: str = ""
+    take: bool = True
 
 
 class EngineRuns(Struct, frozen=True, tag="runs"):

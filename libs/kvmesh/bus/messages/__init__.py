@@ -64,6 +64,8 @@ from kvmesh.bus.messages.discovery import (
     NodeStore,
     Role,
     Starting,
+    WeightOffer,
+    WeightQuery,
 )
 from kvmesh.bus.messages.frontends import KeepTraces, KeyUse, LimitUse, SessionPrompt, SessionQuery
 from kvmesh.bus.messages.kv_events import (
@@ -162,7 +164,6 @@ from kvmesh.bus.messages.sequences import (
     prefill_part,
     prefilled_request,
 )
-from kvmesh.bus.messages.weights import WeightOffer, WeightQuery
 from kvmesh.bus.messages.work import (
     Chunk,
     Guided,

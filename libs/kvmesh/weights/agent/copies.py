@@ -95,7 +95,7 @@ class CopyTaker:
                 await self._own.publish(known)
 
     def counts(self) -> WeightsCounts:
-        """What was taken so far."""
+        """Bytes taken and failures so far."""
         fetch = self._fetch
         if fetch is None:
             return WeightsCounts()
@@ -109,6 +109,8 @@ class CopyTaker:
 
     async def _choose(self, on_disk: bool, patience: float) -> str:
         """Answer with a copy and return nothing, or return the reason why there is none."""
+        if not self._job.take:
+            return "the engine loads its weights itself"
         reason = f"no worker of {self._job.model} tells the digest of its weights"
         try:
             async with asyncio.timeout(patience):

@@ -10,7 +10,7 @@ from typing import Any
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import TransferError
-from kvmesh.weights.agent.readers import ChunkReader, PeerReader, WrongDigest
+from kvmesh.weights.agent.readers import ChunkReader, SourceReader, WrongDigest
 from kvmesh.weights.errors import WeightsLost
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
@@ -61,12 +61,12 @@ class WeightFetch:
         """Take chunks from a worker; one that has started anew replaces its former self."""
         name, now = offer.instance, _now()
         known = self._readers.get(name)
-        if isinstance(known, PeerReader) and name in self._plan.sources:
+        if isinstance(known, SourceReader) and name in self._plan.sources:
             if known.offer.files == offer.files:
                 return
             self._drop(name)
         try:
-            reader = PeerReader(offer, self._copy.manifest, self._pool)
+            reader = SourceReader(offer, self._copy.manifest, self._pool)
         except TransferError as error:
             self._report(name, str(error))
             return

@@ -19,7 +19,7 @@ from kvmesh.bus.errors import BusError, cause
 from kvmesh.runtime import logs
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings, load
-from kvmesh.transfer import Pace, TransferError, Transport
+from kvmesh.transfer import SendingPace, TransferError, Transport
 from kvmesh.weights.agent.copies import CopyTaker
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.other_copies import OtherCopies
@@ -52,7 +52,7 @@ class WeightsAgent:
         self._job = job
         self._settings = settings
         self._sink = sink
-        self._pace = Pace(settings.weights.upload_bytes_per_s)
+        self._pace = SendingPace(settings.weights.upload_bytes_per_s)
         self._runs = asyncio.Event()
         self._taker: CopyTaker | None = None
         self._wanted: asyncio.Queue[CopyWanted | CopyOffered] = asyncio.Queue()

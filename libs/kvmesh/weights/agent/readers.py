@@ -43,7 +43,7 @@ class ChunkReader(Protocol):
     def close(self) -> None: ...
 
 
-class PeerReader:
+class SourceReader:
     """Reads from another worker, over a few connections that it uses in turn."""
 
     direct = True

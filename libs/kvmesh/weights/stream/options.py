@@ -26,7 +26,7 @@ class FetchOptions:
 
     sources: int = 4
     candidates: int = 64
-    window: int = 64
+    window: int = 128
     head: int = 4
     depth: int = 16
     depth_s: float = 0.03
@@ -38,7 +38,7 @@ class FetchOptions:
     busy_s: float = 0.02
     failures: int = 4
     given_up_s: float = 60.0
-    gain: float = 2.0
+    gain: float = 4.0
     duplicates: int = 4
     poll_s: float = 0.02
     poll_most_s: float = 1.0

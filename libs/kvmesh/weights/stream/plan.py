@@ -15,6 +15,8 @@ from kvmesh.weights.stream.source import SourceState
 
 Failure = Literal["lost", "timeout", "corrupt", "absent", "busy"]
 _REFUSED = 4096  # names remembered of sources which are not asked again
+_QUIET_CHUNKS = 8.0  # times a chunk's time without a chunk of another target
+_QUIET_S = 0.1  # at least
 _RECHECK_S = 0.05  # until an open request is compared with other sources again
 
 
@@ -30,20 +32,21 @@ class ChunkRequest:
 class StreamPlan:
     """Spreads the chunks of a copy over its sources, as a caller reports what happens.
 
-    `sizes` are the chunks' bytes, in the order in which they are read. `key` differs between
-    targets: it makes those which start together take different chunks from the same source. All
-    times are in seconds of one clock. A chunk out of range raises ValueError everywhere.
+    `sizes` are the chunks' bytes, in the order in which they are read. `name` is
+    the one under which other targets know this one as a source: those which start together take
+    different chunks from a complete source by it. All times are in seconds of one clock. A chunk out of range raises ValueError everywhere.
     """
 
-    def __init__(self, sizes: Sequence[int], options: FetchOptions, key: int) -> None:
+    def __init__(self, sizes: Sequence[int], options: FetchOptions, name: str) -> None:
         """Raises ValueError for a chunk without bytes."""
         self._options = options
-        self._board = ChunkBoard(sizes, options, key)
-        self._random = random.Random(key)
+        self._board = ChunkBoard(sizes, options, name)
+        self._random = random.Random(name)
         self._sources: dict[str, SourceState] = {}
         self._refused: dict[str, float] = {}  # until when
         self._askers: dict[int, list[SourceState]] = {}  # of chunks with open requests
         self._doubled = 0
+        self._peers_at = -inf  # when another target last joined or brought a chunk
 
     @property
     def done(self) -> bool:
@@ -78,36 +81,50 @@ class StreamPlan:
         if len(self._sources) >= self._options.candidates and not local:
             return False
         state = SourceState(source, complete, local)
+        state.poll_at, state.poll_every = inf if local else now, self._options.poll_s
         if complete:
             self._board.completes += not local
         else:
             state.has = np.zeros(self._board.count, np.uint8)
             state.counted = state.has
-            state.poll_at, state.poll_every = now, self._options.poll_s
+            state.rival = True
+            self._board.compete(source, 1)
+            self._peers_at = now
         self._sources[source] = state
         return True
 
     def learn(self, source: str, have: bytes, now: float) -> None:
-        """The bitmap of a source: one byte per chunk, 1 if it has it, 2 if it is fetching it.
+        """The bitmap of a source: one byte per chunk, 0 if it lacks it.
 
-        Other values count as 0, an unknown source is ignored, a wrong length raises ValueError.
+        1: it has the chunk; 2: it is fetching it; 3: it has it and has sent it to another target
+        of late. Other values count as 0, an unknown source is ignored, a wrong length raises
+        ValueError. A source that joined as complete is taken to have all.
         """
         if len(have) != self._board.count:
             raise ValueError(f"a bitmap of {len(have)} bytes for {self._board.count} chunks")
         state = self._sources.get(source)
-        if state is None or state.has is None or state.counted is None:
+        if state is None:
             return
-        marks = np.frombuffer(have, np.uint8)
-        has = (marks == 1).view(np.uint8)
-        changed = self._board.gains(has, state.has)
-        counted = has | (marks == 2).view(np.uint8)
-        self._board.recount(state.counted, counted)
-        state.has, state.counted = has, counted
+        changed = have != state.read
+        if changed:
+            state.read = have
+            marks = np.frombuffer(have, np.uint8)
+            state.has_sent = (marks == 3).view(np.uint8)
+            if state.has is not None and state.counted is not None:
+                has = ((marks == 1) | (marks == 3)).view(np.uint8)
+                counted = has | (marks == 2).view(np.uint8)
+                self._board.recount(state.counted, counted)
+                changed = self._board.gains(has, state.has)
+                state.has, state.counted = has, counted
+                if has.all():
+                    self._yield(state)
         options = self._options
         every = state.poll_every / 2 if changed else state.poll_every * 1.5
-        state.poll_every = min(max(every, options.poll_s), options.poll_most_s)
-        if has.all():
-            state.poll_at = None
+        chunk_s = self._assumed_pace() * self._board.typical or _QUIET_S
+        longest = min(2 * chunk_s, options.poll_most_s)
+        state.poll_every = max(min(every, longest), options.poll_s)
+        if state.has is not None and not state.rival:
+            state.poll_at = inf
         else:
             state.poll_at = now + max(state.poll_every, self._poll_floor())
 
@@ -117,6 +134,7 @@ class StreamPlan:
         if state is None:
             return []
         dropped = self._drop_all(state)
+        self._yield(state)
         if state.counted is not None:
             self._board.recount(state.counted, None)
         elif not state.local:
@@ -131,6 +149,8 @@ class StreamPlan:
         self._board.check(chunk)
         if (state := self._sources.get(source)) is not None:
             state.answered(chunk, self._board.sizes[chunk], now)
+            if state.has is not None:
+                self._peers_at = now
             self._forget(state, chunk)
         return self._settle(chunk)
 
@@ -183,7 +203,7 @@ class StreamPlan:
             return None
         states = self._sources.values()
         times = [s.rests_until for s in states if s.rests_until > now]
-        times += [max(s.poll_at, s.rests_until) for s in states if s.poll_at is not None]
+        times += [max(s.poll_at, s.rests_until) for s in states if self._polled(s)]
         if self._askers:
             times.append(now + _RECHECK_S)
         return max(min(times), now) if times else None
@@ -195,7 +215,8 @@ class StreamPlan:
         """
         due = []
         for state in self._sources.values():
-            if state.poll_at is not None and max(state.poll_at, state.rests_until) <= now:
+            near = state.poll_at - state.poll_every / 4  # so that several are read at once
+            if self._polled(state) and max(near, state.rests_until) <= now:
                 state.poll_at = now + self._options.floor_s
                 due.append(state.name)
         return due
@@ -255,7 +276,9 @@ class StreamPlan:
         wait = (state.owed + board.typical) * (state.pace or assumed)
         others = sum(s.rate for s in self._sources.values() if s.open and s is not state)
         skip = int(others * wait / 2 / board.typical)
-        chunk = board.choose(state, skip if skip > options.head else 0, len(self._askers))
+        patience = min(max(_QUIET_CHUNKS * assumed * board.typical, _QUIET_S), options.floor_s)
+        shared = now - self._peers_at < patience
+        chunk = board.choose(state, skip if skip > options.head else 0, shared)
         return chunk if chunk is not None else self._second(state, now, wait, assumed)
 
     def _second(self, state: SourceState, now: float, wait: float, assumed: float) -> int | None:
@@ -278,8 +301,12 @@ class StreamPlan:
 
     def _poll_floor(self) -> float:
         """Seconds between bitmaps of one source by the bound of their bytes."""
-        polled = sum(s.poll_at is not None for s in self._sources.values())
+        polled = sum(self._polled(s) for s in self._sources.values())
         return polled * self._board.count / self._options.poll_bytes_per_s
+
+    def _polled(self, state: SourceState) -> bool:
+        """True if the source's bitmap may change in a way that matters."""
+        return state.rival or (state.poll_at < inf and self._board.targets > 0)
 
     def _settle(self, chunk: int) -> bool:
         self._doubled -= max(len(self._askers.pop(chunk, ())) - 1, 0)
@@ -315,8 +342,16 @@ class StreamPlan:
         has[chunk] = 0
         self._board.recount(state.counted, has)
         state.has = state.counted = has
-        if state.poll_at is None:
+        if not state.rival:
+            state.rival = True
+            self._board.compete(state.name, 1)
             state.poll_at, state.poll_every = now + self._options.poll_s, self._options.poll_s
+
+    def _yield(self, state: SourceState) -> None:
+        """The source takes no chunks any more."""
+        if state.rival:
+            state.rival = False
+            self._board.compete(state.name, -1)
 
     def _refuse(self, source: str, until: float) -> None:
         self._refused.pop(source, None)

@@ -32,12 +32,15 @@ class SourceState:
     local: bool
     has: Bits | None = None
     counted: Bits | None = None  # chunks it has or is fetching, as counted for rarity
+    rival: bool = False  # it takes chunks from the same sources
     pace: float = 0.0
     taken: int = 0  # bytes arrived from it
     failures: int = 0  # in a row
     busies: int = 0  # in a row
     rests_until: float = 0.0
-    poll_at: float | None = None
+    poll_at: float = 0.0
+    read: bytes = b""  # its bitmap
+    has_sent: Bits | None = None  # chunks that it has sent to others
     poll_every: float = 0.0
     owed: int = 0
     open: dict[int, _Sent] = field(default_factory=dict)
@@ -50,6 +53,10 @@ class SourceState:
 
     def offers(self, chunk: int) -> bool:
         return self.has is None or bool(self.has[chunk])
+
+    def sent_before(self, chunk: int) -> bool:
+        """True if it has sent the chunk to another target of late."""
+        return self.has_sent is not None and bool(self.has_sent[chunk])
 
     def sent(self, chunk: int, size: int, now: float) -> None:
         self.owed += size

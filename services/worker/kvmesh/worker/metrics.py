@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvmesh.bus.messages import Load
+from kvmesh.weights.frames import WeightsCounts
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
 from kvmesh.worker.enginecore.counters import RetentionState
 
@@ -189,3 +190,46 @@ class HandoffCollector(Collector):
         )
         fetched.add_metric(self._labels, counts.fetched_bytes)
         yield fetched
+
+
+class WeightsCollector(Collector):
+    """Weights that the worker takes from others and sends to them, as `kvmesh_worker_weights_*`."""
+
+    def __init__(self, labels: WorkerLabels, counts: Callable[[], WeightsCounts]) -> None:
+        self._labels = labels
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        names = ["model", "worker"]
+        taken = CounterMetricFamily(
+            "kvmesh_worker_weights_taken_bytes",
+            "bytes of weights that were fetched and verified, from a peer or the node's disk",
+            labels=[*names, "source"],
+        )
+        for source, count in sorted(counts.taken.items()):
+            taken.add_metric([*self._labels, source], count)
+        yield taken
+        sent = CounterMetricFamily(
+            "kvmesh_worker_weights_sent_bytes",
+            "bytes of weights sent to other workers",
+            labels=names,
+        )
+        sent.add_metric(self._labels, counts.sent)
+        yield sent
+        failed = CounterMetricFamily(
+            "kvmesh_worker_weights_failed_chunks",
+            "requests for chunks of weights that failed: lost, timeout, busy, corrupt (a wrong"
+            " digest)",
+            labels=[*names, "reason"],
+        )
+        for reason, count in sorted(counts.failed.items()):
+            failed.add_metric([*self._labels, reason], count)
+        yield failed
+        sources = GaugeMetricFamily(
+            "kvmesh_worker_weights_sources",
+            "workers from which weights come now",
+            labels=names,
+        )
+        sources.add_metric(self._labels, counts.sources)
+        yield sources

@@ -40,7 +40,7 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
         tokenizer=_digest(folder, "tokenizer.json"),
         template=_digest(folder, *_TEMPLATE),
         config=_digest(folder, "config.json", "generation_config.json"),
-        revision=worker.revision or _snapshot(folder),
+        revision=weights_revision(worker, folder),
         kv_layout=info.kv_layout,
     )
 
@@ -63,6 +63,11 @@ def _digest(folder: Path, *names: str) -> str:
 def _content(file: Path) -> bytes:
     content = {key: value for key, value in read_json(file).items() if key not in _NOTES}
     return json.dumps(content, sort_keys=True).encode()
+
+
+def weights_revision(worker: WorkerSettings, folder: Path) -> str:
+    """The revision of the weights as far as it is known; else empty."""
+    return worker.revision or _snapshot(folder)
 
 
 def _snapshot(folder: Path) -> str:

@@ -130,6 +130,7 @@ class WorkerNode:
         self._lease: Lease | None = None
         self._joined = False
         self._failed = False
+        self._weights = ""
         self.info: EngineInfo | None = None
         self.instance = instance
         self.draining = False
@@ -163,6 +164,12 @@ class WorkerNode:
         engine = self._engine
         return engine.handoff_counts() if self.info and isinstance(engine, HandingOff) else None
 
+    def set_weights(self, digest: str) -> None:
+        """Put the digest of the weights on the card, now or when the worker joins."""
+        self._weights = digest
+        if self._joined:
+            self._tasks.start(self._publish_weights(), "digest of the weights")
+
     async def start(self, files: str | None = None) -> None:
         """Start the engine, then join the mesh; raises EngineError or a bus error.
 
@@ -194,6 +201,7 @@ class WorkerNode:
         self._adapters.open(_model_of(card), info.adapters)
         self._roles.open(info)
         self._joined = True
+        await self._publish_weights()
         self._tasks.start(self._membership.run(lambda: self._lease), "membership")
         self._tasks.start(publish_warnings(lambda: self._lease, self._warnings), "warnings")
         self._tasks.start(self._watch_events(card.name, info.block_size), "silence")
@@ -244,7 +252,7 @@ class WorkerNode:
         if reason := role_problem(info, worker.serves):
             raise EngineConfigError(reason)
         files = files or await publish_model(self._bus, self._folder)
-        model = model_card(worker, self._folder, info, files)
+        model = replace(model_card(worker, self._folder, info, files), weights=self._weights)
         return instance_card(worker, info, model, self.instance, self._name)
 
     def _start_publishing(self, card: Instance) -> None:
@@ -268,6 +276,13 @@ class WorkerNode:
         card = self._lease.card
         model = None if card.model is None else replace(card.model, adapters=identities)
         await self._publish_card(self._lease, replace(card, model=model))
+
+    async def _publish_weights(self) -> None:
+        lease = self._lease
+        if lease is not None and lease.card.model is not None:
+            model = replace(lease.card.model, weights=self._weights)
+            if model != lease.card.model:
+                await self._publish_card(lease, replace(lease.card, model=model))
 
     async def _publish_role(self, serves: str) -> str:
         """Put what the worker serves on the card; returns the reason if the worker is leaving."""

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 
 from prometheus_client import REGISTRY
+from prometheus_client.registry import Collector
 
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
@@ -29,13 +31,16 @@ from kvmesh.worker.metrics import (
     LoadCollector,
     RetentionCollector,
     TierCollector,
+    WeightsCollector,
     WorkerLabels,
 )
 from kvmesh.worker.model_card import node_name
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.weights import WorkerWeights
 
 log = logging.getLogger(__name__)
+WITHOUT_FILES = ("openai",)  # engines whose weights are elsewhere
 NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 
 
@@ -43,8 +48,11 @@ async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
     with ExitStack() as cleanup:
         folder = await _model_folder(service.settings.worker, cleanup)
-        async with compile_cache(service.settings, folder, service.bus, None) as cache:
-            await _serve_model(service, folder, cache)
+        async with (
+            _weights(service, folder) as weights,
+            _compile_cache(service, folder, weights) as cache,
+        ):
+            await _serve_model(service, folder, weights, cache)
 
 
 async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
@@ -60,7 +68,12 @@ async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
     return folder
 
 
-async def _serve_model(service: Service, folder: Path, cache: CompileCache | None) -> None:
+async def _serve_model(
+    service: Service,
+    folder: Path,
+    weights: WorkerWeights | None,
+    cache: CompileCache | None,
+) -> None:
     settings = service.settings
 
     def on_end(error: EngineError | None) -> None:
@@ -72,7 +85,9 @@ async def _serve_model(service: Service, folder: Path, cache: CompileCache | Non
     try:
         if not has_chat_template(folder):
             log.warning(NO_TEMPLATE, folder)
-        engine = create_engine(EngineContext(settings, folder, _store_factory(service, folder)))
+        access = weights.access if weights is not None else None
+        store = _store_factory(service, folder)
+        engine = create_engine(EngineContext(settings, folder, store, access))
     except EngineError as error:
         raise StartError(str(error), permanent=True) from error
     try:
@@ -87,9 +102,33 @@ async def _serve_model(service: Service, folder: Path, cache: CompileCache | Non
             on_end,
             service.warnings,
         )
-        await _serve(service, node, settings.worker.served_name or folder.name, cache)
+        await _serve(service, node, settings.worker.served_name or folder.name, weights, cache)
     except (EngineError, ModelFilesError) as error:
-        raise StartError(str(error), permanent=isinstance(error, EngineConfigError)) from error
+        permanent = isinstance(error, EngineConfigError)
+        raise StartError(str(error), permanent=permanent) from error
+
+
+@asynccontextmanager
+async def _weights(service: Service, folder: Path) -> AsyncIterator[WorkerWeights | None]:
+    """The weights process, if weights are to be shared; it starts before the engine."""
+    settings = service.settings
+    if not settings.weights.share or settings.worker.engine in WITHOUT_FILES:
+        yield None
+        return
+    weights = WorkerWeights(settings, folder, service.name, service.instance)
+    await weights.start()
+    try:
+        yield weights
+    finally:
+        await weights.close()
+
+
+def _compile_cache(
+    service: Service, folder: Path, weights: WorkerWeights | None
+) -> AbstractAsyncContextManager[CompileCache | None]:
+    """The engine's compile cache; it travels with the weights."""
+    archives = weights.archives if weights is not None else None
+    return compile_cache(service.settings, folder, service.bus, archives)
 
 
 def _store_factory(service: Service, folder: Path) -> StoreFactory:
@@ -109,21 +148,30 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
 
 
 async def _serve(
-    service: Service, node: WorkerNode, model: str, cache: CompileCache | None
+    service: Service,
+    node: WorkerNode,
+    model: str,
+    weights: WorkerWeights | None,
+    cache: CompileCache | None,
 ) -> None:
     worker = service.settings.worker
     labels = WorkerLabels(model, service.name)
-    collectors = [
+    collectors: list[Collector] = [
         LoadCollector(labels, node.load),
         RetentionCollector(labels, node.retention),
         TierCollector(labels, node.tier_counts),
         HandoffCollector(labels, node.handoff_counts),
     ]
+    if weights is not None:
+        collectors.append(WeightsCollector(labels, lambda: weights.counts))
+        weights.tell(node.set_weights)
     for collector in collectors:
         REGISTRY.register(collector)
     http = await serve_metrics(worker, lambda: node.ready, service.warnings)
     try:
         await node.start()
+        if weights is not None:
+            weights.engine_runs()
         service.start_watchdog()
         if cache is not None:
             cache.start_offering(node.publish_compiled)

@@ -23,12 +23,14 @@ from kvmesh.kvbm.core.blocks.block import ARENA
 from kvmesh.kvbm.core.config import KvbmConfig
 from kvmesh.kvbm.core.manager import Manager
 from kvmesh.kvbm.metrics import ManagerCollector
+from kvmesh.weights.frames import WeightsCounts
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
 from kvmesh.worker.metrics import (
     HandoffCollector,
     LoadCollector,
     RetentionCollector,
     TierCollector,
+    WeightsCollector,
     WorkerLabels,
 )
 
@@ -58,6 +60,7 @@ def sources() -> dict[str, MetricSource]:
         RetentionCollector(labels, list),
         TierCollector(labels, lambda: TierCounts(loaded=[])),
         HandoffCollector(labels, lambda: HandoffCounts(ended={})),
+        WeightsCollector(labels, WeightsCounts),
     ]
     return {
         "process": MetricSource("Every process", kvmesh.runtime.warnings, [BusCollector(None)]),

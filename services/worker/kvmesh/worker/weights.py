@@ -1,0 +1,134 @@
+"""The weights process of a worker: its start, its restarts, and its reports."""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvmesh.bus.backoff import Backoff
+from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.runtime.quantities import size
+from kvmesh.settings.load import to_env
+from kvmesh.settings.schema import Settings
+from kvmesh.weights.answer import WeightsAccess
+from kvmesh.weights.checkpoint import weight_files
+from kvmesh.weights.client import ANSWER_MARGIN_S, WorkersProcess
+from kvmesh.weights.errors import CheckpointError
+from kvmesh.weights.frames import (
+    WeightsCounts,
+    WeightsEvent,
+    WeightsFromDisk,
+    WeightsJob,
+    WeightsKnown,
+    WeightsTaken,
+)
+from kvmesh.worker.compiled.exchange import ProcessExchange
+from kvmesh.worker.model_card import node_name, weights_revision
+
+log = logging.getLogger(__name__)
+LOADERS = ("torch", "vllm")  # engines that read the answer; others offer their files only
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
+MAX_DEATHS = 5
+
+
+class WorkerWeights:
+    """Runs a weights process; its failure never harms the worker."""
+
+    def __init__(self, settings: Settings, folder: Path, name: str, instance: str) -> None:
+        worker, weights = settings.worker, settings.weights
+        self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-weights-"))
+        self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+        self._deaths = 0
+        self._tasks = BackgroundTasks()
+        self._digest = ""
+        self._told: Callable[[str], None] | None = None
+        self.counts = WeightsCounts()
+        job = WeightsJob(
+            env=to_env(settings),
+            name=name,
+            instance=instance,
+            model=worker.served_name or folder.name,
+            folder=str(folder.resolve()),
+            revision=weights_revision(worker, folder),
+            node=node_name(worker),
+            answer_file=str(self._folder / "answer"),
+            take=worker.engine in LOADERS,
+        )
+        longest_s = weights.patience_s if _has_weights(folder) else weights.wait_s
+        self.access = WeightsAccess(
+            answer_file=self._folder / "answer",
+            directory=weights.directory,
+            max_bytes=weights.max_bytes,
+            keep=weights.keep,
+            timeout_s=longest_s + ANSWER_MARGIN_S,
+        )
+        self._process = WorkersProcess(job, self._report, self._restart)
+        self.archives = ProcessExchange(self._process, weights)
+
+    def tell(self, on_digest: Callable[[str], None]) -> None:
+        """Pass the digest of the worker's weights on, now or once it is known."""
+        self._told = on_digest
+        if self._digest:
+            on_digest(self._digest)
+
+    async def start(self) -> None:
+        """Start the process; if that fails, the engine reads its folder."""
+        try:
+            await self._process.start()
+        except OSError as error:
+            self._restart(f"the weights process does not start: {error}")
+
+    def engine_runs(self) -> None:
+        """The engine has loaded its weights: offer them."""
+        self._process.engine_runs()
+
+    async def close(self) -> None:
+        """End the process; its copy goes unless it is kept or used."""
+        await self._tasks.close()
+        await self._process.close()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _report(self, event: WeightsEvent) -> None:
+        match event:
+            case WeightsCounts():
+                self.counts = event
+            case WeightsKnown():
+                self._digest = event.digest
+                if self._told is not None:
+                    self._told(event.digest)
+            case WeightsFromDisk():
+                log.info("weights come from the model folder: %s", event.reason)
+            case WeightsTaken():
+                log.info("%s", _taken_text(event))
+
+    def _restart(self, reason: str) -> None:
+        """Start another process after a while, a few times; the first death is logged."""
+        self._deaths += 1
+        if self._deaths == 1:
+            log.warning("%s; the engine does not need it once it has its weights", reason)
+        if self._deaths > MAX_DEATHS:
+            log.warning("weights are not shared any more: %s", reason)
+            return
+        self._tasks.start(self._start_later(self._backoff.delay()), "weights process")
+
+    async def _start_later(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        await self.start()
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except CheckpointError:
+        return False
+
+
+def _taken_text(event: WeightsTaken) -> str:
+    """One line about a complete copy: its bytes, seconds and sources."""
+    if not event.sources:
+        return f"weights {event.digest[:12]} were in this node's memory"
+    total = sum(event.sources.values())
+    parts = ", ".join(f"{name} {size(count)}" for name, count in sorted(event.sources.items()))
+    return f"weights {event.digest[:12]}: {size(total)} in {event.seconds:.1f} s ({parts})"
