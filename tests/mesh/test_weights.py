@@ -1,5 +1,7 @@
 """Weights processes that take weights from each other, on a real NATS server."""
 
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 from kvmesh.bus.client import Bus
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.weights.agent.manifests import ManifestStore
+from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
-from kvmesh.weights.frames import WeightsTaken
+from kvmesh.weights.frames import WeightsFromDisk, WeightsTaken
 from kvmesh.weights.manifest import Manifest
 
 
@@ -40,13 +43,31 @@ async def manifest(bus: Bus, model: Path) -> Manifest:
 
 
 async def source(
-    agents: Agents, name: str, model: Path, manifest: Manifest, flip: bool = False, **settings: int
+    agents: Agents,
+    name: str,
+    model: Path,
+    manifest: Manifest,
+    flip: bool = False,
+    **settings: object,
 ) -> Agent:
     """A process that offers a complete copy in its memory."""
     stored_copy(agents.directory(name), model, manifest, flip)
     agent = await agents.start(name, digest=manifest.digest, **settings)
     await eventually(lambda: agent.digest, what=f"{name} offers its copy")
     return agent
+
+
+async def answered(agent: Agent) -> WeightsAnswer:
+    answer = await eventually(lambda: agent.answer, what=f"{agent.job.name} has answered")
+    assert answer is not None
+    return answer
+
+
+async def sources_of(agent: Agent) -> dict[str, int]:
+    """The bytes by source of a copy, once it is complete."""
+    taken = await eventually(lambda: agent.event(WeightsTaken), what="a copy is complete")
+    assert taken is not None
+    return taken.sources
 
 
 def has_copy(agent: Agent, manifest: Manifest, model: Path) -> bool:
@@ -63,18 +84,207 @@ def has_copy(agent: Agent, manifest: Manifest, model: Path) -> bool:
 
 async def test_the_second_worker_takes_the_files_of_the_first(agents: Agents, model: Path) -> None:
     first = await agents.start("first", model)
-    answer = await eventually(lambda: first.answer)
-    assert "tells the digest" in answer.disk
+    assert "tells the digest" in (await answered(first)).disk
     first.process.engine_runs()
     await eventually(lambda: first.digest)
     await first.join()
     second = await agents.start("second")
-    answer = await eventually(lambda: second.answer)
+    answer = await answered(second)
     assert (answer.digest, answer.disk) == (first.digest, "")
-    taken = await eventually(lambda: second.event(WeightsTaken))
-    assert set(taken.sources) == {first.job.instance}
+    assert set(await sources_of(second)) == {first.job.instance}
     manifest = checkpoint_manifest(model)
     assert has_copy(second, manifest, model)
     assert second.digest == first.digest
     await eventually(lambda: first.counts.sent >= manifest.size)
     await eventually(lambda: second.counts.taken == {"peer": manifest.size, "disk": 0})
+
+
+async def test_chunks_come_from_several_sources(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    rate = {"upload_bytes_per_s": 4_000_000}
+    sources = [await source(agents, f"s{n}", model, manifest, **rate) for n in range(3)]
+    await sources[0].join()
+    target = await agents.start("target")
+    found = await sources_of(target)
+    assert has_copy(target, manifest, model)
+    assert sum(found.values()) == manifest.size
+    assert set(found) == {s.job.instance for s in sources}
+
+
+async def test_a_source_that_is_killed_is_left_in_mid_tensor(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    rate = {"upload_bytes_per_s": 4_000_000}
+    sources = [await source(agents, f"s{n}", model, manifest, **rate) for n in range(2)]
+    await sources[0].join()
+    target = await agents.start("target")
+    await eventually(lambda: sum(target.counts.taken.values()) > manifest.size // 8)
+    sources[0].signal(signal.SIGKILL)
+    found = await sources_of(target)
+    assert has_copy(target, manifest, model)
+    assert found[sources[1].job.instance] > manifest.size // 2
+    assert sources[0].deaths
+
+
+async def test_a_frozen_source_is_left(agents: Agents, model: Path, manifest: Manifest) -> None:
+    rate = {"upload_bytes_per_s": 4_000_000}
+    sources = [await source(agents, f"s{n}", model, manifest, **rate) for n in range(2)]
+    await sources[0].join()
+    target = await agents.start("target")
+    await eventually(lambda: sum(target.counts.taken.values()) > 0)
+    sources[0].signal(signal.SIGSTOP)
+    found = await sources_of(target)
+    assert has_copy(target, manifest, model)
+    assert found[sources[1].job.instance] > manifest.size // 2
+
+
+async def test_wrong_bytes_are_refused(agents: Agents, model: Path, manifest: Manifest) -> None:
+    liar = await source(agents, "liar", model, manifest, flip=True)
+    await liar.join()
+    target = await agents.start("target", wait_s=2)
+    await answered(target)
+    await eventually(lambda: target.event(WeightsFromDisk))
+    await eventually(lambda: target.counts.failed.get("corrupt"))
+    assert target.counts.taken["peer"] == 0
+    assert target.event(WeightsTaken) is None
+    honest = await source(agents, "honest", model, manifest)
+    again = await agents.start("again")
+    assert await sources_of(again) == {honest.job.instance: manifest.size}
+    assert has_copy(again, manifest, model)
+
+
+async def test_a_stale_digest_is_asked_of_nobody(
+    agents: Agents, model: Path, manifest: Manifest, bus: Bus
+) -> None:
+    stale = await source(agents, "stale", model, manifest)
+    await stale.join("0" * 64)
+    target = await agents.start("target", model)
+    assert "there is no manifest" in (await answered(target)).disk
+    assert stale.counts.sent == 0
+
+
+async def test_without_a_source_the_disk_is_read(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    gone = await agents.start("gone")
+    await gone.join(manifest.digest)
+    target = await agents.start("target", model, patience_s=0.5)
+    assert "no worker offers" in (await answered(target)).disk
+    assert target.store().list() == []
+    empty = await agents.start("empty", wait_s=0.5)
+    assert "no worker offers" in (await answered(empty)).disk
+
+
+async def test_a_full_store_leads_to_the_disk(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    first = await source(agents, "first", model, manifest)
+    await first.join()
+    target = await agents.start("target", model, max_bytes=1_000_000)
+    assert "max_bytes" in (await answered(target)).disk
+    assert target.store().list() == []
+
+
+async def test_the_nodes_disk_is_a_source_too(agents: Agents, model: Path, bus: Bus) -> None:
+    large = make_weights(model.parent / "large", files=3, tensors=2, size=12_000_000)
+    manifest = checkpoint_manifest(large, model="m")
+    await ManifestStore(bus).put(manifest)
+    slow = await source(agents, "slow", large, manifest, upload_bytes_per_s=2_000_000)
+    await slow.join()
+    target = await agents.start("target", large)
+    found = await sources_of(target)
+    assert found["disk"] > manifest.size // 2
+    assert has_copy(target, manifest, large)
+    damaged = make_weights(model.parent / "damaged", files=3, tensors=2, size=12_000_000)
+    for file in damaged.glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    other = await agents.start("other", damaged, patience_s=60)
+    found = await sources_of(other)
+    assert has_copy(other, manifest, large)
+
+
+async def test_a_target_serves_what_it_has_before_it_has_all(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    only = await source(agents, "only", model, manifest, upload_bytes_per_s=2_000_000)
+    await only.join()
+    one = await agents.start("one")
+    other = await agents.start("other")
+    found = [await sources_of(one), await sources_of(other)]
+    assert has_copy(one, manifest, model)
+    assert has_copy(other, manifest, model)
+    relayed = found[0].get(other.job.instance, 0) + found[1].get(one.job.instance, 0)
+    assert relayed > manifest.size // 4
+
+
+async def test_a_node_fetches_once_and_another_process_takes_over(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    only = await source(agents, "only", model, manifest, upload_bytes_per_s=2_000_000)
+    await only.join()
+    one = await agents.start("one", node="n")
+    await eventually(lambda: sum(one.counts.taken.values()) > 0)
+    other = await agents.start("other", node="n")
+    assert (await answered(other)).digest == manifest.digest
+    reader = other.store().open(manifest.digest)
+    assert reader is not None
+    assert not reader.complete
+    one.signal(signal.SIGKILL)
+    found = await sources_of(other)
+    assert 0 < sum(found.values()) < manifest.size
+    assert has_copy(other, manifest, model)
+    reader.close()
+
+
+async def test_a_copy_goes_with_its_last_user_unless_it_is_kept(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    first = await source(agents, "first", model, manifest)
+    await first.join()
+    brief = await agents.start("brief")
+    await sources_of(brief)
+    reader = brief.store().open(manifest.digest)
+    assert reader is not None
+    await brief.process.close()
+    assert len(brief.store().list()) == 1
+    reader.close()
+    assert brief.store().list() == []
+    keeping = await agents.start("keeping", keep=True)
+    await sources_of(keeping)
+    await keeping.process.close()
+    sent = first.counts.sent
+    await first.close()
+    heir = await agents.start("heir", node="keeping")
+    assert await sources_of(heir) == {}
+    assert (await answered(heir)).digest == manifest.digest
+    assert has_copy(heir, manifest, model)
+    assert sent >= manifest.size
+
+
+async def test_a_killed_process_leaves_no_copy_for_long(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    first = await source(agents, "first", model, manifest)
+    await first.join()
+    killed = await agents.start("killed", node="n")
+    await sources_of(killed)
+    killed.signal(signal.SIGKILL)
+    await eventually(lambda: killed.deaths)
+    assert [m.digest for m in killed.store().list()] == [manifest.digest]
+    other = await agents.start("other", model, node="n")
+    await answered(other)
+    await other.process.close()
+    await eventually(lambda: killed.store().list() == [])
+
+
+async def test_a_process_ends_with_its_parent(agents: Agents) -> None:
+    agent = await agents.start("orphan")
+    process = agent.process._process
+    assert process is not None
+    pid = process.pid
+    assert process.stdin is not None
+    process.stdin.close()
+    await eventually(lambda: not os.path.exists(f"/proc/{pid}") or process.returncode is not None)

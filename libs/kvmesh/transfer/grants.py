@@ -186,9 +186,19 @@ class LentFile(LentBytes):
     Bytes that the file loses or changes meanwhile are the reader's to detect.
     """
 
-    def __init__(self, path: Path, grants: Grants, in_memory: bool) -> None:
-        """Open the file, which may be `in_memory` as a whole; raises OSError."""
+    def __init__(
+        self,
+        path: Path,
+        grants: Grants,
+        in_memory: bool,
+        on_sent: Callable[[int, int], None],
+    ) -> None:
+        """Open the file, which may be `in_memory` as a whole; raises OSError.
+
+        `on_sent` gets the offset and length of each range that was sent.
+        """
         self._in_memory = in_memory
+        self._on_sent = on_sent
         self._file: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         super().__init__(os.fstat(self._file).st_size, grants)
 
@@ -198,12 +208,24 @@ class LentFile(LentBytes):
         if not self._in_memory:
             await asyncio.to_thread(_load, self._file, offset, length)
         await channel.send_file(self._file, offset, length)
+        self._on_sent(offset, length)
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             super().close()
             os.close(file)
+
+
+class LentView(LentBytes):
+    """Bytes to be lent that are computed anew for each read, over TCP."""
+
+    def __init__(self, size: int, grants: Grants, content: Callable[[], bytes]) -> None:
+        super().__init__(size, grants)
+        self._content = content
+
+    async def send(self, channel: Channel, offset: int, length: int) -> None:
+        await channel.send_bytes(memoryview(self._content())[offset : offset + length])
 
 
 def _load(file: int, offset: int, length: int) -> None:

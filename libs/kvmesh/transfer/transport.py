@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -12,7 +12,7 @@ import msgspec
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer.channel import Channel, Closed, Descriptor, Got, Silent, TransferReply, Want
 from kvmesh.transfer.errors import TransferError
-from kvmesh.transfer.grants import Grants, LentFile, Region
+from kvmesh.transfer.grants import Grants, LentFile, LentView, Region
 from kvmesh.transfer.memory_ranges import Piece, merged, pack
 from kvmesh.transfer.nixl import NixlAgent
 from kvmesh.transfer.pace import SendingPace
@@ -84,12 +84,19 @@ class Transport:
         self._regions.add(region)
         return region
 
-    def lend_file(self, path: Path, in_memory: bool = False) -> LentFile:
+    def lend_file(
+        self, path: Path, on_sent: Callable[[int, int], None], in_memory: bool = False
+    ) -> LentFile:
         """A file to be lent over TCP until it is closed; raises OSError.
 
-        `in_memory`: it is in shared memory, so that reading it never waits for a disk.
+        `on_sent` gets the offset and length of each range that was sent. `in_memory`: it is in
+        shared memory, so that reading it never waits for a disk.
         """
-        return LentFile(path, self._grants, in_memory)
+        return LentFile(path, self._grants, in_memory, on_sent)
+
+    def lend_view(self, size: int, content: Callable[[], bytes]) -> LentView:
+        """`size` bytes to be lent over TCP until closed; `content` is called for each read."""
+        return LentView(size, self._grants, content)
 
     async def read(
         self,

@@ -158,13 +158,13 @@ class WeightQuery(Struct, frozen=True, omit_defaults=True):
 class WeightOffer(Struct, frozen=True, omit_defaults=True):
     """A source of a copy of weights, on `node`: descriptors of grants for its files, in order.
 
-    Unless it is `complete`, `have` is the descriptor of a grant for one byte per chunk: 1 if it is
-    there, 2 if it is on its way.
+    `have` is the descriptor of a grant for one byte per chunk: 1 if it is there, 2 if it is on its
+    way, 3 if it is there and was sent to another worker of late. `complete`: all chunks are there.
     """
 
     instance: str
     digest: str
     files: list[bytes]
+    have: bytes
     complete: bool = False
-    have: bytes = b""
     node: str = ""

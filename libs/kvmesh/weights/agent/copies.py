@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 
 from msgspec import Struct
@@ -155,16 +154,16 @@ class CopyTaker:
 
     async def _begin_fetch(self, copy: StoredCopy, on_disk: bool) -> None:
         """Prepare to fetch the missing chunks; sources come once they are asked for."""
-        manifest, key = copy.manifest, blake2b(self._job.instance.encode(), digest_size=8)
+        manifest, instance = copy.manifest, self._job.instance
         options = FetchOptions(sources=self._settings.sources)
 
         def found(offer: WeightOffer) -> None:
             if self._fetch is not None:
                 self._fetch.offer(offer)
 
-        self._search = SourceSearch(self._bus, manifest, self._job.instance, found)
+        self._search = SourceSearch(self._bus, manifest, instance, found)
         await self._search.open()
-        self._fetch = WeightFetch(copy, options, int.from_bytes(key.digest()), self._search.ask)
+        self._fetch = WeightFetch(copy, options, instance, self._search.ask)
         if on_disk:
             try:
                 self._fetch.add_disk(DiskReader(self._own.folder, manifest))

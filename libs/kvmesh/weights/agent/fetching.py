@@ -32,14 +32,14 @@ class WeightFetch:
         self,
         copy: StoredCopy,
         options: FetchOptions,
-        key: int,
+        instance: str,
         search: Callable[[Callable[[], bool]], Coroutine[Any, Any, None]],
     ) -> None:
         manifest = copy.manifest
         self._copy = copy
         self._options = options
         self._search = search
-        self._plan = StreamPlan([chunk.size for chunk in manifest.chunks], options, key)
+        self._plan = StreamPlan([chunk.size for chunk in manifest.chunks], options, instance)
         self._plan.present(n for n in range(len(manifest.chunks)) if copy.has(n))
         self._readers: dict[str, ChunkReader] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}

@@ -1,35 +1,61 @@
 """The copies that a weights process offers to others."""
 
 import asyncio
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+
+import numpy as np
 
 from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.runtime.background import BackgroundTasks
-from kvmesh.transfer import Grant, LentFile, Region, Transport
+from kvmesh.transfer import Grant, LentBytes, Transport
 from kvmesh.weights.manifest import Manifest
-from kvmesh.weights.stored_copy import StoredCopy
+from kvmesh.weights.stored_copy import HELD, StoredCopy
 
-log = logging.getLogger(__name__)
 GRANT_S = 60.0  # after which no byte is sent if this process has stopped renewing
 RENEW_S = 20.0
+SENT = 3  # a chunk that is held, and was sent to another worker of late
 _queries = MessageDecoder(WeightQuery)
 
 
-@dataclass
 class _Offered:
     """A copy that others may read."""
 
-    manifest: Manifest
-    lent: list[LentFile | Region]
-    grants: list[Grant]
-    have: Grant | None
-    complete: Callable[[], bool]
-    subscription: Subscription | None = None
+    def __init__(self, manifest: Manifest, copy: StoredCopy | None) -> None:
+        count = len(manifest.chunks)
+        self.manifest = manifest
+        self.lent: list[LentBytes] = []
+        self.grants: list[Grant] = []
+        self.subscription: Subscription | None = None
+        self._copy = copy
+        self._sent = np.zeros(count, np.bool_)
+        self._sent_before = self._sent
+        self._held = np.full(count, HELD, np.uint8)
+
+    @property
+    def complete(self) -> bool:
+        return self._copy is None or self._copy.complete
+
+    def sent(self, file: int, offset: int, length: int) -> None:
+        """A range of a file was sent to another worker."""
+        chunks = self.manifest.chunks_in(file, offset, length)
+        self._sent[chunks.start : chunks.stop] = True
+
+    def renew(self) -> None:
+        """Extend the grants, and forget older ranges that were sent."""
+        for grant in self.grants:
+            grant.expire_in(GRANT_S)
+        self._sent_before, self._sent = self._sent, np.zeros_like(self._sent)
+
+    def marks(self) -> bytes:
+        """One byte per chunk, as `StreamPlan.learn` reads it."""
+        have = self._held
+        if self._copy is not None:
+            have = np.frombuffer(bytes(self._copy.have), np.uint8)
+        sent = (self._sent | self._sent_before) & (have == HELD)
+        return np.where(sent, SENT, have).astype(np.uint8).tobytes()
 
 
 class Offers:
@@ -46,15 +72,11 @@ class Offers:
 
     async def add_copy(self, copy: StoredCopy) -> None:
         """Offer a copy in memory, also while it is incomplete; raises OSError or BusError."""
-        region = self._transport.register(copy.have)
-        have = region.grant([(0, region.size)], GRANT_S)
-        paths = [copy.folder / file.name for file in copy.manifest.files]
-        await self._add(copy.manifest, paths, lambda: copy.complete, [region], have)
+        await self._add(_Offered(copy.manifest, copy), copy.folder, in_memory=True)
 
     async def add_files(self, manifest: Manifest, folder: Path) -> None:
         """Offer the files of a model folder, which the manifest describes."""
-        paths = [folder / file.name for file in manifest.files]
-        await self._add(manifest, paths, lambda: True, [], None)
+        await self._add(_Offered(manifest, None), folder, in_memory=False)
 
     async def remove(self, digest: str) -> None:
         """End the offer of a copy; what others read of it ends at once."""
@@ -70,22 +92,19 @@ class Offers:
         for digest in list(self._offered):
             await self.remove(digest)
 
-    async def _add(
-        self,
-        manifest: Manifest,
-        paths: list[Path],
-        complete: Callable[[], bool],
-        lent: list[LentFile | Region],
-        have: Grant | None,
-    ) -> None:
+    async def _add(self, offered: _Offered, folder: Path, in_memory: bool) -> None:
+        manifest = offered.manifest
         await self.remove(manifest.digest)
-        files = [self._transport.lend_file(path, in_memory=have is not None) for path in paths]
-        grants = [file.grant([(0, file.size)], GRANT_S) for file in files]
-        offered = _Offered(manifest, [*lent, *files], grants, have, complete)
+        for index, file in enumerate(manifest.files):
+            on_sent = partial(offered.sent, index)
+            lent = self._transport.lend_file(folder / file.name, on_sent, in_memory)
+            offered.lent.append(lent)
+        offered.lent.append(self._transport.lend_view(len(manifest.chunks), offered.marks))
+        offered.grants = [each.grant([(0, each.size)], GRANT_S) for each in offered.lent]
+        self._offered[manifest.digest] = offered
         if not self._renewing:
             self._renewing = True
             self._tasks.start(self._renew(), "renew offers of weights")
-        self._offered[manifest.digest] = offered
 
         def answer(query: WeightQuery, reply: Reply) -> None:
             if (
@@ -98,22 +117,17 @@ class Offers:
         offered.subscription = await self._bus.serve(subject, _queries, answer)
 
     def _message(self, offered: _Offered) -> WeightOffer:
-        complete = offered.complete()
+        *files, have = (grant.descriptor for grant in offered.grants)
+        digest = offered.manifest.digest
         return WeightOffer(
-            self._instance,
-            offered.manifest.digest,
-            [grant.descriptor for grant in offered.grants],
-            complete=complete,
-            have=b"" if complete or offered.have is None else offered.have.descriptor,
-            node=self._node,
+            self._instance, digest, files, have, complete=offered.complete, node=self._node
         )
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
             for offered in self._offered.values():
-                for grant in (*offered.grants, *([offered.have] if offered.have else [])):
-                    grant.expire_in(GRANT_S)
+                offered.renew()
 
 
 def draw(query: str, instance: str) -> float:

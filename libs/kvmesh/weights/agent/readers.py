@@ -53,7 +53,7 @@ class SourceReader:
         self._manifest = manifest
         self._pool = pool
         self._files = [decode_descriptor(file) for file in offer.files]
-        self._have = decode_descriptor(offer.have) if offer.have else None
+        self._have = decode_descriptor(offer.have)
         self._lines: asyncio.LifoQueue[Line] = asyncio.LifoQueue()
         self.offer = offer
         for _ in range(LINES):
@@ -65,7 +65,6 @@ class SourceReader:
         await self._run(self._files[file], offset, target[:size], digest)
 
     async def have(self) -> bytes:
-        assert self._have is not None
         found = bytearray(len(self._manifest.chunks))
         await self._run(self._have, 0, memoryview(found), b"")
         return bytes(found)

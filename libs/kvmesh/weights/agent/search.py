@@ -47,5 +47,5 @@ class SourceSearch:
     def _receive(self, offer: WeightOffer) -> None:
         if offer.digest != self._manifest.digest or offer.instance == self._instance:
             return
-        if len(offer.files) == len(self._manifest.files) and (offer.complete or offer.have):
+        if len(offer.files) == len(self._manifest.files):
             self._found(offer)
