@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.mesh import Mesh
+from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Instance
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.worker.compiled.start import worker_cards
 
 pytestmark = [
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 START_S = 400
+LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
 COMPILED = (".so", ".cpp", ".py")  # what the CPU's compiler reads and writes
 
 
@@ -35,7 +37,7 @@ def mesh(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> Iterator[
         "KVMESH_WEIGHTS_CACHE_WAIT_S": "60",
         "KVMESH_WEIGHTS_DOMAIN_KEY": secrets.token_hex(32),
     }
-    mesh = Mesh(nats_server.url, tmp_path, settings)
+    mesh = Mesh(nats_server.url, tmp_path, settings | stream_env(LIMITS))
     yield mesh
     mesh.stop()
 
@@ -59,7 +61,7 @@ def compiled(folder: Path) -> set[str]:
 
 async def test_the_second_worker_compiles_nothing(mesh: Mesh) -> None:
     bus = await Bus.connect(mesh.options, "test")
-    mesh.start("router", "router-0")
+    await ensure_streams(bus, LIMITS)
     first = start(mesh, "first")
 
     async def offers() -> list[Instance]:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from hashlib import blake2b
 from typing import Any
 
 from msgspec import Struct
@@ -102,12 +101,11 @@ class OtherCopies:
         await self._offers.add_copy(copy)
 
     async def _fetch(self, copy: StoredCopy, patience_s: float) -> None:
-        key = blake2b(self._instance.encode(), digest_size=8).digest()
         options = FetchOptions(sources=self._sources)
         search = SourceSearch(
             self._bus, copy.manifest, self._instance, lambda offer: fetch.offer(offer)
         )
-        fetch = WeightFetch(copy, options, int.from_bytes(key), search.ask)
+        fetch = WeightFetch(copy, options, self._instance, search.ask)
         await search.open()
         try:
             await fetch.run(patience_s)

@@ -31,6 +31,7 @@ from kvmesh.worker.compiled.roots import CompileCacheRoot, CompileCacheRoots
 log = logging.getLogger(__name__)
 PATIENCE_S = 5.0  # beyond the time in which another worker of the node may fetch
 READ_S = 5.0
+USERS = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")  # torch sets its own variable, and vLLM replaces it
 UNSTABLE = "aotautograd"
 # variables that engines read, and their folders below a root
 VARIABLES = {
@@ -66,7 +67,7 @@ class CompileCache:
         self._root: CompileCacheRoot | None = None
         self._copy: StoredCopy | None = None
         self._names: set[str] = set()
-        self._set: list[str] = []
+        self._before: dict[str, str | None] = {}
         self._tasks = BackgroundTasks()
         self._judged = False
         self.fetched = ""
@@ -76,7 +77,7 @@ class CompileCache:
 
         The engine starts without it if it cannot be used.
         """
-        given = [name for name in VARIABLES if name in os.environ]
+        given = [name for name in USERS if name in os.environ]
         if given:
             log.info("%s is set: the engine's compile cache is left alone", given[0])
             return
@@ -93,8 +94,8 @@ class CompileCache:
             self._close_root()
             return
         for name, folder in VARIABLES.items():
+            self._before[name] = os.environ.get(name)
             os.environ[name] = str(root.files / folder)
-            self._set.append(name)
 
     def start_offering(self, publish: Callable[[CompiledOffer], Coroutine[Any, Any, None]]) -> None:
         """The engine has started: pack what it compiled, and publish the offer, if any."""
@@ -126,9 +127,12 @@ class CompileCache:
     async def close(self, failed: bool = False) -> None:
         """End the use; `failed`: the engine did not start, so that the cache is suspect."""
         await self._tasks.close()
-        for name in self._set:
-            os.environ.pop(name, None)
-        self._set.clear()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before.clear()
         if self._root is not None and not failed and not self._judged:
             with suppress(CompileCacheError):
                 self._root.succeed()
