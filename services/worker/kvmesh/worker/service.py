@@ -178,6 +178,8 @@ async def _serve(
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)
     finally:
+        if cache is not None and node.info is not None:
+            cache.engine_runs()
         await node.close()
         for collector in collectors:
             REGISTRY.unregister(collector)

@@ -100,6 +100,7 @@ async def run(node: Node, *new: str) -> CompileCache:
     await cache.open()
     for name in new:
         compile_into_root(name=name)
+    cache.engine_runs()
     node.card = await cache.offer()
     return cache
 

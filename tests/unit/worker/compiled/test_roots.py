@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.worker.compiled.archive import travelling_files
 from kvmesh.worker.compiled.errors import CompileCacheError
 from kvmesh.worker.compiled.roots import CompileCacheRoot, CompileCacheRoots
 
@@ -30,17 +31,17 @@ def compiled(root: CompileCacheRoot) -> Path:
 def test_a_root_is_warm_the_second_time(roots: CompileCacheRoots) -> None:
     root = roots.open(A, 0)
     assert root.alone
-    assert not root.warm
+    assert not travelling_files(root.files)
     file = compiled(root)
     second = roots.open(A, 0)
-    assert second.warm
+    assert travelling_files(second.files)
     assert not second.alone
     second.close()
     root.close()
     again = roots.open(A, 0)
     again.recover()
     assert again.alone
-    assert again.warm
+    assert travelling_files(again.files)
     assert file.exists()
 
 
@@ -50,12 +51,12 @@ def test_a_cache_with_which_no_engine_started_is_refused(roots: CompileCacheRoot
     (root.scratch().parent / "new" / "triton").mkdir(parents=True)
     (root.files.parent / "new" / "triton" / "kernel").write_bytes(b"wrong")
     root.fill("digest")
-    assert root.warm
+    assert travelling_files(root.files)
     assert root.begin()
     root.close()  # the worker was killed
     again = roots.open(A, 0)
     again.recover()
-    assert not again.warm
+    assert not travelling_files(again.files)
     assert again.state.refused == ["digest"]
     again.close()
 
@@ -105,5 +106,5 @@ def test_an_unreadable_state_starts_anew(roots: CompileCacheRoots) -> None:
     (file.parents[2] / "state").write_bytes(b"{")
     again = roots.open(A, 0)
     again.recover()
-    assert not again.warm
+    assert not travelling_files(again.files)
     again.close()

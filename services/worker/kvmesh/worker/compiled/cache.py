@@ -69,7 +69,7 @@ class CompileCache:
         self._names: set[str] = set()
         self._before: dict[str, str | None] = {}
         self._tasks = BackgroundTasks()
-        self._judged = False
+        self._sound = False
         self.fetched = ""
 
     async def open(self) -> None:
@@ -84,9 +84,11 @@ class CompileCache:
         try:
             root = await asyncio.to_thread(self._open_root)
             self._root = root
-            if root.alone and not root.warm:
+            names = await asyncio.to_thread(travelling_files, root.files)
+            if root.alone and not names:
                 await self._fill(root)
-            self._names = set(await asyncio.to_thread(travelling_files, root.files))
+                names = await asyncio.to_thread(travelling_files, root.files)
+            self._names = set(names)
             if not await asyncio.to_thread(root.begin):
                 raise CompileCacheError(f"another process has removed {root.files}")
         except CompileCacheError as error:
@@ -105,7 +107,15 @@ class CompileCache:
             if offer is not None:
                 await publish(offer)
 
+        self.engine_runs()
         self._tasks.start(run(), "offer of the compile cache")
+
+    def engine_runs(self) -> None:
+        """The engine has started, so its cache is sound."""
+        self._sound = True
+        if self._root is not None:
+            with suppress(CompileCacheError):  # a full disk costs the cache at the next start
+                self._root.succeed()
 
     async def offer(self) -> CompiledOffer | None:
         """After the engine has started: pack what it compiled; None if nothing can be offered."""
@@ -113,7 +123,6 @@ class CompileCache:
         if root is None or roots is None:
             return None
         try:
-            await asyncio.to_thread(self._succeed, root)
             await asyncio.to_thread(roots.evict)
             if self._exchange is None:
                 return None
@@ -133,9 +142,8 @@ class CompileCache:
             else:
                 os.environ[name] = value
         self._before.clear()
-        if self._root is not None and not failed and not self._judged:
-            with suppress(CompileCacheError):
-                self._root.succeed()
+        if not failed and not self._sound:
+            self.engine_runs()
         self._close_root()
         copy, self._copy = self._copy, None
         if copy is not None:
@@ -165,12 +173,13 @@ class CompileCache:
         if false:
             log.warning("ignored compile caches of %s: not of this domain", ", ".join(false))
         deadline, reason = monotonic() + self._settings.cache_wait_s, ""
-        for digest in digests:
+        for tried, digest in enumerate(digests):
             if digest in root.state.refused:
                 reason = "an engine did not start with it"
                 continue
+            share_s = (deadline - monotonic()) / (len(digests) - tried)
             try:
-                await self._take(root, digest, self._exchange, deadline - monotonic())
+                await self._take(root, digest, self._exchange, share_s)
                 return
             except (CompileCacheError, WeightsError) as error:
                 reason = str(error)
@@ -186,18 +195,17 @@ class CompileCache:
         try:
             if copy.manifest.digest != digest:
                 raise CompileCacheError(f"{copy.manifest.digest} came in place of {digest}")
-            scratch, most = root.scratch(), self._settings.cache_bytes
-            count = await asyncio.to_thread(unpack_copy, copy, scratch, root.files, most)
-            root.fill(digest)
+            count = await asyncio.to_thread(self._unpack, root, copy)
         except BaseException:
             copy.close()
             raise
         self._copy, self.fetched = copy, digest
         log.info("a compile cache of %d files came from other workers", count)
 
-    def _succeed(self, root: CompileCacheRoot) -> None:
-        self._judged = True
-        root.succeed()
+    def _unpack(self, root: CompileCacheRoot, copy: StoredCopy) -> int:
+        count = unpack_copy(copy, root.scratch(), root.files, self._settings.cache_bytes)
+        root.fill(copy.manifest.digest)
+        return count
 
     def _archive(self, root: CompileCacheRoot) -> StoredCopy:
         """The archive that was fetched if the engine has added no file, else a new one.

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.weights.locks import FileLock
-from kvmesh.worker.compiled.archive import travelling_files
 from kvmesh.worker.compiled.errors import CompileCacheError
 
 log = logging.getLogger(__name__)
@@ -48,11 +47,6 @@ class CompileCacheRoot:
         self.files = folder / FILES
         self.alone = alone
         self.state = _read_state(folder)
-
-    @property
-    def warm(self) -> bool:
-        """True if it holds compiled code."""
-        return bool(travelling_files(self.files))
 
     def recover(self) -> None:
         """Remove what an engine was started with that never ran; only if `alone`."""
