@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -48,7 +49,7 @@ async def source(
     model: Path,
     manifest: Manifest,
     flip: bool = False,
-    **settings: object,
+    **settings: Any,
 ) -> Agent:
     """A process that offers a complete copy in its memory."""
     stored_copy(agents.directory(name), model, manifest, flip)
@@ -102,7 +103,7 @@ async def test_the_second_worker_takes_the_files_of_the_first(agents: Agents, mo
 async def test_chunks_come_from_several_sources(
     agents: Agents, model: Path, manifest: Manifest
 ) -> None:
-    rate = {"upload_bytes_per_s": 4_000_000}
+    rate: dict[str, Any] = {"upload_bytes_per_s": 4_000_000}
     sources = [await source(agents, f"s{n}", model, manifest, **rate) for n in range(3)]
     await sources[0].join()
     target = await agents.start("target")
@@ -115,7 +116,7 @@ async def test_chunks_come_from_several_sources(
 async def test_a_source_that_is_killed_is_left_in_mid_tensor(
     agents: Agents, model: Path, manifest: Manifest
 ) -> None:
-    rate = {"upload_bytes_per_s": 4_000_000}
+    rate: dict[str, Any] = {"upload_bytes_per_s": 4_000_000}
     sources = [await source(agents, f"s{n}", model, manifest, **rate) for n in range(2)]
     await sources[0].join()
     target = await agents.start("target")
@@ -128,7 +129,7 @@ async def test_a_source_that_is_killed_is_left_in_mid_tensor(
 
 
 async def test_a_frozen_source_is_left(agents: Agents, model: Path, manifest: Manifest) -> None:
-    rate = {"upload_bytes_per_s": 4_000_000}
+    rate: dict[str, Any] = {"upload_bytes_per_s": 4_000_000}
     sources = [await source(agents, f"s{n}", model, manifest, **rate) for n in range(2)]
     await sources[0].join()
     target = await agents.start("target")

@@ -77,7 +77,7 @@ class Line:
             sock.close()
 
     def _connected(self) -> socket.socket:
-        if self._socket is None:
+        if self._socket is None and not self._cut:
             host, port = self._owner.host, self._owner.port
             self._socket = sock = socket.create_connection((host, port), self._quiet_s)
             sock.setblocking(True)
@@ -86,7 +86,7 @@ class Line:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._cut:
+        if self._cut or self._socket is None:
             raise TransferError("lost", self._owner.address, "the read was ended")
         return self._socket
 

@@ -103,6 +103,10 @@ class StoredCopy:
                 lock.close()
                 return False
             self._fetch = lock
+            chunk = self._have.find(bytes([COMING]))  # to a process that has died
+            while chunk >= 0:
+                self._have[chunk] = ABSENT
+                chunk = self._have.find(bytes([COMING]), chunk)
         return True
 
     def end_fetch(self) -> None:

@@ -45,6 +45,7 @@ class WeightFetch:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._writing: dict[int, asyncio.Task[None]] = {}  # straight into the copy
+        self._overtaken: set[int] = set()  # whose first request gives way to a faster one
         self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
         self._changed = asyncio.Event()
         self._arrived_at = 0.0
@@ -71,6 +72,8 @@ class WeightFetch:
             self._report(name, str(error))
             return
         if self._plan.join(name, now, offer.complete):
+            if known is not None:
+                known.close()
             self._readers[name] = reader
             self._changed.set()
 
@@ -105,11 +108,11 @@ class WeightFetch:
         """Start the requests and polls that the plan wants now."""
         for request in self._plan.requests(now):
             self._copy.expect(request.chunk)
-            task = asyncio.create_task(self._take(request))
+            task = asyncio.create_task(self._take(request, self._readers[request.source]))
             self._tasks[request.source, request.chunk] = task
         for name in self._plan.polls(now):
             if name not in self._polls:
-                self._polls[name] = asyncio.create_task(self._poll(name))
+                self._polls[name] = asyncio.create_task(self._poll(name, self._readers[name]))
         for name in self._readers.keys() - self._plan.sources.keys():
             self._drop(name)
 
@@ -125,14 +128,18 @@ class WeightFetch:
             pass
         self._changed.clear()
 
-    async def _take(self, request: ChunkRequest) -> None:
+    async def _take(self, request: ChunkRequest, reader: ChunkReader) -> None:
         """Carry out a request, and report to the plan."""
         name, chunk = request.source, request.chunk
-        reader = self._readers[name]
         reason: Failure | None = None
+        overtaken = False
         try:
             async with asyncio.timeout_at(request.deadline):
                 await self._read(reader, chunk)
+        except asyncio.CancelledError:
+            if chunk not in self._overtaken:
+                raise
+            overtaken, reason = True, "busy"
         except TimeoutError:
             reason = "timeout"
         except WrongDigest as error:
@@ -148,7 +155,8 @@ class WeightFetch:
             reason = "lost"
             self._report(name, error.strerror or str(error))
         finally:
-            self._tasks.pop((name, chunk), None)
+            if self._tasks.get((name, chunk)) is asyncio.current_task():
+                del self._tasks[name, chunk]
             if reason is not None or not self._copy.has(chunk):
                 self._copy.expect(chunk, coming=False)
         now = _now()
@@ -156,9 +164,8 @@ class WeightFetch:
             if self._plan.arrived(name, chunk, now):
                 self.taken[name] += self._copy.manifest.chunks[chunk].size
             self._arrived_at = now
-            self._end([c for s, c in self._tasks if c == chunk], None)
         else:
-            self.failed[reason] += 1
+            self.failed[reason] += not overtaken
             self._end(self._plan.failed(name, chunk, reason, now), name)
         self._changed.set()
 
@@ -170,7 +177,7 @@ class WeightFetch:
         """
         file, offset, size = self._copy.manifest.chunks[chunk]
         place = memoryview(self._copy.file(file, writable=True))[offset : offset + size]
-        if reader.direct and chunk not in self._writing:
+        if reader.direct and chunk not in self._writing and not self._copy.has(chunk):
             task = asyncio.current_task()
             assert task is not None
             self._writing[chunk] = task
@@ -182,16 +189,18 @@ class WeightFetch:
             data = bytearray(size)
             await reader.read(chunk, memoryview(data))
             while (writer := self._writing.get(chunk)) is not None:
+                self._overtaken.add(chunk)
                 writer.cancel()
                 await asyncio.wait([writer])
+                self._overtaken.discard(chunk)
             if not self._copy.has(chunk):
                 place[:] = data
         self._copy.mark(chunk)
 
-    async def _poll(self, name: str) -> None:
+    async def _poll(self, name: str, reader: ChunkReader) -> None:
         """Read a source's list of chunks."""
         try:
-            have = await self._readers[name].have()
+            have = await reader.have()
             self._plan.learn(name, have, _now())
         except (TransferError, OSError) as error:
             code = error.code if isinstance(error, TransferError) else "lost"
@@ -204,10 +213,10 @@ class WeightFetch:
             del self._polls[name]
         self._changed.set()
 
-    def _end(self, chunks: list[int], source: str | None) -> None:
-        """Cancel requests for these chunks, to one source or to any."""
-        for (name, chunk), task in self._tasks.items():
-            if chunk in chunks and source in (None, name):
+    def _end(self, chunks: list[int], source: str) -> None:
+        """Cancel requests to a source for these chunks."""
+        for chunk in chunks:
+            if (task := self._tasks.get((source, chunk))) is not None:
                 task.cancel()
 
     def _drop(self, name: str) -> None:

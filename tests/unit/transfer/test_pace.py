@@ -1,0 +1,29 @@
+"""The bound of what is sent to others."""
+
+import pytest
+
+from kvmesh.transfer import SendingPace
+
+
+def test_bytes_beyond_the_rate_wait() -> None:
+    pace = SendingPace(1000)
+    assert pace.piece == 1024
+    assert pace.delay(100, 10.0) == 0.0
+    assert pace.delay(500, 10.0) == 0.0
+    assert pace.delay(100, 10.0) == pytest.approx(0.5)
+    assert pace.backlog(10.0) == pytest.approx(0.6)
+    assert pace.delay(100, 20.0) == 0.0
+    assert pace.sent == 800
+
+
+def test_without_a_rate_nothing_waits() -> None:
+    pace = SendingPace()
+    assert [pace.delay(1 << 40, 0.0), pace.backlog(0.0)] == [0.0, 0.0]
+    assert pace.sent == 1 << 40
+
+
+def test_the_rate_holds_over_time() -> None:
+    pace, now = SendingPace(1e6), 100.0
+    for _ in range(1000):
+        now += pace.delay(10_000, now)
+    assert now - 100.0 == pytest.approx(10.0, abs=0.2)

@@ -1,0 +1,145 @@
+"""Fetches of a copy from scripted sources."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.weights import CHUNK, make_weights
+
+from kvmesh.transfer import TransferError
+from kvmesh.weights.agent import fetching
+from kvmesh.weights.agent.fetching import WeightFetch
+from kvmesh.weights.agent.readers import DiskReader, WrongDigest
+from kvmesh.weights.checkpoint import checkpoint_manifest
+from kvmesh.weights.errors import CheckpointError, WeightsLost
+from kvmesh.weights.store import WeightStore
+from kvmesh.weights.stored_copy import StoredCopy
+from kvmesh.weights.stream import FetchOptions
+
+
+class ScriptedReader:
+    """Reads from a folder; for the chunks in `hanging` it waits until it is cancelled.
+
+    It then scribbles into its target, as a late thread would.
+    """
+
+    direct = True
+
+    def __init__(self, copy: StoredCopy, folder: Path, hanging: range = range(0)) -> None:
+        self._contents = [(folder / f.name).read_bytes() for f in copy.manifest.files]
+        self._copy = copy
+        self._hanging = hanging
+        self.cancelled = 0
+        self.error: Exception | None = None
+        self.closed = False
+
+    async def read(self, chunk: int, target: memoryview) -> None:
+        if self.error is not None:
+            raise self.error
+        if chunk in self._hanging:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                target[:] = bytes(len(target))
+                raise
+        file, offset, size = self._copy.manifest.chunks[chunk]
+        await asyncio.sleep(0)
+        target[:] = self._contents[file][offset : offset + size]
+
+    async def have(self) -> bytes:
+        return b"\1" * len(self._copy.manifest.chunks)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_weights(tmp_path / "model")
+
+
+@pytest.fixture
+def copy(tmp_path: Path, folder: Path) -> StoredCopy:
+    manifest = checkpoint_manifest(folder, chunk_bytes=CHUNK)
+    copy = WeightStore(tmp_path / "store", 100 << 20).create(manifest)
+    assert copy.fetch()
+    return copy
+
+
+async def nobody(enough: Callable[[], bool]) -> None:
+    """A search that finds nothing."""
+
+
+def fetch_of(copy: StoredCopy, **readers: ScriptedReader) -> WeightFetch:
+    fetch = WeightFetch(copy, FetchOptions(floor_s=0.2, first_s=0.3, rest_s=0.05), "me", nobody)
+    for name, reader in readers.items():
+        assert fetch._plan.join(name, fetching._now(), complete=True)
+        fetch._readers[name] = reader
+    return fetch
+
+
+def assert_same(copy: StoredCopy, folder: Path) -> None:
+    assert copy.complete
+    for index, file in enumerate(copy.manifest.files):
+        assert copy.file(index)[:] == (folder / file.name).read_bytes()
+
+
+async def test_every_byte_arrives(copy: StoredCopy, folder: Path) -> None:
+    reader = ScriptedReader(copy, folder)
+    fetch = fetch_of(copy, one=reader)
+    await fetch.run(5)
+    assert_same(copy, folder)
+    assert fetch.taken == {"one": copy.manifest.size}
+    assert reader.closed
+
+
+async def test_late_bytes_never_replace_verified_ones(copy: StoredCopy, folder: Path) -> None:
+    count = len(copy.manifest.chunks)
+    slow = ScriptedReader(copy, folder, range(count))
+    fetch = fetch_of(copy, slow=slow, good=ScriptedReader(copy, folder))
+    await fetch.run(10)
+    assert_same(copy, folder)
+    assert slow.cancelled
+    assert fetch.taken == {"good": copy.manifest.size}
+
+
+async def test_a_source_with_wrong_bytes_is_asked_no_more(copy: StoredCopy, folder: Path) -> None:
+    liar = ScriptedReader(copy, folder)
+    liar.error = WrongDigest("wrong")
+    fetch = fetch_of(copy, liar=liar, good=ScriptedReader(copy, folder))
+    await fetch.run(5)
+    assert_same(copy, folder)
+    assert fetch.peers == 1
+    assert liar.closed
+    assert fetch.failed["corrupt"] >= 1
+
+
+@pytest.mark.parametrize("code", ["lost", "revoked", "busy", "timeout"])
+async def test_without_a_source_the_fetch_ends(copy: StoredCopy, folder: Path, code: str) -> None:
+    broken = ScriptedReader(copy, folder)
+    broken.error = TransferError(code, "peer", "gone")  # type: ignore[arg-type]
+    with pytest.raises(WeightsLost, match=r"no chunk has arrived for 0\.5 s"):
+        await fetch_of(copy, broken=broken).run(0.5)
+    assert not any(copy.have[:])
+
+
+async def test_a_disk_with_other_files_is_no_source(copy: StoredCopy, folder: Path) -> None:
+    reader = DiskReader(folder, copy.manifest)
+    target = bytearray(CHUNK)
+    await reader.read(1, memoryview(target))
+    file, offset, size = copy.manifest.chunks[1]
+    content = (folder / copy.manifest.files[file].name).read_bytes()
+    assert target == content[offset : offset + size]
+    damaged = folder / copy.manifest.files[file].name
+    damaged.write_bytes(bytes(len(content)))
+    with pytest.raises(WrongDigest):
+        await reader.read(1, memoryview(target))
+    reader.close()
+    damaged.write_bytes(content[1:])
+    with pytest.raises(CheckpointError, match="bytes"):
+        DiskReader(folder, copy.manifest)
+    damaged.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        DiskReader(folder, copy.manifest)
