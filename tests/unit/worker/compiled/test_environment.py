@@ -1,5 +1,6 @@
 """Environments: equal for equal facts, and named by the domain's key."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,22 @@ def test_each_fact_counts(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(installed))
     digests.append(engine_environment(settings(), folder).digest)
     assert len(set(digests)) == len(digests)
+
+
+def test_gpus_and_their_driver_count(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    tool = commands / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    found = []
+    for script in ("echo 'H100, 9.0, 570.1'", "echo 'H100, 9.0, 580.2'", "exit 9"):
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+        found.append(engine_environment(settings(), folder).facts["gpus"])
+    assert found[0] == ["H100, 9.0, 570.1", *found[2]]
+    assert found[1] == ["H100, 9.0, 580.2", *found[2]]
 
 
 def test_arguments_in_a_file_count(folder: Path, tmp_path: Path) -> None:
