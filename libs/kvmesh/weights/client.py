@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,11 +210,6 @@ class WorkersProcess:
             with contextlib.suppress(OSError):
                 write_answer(Path(self._job.answer_file), WeightsAnswer(disk=reason))
         self._on_death(reason)
-
-
-def answer_path(folder: str | None = None) -> Path:
-    """A place for an answer file that no other process uses."""
-    return Path(tempfile.mkdtemp(prefix="kvmesh-weights-", dir=folder)) / "answer"
 
 
 def access(

@@ -12,9 +12,8 @@ from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.quantities import size
 from kvmesh.settings.load import to_env
 from kvmesh.settings.schema import Settings
-from kvmesh.weights.answer import WeightsAccess
 from kvmesh.weights.checkpoint import weight_files
-from kvmesh.weights.client import ANSWER_MARGIN_S, WorkersProcess
+from kvmesh.weights.client import WorkersProcess, access
 from kvmesh.weights.errors import CheckpointError
 from kvmesh.weights.frames import (
     WeightsCounts,
@@ -57,12 +56,12 @@ class WorkerWeights:
             take=worker.engine in LOADERS,
         )
         longest_s = weights.patience_s if _has_weights(folder) else weights.wait_s
-        self.access = WeightsAccess(
-            answer_file=self._folder / "answer",
-            directory=weights.directory,
-            max_bytes=weights.max_bytes,
-            keep=weights.keep,
-            timeout_s=longest_s + ANSWER_MARGIN_S,
+        self.access = access(
+            self._folder / "answer",
+            weights.directory,
+            weights.max_bytes,
+            weights.keep,
+            longest_s,
         )
         self._process = WorkersProcess(job, self._report, self._restart)
         self.archives = ProcessExchange(self._process, weights)
