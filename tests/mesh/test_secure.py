@@ -25,13 +25,14 @@ from support.places.on_bus import BusPlace
 from support.planners import Planners
 from support.secured import SecuredServer, secure
 from support.wait import PATIENCE_S, eventually
+from support.weights import Agents, make_weights
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.connection.direct_client import PermissionDenied
 from kvmesh.bus.errors import BusError, BusUnavailable, NotPermitted
 from kvmesh.bus.messages import ControlReply, Dump, MessageDecoder, Resend, encode
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
-from kvmesh.bus.streams.configuration import StreamMissing, ensure_streams
+from kvmesh.bus.streams.configuration import StreamLimits, StreamMissing, ensure_streams
 from kvmesh.bus.subjects import Subjects
 from kvmesh.dashboard.mesh import Mesh as DashboardMesh
 from kvmesh.frontend.apis.base import StoredTurn
@@ -39,6 +40,7 @@ from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.settings import Settings
+from kvmesh.weights.frames import WeightsTaken
 
 CONTROL_REPLY = MessageDecoder(ControlReply)
 
@@ -453,6 +455,25 @@ async def test_only_an_operator_changes_streams_or_the_server(
         for call in calls:
             with pytest.raises(PermissionDenied):
                 await bus.client.request(f"$JS.API.{call}", b"{}", timeout=5)
+
+
+async def test_workers_take_weights_from_each_other(
+    mesh: Mesh, server: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    async with server.connected(W0) as bus:
+        agents = Agents(bus, StreamLimits(), tmp_path)
+        model = make_weights(tmp_path / "model")
+        first = await agents.start("worker-0", model, env=server.env(W0))
+        await eventually(lambda: first.answer)
+        first.process.engine_runs()
+        await eventually(lambda: first.digest)
+        await first.join()
+        second = await agents.start("worker-1", env=server.env(W1))
+        taken = await eventually(lambda: second.event(WeightsTaken))
+        assert taken is not None
+        assert set(taken.sources) == {first.job.instance}
+        await agents.close()
 
 
 FORGED = msgspec.json.encode(Key(name="forged", sha256="0" * 64, scopes=["admin"]))

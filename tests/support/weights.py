@@ -5,6 +5,7 @@ import os
 import random
 import secrets
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -140,9 +141,14 @@ class Agents:
         model_folder: Path | None = None,
         digest: str = "",
         node: str = "",
+        env: Mapping[str, str] | None = None,
+        bus: Bus | None = None,
         **settings: object,
     ) -> Agent:
-        """Start a process. Without `model_folder` its worker has an empty one."""
+        """Start a process. Without `model_folder` its worker has an empty one.
+
+        `env` are the settings of another connection to NATS, and `bus` that of the worker.
+        """
         own = self._folder / name
         own.mkdir(exist_ok=True)
         if model_folder is None:
@@ -150,7 +156,7 @@ class Agents:
             model_folder.mkdir(exist_ok=True)
         weights = {"share": True, "directory": self.directory(node or name), **settings}
         nats = {"url": self._bus.options.url, "namespace": self._bus.options.namespace}
-        env = {f"KVMESH_NATS_{key}".upper(): value for key, value in nats.items()}
+        env = {f"KVMESH_NATS_{key}".upper(): value for key, value in nats.items()} | dict(env or {})
         env |= {f"KVMESH_WEIGHTS_{key}".upper(): str(value) for key, value in weights.items()}
         job = WeightsJob(
             env=env,
@@ -162,7 +168,7 @@ class Agents:
             answer_file=str(own / "answer"),
             digest=digest,
         )
-        agent = Agent(self._bus, self._limits, own, job)
+        agent = Agent(bus or self._bus, self._limits, own, job)
         self._started.append(agent)
         await agent.start()
         return agent

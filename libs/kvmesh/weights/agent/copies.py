@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -33,7 +34,8 @@ from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.5  # between looks at cards, and at a copy that another process fetches
+LOOK_S = 0.5  # between queries, and between looks at a copy that another process fetches
+CARDS_S = 2.0  # between readings of all cards
 
 
 class CopyTaker:
@@ -44,7 +46,6 @@ class CopyTaker:
         job: WeightsJob,
         settings: WeightsSettings,
         bus: Bus,
-        store: WeightStore,
         offers: Offers,
         own: OwnFiles,
         send: Callable[[Struct], None],
@@ -52,7 +53,7 @@ class CopyTaker:
         self._job = job
         self._settings = settings
         self._bus = bus
-        self._store = store
+        self._store: WeightStore | None = None
         self._offers = offers
         self._own = own
         self._send = send
@@ -66,14 +67,12 @@ class CopyTaker:
         on_disk = self._own.present()
         patience = self._settings.patience_s if on_disk else self._settings.wait_s
         try:
-            await asyncio.to_thread(self._store.sweep)
             reason = await self._choose(on_disk, patience)
             if not reason:
                 await self._complete(patience)
         except (BusError, WeightsError, OSError) as error:
             reason = cause(error)
         if reason:
-            log.info("the engine reads the weights in %s: %s", self._own.folder, reason)
             await self._drop()
             self._answer(WeightsAnswer(disk=reason))
             self._send(WeightsFromDisk(reason))
@@ -110,15 +109,19 @@ class CopyTaker:
         """Answer with a copy and return nothing, or return the reason why there is none."""
         if not self._job.take:
             return "the engine loads its weights itself"
-        reason = f"no worker of {self._job.model} tells the digest of its weights"
+        settings, job = self._settings, self._job
+        store = await asyncio.to_thread(WeightStore, settings.directory, settings.max_bytes)
+        self._store = store
+        await asyncio.to_thread(store.sweep)
+        reason = f"no worker of {job.model} tells the digest of its weights"
         try:
             async with asyncio.timeout(patience):
-                manifest = await self._manifest(on_disk)
+                manifest = await self._manifest(store, on_disk)
                 if manifest is None:
                     return reason
-                reason = f"no worker offers the weights of {self._job.model}"
-                self._copy = copy = await asyncio.to_thread(self._store.create, manifest)
-                if self._settings.keep:
+                reason = f"no worker offers the weights of {job.model}"
+                self._copy = copy = await asyncio.to_thread(store.create, manifest)
+                if settings.keep:
                     copy.set_keep()
                 if not copy.complete and copy.fetch():
                     await self._begin_fetch(copy, on_disk)
@@ -129,22 +132,29 @@ class CopyTaker:
         self._answer(WeightsAnswer(manifest.digest, str(self._settings.directory)))
         return ""
 
-    async def _manifest(self, on_disk: bool) -> Manifest | None:
+    async def sweep(self) -> None:
+        """Remove what other processes of the node left."""
+        if self._store is not None:
+            with suppress(WeightsError):
+                await asyncio.to_thread(self._store.sweep)
+
+    async def _manifest(self, store: WeightStore, on_disk: bool) -> Manifest | None:
         """The manifest of the weights to take; None if the files on the disk are as good."""
+        if self._job.digest:
+            return self._stored(store, self._job.digest)
         while True:
-            digest = self._job.digest or await digest_on_cards(self._bus, self._job)
-            if digest:
-                return self._stored(digest) or await self._own.manifests.get(digest)
+            if digest := await digest_on_cards(self._bus, self._job):
+                return self._stored(store, digest) or await self._own.manifests.get(digest)
             if on_disk:
                 known = await self._own.known()
-                return known and self._stored(known.digest)
-            if (stored := stored_manifest(self._store, self._job)) is not None:
+                return known and self._stored(store, known.digest)
+            if (stored := stored_manifest(store, self._job)) is not None:
                 return stored
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CARDS_S)
 
-    def _stored(self, digest: str) -> Manifest | None:
+    def _stored(self, store: WeightStore, digest: str) -> Manifest | None:
         """The manifest of a copy on this node."""
-        copy = self._store.open(digest)
+        copy = store.open(digest)
         if copy is None:
             return None
         try:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.settings.schema import WeightsSettings
 from kvmesh.weights.agent.fetching import WeightFetch
 from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.offers import Offers
@@ -31,15 +32,13 @@ class OtherCopies:
         self,
         bus: Bus,
         instance: str,
-        sources: int,
-        store: WeightStore,
+        settings: WeightsSettings,
         offers: Offers,
         send: Callable[[Struct], None],
     ) -> None:
         self._bus = bus
         self._instance = instance
-        self._sources = sources
-        self._store = store
+        self._settings = settings
         self._offers = offers
         self._send = send
         self._manifests = ManifestStore(bus)
@@ -59,6 +58,9 @@ class OtherCopies:
         while self._copies:
             self._copies.popitem()[1].close()
 
+    def _store(self) -> WeightStore:
+        return WeightStore(self._settings.directory, self._settings.max_bytes)
+
     async def _reported(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
         reason = ""
         try:
@@ -73,7 +75,7 @@ class OtherCopies:
         try:
             async with asyncio.timeout(timeout_s):
                 manifest = await self._manifests.get(digest)
-                copy = await asyncio.to_thread(self._store.create, manifest)
+                copy = await asyncio.to_thread(lambda: self._store().create(manifest))
                 await self._hold(copy)
                 copy = self._copies[digest]
                 while not copy.complete:
@@ -85,7 +87,7 @@ class OtherCopies:
             raise WeightsLost(f"it did not come within {timeout_s:g} s") from error
 
     async def _offer(self, digest: str) -> None:
-        copy = await asyncio.to_thread(self._store.open, digest)
+        copy = await asyncio.to_thread(lambda: self._store().open(digest))
         if copy is None:
             raise WeightsLost(f"the store has no copy {digest}")
         await self._hold(copy)
@@ -101,7 +103,7 @@ class OtherCopies:
         await self._offers.add_copy(copy)
 
     async def _fetch(self, copy: StoredCopy, patience_s: float) -> None:
-        options = FetchOptions(sources=self._sources)
+        options = FetchOptions(sources=self._settings.sources)
         search = SourceSearch(
             self._bus, copy.manifest, self._instance, lambda offer: fetch.offer(offer)
         )

@@ -36,7 +36,6 @@ from kvmesh.weights.frames import (
     frame,
     read_frame,
 )
-from kvmesh.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
 NICE_FETCHING, NICE_SERVING = 10, 19
@@ -54,7 +53,6 @@ class WeightsAgent:
         self._sink = sink
         self._pace = SendingPace(settings.weights.upload_bytes_per_s)
         self._runs = asyncio.Event()
-        self._taker: CopyTaker | None = None
         self._wanted: asyncio.Queue[CopyWanted | CopyOffered] = asyncio.Queue()
         self._counts = WeightsCounts()
 
@@ -74,11 +72,10 @@ class WeightsAgent:
         options = replace(transfer, via="tcp", port=weights.port)
         transport = await Transport.open(options, self._pace, LOWER_EFFORT)
         offers = Offers(bus, transport, self._job.instance, self._job.node)
-        store = WeightStore(weights.directory, weights.max_bytes)
         own = OwnFiles(self._job, bus, offers, self.send)
-        self._taker = taker = CopyTaker(self._job, weights, bus, store, offers, own, self.send)
-        others = OtherCopies(bus, self._job.instance, weights.sources, store, offers, self.send)
-        reporting = asyncio.create_task(self._report(store))
+        taker = CopyTaker(self._job, weights, bus, offers, own, self.send)
+        others = OtherCopies(bus, self._job.instance, weights, offers, self.send)
+        reporting = asyncio.create_task(self._report(taker))
         listening = asyncio.create_task(self._pass_on(others))
         try:
             await taker.run()
@@ -106,22 +103,18 @@ class WeightsAgent:
         while True:
             others.handle(await self._wanted.get())
 
-    async def _report(self, store: WeightStore) -> None:
+    async def _report(self, taker: CopyTaker) -> None:
         """Send changed counts, and remove what other processes left."""
         swept_at = time.monotonic()
         while True:
             await asyncio.sleep(COUNTS_S)
-            if (counts := self._count()) != self._counts:
+            counts = replace(taker.counts(), sent=self._pace.sent)
+            if counts != self._counts:
                 self._counts = counts
                 self.send(counts)
             if time.monotonic() - swept_at > SWEEP_S:
                 swept_at = time.monotonic()
-                with suppress(WeightsError):
-                    await asyncio.to_thread(store.sweep)
-
-    def _count(self) -> WeightsCounts:
-        counts = self._taker.counts() if self._taker is not None else WeightsCounts()
-        return replace(counts, sent=self._pace.sent)
+                await taker.sweep()
 
 
 def main() -> None:

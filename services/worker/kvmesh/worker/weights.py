@@ -42,6 +42,7 @@ class WorkerWeights:
         self._deaths = 0
         self._tasks = BackgroundTasks()
         self._digest = ""
+        self._takes = worker.engine in LOADERS
         self._told: Callable[[str], None] | None = None
         self.counts = WeightsCounts()
         job = WeightsJob(
@@ -53,7 +54,7 @@ class WorkerWeights:
             revision=weights_revision(worker, folder),
             node=node_name(worker),
             answer_file=str(self._folder / "answer"),
-            take=worker.engine in LOADERS,
+            take=self._takes,
         )
         longest_s = weights.patience_s if _has_weights(folder) else weights.wait_s
         self.access = access(
@@ -97,7 +98,7 @@ class WorkerWeights:
                 self._digest = event.digest
                 if self._told is not None:
                     self._told(event.digest)
-            case WeightsFromDisk():
+            case WeightsFromDisk() if self._takes:
                 log.info("weights come from the model folder: %s", event.reason)
             case WeightsTaken():
                 log.info("%s", _taken_text(event))
