@@ -215,5 +215,10 @@ class WorkersProcess:
 def access(
     answer_file: Path, directory: Path, max_bytes: int, keep: bool, longest_wait_s: float
 ) -> WeightsAccess:
-    """The access of a loader to the answer of a process that waits so long for sources."""
-    return WeightsAccess(answer_file, directory, max_bytes, keep, longest_wait_s + ANSWER_MARGIN_S)
+    """The access of a loader to the answer of a process.
+
+    The process waits up to `longest_wait_s` seconds for a digest, and then for sources.
+    """
+    return WeightsAccess(
+        answer_file, directory, max_bytes, keep, 2 * longest_wait_s + ANSWER_MARGIN_S
+    )

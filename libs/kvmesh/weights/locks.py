@@ -2,9 +2,12 @@
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+
+POLL_S = 0.01
 
 
 class FileLock:
@@ -31,10 +34,14 @@ class FileLock:
         """Hold it alone; False if any other holds it or the file was removed."""
         return self._take(fcntl.LOCK_EX)
 
-    def wait(self) -> None:
-        """Hold it alone, as soon as no other does."""
-        assert self._file is not None
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+    def wait(self, timeout: float) -> bool:
+        """Hold it alone as soon as no other does; blocks, and returns False after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while not self.take():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def moved(self, path: Path) -> None:
         """The file is renamed to `path`."""

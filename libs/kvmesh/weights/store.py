@@ -18,6 +18,7 @@ from kvmesh.weights.stored_copy import (
     HELD,
     KEEP,
     MANIFEST,
+    REMOVED,
     USE_LOCK,
     StoredCopy,
     remove,
@@ -26,7 +27,8 @@ from kvmesh.weights.stored_copy import (
 
 log = logging.getLogger(__name__)
 LOCK = "lock"
-NEW, REMOVED = ".new-", ".removed-"
+NEW, SCRATCH = ".new-", ".scratch-"
+LOCK_S = 30.0
 OPENINGS = 3  # a copy may be removed between finding and locking it
 
 
@@ -37,6 +39,7 @@ class WeightStore:
         """Create the directory if missing; raises StoreError if another user owns it."""
         self._directory = directory
         self._max_bytes = max_bytes or _half_of_memory()
+        self._scratch: dict[Path, FileLock] = {}
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = directory.lstat()
@@ -61,7 +64,7 @@ class WeightStore:
                 files = new / FILES
                 files.mkdir(0o700)
                 for file in manifest.files:
-                    _allocate(files / file.name, file.size)
+                    _make_file(files / file.name, file.size)
                 return self._install(new, manifest, bytes(len(manifest.chunks)))
 
     def adopt(self, manifest: Manifest, files: Path) -> StoredCopy:
@@ -73,9 +76,11 @@ class WeightStore:
             present = self.open(manifest.digest)
             if present is not None:
                 _discard(files)
+                self._end_scratch(files)
                 return present
             with self._new_folder() as new:
                 files.rename(new / FILES)
+                self._end_scratch(files)
                 return self._install(new, manifest, bytes([HELD]) * len(manifest.chunks))
 
     def scratch(self, size: int) -> Path:
@@ -85,8 +90,14 @@ class WeightStore:
         """
         with self._locked():
             self._make_room(size)
-            folder = self._directory / f"{NEW}{os.getpid()}-{secrets.token_hex(4)}"
-            folder.mkdir(0o700)
+            folder = self._directory / f"{SCRATCH}{secrets.token_hex(8)}"
+            try:
+                lock = FileLock(_scratch_lock(folder))
+                folder.mkdir(0o700)
+            except OSError as error:
+                raise StoreError(f"cannot use {folder}: {error.strerror}") from error
+            lock.take()
+            self._scratch[folder] = lock
             return folder
 
     def open(self, digest: str) -> StoredCopy | None:
@@ -123,12 +134,19 @@ class WeightStore:
             for folder in _folders(self._directory):
                 if not (folder / KEEP).exists():
                     self._evict(folder)
-            for folder in self._directory.glob(f"{NEW}*"):
-                if not _is_alive(folder.name.removeprefix(NEW).partition("-")[0]):
+            for pattern in (f"{NEW}*", f"{REMOVED}*"):  # made under the lock of the store
+                for folder in self._directory.glob(pattern):
                     _discard(folder)
-            for folder in self._directory.glob(f"{REMOVED}*"):
-                if not _is_alive(folder.name.rpartition("-")[2]):
-                    _discard(folder)
+            for path in self._directory.glob(f"{LOCK}{SCRATCH}*"):
+                with suppress(OSError), FileLock(path) as lock:
+                    if lock.take():
+                        _discard(path.with_name(path.name.removeprefix(LOCK)))
+                        path.unlink()
+
+    def _end_scratch(self, folder: Path) -> None:
+        if (lock := self._scratch.pop(folder, None)) is not None:
+            _scratch_lock(folder).unlink(missing_ok=True)
+            lock.close()
 
     def _evict(self, folder: Path) -> bool:
         try:
@@ -147,16 +165,21 @@ class WeightStore:
             reason = f"{size} bytes of weights exceed weights.max_bytes, {self._max_bytes}"
             raise StoreFull(f"{self._directory}: {reason}")
         unused = sorted(_folders(self._directory), key=_used_at)
-        while (used := self._used()) + size > self._max_bytes:
+        while (used := self._used()) + size > self._max_bytes or self._free() < size:
             if not unused:
-                reason = f"copies in use hold {used} of {self._max_bytes} bytes"
-                raise StoreFull(f"{self._directory}: {reason}; {size} more do not fit")
+                room = min(self._max_bytes - used, self._free())
+                reason = f"{size} bytes of weights do not fit into the {room} that are left"
+                raise StoreFull(f"{self._directory}: {reason}; copies in use hold {used}")
             self._evict(unused.pop(0))
+
+    def _free(self) -> int:
+        found = os.statvfs(self._directory)
+        return found.f_bavail * found.f_frsize
 
     def _used(self) -> int:
         return sum(
-            file.stat().st_blocks * 512
-            for pattern in (f"[0-9a-f]*/{FILES}/*", f"{NEW}*/*", f"{NEW}*/{FILES}/*")
+            file.stat().st_size
+            for pattern in (f"[0-9a-f]*/{FILES}/*", f"{SCRATCH}*/*", f"{NEW}*/{FILES}/*")
             for file in self._directory.glob(pattern)
         )
 
@@ -175,7 +198,7 @@ class WeightStore:
     @contextmanager
     def _new_folder(self) -> Iterator[Path]:
         """A folder that is removed again if the block fails; raises StoreError."""
-        folder = self._directory / f"{NEW}{os.getpid()}-{secrets.token_hex(4)}"
+        folder = self._directory / f"{NEW}{secrets.token_hex(8)}"
         try:
             folder.mkdir(0o700)
             yield folder
@@ -194,7 +217,8 @@ class WeightStore:
         except OSError as error:
             raise StoreError(f"cannot use {self._directory}: {error.strerror}") from error
         with lock:
-            lock.wait()
+            if not lock.wait(LOCK_S):
+                raise StoreError(f"another process changes {self._directory} for {LOCK_S:g} s")
             yield
 
 
@@ -218,13 +242,11 @@ def _manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _allocate(path: Path, size: int) -> None:
-    """Reserve the memory now: a process that writes to it later must not be killed."""
+def _make_file(path: Path, size: int) -> None:
+    """Make a file without memory; `StoredCopy.allocate` reserves it for each chunk."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        raise StoreFull(f"{path.parents[2]}: {error.strerror}") from error
+        os.ftruncate(file, size)
     finally:
         os.close(file)
 
@@ -240,8 +262,9 @@ def _discard(folder: Path) -> None:
         remove_tree(folder)
 
 
-def _is_alive(process: str) -> bool:
-    return process.isdecimal() and Path("/proc", process).exists()
+def _scratch_lock(folder: Path) -> Path:
+    """The lock that the process holds to which a scratch folder belongs."""
+    return folder.with_name(f"{LOCK}{folder.name}")
 
 
 def _half_of_memory() -> int:

@@ -2,12 +2,13 @@
 
 import mmap
 import os
+import secrets
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from kvmesh.weights.errors import StoreError, WeightsLost
+from kvmesh.weights.errors import StoreError, StoreFull, WeightsLost
 from kvmesh.weights.locks import FileLock
 from kvmesh.weights.manifest import Manifest, TensorEntry
 
@@ -22,7 +23,8 @@ MANIFEST, HAVE, USE_LOCK, FETCH_LOCK, KEEP, FILES = (
 ABSENT, HELD, COMING = 0, 1, 2  # of a chunk
 POLL_S = 0.005
 MAX_POLL_S = 0.05
-ORPHANED_S = 3.0  # within which another process of the node takes a fetch over
+REMOVED = ".removed-"
+ORPHANED_S = 10.0  # within which another process of the node takes a fetch over
 
 
 class StoredCopy:
@@ -90,6 +92,22 @@ class StoredCopy:
                 known = mmap.mmap(file.fileno(), 0, access=access)
             self._maps[index, writable] = known
         return known
+
+    def allocate(self, chunk: int) -> None:
+        """Reserve the memory of a chunk, before it is written; raises StoreFull.
+
+        A process that writes to memory which is not there would be killed.
+        """
+        index, offset, size = self.manifest.chunks[chunk]
+        path = self.folder / self.manifest.files[index].name
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.posix_fallocate(file, offset, size)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise StoreFull(f"{path}: {error.strerror}") from error
 
     def tensor(self, entry: TensorEntry) -> memoryview:
         """The bytes of a tensor, read-only; valid while this process uses the copy."""
@@ -164,7 +182,7 @@ class StoredCopy:
 
 def remove(folder: Path) -> None:
     """Remove a copy that this process has locked for itself: at once for others."""
-    hidden = folder.with_name(f".removed-{folder.name}-{os.getpid()}")
+    hidden = folder.with_name(f"{REMOVED}{secrets.token_hex(8)}")
     with suppress(OSError):
         folder.rename(hidden)
         remove_tree(hidden)

@@ -96,7 +96,7 @@ def test_the_least_recently_used_copy_makes_room(tmp_path: Path) -> None:
     used = store.create(manifests[2])
     assert [m.digest for m in store.list()] == [manifests[0].digest, manifests[2].digest]
     blocking = store.open(manifests[0].digest)
-    with pytest.raises(StoreFull, match="in use"):
+    with pytest.raises(StoreFull, match="do not fit"):
         store.create(manifests[1])
     assert blocking is not None
     blocking.close()
@@ -105,14 +105,23 @@ def test_the_least_recently_used_copy_makes_room(tmp_path: Path) -> None:
         WeightStore(tmp_path / "store", 1000).create(manifests[1])
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     manifest = manifest_of(tmp_path / "model")
     store = WeightStore(tmp_path / "store", MAX)
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(StoreFull, match="No space"):
+    copy = store.create(manifest)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(StoreFull, match="No space"):
+            copy.allocate(0)
+    copy.allocate(0)
+    file = copy.folder / manifest.files[0].name
+    assert file.stat().st_blocks * 512 >= manifest.files[0].size
+    copy.close()
+    monkeypatch.setattr(WeightStore, "_free", lambda _: manifest.size - 1)
+    with pytest.raises(StoreFull, match="do not fit"):
         store.create(manifest)
     assert [p.name for p in (tmp_path / "store").iterdir()] == ["lock"]
 
@@ -144,7 +153,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     copy.close()
     store.sweep()
     assert len(store.list()) == 1
-    assert len(list((tmp_path / "store").glob(".new-*"))) == 1
+    assert len(list((tmp_path / "store").glob(".scratch-*"))) == 1
     user.kill()
     user.wait()
     again = store.open(manifest.digest)
@@ -195,6 +204,8 @@ def test_a_folder_of_the_store_becomes_a_copy(tmp_path: Path) -> None:
         assert not folder.exists()
         assert (copy.folder / manifest.files[0].name).stat().st_size == manifest.files[0].size
     assert [m.form for m in store.list()] == ["engine"]
+    hidden = [p.name for p in (tmp_path / "store").iterdir() if not p.name.isalnum()]
+    assert hidden == []
 
 
 def test_an_unsafe_directory_is_refused(tmp_path: Path) -> None:

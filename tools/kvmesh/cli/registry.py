@@ -214,6 +214,11 @@ COMMANDS = (
         excluded=NOT_SIMULATED,
     ),
     Command(
+        "fanout",
+        "simulate how a model's weights reach workers that start together",
+        "kvmesh.cli.commands.fanout",
+    ),
+    Command(
         "plan",
         "show the planner's plan and history, change its settings, score its predictors",
         "kvmesh.cli.commands.plan",

@@ -117,12 +117,13 @@ class CopyTaker:
         try:
             async with asyncio.timeout(patience):
                 manifest = await self._manifest(store, on_disk)
-                if manifest is None:
-                    return reason
-                reason = f"no worker offers the weights of {job.model}"
-                self._copy = copy = await asyncio.to_thread(store.create, manifest)
-                if settings.keep:
-                    copy.set_keep()
+            if manifest is None:
+                return reason
+            self._copy = copy = await asyncio.to_thread(store.create, manifest)
+            if settings.keep:
+                copy.set_keep()
+            reason = f"no worker offers the weights of {job.model}"
+            async with asyncio.timeout(patience):
                 if not copy.complete and copy.fetch():
                     await self._begin_fetch(copy, on_disk)
                     while self._fetch is not None and not self._fetch.peers:

@@ -11,7 +11,7 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import TransferError
 from kvmesh.weights.agent.readers import ChunkReader, SourceReader, WrongDigest
-from kvmesh.weights.errors import WeightsLost
+from kvmesh.weights.errors import StoreFull, WeightsLost
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 
@@ -46,9 +46,11 @@ class WeightFetch:
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._writing: dict[int, asyncio.Task[None]] = {}  # straight into the copy
         self._overtaken: set[int] = set()  # whose first request gives way to a faster one
+        self._allocation = ThreadPoolExecutor(1, "allocation")
         self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
         self._changed = asyncio.Event()
         self._arrived_at = 0.0
+        self._full: StoreFull | None = None
         self._logged = LogOnce()
         self.taken: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
@@ -84,12 +86,17 @@ class WeightFetch:
             self._changed.set()
 
     async def run(self, patience_s: float) -> None:
-        """Return once the copy is complete; WeightsLost if nothing arrives for `patience_s`."""
+        """Return once the copy is complete.
+
+        Raises WeightsLost if nothing arrives for `patience_s` seconds, or StoreFull.
+        """
         self._arrived_at = search_at = _now()
         searching: asyncio.Task[None] | None = None
         try:
             while not self._plan.done:
                 now = _now()
+                if self._full is not None:
+                    raise self._full
                 if now - self._arrived_at > patience_s:
                     raise WeightsLost(f"no chunk has arrived for {patience_s:g} s")
                 if self.peers < self._options.sources and now >= search_at:
@@ -151,6 +158,8 @@ class WeightFetch:
                 self._end(self._plan.leave(name), name)
             elif reason != "busy":
                 self._report(name, error.detail)
+        except StoreFull as error:
+            reason, self._full = "lost", error
         except OSError as error:
             reason = "lost"
             self._report(name, error.strerror or str(error))
@@ -176,6 +185,8 @@ class WeightFetch:
         one of the same chunk fills memory of its own.
         """
         file, offset, size = self._copy.manifest.chunks[chunk]
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._allocation, self._copy.allocate, chunk)
         place = memoryview(self._copy.file(file, writable=True))[offset : offset + size]
         if reader.direct and chunk not in self._writing and not self._copy.has(chunk):
             task = asyncio.current_task()
@@ -239,7 +250,8 @@ class WeightFetch:
             await asyncio.wait(tasks)
         for reader in self._readers.values():
             reader.close()
-        self._pool.shutdown(wait=False)
+        for pool in (self._pool, self._allocation):
+            pool.shutdown(wait=False)
 
 
 def _now() -> float:

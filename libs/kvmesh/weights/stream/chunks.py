@@ -27,7 +27,8 @@ class ChunkBoard:
 
     `holders` counts the partial sources that have a chunk or fetch it; `completes` the complete
     ones. `rivals` counts the other targets whose draw for a chunk is below the own one: that with
-    the least takes the chunk from a complete source first. Decisions take time by the window, not by the number of chunks.
+    the least takes the chunk from a complete source first. Decisions take time by the window, not
+    by the number of chunks.
     """
 
     def __init__(self, sizes: Sequence[int], options: FetchOptions, name: str) -> None:

@@ -9,14 +9,13 @@ from typing import Literal
 
 import numpy as np
 
+from kvmesh.weights.stream.choice import QUIET_S, OpenRequests, SourceChoice
 from kvmesh.weights.stream.chunks import ChunkBoard
 from kvmesh.weights.stream.options import FetchOptions
 from kvmesh.weights.stream.source import SourceState
 
 Failure = Literal["lost", "timeout", "corrupt", "absent", "busy"]
 _REFUSED = 4096  # names remembered of sources which are not asked again
-_QUIET_CHUNKS = 8.0  # times a chunk's time without a chunk of another target
-_QUIET_S = 0.1  # at least
 _RECHECK_S = 0.05  # until an open request is compared with other sources again
 
 
@@ -32,9 +31,10 @@ class ChunkRequest:
 class StreamPlan:
     """Spreads the chunks of a copy over its sources, as a caller reports what happens.
 
-    `sizes` are the chunks' bytes, in the order in which they are read. `name` is
-    the one under which other targets know this one as a source: those which start together take
-    different chunks from a complete source by it. All times are in seconds of one clock. A chunk out of range raises ValueError everywhere.
+    `sizes` are the chunks' bytes, in the order in which they are read. `name` is the one under
+    which other targets know this one as a source: by these names, those which start together take
+    different chunks from a complete source. All times are in seconds of one clock. A chunk out of
+    range raises ValueError everywhere.
     """
 
     def __init__(self, sizes: Sequence[int], options: FetchOptions, name: str) -> None:
@@ -42,11 +42,12 @@ class StreamPlan:
         self._options = options
         self._board = ChunkBoard(sizes, options, name)
         self._random = random.Random(name)
+        self._open = OpenRequests()
         self._sources: dict[str, SourceState] = {}
         self._refused: dict[str, float] = {}  # until when
-        self._askers: dict[int, list[SourceState]] = {}  # of chunks with open requests
-        self._doubled = 0
-        self._peers_at = -inf  # when another target last joined or brought a chunk
+        self._choice = SourceChoice(
+            self._board, self._open, self._sources.values(), options, self._random
+        )
 
     @property
     def done(self) -> bool:
@@ -89,7 +90,7 @@ class StreamPlan:
             state.counted = state.has
             state.rival = True
             self._board.compete(source, 1)
-            self._peers_at = now
+            self._choice.met(now)
         self._sources[source] = state
         return True
 
@@ -120,7 +121,7 @@ class StreamPlan:
                     self._yield(state)
         options = self._options
         every = state.poll_every / 2 if changed else state.poll_every * 1.5
-        chunk_s = self._assumed_pace() * self._board.typical or _QUIET_S
+        chunk_s = self._choice.pace() * self._board.typical or QUIET_S
         longest = min(2 * chunk_s, options.poll_most_s)
         state.poll_every = max(min(every, longest), options.poll_s)
         if state.has is not None and not state.rival:
@@ -134,6 +135,7 @@ class StreamPlan:
         if state is None:
             return []
         dropped = self._drop_all(state)
+        self._choice.paced(state, -inf)
         self._yield(state)
         if state.counted is not None:
             self._board.recount(state.counted, None)
@@ -149,18 +151,17 @@ class StreamPlan:
         self._board.check(chunk)
         if (state := self._sources.get(source)) is not None:
             state.answered(chunk, self._board.sizes[chunk], now)
-            if state.has is not None:
-                self._peers_at = now
-            self._forget(state, chunk)
+            self._choice.paced(state, now)
+            self._drop(state, chunk)
         return self._settle(chunk)
 
     def failed(self, source: str, chunk: int | None, reason: Failure, now: float) -> list[int]:
         """A request has failed; `chunk` None: the reading of the bitmap has.
 
         "lost" (the connection) and "timeout" end all requests of the source, which rests;
-        "corrupt" (a wrong digest) bans it; "absent" corrects its bitmap; "busy" lets it rest for a
-        short time. Returns the chunks of its other requests, which the caller ends. A request that
-        is not open any more is ignored unless its bytes were wrong.
+        "corrupt" (a wrong digest) bans it; "absent" corrects its bitmap; after "absent" and "busy"
+        it rests for a short time. Returns the chunks of its other requests, which the caller ends.
+        A request that is not open any more is ignored unless its bytes were wrong.
         """
         if chunk is not None:
             self._board.check(chunk)
@@ -171,13 +172,10 @@ class StreamPlan:
         if state is None or (chunk is not None and chunk not in state.open):
             return []
         if chunk is not None:
-            state.dropped(chunk)
-            self._forget(state, chunk)
-        if reason == "absent":
-            if chunk is not None:
-                self._correct(state, chunk, now)
-            return []
-        if reason == "busy":
+            self._drop(state, chunk)
+        if reason == "absent" and chunk is not None:
+            self._correct(state, chunk, now)
+        if reason in ("absent", "busy"):
             state.rest_busy(now, self._options, self._random.random())
             return []
         state.rest(now, self._options)
@@ -190,8 +188,13 @@ class StreamPlan:
         """The requests to send now."""
         found: list[ChunkRequest] = []
         barren: set[str] = set()
-        while not self.done and (request := self._next(now, barren)) is not None:
-            found.append(request)
+        while not self.done and (chosen := self._choice.next(now, barren)) is not None:
+            state, chunk = chosen
+            size = self._board.sizes[chunk]
+            found.append(ChunkRequest(state.name, chunk, state.deadline(size, now, self._options)))
+            state.sent(chunk, size, now)
+            self._open.add(state, chunk)
+            self._board.close(chunk)
         return found
 
     def wake_at(self, now: float) -> float | None:
@@ -204,7 +207,7 @@ class StreamPlan:
         states = self._sources.values()
         times = [s.rests_until for s in states if s.rests_until > now]
         times += [max(s.poll_at, s.rests_until) for s in states if self._polled(s)]
-        if self._askers:
+        if len(self._open):
             times.append(now + _RECHECK_S)
         return max(min(times), now) if times else None
 
@@ -221,115 +224,29 @@ class StreamPlan:
                 due.append(state.name)
         return due
 
-    def _next(self, now: float, barren: set[str]) -> ChunkRequest | None:
-        """The next request; adds the sources that can serve nothing to `barren`."""
-        assumed = self._assumed_pace()
-        for _, state in sorted(self._ready(now, barren, assumed), key=lambda pair: pair[0]):
-            chunk = self._choose(state, now, assumed)
-            if chunk is None:
-                barren.add(state.name)
-                continue
-            size = self._board.sizes[chunk]
-            deadline = state.deadline(size, now, self._options)
-            state.sent(chunk, size, now)
-            askers = self._askers.setdefault(chunk, [])
-            askers.append(state)
-            self._doubled += len(askers) > 1
-            self._board.close(chunk)
-            return ChunkRequest(state.name, chunk, deadline)
-        return None
-
-    def _ready(
-        self, now: float, barren: set[str], assumed: float
-    ) -> list[tuple[float, SourceState]]:
-        """Sources with room for a request, with about the time that its answer takes."""
-        options, size = self._options, self._board.typical
-        busy = [s for s in self._sources.values() if s.open and not s.local]
-        partial = sum(s.has is not None for s in busy)
-        seeds = any(
-            s.has is None and not s.local and s.rests_until <= now for s in self._sources.values()
-        )
-        found = []
-        for state in self._sources.values():
-            if state.rests_until > now or state.name in barren:
-                continue
-            pace = state.pace or assumed
-            if state.open:
-                least = 1 if len(busy) > 1 and state.pace else 2 if state.pace else 1
-                most = min(
-                    max(options.depth_s / (pace * size) if pace else 0, least), options.depth
-                )
-                if len(state.open) >= most:
-                    continue
-            elif not state.local:
-                if len(busy) >= options.sources:
-                    continue
-                # one place is kept for a complete source, the only one to have what is new
-                if seeds and state.has is not None and 1 < options.sources <= partial + 1:
-                    continue
-            jitter = 0.75 + self._random.random() / 2
-            found.append(((state.owed + size) * pace * jitter, state))
-        return found
-
-    def _choose(self, state: SourceState, now: float, assumed: float) -> int | None:
-        board, options = self._board, self._options
-        wait = (state.owed + board.typical) * (state.pace or assumed)
-        others = sum(s.rate for s in self._sources.values() if s.open and s is not state)
-        skip = int(others * wait / 2 / board.typical)
-        patience = min(max(_QUIET_CHUNKS * assumed * board.typical, _QUIET_S), options.floor_s)
-        shared = now - self._peers_at < patience
-        chunk = board.choose(state, skip if skip > options.head else 0, shared)
-        return chunk if chunk is not None else self._second(state, now, wait, assumed)
-
-    def _second(self, state: SourceState, now: float, wait: float, assumed: float) -> int | None:
-        """A chunk whose open request will take far longer than one to this source would."""
-        if self._doubled >= self._options.duplicates or not wait:
-            return None
-        near = self._board.first + self._options.head if self._board.unasked else self._board.count
-        longest, found = wait * self._options.gain, None
-        for chunk, askers in self._askers.items():
-            if chunk < near and len(askers) == 1 and askers[0] is not state and state.offers(chunk):
-                left = askers[0].remaining(chunk, now, assumed)
-                if left > longest:
-                    longest, found = left, chunk
-        return found
-
-    def _assumed_pace(self) -> float:
-        """The pace of a source that is not known yet: the median of those known."""
-        known = sorted(s.pace for s in self._sources.values() if s.pace)
-        return known[len(known) // 2] if known else 0.0
-
     def _poll_floor(self) -> float:
         """Seconds between bitmaps of one source by the bound of their bytes."""
-        polled = sum(self._polled(s) for s in self._sources.values())
-        return polled * self._board.count / self._options.poll_bytes_per_s
+        return len(self._sources) * self._board.count / self._options.poll_bytes_per_s
 
     def _polled(self, state: SourceState) -> bool:
         """True if the source's bitmap may change in a way that matters."""
         return state.rival or (state.poll_at < inf and self._board.targets > 0)
 
     def _settle(self, chunk: int) -> bool:
-        self._doubled -= max(len(self._askers.pop(chunk, ())) - 1, 0)
+        self._open.settle(chunk)
         return self._board.settle(chunk)
-
-    def _forget(self, state: SourceState, chunk: int) -> None:
-        """The source does not fetch the chunk any more; without another it is open again."""
-        askers = self._askers.get(chunk)
-        if askers is None or state not in askers:
-            return
-        askers.remove(state)
-        if askers:
-            self._doubled -= 1
-        else:
-            del self._askers[chunk]
-            self._board.reopen(chunk)
 
     def _drop_all(self, state: SourceState) -> list[int]:
         chunks = list(state.open)
         for chunk in chunks:
-            state.dropped(chunk)
-            self._forget(state, chunk)
+            self._drop(state, chunk)
         return chunks
+
+    def _drop(self, state: SourceState, chunk: int) -> None:
+        """The source does not fetch the chunk any more; without another it is open again."""
+        state.dropped(chunk)
+        if self._open.forget(state, chunk):
+            self._board.reopen(chunk)
 
     def _correct(self, state: SourceState, chunk: int, now: float) -> None:
         """The source does not have the chunk; one that was complete is partial from now on."""

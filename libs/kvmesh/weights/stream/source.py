@@ -10,6 +10,7 @@ from kvmesh.weights.stream.options import FetchOptions
 Bits = NDArray[np.uint8]  # one byte per chunk, 0 or 1
 
 _WEIGHT = 0.25  # of a new sample of the pace
+_STALLED, _STALLED_S = 8.0, 1.0  # times a chunk's time, and at least
 _OUTLIER = 4.0  # a sample counts as at most so many times slower or faster than the pace
 
 
@@ -87,6 +88,12 @@ class SourceState:
         pace = self.pace or assumed
         due = sent.at + sent.ahead * pace
         return due - now if due > now else now - due + sent.size * pace
+
+    def stalled(self, now: float, assumed: float) -> bool:
+        """True if the first open request should have been answered long ago."""
+        sent = next(iter(self.open.values()))
+        wait = _STALLED * sent.size * (self.pace or assumed)
+        return now > max(sent.at, self._last) + max(wait, _STALLED_S)
 
     def deadline(self, size: int, now: float, options: FetchOptions) -> float:
         """The time at which the answer to a request of `size` bytes, sent now, is late."""

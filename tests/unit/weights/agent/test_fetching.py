@@ -12,7 +12,7 @@ from kvmesh.weights.agent import fetching
 from kvmesh.weights.agent.fetching import WeightFetch
 from kvmesh.weights.agent.readers import DiskReader, WrongDigest
 from kvmesh.weights.checkpoint import checkpoint_manifest
-from kvmesh.weights.errors import CheckpointError, WeightsLost
+from kvmesh.weights.errors import CheckpointError, StoreFull, WeightsLost
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions
@@ -122,6 +122,18 @@ async def test_without_a_source_the_fetch_ends(copy: StoredCopy, folder: Path, c
     broken.error = TransferError(code, "peer", "gone")  # type: ignore[arg-type]
     with pytest.raises(WeightsLost, match=r"no chunk has arrived for 0\.5 s"):
         await fetch_of(copy, broken=broken).run(0.5)
+    assert not any(copy.have[:])
+
+
+async def test_a_full_memory_ends_the_fetch(
+    copy: StoredCopy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(chunk: int) -> None:
+        raise StoreFull("No space left on device")
+
+    monkeypatch.setattr(copy, "allocate", refuse)
+    with pytest.raises(StoreFull, match="No space"):
+        await fetch_of(copy, good=ScriptedReader(copy, folder)).run(10)
     assert not any(copy.have[:])
 
 

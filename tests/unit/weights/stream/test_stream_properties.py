@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvmesh.weights.stream import Failure, FetchOptions, StreamPlan
 
 FAILURES: tuple[Failure, ...] = ("lost", "timeout", "corrupt", "absent", "busy")
-STEPS = 20_000
+STEPS = 5_000
 
 
 @dataclass
@@ -18,14 +18,14 @@ class Caller:
 
     chunks: int
     options: FetchOptions
-    key: int
+    name: str
     now: float = 0.0
     asked: Counter[int] = field(default_factory=Counter)
     open: list[tuple[str, int]] = field(default_factory=list)
     there: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.plan = StreamPlan([1 << 20] * self.chunks, self.options, self.key)
+        self.plan = StreamPlan([1 << 20] * self.chunks, self.options, self.name)
 
     def send(self) -> None:
         for request in self.plan.requests(self.now):
@@ -49,10 +49,10 @@ class Caller:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_all_chunks_arrive_while_one_honest_source_remains(data: st.DataObject) -> None:
     draw = data.draw
-    chunks = draw(st.integers(1, 60))
+    chunks = draw(st.integers(1, 30))
     options = FetchOptions(
         sources=draw(st.integers(1, 5)),
         window=draw(st.integers(1, 80)),
@@ -61,7 +61,7 @@ def test_all_chunks_arrive_while_one_honest_source_remains(data: st.DataObject) 
         duplicates=draw(st.integers(0, 4)),
     )
     random = draw(st.randoms(use_true_random=False))
-    caller = Caller(chunks, options, draw(st.integers(-(2**70), 2**70)))
+    caller = Caller(chunks, options, draw(st.text()))
     plan, others = caller.plan, draw(st.integers(0, 6))
     plan.join("honest", 0.0, complete=True, local=draw(st.booleans()))
     for i in range(others):
@@ -71,7 +71,7 @@ def test_all_chunks_arrive_while_one_honest_source_remains(data: st.DataObject) 
             break
         caller.send()
         for source in plan.polls(caller.now):
-            bits = bytes(random.choices((0, 1, 2, 7), k=chunks))
+            bits = bytes(random.choices((0, 1, 2, 3, 7), k=chunks))
             plan.learn(source, bits, caller.now)
         if not caller.open:
             wake = plan.wake_at(caller.now)
@@ -93,10 +93,10 @@ def test_all_chunks_arrive_while_one_honest_source_remains(data: st.DataObject) 
     assert caller.there == set(range(chunks))
 
 
-@given(st.integers(0, 2**64), st.integers(1, 300), st.integers(1, 8))
-@settings(max_examples=50, deadline=None)
-def test_without_failures_nothing_is_requested_twice(key: int, chunks: int, sources: int) -> None:
-    caller = Caller(chunks, FetchOptions(), key)
+@given(st.text(), st.integers(1, 300), st.integers(1, 8))
+@settings(max_examples=25, deadline=None)
+def test_without_failures_nothing_is_requested_twice(name: str, chunks: int, sources: int) -> None:
+    caller = Caller(chunks, FetchOptions(), name)
     for i in range(sources):
         caller.plan.join(f"s{i}", 0.0, complete=True)
     sent = 0

@@ -49,8 +49,7 @@ class LinkEnd:
             left -= other
             flows -= 1
         changed = abs(level - self.level) > _TOLERANCE * self.level
-        if changed:
-            self.level = level
+        self.level = level
         return changed
 
 

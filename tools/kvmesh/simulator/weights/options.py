@@ -17,9 +17,10 @@ class FanoutOptions:
 
     `targets` start `wave_s` apart in waves of `wave` (0: all at once), beside `seeds` workers that
     have all chunks. Each knows up to `sample` others, drawn at random `discovery_s` after its
-    start, and anew every `refresh_s` while it has fewer. A source sends `slots`
-    chunks at once, lets `queue` more requests wait and refuses the others. `faults` strike random workers, by shares of all, at random times
-    within `fault_within` of one transfer's time; `central_bytes_per_s` is the central store's.
+    start, and more every `refresh_s` while it has fewer. A source sends `slots` chunks at once,
+    lets `queue` more requests wait and refuses the others. `faults` strike random workers but not
+    the first seed, by shares of all, at random times within `fault_within` of one transfer's time.
+    `central_bytes_per_s` is the central store's rate.
     """
 
     targets: int = 8
@@ -38,7 +39,7 @@ class FanoutOptions:
     faults: dict[Fault, float] = field(default_factory=dict)
     fault_within: float = 1.0
     central_bytes_per_s: float = 5e9
-    fetch: FetchOptions = FetchOptions()
+    fetch: FetchOptions = field(default_factory=FetchOptions)
     seed: int = 0
 
     def __post_init__(self) -> None:
