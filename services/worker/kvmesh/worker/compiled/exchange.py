@@ -100,9 +100,7 @@ def store_archive(store: WeightStore, root: Path, engine: str, max_bytes: int) -
     except OSError as error:
         raise StoreError(f"cannot store {file}: {error}") from error
     finally:
-        file.unlink(missing_ok=True)
-        if folder.exists():
-            folder.rmdir()
+        store.discard(folder)
 
 
 def unpack_copy(copy: StoredCopy, target: Path, home: Path, max_bytes: int) -> int:
