@@ -16,6 +16,9 @@ from kvmesh.weights.errors import WeightsLost
 from kvmesh.weights.frames import (
     HEADER_BYTES,
     MAX_FRAME,
+    CopyOffered,
+    CopyReady,
+    CopyWanted,
     EngineRuns,
     WeightsEvent,
     WeightsJob,
@@ -25,6 +28,7 @@ from kvmesh.weights.frames import (
 
 COMMAND = (sys.executable, "-m", "kvmesh.weights.agent.process")
 STOP_S = 5.0
+OFFER_S = 30.0
 ANSWER_MARGIN_S = 30.0  # for its imports, and its connection to NATS
 
 
@@ -88,6 +92,8 @@ class WorkersProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._runs = False
+        self._offered: set[str] = set()
+        self._waiting: dict[str, asyncio.Future[str]] = {}
 
     async def start(self) -> None:
         """Start it, to go on with the answer of one that has died; raises OSError."""
@@ -104,6 +110,8 @@ class WorkersProcess:
         self._send(self._job)
         if self._runs:
             self._send(EngineRuns())
+        for digest in self._offered:
+            self._send(CopyOffered(digest))
 
     @property
     def pid(self) -> int:
@@ -113,6 +121,40 @@ class WorkersProcess:
         """The engine has loaded its weights and started."""
         self._runs = True
         self._send(EngineRuns())
+
+    async def want_copy(self, digest: str, timeout_s: float) -> None:
+        """Have the copy with this digest in the store, and offered to others.
+
+        Raises WeightsLost, after `timeout_s` seconds at the latest.
+        """
+        await self._ask(CopyWanted(digest, timeout_s), timeout_s)
+        self._offered.add(digest)
+
+    async def offer_copy(self, digest: str) -> None:
+        """Offer a copy in the store to others from now on; raises WeightsLost."""
+        await self._ask(CopyOffered(digest), OFFER_S)
+        self._offered.add(digest)
+
+    async def _ask(self, message: CopyWanted | CopyOffered, timeout_s: float) -> None:
+        if self._process is None:
+            raise WeightsLost("there is no weights process")
+        answer = self._waiting[message.digest] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._send(message)
+                if reason := await answer:
+                    raise WeightsLost(reason)
+        except TimeoutError as error:
+            reason = f"the weights process has not answered in {timeout_s:g} s"
+            raise WeightsLost(reason) from error
+        finally:
+            self._waiting.pop(message.digest, None)
+
+    def _receive(self, event: WeightsEvent) -> None:
+        if not isinstance(event, CopyReady):
+            self._on_event(event)
+        elif (answer := self._waiting.get(event.digest)) is not None and not answer.done():
+            answer.set_result(event.reason)
 
     async def close(self) -> None:
         """End the process; its copy goes unless it is kept or used."""
@@ -149,7 +191,7 @@ class WorkersProcess:
                 size = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES), "big")
                 if size > MAX_FRAME:
                     raise ValueError(f"a frame of {size} bytes")
-                self._on_event(decode_event(await process.stdout.readexactly(size)))
+                self._receive(decode_event(await process.stdout.readexactly(size)))
         except (asyncio.IncompleteReadError, msgspec.MsgspecError, ValueError) as error:
             if isinstance(error, asyncio.IncompleteReadError):
                 status = await process.wait()
@@ -158,6 +200,9 @@ class WorkersProcess:
                 process.kill()
                 await process.wait()
                 reason = f"the weights process sends nonsense: {error}"
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_result(reason)
         if self._process is not process:
             return
         self._process = None

@@ -33,6 +33,26 @@ class EngineRuns(Struct, frozen=True, tag="runs"):
     """The parent's engine has loaded its weights and started."""
 
 
+class CopyWanted(Struct, frozen=True, tag="want"):
+    """The parent wants the copy with this digest in the node's store within `timeout_s` seconds."""
+
+    digest: str
+    timeout_s: float
+
+
+class CopyOffered(Struct, frozen=True, tag="offer"):
+    """The parent has put the copy with this digest into the store, for other workers."""
+
+    digest: str
+
+
+class CopyReady(Struct, frozen=True, tag="ready"):
+    """The answer to both: the copy is in the store and offered, unless there is a `reason`."""
+
+    digest: str
+    reason: str = ""
+
+
 class WeightsKnown(Struct, frozen=True, tag="known"):
     """The digest of the manifest of the worker's weights, for its card."""
 
@@ -66,8 +86,8 @@ class WeightsCounts(Struct, frozen=True, kw_only=True, tag="counts"):
     sources: int = 0
 
 
-ParentMessage: TypeAlias = WeightsJob | EngineRuns
-WeightsEvent: TypeAlias = WeightsKnown | WeightsTaken | WeightsFromDisk | WeightsCounts
+ParentMessage: TypeAlias = WeightsJob | EngineRuns | CopyWanted | CopyOffered
+WeightsEvent: TypeAlias = WeightsKnown | WeightsTaken | WeightsFromDisk | WeightsCounts | CopyReady
 _encode = msgspec.msgpack.Encoder().encode
 decode_parent_message = msgspec.msgpack.Decoder(ParentMessage).decode
 decode_event = msgspec.msgpack.Decoder(WeightsEvent).decode

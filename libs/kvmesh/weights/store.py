@@ -86,7 +86,8 @@ class WeightStore:
     def scratch(self, size: int) -> Path:
         """A new folder for files of `size` bytes that `adopt` turns into a copy.
 
-        A folder that is not adopted goes when its process has ended. Raises StoreFull, StoreError.
+        One that is neither adopted nor discarded goes when its process has ended. Raises
+        StoreFull, StoreError.
         """
         with self._locked():
             self._make_room(size)
@@ -99,6 +100,11 @@ class WeightStore:
             lock.take()
             self._scratch[folder] = lock
             return folder
+
+    def discard(self, files: Path) -> None:
+        """Remove a folder from `scratch` that is not going to be adopted, if it is there."""
+        _discard(files)
+        self._end_scratch(files)
 
     def open(self, digest: str) -> StoredCopy | None:
         """Use a copy; None if there is none. Raises StoreError if it cannot be read."""

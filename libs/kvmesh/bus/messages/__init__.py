@@ -59,6 +59,7 @@ from kvmesh.bus.messages.control import (
 )
 from kvmesh.bus.messages.discovery import (
     Capacity,
+    CompiledOffer,
     Instance,
     ModelCard,
     NodeStore,
@@ -214,6 +215,7 @@ __all__ = [
     "Clear",
     "Cleared",
     "Commit",
+    "CompiledOffer",
     "Computed",
     "ComputedAhead",
     "Control",

@@ -122,6 +122,18 @@ class Phase(Struct, frozen=True):
     seconds: float
 
 
+class CompiledOffer(Struct, frozen=True):
+    """An archive of compiled code that a worker serves to workers of its trust domain.
+
+    `environment` names what the code was compiled for, `archive` is the digest of the manifest, and
+    `mac` proves by the domain's key that they belong together (`kvmesh.worker.compiled`).
+    """
+
+    environment: str
+    archive: str
+    mac: str
+
+
 class Starting(Struct, frozen=True, kw_only=True):
     """A worker that has not joined yet, about every second until it does or fails.
 
@@ -149,7 +161,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     parked, 0 if unknown; `phases` says where they went. `promoted_s` are those from its promotion
     on, 0 if it was not parked. A parked worker will serve the model named `parked_for`, and has
     no `model` card before it does. A worker or kvbm that `expects_returns` orders eviction by
-    forecasts of returns; others need none.
+    forecasts of returns; others need none. `compiled` is the compile cache that a worker offers, if
+    any.
     """
 
     instance: str
@@ -173,6 +186,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     expects_returns: bool = False
     parked_for: str = ""
     promoted_s: float = 0.0
+    compiled: CompiledOffer | None = None
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

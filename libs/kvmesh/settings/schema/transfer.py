@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvmesh.settings.schema.common import Count, Port, Seconds, Section
+from kvmesh.settings.schema.common import Count, Port, Seconds, Secret, Section
 
 
 class TransferSettings(Section, frozen=True, kw_only=True):
@@ -61,3 +61,21 @@ class WeightsSettings(Section, frozen=True, kw_only=True):
     wait_s: Annotated[
         Seconds, Meta(description="wait for a source if there are no weights on the disk")
     ] = 120.0
+    compile_cache: Annotated[
+        bool,
+        Meta(description="keep the code that vllm compiles on disk, one cache per environment"),
+    ] = False
+    cache_directory: Annotated[
+        Path | None, Meta(description="directory of compile caches; none: in the user's cache")
+    ] = None
+    cache_bytes: Annotated[Count, Meta(description="largest size of all compile caches")] = 8 << 30
+    cache_wait_s: Annotated[
+        Seconds, Meta(description="wait for a compile cache from another worker")
+    ] = 10.0
+    domain_key: Annotated[
+        Secret,
+        Meta(
+            description="64 hexadecimal digits, shared by workers that run each other's compiled"
+            " code; empty: none does"
+        ),
+    ] = ""

@@ -22,10 +22,14 @@ from kvmesh.settings import Settings, load
 from kvmesh.transfer import SendingPace, TransferError, Transport
 from kvmesh.weights.agent.copies import CopyTaker
 from kvmesh.weights.agent.offers import Offers
+from kvmesh.weights.agent.other_copies import OtherCopies
 from kvmesh.weights.agent.own_files import OwnFiles
 from kvmesh.weights.errors import WeightsError
 from kvmesh.weights.frames import (
+    CopyOffered,
+    CopyWanted,
     EngineRuns,
+    ParentMessage,
     WeightsCounts,
     WeightsJob,
     decode_parent_message,
@@ -49,11 +53,15 @@ class WeightsAgent:
         self._sink = sink
         self._pace = SendingPace(settings.weights.upload_bytes_per_s)
         self._runs = asyncio.Event()
+        self._wanted: asyncio.Queue[CopyWanted | CopyOffered] = asyncio.Queue()
         self._counts = WeightsCounts()
 
-    def engine_runs(self) -> None:
-        """The worker's engine has started."""
-        self._runs.set()
+    def handle(self, message: ParentMessage) -> None:
+        """Carry out a message of the parent."""
+        if isinstance(message, EngineRuns):
+            self._runs.set()
+        elif isinstance(message, CopyWanted | CopyOffered):
+            self._wanted.put_nowait(message)
 
     async def run(self) -> None:
         """Take weights, then offer them, until cancelled."""
@@ -66,7 +74,9 @@ class WeightsAgent:
         offers = Offers(bus, transport, self._job.instance, self._job.node)
         own = OwnFiles(self._job, bus, offers, self.send)
         taker = CopyTaker(self._job, weights, bus, offers, own, self.send)
+        others = OtherCopies(bus, self._job.instance, weights, offers, self.send)
         reporting = asyncio.create_task(self._report(taker))
+        listening = asyncio.create_task(self._pass_on(others))
         try:
             await taker.run()
             os.nice(NICE_SERVING - NICE_FETCHING)
@@ -76,6 +86,8 @@ class WeightsAgent:
             await asyncio.Event().wait()
         finally:
             reporting.cancel()
+            listening.cancel()
+            await others.close()
             await taker.close()
             await offers.close()
             await transport.close()
@@ -86,6 +98,10 @@ class WeightsAgent:
         with suppress(OSError, ValueError):
             self._sink.write(frame(event))
             self._sink.flush()
+
+    async def _pass_on(self, others: OtherCopies) -> None:
+        while True:
+            others.handle(await self._wanted.get())
 
     async def _report(self, taker: CopyTaker) -> None:
         """Send changed counts, and remove what other processes left."""
@@ -144,8 +160,7 @@ def _listen(
     with suppress(RuntimeError):  # the loop has ended
         try:
             while (body := read_frame(source)) is not None:
-                if isinstance(decode_parent_message(body), EngineRuns):
-                    loop.call_soon_threadsafe(agent.engine_runs)
+                loop.call_soon_threadsafe(agent.handle, decode_parent_message(body))
         except (msgspec.MsgspecError, ValueError, OSError) as error:
             log.warning("the parent sends nonsense: %s", error)
         loop.call_soon_threadsafe(running.cancel)

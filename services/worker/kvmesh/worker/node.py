@@ -14,6 +14,7 @@ from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Chunk,
+    CompiledOffer,
     Control,
     ControlReply,
     Dump,
@@ -295,6 +296,11 @@ class WorkerNode:
             return admission.DRAINING.reason
         await self._publish_card(self._lease, replace(self._lease.card, serves=serves))
         return ""
+
+    async def publish_compiled(self, offer: CompiledOffer) -> None:
+        """Put the compile cache that the worker offers on the card."""
+        if self._lease is not None:
+            await self._publish_card(self._lease, replace(self._lease.card, compiled=offer))
 
     async def _publish_card(self, lease: Lease, card: Instance) -> None:
         try:

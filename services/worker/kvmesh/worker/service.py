@@ -18,6 +18,8 @@ from kvmesh.runtime.process_start import FIRST_LINE, process_created
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import WorkerSettings
+from kvmesh.worker.compiled.cache import CompileCache
+from kvmesh.worker.compiled.start import compile_cache
 from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import (
     Engine,
@@ -57,7 +59,11 @@ async def main(service: Service) -> None:
     with ExitStack() as cleanup:
         with timeline.phase(StartPhase.CONFIGURATION):
             folder = await _model_folder(service.settings.worker, cleanup)
-        await _serve_model(service, folder, timeline)
+        async with (
+            _weights(service, folder) as weights,
+            _compile_cache(service, folder, weights, timeline) as cache,
+        ):
+            await _serve_model(service, folder, timeline, weights, cache)
 
 
 def _timeline(service: Service) -> StartTimeline:
@@ -82,7 +88,13 @@ async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
     return folder
 
 
-async def _serve_model(service: Service, folder: Path, timeline: StartTimeline) -> None:
+async def _serve_model(
+    service: Service,
+    folder: Path,
+    timeline: StartTimeline,
+    weights: WorkerWeights | None,
+    cache: CompileCache | None,
+) -> None:
     settings = service.settings
     model = settings.worker.served_name or folder.name
 
@@ -93,37 +105,33 @@ async def _serve_model(service: Service, folder: Path, timeline: StartTimeline) 
         service.stopping.set()
 
     start = StartReport(service.bus, service.instance, model, settings.worker.engine, timeline)
-    async with _weights(service, folder) as weights:
-        with start:
-            if not has_chat_template(folder):
-                log.warning(NO_TEMPLATE, folder)
-            access = weights.access if weights is not None else kept_access(settings.weights)
-            store = _store_factory(service, folder)
-            try:
-                engine = await _create_engine(
-                    EngineContext(settings, folder, store, timeline, access)
-                )
-            except EngineError as error:
-                raise StartError(str(error), permanent=True) from error
-            try:
-                node = WorkerNode(
-                    service.bus,
-                    engine,
-                    settings,
-                    folder,
-                    service.name,
-                    service.instance,
-                    service.limits,
-                    on_end,
-                    service.warnings,
-                    timeline,
-                )
-                await _serve(
-                    service, engine, node, WorkerLabels(model, service.name), start, weights
-                )
-            except (EngineError, ModelFilesError) as error:
-                permanent = isinstance(error, EngineConfigError)
-                raise StartError(str(error), permanent=permanent) from error
+    with start:
+        if not has_chat_template(folder):
+            log.warning(NO_TEMPLATE, folder)
+        access = weights.access if weights is not None else kept_access(settings.weights)
+        store = _store_factory(service, folder)
+        try:
+            engine = await _create_engine(EngineContext(settings, folder, store, timeline, access))
+        except EngineError as error:
+            raise StartError(str(error), permanent=True) from error
+        try:
+            node = WorkerNode(
+                service.bus,
+                engine,
+                settings,
+                folder,
+                service.name,
+                service.instance,
+                service.limits,
+                on_end,
+                service.warnings,
+                timeline,
+            )
+            labels = WorkerLabels(model, service.name)
+            await _serve(service, engine, node, labels, start, weights, cache)
+        except (EngineError, ModelFilesError) as error:
+            permanent = isinstance(error, EngineConfigError)
+            raise StartError(str(error), permanent=permanent) from error
 
 
 @asynccontextmanager
@@ -139,6 +147,20 @@ async def _weights(service: Service, folder: Path) -> AsyncIterator[WorkerWeight
         yield weights
     finally:
         await weights.close()
+
+
+@asynccontextmanager
+async def _compile_cache(
+    service: Service, folder: Path, weights: WorkerWeights | None, timeline: StartTimeline
+) -> AsyncIterator[CompileCache | None]:
+    """The engine's compile cache; it travels with the weights."""
+    archives = weights.archives if weights is not None else None
+    opening = ExitStack()
+    opening.enter_context(timeline.phase(StartPhase.COMPILE))
+    with opening:
+        async with compile_cache(service.settings, folder, service.bus, archives) as cache:
+            opening.close()
+            yield cache
 
 
 async def _create_engine(context: EngineContext) -> Engine:
@@ -175,6 +197,7 @@ async def _serve(
     labels: WorkerLabels,
     start: StartReport,
     weights: WorkerWeights | None,
+    cache: CompileCache | None,
 ) -> None:
     worker = service.settings.worker
     collectors: list[Collector] = [
@@ -203,9 +226,13 @@ async def _serve(
         if weights is not None:
             weights.engine_runs()
         service.start_watchdog()
+        if cache is not None:
+            cache.start_offering(node.publish_compiled)
         await service.stopping.wait()
         await node.drain(0 if service.failed else worker.drain_timeout_s)
     finally:
+        if cache is not None and node.info is not None:
+            cache.engine_runs()
         await node.close()
         for collector in collectors:
             REGISTRY.unregister(collector)

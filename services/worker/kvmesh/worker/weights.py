@@ -24,6 +24,7 @@ from kvmesh.weights.frames import (
     WeightsKnown,
     WeightsTaken,
 )
+from kvmesh.worker.compiled.exchange import ProcessExchange
 from kvmesh.worker.model_card import node_name, weights_revision
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class WorkerWeights:
             longest_s,
         )
         self._process = WorkersProcess(job, self._report, self._restart)
+        self.archives = ProcessExchange(self._process, weights)
 
     def tell(self, on_digest: Callable[[str], None]) -> None:
         """Pass the digest of the worker's weights on, now or once it is known."""

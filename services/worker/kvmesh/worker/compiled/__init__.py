@@ -1,0 +1,1 @@
+"""Compile caches of engines: kept per environment, and carried between workers of one domain."""
