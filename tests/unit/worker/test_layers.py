@@ -24,6 +24,7 @@ ENGINE_PARTS = {
 }
 ALLOWED = {
     "scratch": set[str](),
+    "compiled": set(),
     "enginecore": set(),
     "start": set(),
     "engine": {"start"},
@@ -32,7 +33,7 @@ ALLOWED = {
     "model_folder": {"engine"},
     "metrics": {"capabilities", "enginecore"},
     "constraints": {"engine"},
-    "adapters": {"engine", "enginecore"},
+    "adapters": {"engine", "enginecore", *LEAVES},
     "lora": set(CONTRACT),
     "engines": {*ENGINE_PARTS, *LEAVES},
     "health": {"engine"},
@@ -40,18 +41,17 @@ ALLOWED = {
     "control": {"lora", "requests", "roles", *CONTRACT},
     "parking": {"start", *CONTRACT},
     "roles": set(CONTRACT),
-    "load_publisher": set(),
     "model_card": {"engine", "model_folder"},
     "default_model": {"engine", *LEAVES},
     "node": {
         *CONTRACT,
-        *("control", "enginecore", "health", "load_publisher", "lora", "model_card", "requests"),
+        *("control", "enginecore", "health", "lora", "model_card", "requests"),
         *("roles", "start"),
     },
-    "weights": {"model_card"},
+    "weights": {"compiled", "model_card"},
     "service": {
-        *("default_model", "engine", "metrics", "model_card", "model_folder", "node"),
-        *("parking", "start", "weights"),
+        *("compiled", "default_model", "engine", "metrics", "model_card", "model_folder"),
+        *("node", "parking", "start", "weights"),
     },
 }
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")

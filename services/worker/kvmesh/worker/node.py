@@ -52,10 +52,10 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.enginecore.counters import RetentionState
 from kvmesh.worker.health.event_silence import EventSilence
+from kvmesh.worker.health.load_publisher import LoadPublisher
 from kvmesh.worker.health.membership import Membership
 from kvmesh.worker.health.rank_digests import RankDigests, digest_reply
 from kvmesh.worker.health.stall_watch import StallWatch
-from kvmesh.worker.load_publisher import LoadPublisher
 from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.model_card import instance_card, model_card
 from kvmesh.worker.requests import admission
