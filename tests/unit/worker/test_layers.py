@@ -45,10 +45,11 @@ ALLOWED = {
         *("control", "enginecore", "health", "load_publisher", "lora", "model_card", "requests"),
         "roles",
     },
-    "weights": {"model_card"},
+    "compiled": set(),
+    "weights": {"compiled", "model_card"},
     "service": {
         *("default_model", "engine", "metrics", "model_card", "model_folder", "node"),
-        "weights",
+        *("compiled", "weights"),
     },
 }
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")
