@@ -165,6 +165,25 @@ async def test_a_stale_digest_is_asked_of_nobody(
     assert stale.counts.sent == 0
 
 
+async def test_a_folder_with_other_weights_is_read_itself(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    """Its worker names KV blocks by the folder, and must not compute them with other weights."""
+    first = await source(agents, "first", model, manifest)
+    await first.join()
+    tuned = make_weights(model.parent / "tuned", size=1_000_000)
+    file = next(tuned.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[2000] ^= 1
+    file.write_bytes(content)
+    target = await agents.start("target", tuned)
+    assert "has other weights" in (await answered(target)).disk
+    larger = make_weights(model.parent / "larger", size=1_000_002)
+    target = await agents.start("other", larger)
+    assert "has other weights" in (await answered(target)).disk
+    assert first.counts.sent == 0
+
+
 async def test_without_a_source_the_disk_is_read(
     agents: Agents, model: Path, manifest: Manifest
 ) -> None:

@@ -60,6 +60,7 @@ _PHASES = {
     StartPhase.PROCESS: "from the creation of the process to the first line of its program",
     StartPhase.IMPORTS: "import packages, in the processes of the engine as well",
     StartPhase.CONFIGURATION: "read the model folder, and prepare the arguments of the engine",
+    StartPhase.PARKED: "wait to be promoted, with nothing left to do that needs no device",
     StartPhase.WEIGHTS: "load the weights",
     StartPhase.POST_PROCESSING: "bring the weights into the form that kernels read",
     StartPhase.KV_ALLOCATION: "allocate the KV blocks",

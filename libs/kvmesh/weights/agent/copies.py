@@ -119,6 +119,8 @@ class CopyTaker:
                 manifest = await self._manifest(store, on_disk)
             if manifest is None:
                 return reason
+            if on_disk and await self._own.differ(manifest):
+                return f"{self._own.folder} has other weights than the workers of {job.model}"
             self._copy = copy = await asyncio.to_thread(store.create, manifest)
             if settings.keep:
                 copy.set_keep()

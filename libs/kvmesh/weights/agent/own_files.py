@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from blake3 import blake3
 from msgspec import Struct
 
 from kvmesh.bus.client import Bus
@@ -12,6 +13,7 @@ from kvmesh.bus.errors import BusError, cause
 from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.checkpoint import (
+    INDEX,
     cache_folder,
     checkpoint_manifest,
     known_manifest,
@@ -22,6 +24,7 @@ from kvmesh.weights.frames import WeightsJob, WeightsKnown
 from kvmesh.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
+MOST_COMPARED = 8  # files whose beginnings are compared
 THREADS = 1  # digests of a worker that serves already take one core at most
 
 
@@ -45,6 +48,10 @@ class OwnFiles:
         except CheckpointError as error:
             log.warning("%s", error)
             return False
+
+    async def differ(self, manifest: Manifest) -> bool:
+        """True if sizes or beginnings of the files show that they are other weights."""
+        return await asyncio.to_thread(_differ, self.folder, manifest)
 
     async def known(self) -> Manifest | None:
         """The manifest of the files, if they were digested before and have not changed."""
@@ -74,3 +81,20 @@ class OwnFiles:
             log.warning("cannot offer the weights in %s: %s", self.folder, cause(error))
             return
         self._send(WeightsKnown(manifest.digest))
+
+
+def _differ(folder: Path, manifest: Manifest) -> bool:
+    tensors = [n for n, file in enumerate(manifest.files) if file.name != INDEX]
+    if {path.name for path in weight_files(folder)} != {file.name for file in manifest.files}:
+        return True
+    if any(
+        (folder / manifest.files[n].name).stat().st_size != manifest.files[n].size for n in tensors
+    ):
+        return True
+    for number in tensors[:: max(len(tensors) // MOST_COMPARED, 1)]:
+        first = manifest.file_chunks(number).start
+        with (folder / manifest.files[number].name).open("rb") as file:
+            begin = file.read(manifest.chunks[first].size)
+        if blake3(begin).digest() != manifest.chunk_digest(first):
+            return True
+    return False
