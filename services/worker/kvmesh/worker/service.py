@@ -156,7 +156,8 @@ async def _compile_cache(
     """The engine's compile cache; it travels with the weights."""
     archives = weights.archives if weights is not None else None
     opening = ExitStack()
-    opening.enter_context(timeline.phase(StartPhase.COMPILE))
+    if service.settings.weights.compile_cache:
+        opening.enter_context(timeline.phase(StartPhase.COMPILE))
     with opening:
         async with compile_cache(service.settings, folder, service.bus, archives) as cache:
             opening.close()
