@@ -239,7 +239,7 @@ def test_status_as_json_has_one_shape(operator: Operator) -> None:
         _, out, err = operator("status", "--json")
     report = json.loads(out)
     assert err == ""
-    names = "nats server namespace time instances streams buckets warnings idle_models"
+    names = "nats server namespace time instances starting streams buckets warnings idle_models"
     assert set(report) == set(names.split())
     assert report["namespace"] == NAMESPACE
     members = {member["card"]["name"]: member for member in report["instances"]}

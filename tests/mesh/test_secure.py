@@ -480,6 +480,9 @@ async def test_workers_take_weights_from_each_other(
     mesh: Mesh, server: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    async with server.connected("operator") as operator:  # other tests write into this bucket
+        await operator.js.context.delete_stream(f"KV_{SUBJECTS.weights_bucket}")
+        await ensure_streams(operator)
     async with server.connected(W0) as bus:
         agents = Agents(bus, StreamLimits(), tmp_path)
         model = make_weights(tmp_path / "model")
