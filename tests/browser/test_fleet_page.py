@@ -47,7 +47,7 @@ async def test_a_worker_that_starts_shows_its_phase(page: Page, up: Up) -> None:
         env={**os.environ, "KVMESH_NATS_TOKEN": token},
     )
     try:
-        await expect(row).to_contain_text("starting: engine", timeout=20_000)
+        await expect(row).to_contain_text("starting: weights", timeout=20_000)
         await expect(row).to_contain_text("ready", timeout=20_000)
         pools = page.get_by_role("region", name="pools")
         await expect(pools.get_by_role("row").filter(has_text="worker")).to_contain_text("3")
