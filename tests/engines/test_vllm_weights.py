@@ -101,6 +101,7 @@ async def test_the_answer_may_be_the_disk(tmp_path: Path) -> None:
 
 async def test_a_server_without_variables_reads_the_folder(tmp_path: Path) -> None:
     make_tied_model(tmp_path / "model")
-    with vllm_server(tmp_path / "model", tmp_path, "--load-format", "kvmesh") as server:
+    arguments = ("--load-format", "kvmesh", "--max-model-len", "512")
+    with vllm_server(tmp_path / "model", tmp_path, *arguments) as server:
         await server.ready()
         assert "there are no KVMESH_* variables" in server.log.read_text()
