@@ -41,6 +41,11 @@ def name_of(instance: str) -> str:
     return name if name and suffix else instance
 
 
+def manifest_object(digest: str) -> str:
+    """The name, in the model bucket, of the manifest of a copy of weights."""
+    return f"weights-{digest}"
+
+
 def _unescape(run: str) -> str:
     return bytes(int(h, 16) for h in _ESCAPED.findall(run)).decode(errors="replace")
 

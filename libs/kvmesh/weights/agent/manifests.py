@@ -3,6 +3,7 @@
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.storage.shared_secret import shared_secret
+from kvmesh.bus.subjects import manifest_object
 from kvmesh.weights.errors import ManifestError
 from kvmesh.weights.manifest import MAX_PACKED, Manifest, unpack
 
@@ -19,12 +20,13 @@ class ManifestStore:
 
     async def get(self, digest: str) -> Manifest:
         """The manifest with this digest; raises ManifestError, also if there is none."""
+        name = manifest_object(digest)
         try:
             store = await self._bus.js.object_store(self._bus.subjects.model_bucket)
-            info = await store.get_info(_name(digest))
+            info = await store.get_info(name)
             if (info.size or 0) > MAX_PACKED:
                 raise ManifestError(f"the manifest {digest} has {info.size} bytes")
-            packed = (await store.get(_name(digest))).data or b""
+            packed = (await store.get(name)).data or b""
             key = await self._secret()
         except NotFound as error:
             raise ManifestError(f"there is no manifest {digest}") from error
@@ -37,7 +39,7 @@ class ManifestStore:
 
     async def put(self, manifest: Manifest) -> None:
         """Store a manifest unless it is there already; raises BusError."""
-        name = _name(manifest.digest)
+        name = manifest_object(manifest.digest)
         store = await self._bus.js.object_store(self._bus.subjects.model_bucket)
         try:
             await store.get_info(name)
@@ -52,7 +54,3 @@ class ManifestStore:
                 self._bus, bucket, name, KEY_BYTES, patience_s=PATIENCE_S
             )
         return self._key
-
-
-def _name(digest: str) -> str:
-    return f"weights-{digest}"
