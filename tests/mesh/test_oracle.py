@@ -57,6 +57,15 @@ class Oracle:
     async def ask(self, asking: object, timeout: float = PATIENCE_S) -> FleetAnswer:
         return await self._bus.request(self._bus.subjects.oracle, asking, _answers, timeout)
 
+    async def ask_at_once(self, asking: object, count: int) -> list[FleetAnswer]:
+        """Ask `count` times while the oracle is frozen, so that no answer precedes a question."""
+        self.signal(signal.SIGSTOP)
+        asked = [asyncio.create_task(self.ask(asking)) for _ in range(count)]
+        await asyncio.sleep(0)
+        await self._bus.flush()
+        self.signal(signal.SIGCONT)
+        return await asyncio.gather(*asked)
+
 
 @pytest_asyncio.fixture
 async def mesh(
@@ -106,7 +115,7 @@ async def test_it_answers_questions_and_refuses_bad_ones(mesh: Mesh, bus: Bus) -
     assert answer.requests == REQUESTS
     half = await oracle.ask(about([[2]], now - REQUESTS / 2))
     assert half.requests <= REQUESTS / 2
-    found = await asyncio.gather(*(oracle.ask(about([[2]], now - 300)) for _ in range(3)))
+    found = await oracle.ask_at_once(about([[2]], now - 300), 3)
     assert sorted(each.error for each in found) == ["", *["busy with another question"] * 2]
     hurried = await oracle.ask(about([[2]], 0.0, budget_s=1e-6))
     assert "take more than 1e-06 s on the first fleet" in hurried.error
