@@ -24,16 +24,20 @@ async def eventually(
     Assertion errors inside `check` count as "not yet"; the last one is shown on failure.
     """
     deadline = time.monotonic() + timeout
-    last: object = None
+    result: object = None
+    failure = ""
     while True:
         try:
             value = check()
             result = await value if inspect.isawaitable(value) else value
             if result:
                 return result
-            last = result
+            failure = ""
         except AssertionError as error:
-            last = error
+            # as text: the error holds this frame, so it would stay until the garbage is collected,
+            # in any later test, which would then be charged with a response left open
+            failure = repr(error)
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout:g} s: {what or check}: {last!r}")
+            shown = failure or repr(result)
+            raise AssertionError(f"not within {timeout:g} s: {what or check}: {shown}")
         await asyncio.sleep(0.02)
