@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 from support.small_kvbm import KEY, SmallKvbm
-from support.wait import eventually
+from support.wait import PATIENCE_S, eventually
 
 from kvmesh._native import xxh3
 from kvmesh.blocks.digests import chain_digests, part_digests, root_digest, split_digests
@@ -75,8 +75,14 @@ async def attached(bus: Bus, node: str, parts: KvParts) -> SchedulerBridge:
     return lookups
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the kvbm of a busy machine: without its reply no block is found."""
+    monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", PATIENCE_S)
+
+
 @pytest_asyncio.fixture
-async def lookups(bus: Bus, kvbm: SmallKvbm) -> AsyncIterator[SchedulerBridge]:
+async def lookups(bus: Bus, kvbm: SmallKvbm, patient: None) -> AsyncIterator[SchedulerBridge]:
     lookups = await attached(bus, kvbm.node, PARTS)
     yield lookups
     await asyncio.to_thread(lookups.close)
@@ -213,6 +219,7 @@ IN_PARTS = KvParts(
         ({0, 1, 2}, set(), None),
     ],
 )
+@pytest.mark.usefixtures("patient")
 async def test_a_prefix_is_found_if_every_part_has_what_it_needs(
     bus: Bus,
     limits: StreamLimits,
