@@ -40,7 +40,7 @@ $(ENGINES): pyproject.toml $(NATIVE)
 up: setup
 	@exec $(BIN)/kvmesh up $(ARGS)
 
-# Tests that wait for processes leave half of two cores to others, which compute and yield to them.
+# Tests that wait for processes leave half of two cores to those that compute, which yield to them.
 # `fidelity` compares times and runs alone.
 test: lint .prometheus/.installed
 	$(MAKE) --jobs 3 --output-sync=target waiting computing
@@ -64,7 +64,7 @@ lint: $(ENGINES)
 types: $(ENGINES)
 	$(BIN)/mypy
 
-unit clients fidelity: PARALLEL := --numprocesses 2 --dist loadfile
+unit clients: PARALLEL := --numprocesses 2 --dist loadfile
 mesh chaos: PARALLEL := --numprocesses 4 --dist loadfile
 
 # Debian's package, unpacked here unless it is installed; without it, the tests of rules and boards are skipped.
