@@ -195,6 +195,7 @@ async def test_sglang_hands_off_every_prompt(sglang: Mesh) -> None:
 
 
 async def test_sglang_waits_for_a_prefill_worker(sglang: Mesh) -> None:
+    sglang.env["KVMESH_FRONTEND_RESTART_WAIT_S"] = str(PATIENCE_S)
     begin(sglang)
     await sglang.ready()
     await workers(sglang, 2)
