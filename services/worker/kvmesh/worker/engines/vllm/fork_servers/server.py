@@ -60,7 +60,7 @@ class ForkServer:
                     if request is not None:
                         return request
                 elif key.fileobj is sys.stdin:
-                    if not os.read(sys.stdin.fileno(), 1):
+                    if not os.read(key.fd, 1):
                         self._close()
                 elif key.fd == self._woken:
                     with suppress(BlockingIOError):
