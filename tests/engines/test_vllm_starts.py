@@ -7,14 +7,16 @@ from time import monotonic
 
 import pytest
 from support.recorder import Recorder
-from support.vllm import ARGS, SIZE
+from support.vllm import ARGS, SIZE, VllmRun, prompt, work
 
 from kvmesh.bus.messages import StartPhase
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import VllmSettings, WorkerSettings
-from kvmesh.worker.engine import EngineContext, create_engine
+from kvmesh.worker.engine import EngineContext, begin_processes, create_engine
+from kvmesh.worker.engines.vllm.fork_servers.servers import LAUNCHER
 from kvmesh.worker.start.timeline import StartTimeline
 
+psutil = pytest.importorskip("psutil")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
@@ -61,3 +63,35 @@ async def test_the_phases_of_all_its_processes_add_up_to_the_start(
     assert row["compile"] > row["warm-up"]
     assert {"configuration", "imports", "weights", "compile", "KV allocation"} <= set(seen)
     assert "told no times" not in caplog.text
+
+
+async def test_the_second_start_forks_its_processes(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    settings = Settings(
+        vllm=VllmSettings(args=ARGS), worker=WorkerSettings(engine="vllm", block_size=SIZE)
+    )
+    outputs, imports, forks = [], [], []
+    for _ in range(2):
+        timeline, sink = StartTimeline(), Recorder()
+        context = EngineContext(settings, tiny_model, None, timeline, compiled=tmp_path)
+        context = await asyncio.to_thread(begin_processes, context)
+        engine = await asyncio.to_thread(create_engine, context)
+        run = VllmRun(engine, await engine.start(sink), sink)
+        await run.run_works(work("a", prompt(40)))
+        outputs.append(sink.tokens("a"))
+        imports.append(sum(each.seconds for each in timeline.row() if each.name == "imports"))
+        forks.append(launchers())
+        await engine.close()
+    print([round(seconds, 1) for seconds in imports])
+    assert outputs[0] == outputs[1]
+    assert forks == [0, 2], "the engine core and its worker"
+
+
+def launchers() -> int:
+    """The number of processes below this one for which a fork server has made another one."""
+    return sum(
+        any(LAUNCHER in part for part in process.cmdline())
+        for process in psutil.Process().children(recursive=True)
+    )

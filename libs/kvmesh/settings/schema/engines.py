@@ -183,6 +183,10 @@ class VllmSettings(Section, frozen=True, kw_only=True):
     retention: Annotated[
         bool, Meta(description="retain blocks of the prefix cache as requests and pins ask")
     ] = True
+    fork_servers: Annotated[
+        bool,
+        Meta(description="with a compile cache: import for vLLM's processes ahead, and fork them"),
+    ] = True
 
 
 class SglangSettings(Section, frozen=True, kw_only=True):

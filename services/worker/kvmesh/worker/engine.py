@@ -9,7 +9,7 @@ compiles constraints before `submit`. Engines that wrap a server or a library sh
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -175,7 +175,8 @@ class EngineContext:
 
     `store` creates a client of the node's kvbm; None outside a mesh. The engine tells `timeline`
     the phases of its start. `weights` says where the engine's loader finds weights from other
-    workers; None: they are in the folder.
+    workers; None: they are in the folder. `compiled` is the folder of its compile cache, if any.
+    `begun` is what `begin_processes` returned.
     """
 
     settings: Settings
@@ -183,6 +184,8 @@ class EngineContext:
     store: StoreFactory | None = None
     timeline: StartTimeline = field(default_factory=StartTimeline)
     weights: WeightsAccess | None = None
+    compiled: Path | None = None
+    begun: Any = None
 
 
 EngineFactory: TypeAlias = Callable[[EngineContext], Engine]
@@ -195,6 +198,19 @@ FACTORIES = {
     "sglang": "kvmesh.worker.engines.sglang.engine:create",
     "trtllm": "kvmesh.worker.engines.trtllm.engine:create",
 }
+
+
+# what begins before the imports of an engine, beside them
+BEGINNINGS = {"vllm": "kvmesh.worker.engines.vllm.fork_servers.servers:begin"}
+
+
+def begin_processes(context: EngineContext) -> EngineContext:
+    """Begin what the engine can begin before its packages are imported."""
+    name = BEGINNINGS.get(context.settings.worker.engine)
+    if name is None:
+        return context
+    module, _, function = name.partition(":")
+    return replace(context, begun=getattr(import_module(module), function)(context))
 
 
 def create_engine(context: EngineContext) -> Engine:

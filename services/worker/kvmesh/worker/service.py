@@ -27,6 +27,7 @@ from kvmesh.worker.engine import (
     EngineContext,
     EngineError,
     StoreFactory,
+    begin_processes,
     engine_factory,
 )
 from kvmesh.worker.metrics import (
@@ -111,7 +112,15 @@ async def _serve_model(
         access = weights.access if weights is not None else kept_access(settings.weights)
         store = _store_factory(service, folder)
         try:
-            engine = await _create_engine(EngineContext(settings, folder, store, timeline, access))
+            context = EngineContext(
+                settings,
+                folder,
+                store,
+                timeline,
+                access,
+                cache.files if cache is not None else None,
+            )
+            engine = await _create_engine(context)
         except EngineError as error:
             raise StartError(str(error), permanent=True) from error
         try:
@@ -167,6 +176,7 @@ async def _compile_cache(
 async def _create_engine(context: EngineContext) -> Engine:
     name = context.settings.worker.engine
     with context.timeline.phase(StartPhase.IMPORTS):
+        context = begin_processes(context)
         if name in IMPORTED_BY_MAIN_THREAD:
             factory = engine_factory(name)
         else:  # the loop goes on telling observers the phase

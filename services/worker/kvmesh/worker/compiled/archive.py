@@ -23,6 +23,7 @@ TRAVELS = (
     ("vllm", "flashinfer_autotune_cache"),
     ("inductor",),
     ("triton",),
+    ("processes",),
 )
 
 

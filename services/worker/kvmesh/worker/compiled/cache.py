@@ -99,6 +99,11 @@ class CompileCache:
             self._before[name] = os.environ.get(name)
             os.environ[name] = str(root.files / folder)
 
+    @property
+    def files(self) -> Path | None:
+        """The folder of the cache that the engine uses; None if it uses none."""
+        return self._root.files if self._root is not None and self._before else None
+
     def start_offering(self, publish: Callable[[CompiledOffer], Coroutine[Any, Any, None]]) -> None:
         """The engine has started: pack what it compiled, and publish the offer, if any."""
 

@@ -72,6 +72,7 @@ def create(context: EngineContext) -> "VllmEngine":
         tiered=vllm.kvbm,
         warnings={NO_RETENTION: no_retention(changed)} if changed else {},
         timeline=context.timeline,
+        servers=context.begun,
     )
     engine.expects_returns = engine_type.retains and worker.eviction == "forecast"
     return engine

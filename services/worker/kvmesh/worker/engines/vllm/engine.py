@@ -47,6 +47,7 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.engines.vllm.adapters import VllmAdapters
 from kvmesh.worker.engines.vllm.constraints import Constraints
+from kvmesh.worker.engines.vllm.fork_servers.servers import ForkServers
 from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
@@ -86,9 +87,11 @@ class VllmEngine(PrefetchingAdapter):
         tiered: bool,
         warnings: dict[str, str],
         timeline: StartTimeline,
+        servers: ForkServers | None = None,
     ) -> None:
         super().__init__()
         self._timeline = timeline
+        self._servers = servers
         self._tiered = tiered
         self._warnings = warnings
         self._compile_timeout_s = compile_timeout_s
@@ -134,7 +137,12 @@ class VllmEngine(PrefetchingAdapter):
 
     async def _load_told(self) -> AsyncLLM:
         async with start_phases_told(self._folder.path, self._timeline):
-            return await asyncio.to_thread(self._load)
+            if self._servers is None:
+                return await asyncio.to_thread(self._load)
+            with self._servers.used():
+                llm = await asyncio.to_thread(self._load)
+            await asyncio.to_thread(self._servers.remember)
+            return llm
 
     async def _loaded(self) -> AsyncLLM:
         """The engine once it runs; raises EngineError."""
@@ -245,6 +253,8 @@ class VllmEngine(PrefetchingAdapter):
         if self._guard is not None:
             self._guard.dismiss()
             self._guard = None
+        if self._servers is not None:
+            await asyncio.to_thread(self._servers.close)
         self._folder.close()
 
     async def _abandon(self, loading: asyncio.Task[AsyncLLM]) -> None:

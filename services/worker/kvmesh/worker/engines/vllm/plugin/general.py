@@ -4,6 +4,7 @@ import logging
 
 from kvmesh.bus.messages import StartPhase
 from kvmesh.runtime.process_start import process_created
+from kvmesh.worker.engines.vllm.fork_servers.servers import adopt
 from kvmesh.worker.engines.vllm.kvbm import settings as kvbm
 from kvmesh.worker.engines.vllm.retention import settings as retention
 from kvmesh.worker.engines.vllm.start_phases.log_records import observe_records
@@ -17,6 +18,7 @@ def register() -> None:
 
     If a worker of kvmesh starts this vLLM, tell it the phases of the start.
     """
+    adopt()
     if listening():
         record_since(StartPhase.IMPORTS, process_created())
         observe_records()
