@@ -10,8 +10,8 @@ from typing import Any
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import TransferError
-from kvmesh.weights.agent.readers import ChunkReader, SourceReader, WrongDigest
-from kvmesh.weights.errors import StoreFull, WeightsLost
+from kvmesh.weights.agent.readers import ChunkReader, SourceReader
+from kvmesh.weights.errors import StoreFull, WeightsLost, WrongDigest
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvmesh.bus.client import Bus, Subscription
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
@@ -10,7 +11,24 @@ from kvmesh.weights.manifest import Manifest
 
 SHARES = (1 / 64, 1 / 8, 1.0)  # of those which have chunks
 WIDEN_S = 0.05
+OFFERED_S = 2.0
 _offers = MessageDecoder(WeightOffer)
+
+
+async def offered(bus: Bus, digest: str) -> bool:
+    """True if a worker replies, within OFFERED_S seconds, that it has chunks of a copy."""
+    replied = asyncio.Event()
+    inbox = bus.new_inbox()
+    subscription = await bus.subscribe(inbox, _offers, lambda _: replied.set())
+    try:
+        message = WeightQuery(digest, secrets.token_hex(8), 1.0, 0.0, "")
+        bus.post(bus.subjects.weights(digest), message, reply=inbox)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(OFFERED_S):
+                await replied.wait()
+    finally:
+        await subscription.unsubscribe()
+    return replied.is_set()
 
 
 class SourceSearch:
