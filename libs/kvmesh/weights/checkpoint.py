@@ -199,6 +199,12 @@ def file_digests(
     return digests
 
 
+def keep_digests(path: Path, chunk_bytes: int, cache: Path, digests: bytes) -> None:
+    """Keep the digests of a file whose bytes are verified in the folder `cache`, if possible."""
+    with suppress(OSError):
+        _keep(_cache_entry(path, chunk_bytes, cache)[0], digests)
+
+
 def _cache_entry(path: Path, chunk_bytes: int, cache: Path) -> tuple[Path, int]:
     """The file of the cache for a file's digests, and their number."""
     name = hashlib.sha256(f"{_identity(path)} {chunk_bytes}".encode()).hexdigest()

@@ -22,8 +22,8 @@ class ModelEntry(Struct, frozen=True):
     """One revision of a model in the store.
 
     `digest` is that of the manifest of the folder, `weights` that of the manifest of its weights,
-    empty if it has none. `size` is in bytes, `created` a Unix time. Only of a `complete` one all
-    chunks are in the store.
+    empty if it has none. `size` is in bytes, `weights_bytes` of them are weights. `created` is a
+    Unix time. Only of a `complete` one all chunks are in the store.
     """
 
     name: str
@@ -33,6 +33,7 @@ class ModelEntry(Struct, frozen=True):
     chunks: int
     created: float
     complete: bool = False
+    weights_bytes: int = 0
 
     @property
     def reference(self) -> str:

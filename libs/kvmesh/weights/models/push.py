@@ -58,6 +58,7 @@ class ModelPush:
                 size=manifest.size,
                 chunks=len(manifest.chunks),
                 created=time.time(),
+                weights_bytes=content.weights.size if content.weights is not None else 0,
             )
         )
 

@@ -18,9 +18,10 @@ from kvmesh.runtime.process_start import FIRST_LINE, process_created
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
 from kvmesh.settings.schema import WorkerSettings
+from kvmesh.weights.errors import WeightsError
+from kvmesh.weights.models.reference import ModelReference
 from kvmesh.worker.compiled.cache import CompileCache
 from kvmesh.worker.compiled.start import compile_cache
-from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import (
     Engine,
     EngineConfigError,
@@ -40,6 +41,8 @@ from kvmesh.worker.metrics import (
 )
 from kvmesh.worker.model_card import node_name, parked_card
 from kvmesh.worker.model_folder import has_chat_template
+from kvmesh.worker.models.default_model import default_model
+from kvmesh.worker.models.mesh_model import MeshModel, mesh_model, mesh_reference
 from kvmesh.worker.node import WorkerNode
 from kvmesh.worker.parking import wait_parked
 from kvmesh.worker.start.report import StartReport
@@ -57,10 +60,16 @@ async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
     timeline = _timeline(service)
     with ExitStack() as cleanup:
-        with timeline.phase(StartPhase.CONFIGURATION):
-            folder = await _model_folder(service.settings.worker, cleanup)
+        reference = mesh_reference(service.settings.worker)
+        pinned = ""
+        if reference is None:
+            with timeline.phase(StartPhase.CONFIGURATION):
+                folder = await _model_folder(service.settings.worker, cleanup)
+        else:
+            model = await _mesh_model(service, reference, timeline, cleanup)
+            folder, service.settings, pinned = model
         async with (
-            _weights(service, folder) as weights,
+            _weights(service, folder, pinned) as weights,
             _compile_cache(service, folder, weights, timeline) as cache,
         ):
             await _serve_model(service, folder, timeline, weights, cache)
@@ -86,6 +95,20 @@ async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
         reason = f"{folder} is not a Hugging Face model folder: it has no tokenizer.json"
         raise StartError(reason, permanent=True)
     return folder
+
+
+async def _mesh_model(
+    service: Service, reference: ModelReference, timeline: StartTimeline, cleanup: ExitStack
+) -> MeshModel:
+    settings = service.settings
+    name = settings.worker.served_name or reference.name
+    engine = settings.worker.engine
+    try:
+        with StartReport(service.bus, service.instance, name, engine, timeline):
+            return await mesh_model(service.bus, settings, reference, timeline, cleanup)
+    except WeightsError as error:
+        reason = f"there is no folder {settings.worker.model} here, and no such model: {error}"
+        raise StartError(reason) from error
 
 
 async def _serve_model(
@@ -135,13 +158,18 @@ async def _serve_model(
 
 
 @asynccontextmanager
-async def _weights(service: Service, folder: Path) -> AsyncIterator[WorkerWeights | None]:
-    """The weights process, if weights are to be shared; it starts before the engine."""
+async def _weights(
+    service: Service, folder: Path, pinned: str
+) -> AsyncIterator[WorkerWeights | None]:
+    """The weights process, if weights are to be shared; it starts before the engine.
+
+    `pinned` is the digest of the weights of a model of the mesh.
+    """
     settings = service.settings
     if not settings.weights.share or settings.worker.engine in WITHOUT_FILES:
         yield None
         return
-    weights = WorkerWeights(settings, folder, service.name, service.instance)
+    weights = WorkerWeights(settings, folder, service.name, service.instance, pinned)
     await weights.start()
     try:
         yield weights

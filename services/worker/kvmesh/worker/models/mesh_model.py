@@ -1,0 +1,90 @@
+"""Models that a worker takes from the mesh by their name."""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import StartPhase
+from kvmesh.settings.schema import Settings, WorkerSettings
+from kvmesh.weights.errors import ModelStoreError
+from kvmesh.weights.models.cache import ModelCache
+from kvmesh.weights.models.catalog import ModelEntry, find_model
+from kvmesh.weights.models.pull import ModelPull, pulled_text
+from kvmesh.weights.models.reference import ModelReference, parse_reference
+from kvmesh.weights.models.store import ModelStore
+from kvmesh.worker.start.timeline import StartTimeline
+from kvmesh.worker.weights import LOADERS
+
+log = logging.getLogger(__name__)
+WITHOUT_WEIGHTS = ("mock", "openai")  # engines that read no weights
+
+
+class MeshModel(NamedTuple):
+    """A model of the mesh: the folder of its files, and the settings of a worker that serves it.
+
+    `weights` is the digest of the manifest of its weights if the engine is to take these through
+    the weights process, and empty if the folder has them.
+    """
+
+    folder: Path
+    settings: Settings
+    weights: str
+
+
+def mesh_reference(worker: WorkerSettings) -> ModelReference | None:
+    """The model of the mesh that the settings name; None if they name a folder, or nothing."""
+    if worker.model is None or worker.model.exists():
+        return None
+    try:
+        return parse_reference(str(worker.model))
+    except ModelStoreError:
+        return None
+
+
+async def mesh_model(
+    bus: Bus,
+    settings: Settings,
+    reference: ModelReference,
+    timeline: StartTimeline,
+    cleanup: ExitStack,
+) -> MeshModel:
+    """Have the files of a model on this machine; it stays there until `cleanup`.
+
+    Raises a WeightsError.
+    """
+    worker, weights = settings.worker, settings.weights
+    with timeline.phase(StartPhase.CONFIGURATION):
+        entry = await find_model(bus, reference)
+        if worker.revision and worker.revision != entry.digest:
+            raise ModelStoreError(
+                f"worker.revision is {worker.revision}, but {reference} has the digest"
+                f" {entry.digest}: leave it out"
+            )
+        manifest = await ModelStore(bus).manifest(entry.digest)
+        cache = ModelCache(weights.models_directory, weights.models_bytes)
+        streamed = _streamed(settings, entry)
+        count = entry.size - entry.weights_bytes if streamed else entry.size
+        place = await asyncio.to_thread(cache.use, entry.name, entry.digest, count)
+        cleanup.callback(place.close)
+        pull = ModelPull(bus, entry, manifest, weights.sources)
+        await pull.small_files(place)
+    if not (streamed or worker.engine in WITHOUT_WEIGHTS):
+        with timeline.phase(StartPhase.WEIGHTS):
+            log.info("%s", pulled_text(await pull.everything(place)))
+    own = replace(
+        worker,
+        model=place.folder,
+        revision=entry.digest,
+        served_name=worker.served_name or entry.name,
+    )
+    return MeshModel(place.folder, replace(settings, worker=own), entry.weights if streamed else "")
+
+
+def _streamed(settings: Settings, entry: ModelEntry) -> bool:
+    """True if the engine takes the weights through the weights process."""
+    return bool(settings.weights.share and entry.weights and settings.worker.engine in LOADERS)
