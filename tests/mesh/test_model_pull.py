@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from support.mesh import Mesh
 from support.nats import NatsServer
+from support.tiny import tiny_model
 from support.wait import eventually
 from support.weights import CHUNK, Agents, make_weights, stored_copy
 
@@ -32,6 +33,7 @@ from kvmesh.weights.models.push import ModelPush, PushReport
 from kvmesh.weights.models.store import ModelStore
 
 LIMITS = StreamLimits(models_bytes=64 << 20)
+START_S = 180.0  # of torch on a busy machine
 CARDS = MessageDecoder(Instance)
 
 
@@ -214,6 +216,22 @@ async def test_an_agent_takes_a_pinned_model_from_the_store_and_the_next_from_it
     assert taken.sources == {first.job.instance: entry.weights_bytes}
 
 
+async def test_a_torch_worker_streams_a_model_of_the_mesh(
+    mesh: Mesh, bus: Bus, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    entry = (await push(bus, tiny_model(), "tiny")).entry
+    engine = {"KVMESH_WORKER_ENGINE": "torch", "KVMESH_WEIGHTS_SHARE": "true"}
+    mesh.start("worker", "w-0", KVMESH_WORKER_MODEL="tiny", **engine)
+    found = await eventually(lambda: card(bus, "w-0"), START_S, what="the worker serves")
+    assert found is not None
+    assert found.model is not None
+    assert (found.model.revision, found.model.weights) == (entry.digest, entry.weights)
+    assert "(store " in mesh.logs()
+    files = next((tmp_path / "cache" / "kvmesh" / "models").glob("*/files"))
+    assert not list(files.glob("*.safetensors"))
+
+
 async def card(bus: Bus, name: str) -> Instance | None:
     found = await read_bucket(bus, bus.subjects.instances_bucket, "worker.>")
     return next((c for c in map(CARDS.decode, found.values()) if c.name == name), None)
@@ -234,6 +252,15 @@ async def test_a_worker_serves_a_model_of_the_mesh_and_its_card_names_the_digest
     assert (found.model.name, found.model.revision) == ("team/m", entry["digest"])
     listed = msgspec.json.decode((await mesh.command("model", "list", "--json")).stdout)
     assert listed[0]["workers"] == ["w-0"]
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    await mesh.command("model", "push", str(model), "team/m")
+    both = await mesh.command("model", "evict", "team/m")
+    assert both.returncode == 1
+    assert "team/m may be team/m@" in both.stderr
+    newest = msgspec.json.decode((await mesh.command("model", "list", "--json")).stdout)[-1]
+    assert newest["workers"] == []
+    other = await mesh.command("model", "evict", f"team/m@{newest['digest'][:12]}")
+    assert "evicted" in other.stdout
     used = await mesh.command("model", "evict", "team/m", "--local")
     assert "a process uses team/m@" in used.stderr
     gone = await mesh.command("model", "evict", "team/m")

@@ -107,7 +107,7 @@ async def _mesh_model(
         with StartReport(service.bus, service.instance, name, engine, timeline):
             return await mesh_model(service.bus, settings, reference, timeline, cleanup)
     except WeightsError as error:
-        reason = f"there is no folder {settings.worker.model} here, and no such model: {error}"
+        reason = f"{settings.worker.model} is no folder, and cannot come from the mesh: {error}"
         raise StartError(reason) from error
 
 

@@ -10,13 +10,15 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import StartPhase
+from kvmesh.runtime.quantities import size
 from kvmesh.settings.schema import Settings, WorkerSettings
-from kvmesh.weights.errors import ModelStoreError
+from kvmesh.weights.errors import ModelStoreError, StoreError
 from kvmesh.weights.models.cache import ModelCache
 from kvmesh.weights.models.catalog import ModelEntry, find_model
 from kvmesh.weights.models.pull import ModelPull, pulled_text
 from kvmesh.weights.models.reference import ModelReference, parse_reference
 from kvmesh.weights.models.store import ModelStore
+from kvmesh.weights.store import WeightStore
 from kvmesh.worker.start.timeline import StartTimeline
 from kvmesh.worker.weights import LOADERS
 
@@ -67,7 +69,7 @@ async def mesh_model(
             )
         manifest = await ModelStore(bus).manifest(entry.digest)
         cache = ModelCache(weights.models_directory, weights.models_bytes)
-        streamed = _streamed(settings, entry)
+        streamed = await asyncio.to_thread(_streamed, settings, entry)
         count = entry.size - entry.weights_bytes if streamed else entry.size
         place = await asyncio.to_thread(cache.use, entry.name, entry.digest, count)
         cleanup.callback(place.close)
@@ -86,5 +88,16 @@ async def mesh_model(
 
 
 def _streamed(settings: Settings, entry: ModelEntry) -> bool:
-    """True if the engine takes the weights through the weights process."""
-    return bool(settings.weights.share and entry.weights and settings.worker.engine in LOADERS)
+    """True if the engine takes the weights through the weights process, into memory."""
+    weights = settings.weights
+    if not (weights.share and entry.weights and settings.worker.engine in LOADERS):
+        return False
+    reason = f"{size(entry.weights_bytes)} do not fit into {weights.directory}"
+    try:
+        store = WeightStore(weights.directory, weights.max_bytes)
+        if store.fits(entry.weights, entry.weights_bytes):
+            return True
+    except StoreError as error:
+        reason = str(error)
+    log.warning("the weights of %s go to the disk first: %s", entry.reference, reason)
+    return False
