@@ -259,6 +259,11 @@ async def test_a_worker_serves_a_model_of_the_mesh_and_its_card_names_the_digest
     assert "team/m may be team/m@" in both.stderr
     newest = msgspec.json.decode((await mesh.command("model", "list", "--json")).stdout)[-1]
     assert newest["workers"] == []
+    mesh.start("worker", "w-1", KVMESH_WORKER_MODEL="team/m")
+    second = await eventually(lambda: card(bus, "w-1"), what="another worker serves")
+    assert second is not None
+    assert second.model is not None
+    assert second.model.revision == entry["digest"]  # that of the first, not the newest
     other = await mesh.command("model", "evict", f"team/m@{newest['digest'][:12]}")
     assert "evicted" in other.stdout
     used = await mesh.command("model", "evict", "team/m", "--local")

@@ -95,7 +95,7 @@ async def test_the_second_worker_takes_the_files_of_the_first(agents: Agents, mo
     assert set(await sources_of(second)) == {first.job.instance}
     manifest = checkpoint_manifest(model)
     assert has_copy(second, manifest, model)
-    assert second.digest == first.digest
+    await eventually(lambda: second.digest == first.digest)
     await eventually(lambda: first.counts.sent >= manifest.size)
     await eventually(lambda: second.counts.taken == {"peer": manifest.size, "disk": 0})
 

@@ -42,7 +42,7 @@ ALLOWED = {
     "parking": {"start", *CONTRACT},
     "roles": set(CONTRACT),
     "model_card": {"engine", "model_folder"},
-    "models": {"engine", "start", "weights", *LEAVES},
+    "models": {"compiled", "engine", "start", "weights", *LEAVES},
     "node": {
         *CONTRACT,
         *("control", "enginecore", "health", "lora", "model_card", "requests"),

@@ -9,8 +9,17 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, Conflict, NotFound, StorageFull
+from kvmesh.bus.errors import (
+    BusError,
+    BusTimeout,
+    Conflict,
+    JetStreamUnavailable,
+    NotConnected,
+    NotFound,
+    StorageFull,
+)
 from kvmesh.bus.storage.object_bucket import StoredObject
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_model_store
 from kvmesh.runtime.quantities import size
@@ -21,7 +30,9 @@ from kvmesh.weights.models.folder import FolderContent
 from kvmesh.weights.models.store import ModelStore, chunk_names, manifest_name
 
 AT_ONCE = 8  # chunks
-ROUNDS = 3  # in which others remove what this push uses
+ROUNDS = 6  # in which others remove what this push uses, or the server does not answer
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 8.0
+TRANSIENT = (BusTimeout, NotConnected, JetStreamUnavailable)
 SPARE = 1.02  # descriptions and the stream's own bytes
 RAISE = "evict a model, or raise streams.models_bytes with `kvmesh streams`"
 
@@ -149,24 +160,31 @@ class ModelPush:
 
         `known` is a complete one that was there a moment ago.
         """
-        objects, damaged = self._store.objects, known is None
-        for _ in range(ROUNDS):
+        damaged, backoff = known is None, Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+        for attempt in range(ROUNDS):
             try:
-                found = await objects.find(name)
-            except NotFound:
-                found = None
-            try:
+                found = await self._found(name)
                 if found is not None and not damaged:
-                    await objects.touch(found)
+                    await self._store.objects.touch(found)
                     return False
                 with source:
-                    await objects.put(name, count, source.read, found, source.check)
+                    await self._store.objects.put(name, count, source.read, found, source.check)
                 return True
             except (Conflict, NotFound):  # another push has sent it, or an eviction removed it
                 damaged = False
+            except TRANSIENT:
+                if attempt == ROUNDS - 1:
+                    raise
+                await asyncio.sleep(backoff.delay())
             except OSError as error:
                 raise CheckpointError(f"cannot read {source}: {error.strerror}") from error
         raise ModelStoreError(f"other processes change {name[:12]}: push again")
+
+    async def _found(self, name: str) -> StoredObject | None:
+        try:
+            return await self._store.objects.find(name)
+        except NotFound:
+            return None
 
 
 class _BytesSource:

@@ -9,16 +9,18 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import StartPhase
 from kvmesh.runtime.quantities import size
 from kvmesh.settings.schema import Settings, WorkerSettings
 from kvmesh.weights.errors import ModelStoreError, StoreError
 from kvmesh.weights.models.cache import ModelCache
-from kvmesh.weights.models.catalog import ModelEntry, find_model
+from kvmesh.weights.models.catalog import ModelCatalog, ModelEntry
 from kvmesh.weights.models.pull import ModelPull, pulled_text
 from kvmesh.weights.models.reference import ModelReference, parse_reference
 from kvmesh.weights.models.store import ModelStore
 from kvmesh.weights.store import WeightStore
+from kvmesh.worker.compiled.start import worker_cards
 from kvmesh.worker.start.timeline import StartTimeline
 from kvmesh.worker.weights import LOADERS
 
@@ -61,7 +63,7 @@ async def mesh_model(
     """
     worker, weights = settings.worker, settings.weights
     with timeline.phase(StartPhase.CONFIGURATION):
-        entry = await find_model(bus, reference)
+        entry = await _entry(bus, reference, worker.served_name or reference.name)
         if worker.revision and worker.revision != entry.digest:
             raise ModelStoreError(
                 f"worker.revision is {worker.revision}, but {reference} has the digest"
@@ -85,6 +87,23 @@ async def mesh_model(
         served_name=worker.served_name or entry.name,
     )
     return MeshModel(place.folder, replace(settings, worker=own), entry.weights if streamed else "")
+
+
+async def _entry(bus: Bus, reference: ModelReference, served_name: str) -> ModelEntry:
+    """The revision that the oldest worker serves, if none is named; else the newest one.
+
+    So a worker that restarts after a push serves together with the others.
+    """
+    try:
+        if not reference.digest:
+            found = {e.digest: e for e in await ModelCatalog(bus).find(reference)}
+            for card in sorted(await worker_cards(bus), key=lambda c: (c.started, c.instance)):
+                model = card.model
+                if model is not None and model.name == served_name and model.revision in found:
+                    return found[model.revision]
+        return await ModelCatalog(bus).newest(reference)
+    except BusError as error:
+        raise ModelStoreError(f"cannot read the catalog of models: {cause(error)}") from error
 
 
 def _streamed(settings: Settings, entry: ModelEntry) -> bool:
