@@ -7,14 +7,18 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.nats import NatsServer
 from support.wait import eventually
 from support.weights import CHUNK, make_weights
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import Conflict, NotFound
 from kvmesh.bus.storage import object_bucket
+from kvmesh.bus.storage.object_bucket import ObjectBucket
+from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_model_store
 from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.checkpoint import checkpoint_manifest
@@ -231,6 +235,24 @@ async def test_pushes_and_evictions_at_once_leave_a_whole_model(bus: Bus, model:
     assert await is_whole(bus, report.entry, model)
     await evict(bus, report.entry)
     assert await objects(bus) == set()
+
+
+async def test_a_push_outlives_a_restart_of_nats(
+    bus: Bus, nats_server: NatsServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, count = ObjectBucket.put, 0
+
+    async def put_around_restart(*arguments: Any) -> StoredObject:
+        nonlocal count
+        count += 1
+        if count == 12:
+            await asyncio.to_thread(nats_server.restart)
+        return await put(*arguments)
+
+    monkeypatch.setattr(ObjectBucket, "put", put_around_restart)
+    report = await push(bus, model)
+    assert count > 12
+    assert await is_whole(bus, report.entry, model)
 
 
 async def test_a_damaged_chunk_is_sent_again(bus: Bus, model: Path) -> None:

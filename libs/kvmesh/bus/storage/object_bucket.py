@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +22,12 @@ from msgspec import Struct
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.errors import BusError, BusTimeout, JetStreamError, NotFound, ObjectUnreadable
+from kvmesh.bus.storage.stored_object import (
+    ObjectDescription,
+    StoredObject,
+    decoded,
+    described,
+)
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 
 log = logging.getLogger(__name__)
@@ -37,31 +42,6 @@ LAST = "Nats-Expected-Last-Subject-Sequence"
 ROLLUP = {"Nats-Rollup": "sub"}
 
 
-class ObjectDescription(Struct, omit_defaults=True):
-    """The stored description of an object, as far as it is used here."""
-
-    name: str
-    bucket: str
-    nuid: str
-    size: int
-    chunks: int
-    mtime: str = ""
-    digest: str = ""
-    options: dict[str, object] = {}
-    deleted: bool | None = None
-
-
-class StoredObject(NamedTuple):
-    """An object of `size` bytes in `parts` parts, which was described at Unix time `stored`."""
-
-    name: str
-    nuid: str
-    size: int
-    parts: int
-    version: int
-    stored: float
-
-
 class _State(Struct):
     subjects: dict[str, int] | None = None
 
@@ -72,7 +52,6 @@ class _Info(Struct):
     error: dict[str, object] | None = None
 
 
-_descriptions = msgspec.json.Decoder(ObjectDescription)
 _infos = msgspec.json.Decoder(_Info)
 
 
@@ -93,7 +72,7 @@ class ObjectBucket:
         """An object; raises NotFound."""
         found = await self._bus.js.get_msg(self._stream, subject=self._described(name))
         stored = found.time.timestamp() if found.time is not None else 0.0
-        obj = _described(found.data or b"", found.seq or 0, stored)
+        obj = described(found.data or b"", found.seq or 0, stored)
         if obj is None:
             raise NotFound(f"there is no object {name}")
         return obj
@@ -104,7 +83,7 @@ class ObjectBucket:
         prefix = f"$O.{self._bucket}.M."
 
         def add(message: StreamMessage) -> None:
-            obj = _described(message.data, message.seq, message.time)
+            obj = described(message.data, message.seq, message.time)
             if obj is not None:
                 found[obj.name] = obj
 
@@ -173,7 +152,7 @@ class ObjectBucket:
     async def touch(self, obj: StoredObject) -> StoredObject:
         """Give an object a new version; raises Conflict if it has another one by now."""
         found = await self._bus.js.get_msg(self._stream, seq=obj.version)
-        return await self._describe(_decoded(found.data or b""), obj.version)
+        return await self._describe(decoded(found.data or b""), obj.version)
 
     async def read(self, obj: StoredObject, target: memoryview) -> None:
         """Fill `target` with the bytes of an object, which the caller verifies."""
@@ -282,22 +261,3 @@ class ObjectBucket:
 
     async def _purge(self, nuid: str) -> None:
         await self._bus.js.purge_stream(self._stream, subject=f"$O.{self._bucket}.C.{nuid}")
-
-
-def _decoded(data: bytes) -> ObjectDescription:
-    try:
-        return _descriptions.decode(data)
-    except msgspec.MsgspecError as error:
-        raise ObjectUnreadable(f"a malformed description: {error}") from error
-
-
-def _described(data: bytes, version: int, stored: float) -> StoredObject | None:
-    """The object of a description; None if it is malformed or says that there is none."""
-    try:
-        found = _descriptions.decode(data)
-    except msgspec.MsgspecError as error:
-        log.warning("ignored a malformed description of an object: %s", error)
-        return None
-    if found.deleted:
-        return None
-    return StoredObject(found.name, found.nuid, found.size, found.chunks, version, stored)

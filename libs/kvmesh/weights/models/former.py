@@ -11,7 +11,8 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import Instance, MessageDecoder, Role
 from kvmesh.bus.storage.buckets import read_bucket
-from kvmesh.bus.storage.object_bucket import ObjectBucket, StoredObject
+from kvmesh.bus.storage.object_bucket import ObjectBucket
+from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.subjects import manifest_object
 from kvmesh.weights.agent.search import offered
 from kvmesh.weights.models.catalog import ModelCatalog

@@ -9,8 +9,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.errors import (
+    BusError,
+    BusTimeout,
+    JetStreamUnavailable,
+    NotConnected,
+    cause,
+)
 from kvmesh.runtime.quantities import size
 from kvmesh.weights.agent.fetching import STORE, WeightFetch
 from kvmesh.weights.agent.manifests import ManifestStore
@@ -29,6 +36,7 @@ from kvmesh.weights.stream import FetchOptions
 LOCK = "pull.lock"
 LOOK_S = 0.5
 LOCKED_S = 3600.0  # within which another process of the machine ends its own pull
+TRIES, FIRST_DELAY_S, MAX_DELAY_S = 5, 0.5, 8.0  # of a server that pauses
 PATIENCE_S = 60.0  # without a chunk
 
 
@@ -106,12 +114,24 @@ class ModelPull:
                 for number in manifest.file_chunks(index):
                     target = bytearray(manifest.chunks[number].size)
                     digest = manifest.chunk_digest(number)
-                    await self._store.chunk(digest, memoryview(target))
+                    await self._chunk(digest, memoryview(target))
                     await asyncio.to_thread(file.write, target)
             await asyncio.to_thread(write_verified, new, path, manifest, index)
         finally:
             new.unlink(missing_ok=True)
         self.report.sources[STORE] += entry.size
+
+    async def _chunk(self, digest: bytes, target: memoryview) -> None:
+        """Read a chunk of the store, again if the server pauses."""
+        backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+        for _ in range(TRIES - 1):
+            try:
+                await self._store.chunk(digest, target)
+            except (BusTimeout, NotConnected, JetStreamUnavailable):
+                await asyncio.sleep(backoff.delay())
+            else:
+                return
+        await self._store.chunk(digest, target)
 
     async def _fetch(self, place: ModelPlace, weights: Manifest) -> None:
         """Have the files of the weights."""

@@ -1,13 +1,10 @@
 """Push of a model folder into the model store of a mesh."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from blake3 import blake3
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
@@ -20,13 +17,14 @@ from kvmesh.bus.errors import (
     NotFound,
     StorageFull,
 )
-from kvmesh.bus.storage.object_bucket import StoredObject
+from kvmesh.bus.storage.stored_object import StoredObject
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_model_store
 from kvmesh.runtime.quantities import size
 from kvmesh.weights.agent.manifests import ManifestStore, mesh_key
 from kvmesh.weights.errors import CheckpointError, ModelStoreError, WeightsError
 from kvmesh.weights.models.catalog import ModelCatalog, ModelEntry
 from kvmesh.weights.models.folder import FolderContent
+from kvmesh.weights.models.sources import BytesSource, FileSource, ObjectSource
 from kvmesh.weights.models.store import ModelStore, chunk_names, manifest_name
 
 AT_ONCE = 8  # chunks
@@ -124,7 +122,7 @@ class ModelPush:
         present = await self._store.objects.complete()
         packed = self._manifest.pack(await mesh_key(self._bus))
         name = manifest_name(self._manifest.digest)
-        await self._have(name, len(packed), present.get(name), _BytesSource(packed))
+        await self._have(name, len(packed), present.get(name), BytesSource(packed))
         work = list(self._chunks)[::-1]
 
         async def worker() -> None:
@@ -141,7 +139,7 @@ class ModelPush:
     async def _send(self, name: str, known: StoredObject | None) -> None:
         report, (index, offset, count) = self.report, self._chunks[name]
         path = self._folder / self._manifest.files[index].name
-        if await self._have(name, count, known, _FileSource(path, offset, name)):
+        if await self._have(name, count, known, FileSource(path, offset, name)):
             report.sent += 1
             report.sent_bytes += count
         else:
@@ -154,7 +152,7 @@ class ModelPush:
         name: str,
         count: int,
         known: StoredObject | None,
-        source: "_Source",
+        source: ObjectSource,
     ) -> bool:
         """Have an object in the store, with a new version; returns whether it was sent.
 
@@ -185,57 +183,6 @@ class ModelPush:
             return await self._store.objects.find(name)
         except NotFound:
             return None
-
-
-class _BytesSource:
-    """The bytes of an object that are in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def read(self, at: int, count: int) -> bytes:
-        return self._data[at : at + count]
-
-    def check(self) -> None: ...
-
-
-class _FileSource:
-    """The bytes of a chunk in a file, verified when they have been read."""
-
-    def __init__(self, path: Path, offset: int, digest: str) -> None:
-        self._path = path
-        self._offset = offset
-        self._expected = digest
-        self._digest = blake3()
-        self._file = -1
-
-    def __str__(self) -> str:
-        return str(self._path)
-
-    def __enter__(self) -> None:
-        """Raises OSError."""
-        self._digest = blake3()
-        self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-
-    def read(self, at: int, count: int) -> bytes:
-        data = os.pread(self._file, count, self._offset + at)
-        self._digest.update(data)
-        return data
-
-    def check(self) -> None:
-        """Raises CheckpointError unless the bytes are those of the digest."""
-        if self._digest.hexdigest() != self._expected:
-            raise CheckpointError(f"{self._path} changes while it is read")
-
-
-_Source = _BytesSource | _FileSource
 
 
 def _first(errors: ExceptionGroup[Exception]) -> Exception:

@@ -17,9 +17,6 @@ from kvmesh.bus.messages import KvLayout, StartPhase
 from kvmesh.runtime.process_start import FIRST_LINE, process_created
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.settings.schema import WorkerSettings
-from kvmesh.weights.errors import WeightsError
-from kvmesh.weights.models.reference import ModelReference
 from kvmesh.worker.compiled.cache import CompileCache
 from kvmesh.worker.compiled.start import compile_cache
 from kvmesh.worker.engine import (
@@ -41,8 +38,7 @@ from kvmesh.worker.metrics import (
 )
 from kvmesh.worker.model_card import node_name, parked_card
 from kvmesh.worker.model_folder import has_chat_template
-from kvmesh.worker.models.default_model import default_model
-from kvmesh.worker.models.mesh_model import MeshModel, mesh_model, mesh_reference
+from kvmesh.worker.models.choice import chosen_model
 from kvmesh.worker.node import WorkerNode
 from kvmesh.worker.parking import wait_parked
 from kvmesh.worker.start.report import StartReport
@@ -60,14 +56,9 @@ async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
     timeline = _timeline(service)
     with ExitStack() as cleanup:
-        reference = mesh_reference(service.settings.worker)
-        pinned = ""
-        if reference is None:
-            with timeline.phase(StartPhase.CONFIGURATION):
-                folder = await _model_folder(service.settings.worker, cleanup)
-        else:
-            model = await _mesh_model(service, reference, timeline, cleanup)
-            folder, service.settings, pinned = model
+        folder, service.settings, pinned = await chosen_model(
+            service.bus, service.instance, service.settings, timeline, cleanup
+        )
         async with (
             _weights(service, folder, pinned) as weights,
             _compile_cache(service, folder, weights, timeline) as cache,
@@ -82,33 +73,6 @@ def _timeline(service: Service) -> StartTimeline:
     timeline.add(StartPhase.IMPORTS, FIRST_LINE, service.entered)
     timeline.add(StartPhase.REGISTRATION, service.entered, time.monotonic())
     return timeline
-
-
-async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
-    folder = worker.model
-    try:
-        if folder is None:
-            folder = await asyncio.to_thread(default_model, worker.engine, cleanup)
-    except EngineError as error:
-        raise StartError(str(error), permanent=True) from error
-    if not (folder / "tokenizer.json").is_file():
-        reason = f"{folder} is not a Hugging Face model folder: it has no tokenizer.json"
-        raise StartError(reason, permanent=True)
-    return folder
-
-
-async def _mesh_model(
-    service: Service, reference: ModelReference, timeline: StartTimeline, cleanup: ExitStack
-) -> MeshModel:
-    settings = service.settings
-    name = settings.worker.served_name or reference.name
-    engine = settings.worker.engine
-    try:
-        with StartReport(service.bus, service.instance, name, engine, timeline):
-            return await mesh_model(service.bus, settings, reference, timeline, cleanup)
-    except WeightsError as error:
-        reason = f"{settings.worker.model} is no folder, and cannot come from the mesh: {error}"
-        raise StartError(reason) from error
 
 
 async def _serve_model(

@@ -29,10 +29,10 @@ WITHOUT_WEIGHTS = ("mock", "openai")  # engines that read no weights
 
 
 class MeshModel(NamedTuple):
-    """A model of the mesh: the folder of its files, and the settings of a worker that serves it.
+    """The folder of a model, and the settings of a worker that serves it.
 
     `weights` is the digest of the manifest of its weights if the engine is to take these through
-    the weights process, and empty if the folder has them.
+    the weights process, and empty if the folder has them, or no model of the mesh is served.
     """
 
     folder: Path
