@@ -250,6 +250,7 @@ async def test_a_push_outlives_a_restart_of_nats(
         return await put(*arguments)
 
     monkeypatch.setattr(ObjectBucket, "put", put_around_restart)
+    monkeypatch.setattr(object_bucket, "API_S", 2.0)
     report = await push(bus, model)
     assert count > 12
     assert await is_whole(bus, report.entry, model)

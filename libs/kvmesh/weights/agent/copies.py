@@ -218,9 +218,17 @@ class CopyTaker:
             copy.end_fetch()
             if self._search is not None:
                 await self._search.close()
+        await self._publish(copy.manifest)
         taken = dict(self._fetch.taken) if self._fetch is not None else {}
         self._send(WeightsTaken(copy.manifest.digest, time.monotonic() - began, taken))
         self._send(WeightsKnown(copy.manifest.digest))
+
+    async def _publish(self, manifest: Manifest) -> None:
+        """Have the manifest in the mesh, from which it may have been removed as a former one."""
+        try:
+            await self._own.manifests.put(manifest)
+        except BusError as error:
+            log.warning("the manifest %s is not stored: %s", manifest.digest[:12], cause(error))
 
     def _answer(self, answer: WeightsAnswer) -> None:
         """Answer the loader; it keeps a first answer."""

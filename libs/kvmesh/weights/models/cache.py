@@ -1,6 +1,7 @@
 """The model folders that this machine has taken from the mesh, one per digest."""
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -131,6 +132,9 @@ class ModelCache:
     def _locked(self) -> Iterator[None]:
         """Only one process at a time changes the set of models."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self._directory.stat()
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise ModelStoreError(f"others may write to {self._directory}: it is not used")
         with FileLock(self._directory / LOCK) as lock:
             if not lock.wait(LOCK_S):
                 raise ModelStoreError(f"another process changes {self._directory}")

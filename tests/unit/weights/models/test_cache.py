@@ -62,3 +62,10 @@ def test_a_removal_that_was_broken_off_is_ended(cache: ModelCache, tmp_path: Pat
     (tmp_path / "models" / A).rename(tmp_path / "models" / ".removed-1234")
     cache.use("m", B, 5 * SIZE // 2).close()
     assert not list((tmp_path / "models").glob(".removed-*"))
+
+
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ModelStoreError, match="others may write"):
+        ModelCache(tmp_path / "open", SIZE).use("m", A, SIZE)
