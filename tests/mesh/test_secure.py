@@ -41,6 +41,9 @@ from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.settings import Settings
 from kvmesh.weights.frames import WeightsTaken
+from kvmesh.weights.models.catalog import find_model
+from kvmesh.weights.models.former import remove_former_manifests
+from kvmesh.weights.models.reference import parse_reference
 
 CONTROL_REPLY = MessageDecoder(ControlReply)
 
@@ -317,7 +320,7 @@ SENDS: dict[str, set[str]] = {
     SUBJECTS.dump("worker-0-1f"): {"indexer"},
     SUBJECTS.kvbm("kv-0-1f"): {W0, W1, KV},
     SUBJECTS.computing("m"): {KV},
-    SUBJECTS.weights("d"): {W0, W1},
+    SUBJECTS.weights("d"): {W0, W1, "operator"},
     SUBJECTS.load("worker-0-1f"): {W0},
     SUBJECTS.starting("worker-0-1f"): {W0},
     SUBJECTS.scaling("m"): {"planner"},
@@ -338,6 +341,8 @@ SENDS: dict[str, set[str]] = {
     f"$KV.{SUBJECTS.weights_bucket}.manifests": {W0, W1, "operator"},
     f"$O.{SUBJECTS.index_bucket}.C.x": {"indexer", "operator"},
     f"$O.{SUBJECTS.model_bucket}.C.x": {W0, W1, "operator"},
+    f"$O.{SUBJECTS.model_store_bucket}.C.x": {"operator"},
+    f"$KV.{SUBJECTS.catalog_bucket}.m.d": {"operator"},
     "other.subject": set(),
     "kvm.other.work.worker-0.1f": set(),
 }
@@ -403,6 +408,8 @@ READS: dict[str, set[str]] = {
     f"KV_{SUBJECTS.plan_bucket}": {"frontend", "planner", *LOOKS},
     f"OBJ_{SUBJECTS.index_bucket}": {"indexer", "operator"},
     f"OBJ_{SUBJECTS.model_bucket}": {"frontend", W0, W1, "operator"},
+    f"OBJ_{SUBJECTS.model_store_bucket}": {W0, W1, "operator"},
+    f"KV_{SUBJECTS.catalog_bucket}": {W0, W1, "operator"},
     "KV_another-mesh": {"operator"},
 }
 
@@ -496,6 +503,34 @@ async def test_workers_take_weights_from_each_other(
         assert taken is not None
         assert set(taken.sources) == {first.job.instance}
         await agents.close()
+
+
+async def test_operators_push_models_and_workers_read_them(
+    mesh: Mesh, server: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KVMESH_STREAMS_MODELS_BYTES", str(64 << 20))
+    model = make_weights(tmp_path / "model")
+    for user in ("frontend", W0, "observer"):
+        refused = await asyncio.to_thread(run, server, user, "model", "push", str(model))
+        assert refused.returncode == 1
+        assert "permit" in refused.stderr
+    pushed = await asyncio.to_thread(run, server, "operator", "model", "push", str(model))
+    assert pushed.returncode == 0, pushed.stderr
+    async with server.connected(W0) as bus:
+        entry = await find_model(bus, parse_reference("model"))
+        agents = Agents(bus, StreamLimits(), tmp_path)
+        agent = await agents.start("worker-0", pinned=entry.weights, env=server.env(W0))
+        taken = await eventually(lambda: agent.event(WeightsTaken))
+        assert taken is not None
+        assert set(taken.sources) == {"store"}
+        pull = ("model", "pull", "model", str(tmp_path / "pulled"))
+        pulled = await asyncio.to_thread(run, server, "operator", *pull)
+        assert agent.job.instance in pulled.stdout, pulled.stderr
+        await remove_former_manifests(bus, grace_s=-1.0)
+        await agents.close()
+    evicted = await asyncio.to_thread(run, server, "operator", "model", "evict", "model")
+    assert evicted.returncode == 0, evicted.stderr
 
 
 FORGED = msgspec.json.encode(Key(name="forged", sha256="0" * 64, scopes=["admin"]))

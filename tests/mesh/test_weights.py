@@ -95,9 +95,17 @@ async def test_the_second_worker_takes_the_files_of_the_first(agents: Agents, mo
     assert set(await sources_of(second)) == {first.job.instance}
     manifest = checkpoint_manifest(model)
     assert has_copy(second, manifest, model)
-    assert second.digest == first.digest
+    await eventually(lambda: second.digest == first.digest)
     await eventually(lambda: first.counts.sent >= manifest.size)
     await eventually(lambda: second.counts.taken == {"peer": manifest.size, "disk": 0})
+
+
+async def test_a_kept_copy_brings_its_manifest_back(agents: Agents, bus: Bus, model: Path) -> None:
+    manifest = checkpoint_manifest(model, model="m", chunk_bytes=CHUNK)
+    stored_copy(agents.directory("a"), model, manifest)
+    agent = await agents.start("a", digest=manifest.digest)
+    await eventually(lambda: agent.digest, what="its card would name the digest")
+    assert (await ManifestStore(bus).get(manifest.digest)).digest == manifest.digest
 
 
 async def test_chunks_come_from_several_sources(

@@ -140,6 +140,7 @@ class Agents:
         name: str,
         model_folder: Path | None = None,
         digest: str = "",
+        pinned: str = "",
         node: str = "",
         env: Mapping[str, str] | None = None,
         bus: Bus | None = None,
@@ -167,6 +168,7 @@ class Agents:
             node=node or name,
             answer_file=str(own / "answer"),
             digest=digest,
+            pinned=pinned,
         )
         agent = Agent(bus or self._bus, self._limits, own, job)
         self._started.append(agent)

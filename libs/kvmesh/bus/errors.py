@@ -102,6 +102,10 @@ class Conflict(JetStreamError):
     """A key has another revision, or a stream exists with another configuration."""
 
 
+class StorageFull(JetStreamError):
+    """A stream has as many bytes as it may."""
+
+
 class ObjectUnreadable(BusError):
     """The description or the content of a stored object is damaged."""
 

@@ -130,7 +130,9 @@ def _worker(s: Subjects, name: str) -> Grant:
             *_lease(s, Role.PARKED, name),
             *_write(s.weights_bucket),
             *_write_objects(s.model_bucket),
+            f"{API}.STREAM.MSG.DELETE.{_objects(s.model_bucket)}",  # manifests of former weights
             *_reads(_kv(s.instances_bucket), _objects(s.model_bucket), _kv(s.weights_bucket)),
+            *_reads(_objects(s.model_store_bucket), _kv(s.catalog_bucket)),
         ],
         [
             *(s.work(own), s.ctl(own), s.returns(own), s.dump(own), s.ping(own)),
@@ -202,7 +204,7 @@ def _operator(s: Subjects, name: str) -> Grant:
     objects = [n.removeprefix("OBJ_") for n in _streams(s) if n.startswith("OBJ_")]
     return (
         [
-            *(s.ctl(_EACH), s.ask(_EACH), f"{API}.>", "$JS.FC.>"),
+            *(s.ctl(_EACH), s.ask(_EACH), s.weights(ANY), f"{API}.>", "$JS.FC.>"),
             *(entry for bucket in buckets for entry in _write(bucket)),
             *(entry for bucket in objects for entry in _write_objects(bucket)),
         ],
@@ -246,8 +248,8 @@ def _startup_streams(s: Subjects) -> list[str]:
 
 def _streams(s: Subjects) -> list[str]:
     """Every stream of a mesh, including those of its buckets."""
-    stores = (s.keys_bucket, s.pins_bucket, s.responses_bucket, s.secrets_bucket)
-    return [*_startup_streams(s), *map(_kv, stores)]
+    stores = (s.keys_bucket, s.pins_bucket, s.responses_bucket, s.secrets_bucket, s.catalog_bucket)
+    return [*_startup_streams(s), *map(_kv, stores), _objects(s.model_store_bucket)]
 
 
 def _kv(bucket: str) -> str:

@@ -167,6 +167,20 @@ class Subjects:
         return "manifests"
 
     @property
+    def model_store_bucket(self) -> str:
+        """The object store of whole model folders: manifests, and chunks by their digest."""
+        return f"kvm-{self.namespace}-modelstore"
+
+    @property
+    def catalog_bucket(self) -> str:
+        """The bucket of the models that the model store holds."""
+        return f"kvm-{self.namespace}-catalog"
+
+    def catalog_key(self, model: str, digest: str) -> str:
+        """Key, in the catalog bucket, of one revision of a model."""
+        return f"{token(model)}.{token(digest)}"
+
+    @property
     def plan_bucket(self) -> str:
         """The bucket of the planner: the wanted fleet and the answers of operators."""
         return f"kvm-{self.namespace}-plan"

@@ -247,5 +247,6 @@ def stream_limits(streams: StreamSettings) -> StreamLimits:
         seq_age_s=streams.seq_age_s,
         scaling_bytes=streams.scaling_bytes,
         scaling_age_s=streams.scaling_age_s,
+        models_bytes=streams.models_bytes,
         lease_s=streams.lease_s,
     )

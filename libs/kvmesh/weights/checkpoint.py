@@ -80,7 +80,7 @@ def checkpoint_manifest(
             for tensor in _tensors(path, index)
         ]
         with ThreadPoolExecutor(threads, "digests") as pool:
-            digests = [_file_digests(path, chunk_bytes, cache, pool) for path in paths]
+            digests = [file_digests(path, chunk_bytes, cache, pool) for path in paths]
     except OSError as error:
         raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
     manifest = Manifest(
@@ -170,10 +170,13 @@ def _header(path: Path, source: BinaryIO) -> tuple[dict[str, Any], int]:
     return header, 8 + size
 
 
-def _file_digests(
+def file_digests(
     path: Path, chunk_bytes: int, cache: Path | None, pool: ThreadPoolExecutor
 ) -> bytes:
-    """The digests of the chunks of a file; raises CheckpointError if it changes meanwhile."""
+    """The digests of the chunks of a file, computed by `pool` unless `cache` has them.
+
+    Raises OSError, or CheckpointError if the file changes meanwhile.
+    """
     before = _identity(path)
     count = -(-path.stat().st_size // chunk_bytes)
     known = None
@@ -194,6 +197,12 @@ def _file_digests(
         with suppress(OSError):  # a full disk: it is computed again next time
             _keep(known, digests)
     return digests
+
+
+def keep_digests(path: Path, chunk_bytes: int, cache: Path, digests: bytes) -> None:
+    """Keep the digests of a file whose bytes are verified in the folder `cache`, if possible."""
+    with suppress(OSError):
+        _keep(_cache_entry(path, chunk_bytes, cache)[0], digests)
 
 
 def _cache_entry(path: Path, chunk_bytes: int, cache: Path) -> tuple[Path, int]:

@@ -21,5 +21,13 @@ class StoreFull(StoreError):
     """A copy does not fit into the directory, although all unused copies were removed."""
 
 
+class WrongDigest(WeightsError):
+    """The bytes of a chunk are not those that the manifest describes."""
+
+
+class ModelStoreError(WeightsError):
+    """A model cannot be found in the mesh, pushed or pulled."""
+
+
 class WeightsLost(WeightsError):
     """Chunks of a stored copy do not arrive any more."""

@@ -15,6 +15,7 @@ class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
     `model` is the name in the API, `folder` the model folder, with or without weights. The answer
     for the engine's loader goes to `answer_file`; unless it is to `take` weights, that is the
     disk. A process that takes over from one that has died gets the `digest` of that one's answer.
+    `pinned` is the digest of the manifest of the weights if the model comes from the model store.
     """
 
     env: dict[str, str]
@@ -26,6 +27,7 @@ class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
     node: str = ""
     answer_file: str
     digest: str = ""
+    pinned: str = ""
     take: bool = True
 
 
@@ -60,7 +62,7 @@ class WeightsKnown(Struct, frozen=True, tag="known"):
 
 
 class WeightsTaken(Struct, frozen=True, tag="taken"):
-    """A copy is complete: bytes by source, an instance or "disk", and the seconds that it took."""
+    """A copy is complete: bytes by source, an instance, "disk" or "store", and its seconds."""
 
     digest: str
     seconds: float
@@ -74,7 +76,7 @@ class WeightsFromDisk(Struct, frozen=True, tag="disk"):
 
 
 class WeightsCounts(Struct, frozen=True, kw_only=True, tag="counts"):
-    """Counts since the start: bytes taken, by "peer" or "disk", and sent to others.
+    """Counts since the start: bytes taken, by "peer", "disk" or "store", and sent to others.
 
     `failed` counts requests for chunks by the reason of their failure, `sources` the workers from
     which weights come now.

@@ -25,7 +25,7 @@ MAX_TEXT = 1024  # characters of a name
 MIN_CHUNK, MAX_CHUNK = 1 << 10, 1 << 30
 _MAC_BYTES = 32
 _PURPOSE = b"kvmesh weights manifest\0"
-Form: TypeAlias = Literal["checkpoint", "engine", "compiled"]
+Form: TypeAlias = Literal["checkpoint", "engine", "compiled", "folder"]
 # bits of one element of each safetensors type
 DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
@@ -72,7 +72,8 @@ class Manifest(Struct, frozen=True, dict=True, kw_only=True):
 
     `form` is "checkpoint" for the files of a model folder, "engine" for the parameters of one rank
     of an engine, of `engine_version`, after (`processed`) or before it has processed them, and
-    "compiled" for an archive of the code that an engine has compiled, without tensors.
+    "compiled" for an archive of the code that an engine has compiled, without tensors, and
+    "folder" for all files of a model folder, without tensors.
     `digests` holds the BLAKE3 digest, 32 bytes, of each chunk of `chunk_bytes`, file by file.
     `model` and `revision` are labels: equal files have the same `digest` under any name.
     """
@@ -190,7 +191,7 @@ def _check_files(manifest: Manifest) -> None:
     if not 0 < len(files) <= MAX_FILES:
         raise ManifestError(f"{len(files)} files")
     for file in files:
-        if not _is_file_name(file.name):
+        if not is_file_name(file.name):
             raise ManifestError(f"a file named {file.name[:MAX_TEXT]!r}")
         if file.size <= 0 or file.size > MAX_BYTES:
             raise ManifestError(f"{file.name} has {file.size} bytes")
@@ -235,7 +236,8 @@ def _fits(tensor: TensorEntry, file_size: int) -> bool:
     return bits is None or elements * bits == tensor.size * 8
 
 
-def _is_file_name(name: str) -> bool:
+def is_file_name(name: str) -> bool:
+    """True for a name without a path that is not hidden."""
     plain = name.isprintable() and not name.startswith(".") and not set(name) & set("/\\\0")
     return plain and 0 < len(name.encode(errors="replace")) <= 255
 

@@ -134,6 +134,16 @@ class WeightStore:
         folder = self._directory / digest
         return (folder / USE_LOCK).exists() and self._evict(folder)
 
+    def fits(self, digest: str, size: int) -> bool:
+        """True if the copy is there, or may be created with `size` bytes; raises StoreError."""
+        with self._locked():
+            folders = _folders(self._directory)
+            if self._directory / digest in folders:
+                return True
+            unused = sum(_bytes(folder) for folder in folders if _is_unused(folder))
+            used = self._used() - unused
+            return used + size <= self._max_bytes and self._free() + unused >= size
+
     def sweep(self) -> None:
         """Remove what dead processes left: copies that were not to be kept, unfinished folders."""
         with self._locked():
@@ -230,6 +240,18 @@ class WeightStore:
 
 def _folders(directory: Path) -> list[Path]:
     return [each.parent for each in directory.glob(f"[0-9a-f]*/{USE_LOCK}")]
+
+
+def _is_unused(folder: Path) -> bool:
+    with suppress(OSError), FileLock(folder / USE_LOCK) as use:
+        return use.take()
+    return False
+
+
+def _bytes(folder: Path) -> int:
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in (folder / FILES).iterdir())
+    return 0
 
 
 def _opened(folder: Path, use: FileLock) -> StoredCopy:

@@ -105,6 +105,19 @@ def test_the_least_recently_used_copy_makes_room(tmp_path: Path) -> None:
         WeightStore(tmp_path / "store", 1000).create(manifests[1])
 
 
+def test_copies_in_use_leave_no_room_for_others(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path / "model")
+    store = WeightStore(tmp_path / "store", int(manifest.size * 1.5))
+    assert store.fits(manifest.digest, manifest.size)
+    assert not store.fits("other", 2 * manifest.size)
+    copy = store.create(manifest)
+    copy.set_keep()
+    assert store.fits(manifest.digest, manifest.size)
+    assert not store.fits("other", manifest.size)
+    copy.close()
+    assert store.fits("other", manifest.size)
+
+
 def test_a_full_disk_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -42,7 +42,7 @@ ALLOWED = {
     "parking": {"start", *CONTRACT},
     "roles": set(CONTRACT),
     "model_card": {"engine", "model_folder"},
-    "default_model": {"engine", *LEAVES},
+    "models": {"compiled", "engine", "start", "weights", *LEAVES},
     "node": {
         *CONTRACT,
         *("control", "enginecore", "health", "lora", "model_card", "requests"),
@@ -50,7 +50,7 @@ ALLOWED = {
     },
     "weights": {"compiled", "model_card"},
     "service": {
-        *("compiled", "default_model", "engine", "metrics", "model_card", "model_folder"),
+        *("compiled", "engine", "metrics", "model_card", "model_folder", "models"),
         *("node", "parking", "start", "weights"),
     },
 }

@@ -11,10 +11,10 @@ from kvmesh.bus.messages import (
     Capacity,
 )
 from kvmesh.settings.schema import WorkerSettings
-from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import EngineError, EngineInfo
 from kvmesh.worker.model_card import card_labels, model_card
 from kvmesh.worker.model_folder import DEFAULT_CONTEXT, has_chat_template, model_context
+from kvmesh.worker.models.default_model import default_model
 
 INFO = EngineInfo(
     name="mock",

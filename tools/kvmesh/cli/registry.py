@@ -230,7 +230,12 @@ COMMANDS = (
         "show the planner's plan and history, change its settings, score its predictors",
         "kvmesh.cli.commands.plan",
     ),
-    Command("model", "make a small model for the torch engine", "kvmesh.cli.commands.model"),
+    Command(
+        "model",
+        "push models to the mesh, pull, list and evict them; make a tiny one",
+        "kvmesh.cli.commands.model",
+        sections=("nats", "streams", "weights", "log"),
+    ),
     Command("parser", "show how a model's raw output parses", "kvmesh.cli.commands.parser"),
     Command(
         "config",

@@ -56,6 +56,8 @@ class JetStream:
         self.add_stream = raising_bus_errors(context.add_stream)
         self.update_stream = raising_bus_errors(context.update_stream)
         self.purge_stream = raising_bus_errors(context.purge_stream)
+        self.publish = raising_bus_errors(context.publish)
+        self.delete_msg = raising_bus_errors(context.delete_msg)
         self.get_msg = raising_bus_errors(context.get_msg)
         self.consumers_info = raising_bus_errors(context.consumers_info)
         self.add_consumer = raising_bus_errors(context.add_consumer)

@@ -22,11 +22,13 @@ from kvmesh.bus.errors import (
     NotFound,
     NotPermitted,
     ObjectUnreadable,
+    StorageFull,
     cause,
 )
 
 STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
 WRONG_LAST_SEQUENCE = 10071
+NOT_STORED = 10077
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -75,6 +77,8 @@ def to_bus_error(error: NatsError | OSError, subject: str = "", size: int = 0) -
 def _jetstream_error(error: js.APIError) -> JetStreamError:
     # some of nats-py's errors leave out the attributes of their base class
     code, err_code = getattr(error, "code", None), getattr(error, "err_code", None)
+    if err_code == NOT_STORED and "maximum bytes" in cause(error):
+        return StorageFull(cause(error), code, err_code)
     if isinstance(error, js.ServerError):
         return JetStreamUnavailable(cause(error), 500, err_code)
     if isinstance(error, js.ServiceUnavailableError):

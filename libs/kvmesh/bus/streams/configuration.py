@@ -50,6 +50,7 @@ class StreamLimits:
     seq_age_s: float = 3600.0
     scaling_bytes: int = 64 << 20
     scaling_age_s: float = 30 * 24 * 3600.0
+    models_bytes: int = 16 << 30
     lease_s: float = 10.0
 
 
@@ -97,7 +98,7 @@ async def ensure_streams(bus: Bus, limits: StreamLimits | None = None) -> list[D
 
 async def differences(bus: Bus, limits: StreamLimits) -> list[Difference]:
     """The differences of the mesh's existing streams and buckets from `limits`."""
-    wanted = {each.name: each for each in _specs(bus, limits)}
+    wanted = {each.name: each for each in [*_specs(bus, limits), _model_store(bus, limits)]}
     found: list[Difference] = []
     for info in await mesh_streams(bus):
         name = info.config.name or ""
@@ -251,6 +252,35 @@ def _buckets(bus: Bus) -> list[_StreamSpec]:
         objects(names.index_bucket),
         objects(names.model_bucket),
     ]
+
+
+def _model_store(bus: Bus, limits: StreamLimits) -> _StreamSpec:
+    bucket = bus.subjects.model_store_bucket
+    config = StreamConfig(
+        name=f"OBJ_{bucket}",
+        subjects=[f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"],
+        max_bytes=limits.models_bytes,
+        discard=DiscardPolicy.NEW,
+        allow_rollup_hdrs=True,
+        allow_direct=False,
+        storage=StorageType.FILE,
+        num_replicas=bus.options.replicas,
+        duplicate_window=UNUSED_WINDOW_S,
+    )
+    bound = {"max_bytes": (limits.models_bytes, "streams.models_bytes")}
+    return _StreamSpec(
+        config.name or "", {**bound, **_replicas(bus)}, lambda: bus.js.add_stream(config)
+    )
+
+
+async def ensure_model_store(bus: Bus, limits: StreamLimits) -> None:
+    """Create the model store and its catalog if missing; raises BusError.
+
+    A server sets the store's whole size aside, so no process creates it before it is used.
+    """
+    catalog = KeyValueConfig(bucket=bus.subjects.catalog_bucket, replicas=bus.options.replicas)
+    await _ensure(bus, _model_store(bus, limits))
+    await bus.js.create_key_value(catalog)
 
 
 def write_once(bucket: str, replicas: int) -> StreamConfig:

@@ -66,6 +66,10 @@ class StreamSettings(Section, frozen=True, kw_only=True):
     scaling_age_s: Annotated[Seconds, Meta(description="retention time of scaling decisions")] = (
         30 * 86400.0
     )
+    models_bytes: Annotated[
+        int,
+        Meta(ge=1 << 20, description="largest size of the store of whole models, in bytes"),
+    ] = 16 << 30
     lease_s: Annotated[
         float,
         Meta(

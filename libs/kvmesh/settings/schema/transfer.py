@@ -61,6 +61,12 @@ class WeightsSettings(Section, frozen=True, kw_only=True):
     wait_s: Annotated[
         Seconds, Meta(description="wait for a source if there are no weights on the disk")
     ] = 120.0
+    models_directory: Annotated[
+        Path | None, Meta(description="directory of models of the mesh; none: in the user's cache")
+    ] = None
+    models_bytes: Annotated[
+        Count, Meta(description="largest size of all models of the mesh on this machine")
+    ] = 256 << 30
     compile_cache: Annotated[
         bool,
         Meta(description="keep the code that vllm compiles on disk, one cache per environment"),

@@ -14,7 +14,11 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
         Meta(description="engine that runs the model"),
     ] = "mock"
     model: Annotated[
-        Path | None, Meta(description="Hugging Face model folder; none: the built-in demo model")
+        Path | None,
+        Meta(
+            description="Hugging Face model folder, or NAME[@DIGEST] of a model in the mesh; none:"
+            " the built-in demo model"
+        ),
     ] = None
     served_name: Annotated[str, Meta(description="model name in the API; empty: the folder's")] = ""
     revision: Annotated[

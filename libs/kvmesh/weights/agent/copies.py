@@ -13,7 +13,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.settings.schema import WeightsSettings
-from kvmesh.weights.agent.fetching import DISK, WeightFetch
+from kvmesh.weights.agent.fetching import DISK, STORE, WeightFetch
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.own_files import OwnFiles
 from kvmesh.weights.agent.readers import DiskReader
@@ -29,6 +29,7 @@ from kvmesh.weights.frames import (
     WeightsTaken,
 )
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.models.store_reader import StoreReader
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions
@@ -97,8 +98,10 @@ class CopyTaker:
         fetch = self._fetch
         if fetch is None:
             return WeightsCounts()
-        disk = fetch.taken[DISK]
-        taken = {"peer": fetch.taken.total() - disk, DISK: disk}
+        taken = {"peer": fetch.taken.total(), DISK: fetch.taken[DISK]}
+        if self._job.pinned:
+            taken[STORE] = fetch.taken[STORE]
+        taken["peer"] -= fetch.taken[DISK] + fetch.taken[STORE]
         return WeightsCounts(taken=taken, failed=dict(fetch.failed), sources=fetch.peers)
 
     async def close(self) -> None:
@@ -130,6 +133,8 @@ class CopyTaker:
                     await self._begin_fetch(copy, on_disk)
                     while self._fetch is not None and not self._fetch.peers:
                         await self._look_around()
+                        if self._job.pinned:  # the model store has all
+                            break
         except TimeoutError:
             return f"{reason} within {patience:g} s"
         self._answer(WeightsAnswer(manifest.digest, str(self._settings.directory)))
@@ -145,6 +150,8 @@ class CopyTaker:
         """The manifest of the weights to take; None if the files on the disk are as good."""
         if self._job.digest:
             return self._stored(store, self._job.digest)
+        if pinned := self._job.pinned:
+            return self._stored(store, pinned) or await self._own.manifests.get(pinned)
         while True:
             if digest := await digest_on_cards(self._bus, self._job):
                 return self._stored(store, digest) or await self._own.manifests.get(digest)
@@ -177,6 +184,8 @@ class CopyTaker:
         self._search = SourceSearch(self._bus, manifest, instance, found)
         await self._search.open()
         self._fetch = WeightFetch(copy, options, instance, self._search.ask)
+        if self._job.pinned == manifest.digest:
+            self._fetch.add_store(StoreReader(self._bus, manifest))
         if on_disk:
             try:
                 self._fetch.add_disk(DiskReader(self._own.folder, manifest))
@@ -209,9 +218,17 @@ class CopyTaker:
             copy.end_fetch()
             if self._search is not None:
                 await self._search.close()
+        await self._publish(copy.manifest)
         taken = dict(self._fetch.taken) if self._fetch is not None else {}
         self._send(WeightsTaken(copy.manifest.digest, time.monotonic() - began, taken))
         self._send(WeightsKnown(copy.manifest.digest))
+
+    async def _publish(self, manifest: Manifest) -> None:
+        """Have the manifest in the mesh, from which it may have been removed as a former one."""
+        try:
+            await self._own.manifests.put(manifest)
+        except BusError as error:
+            log.warning("the manifest %s is not stored: %s", manifest.digest[:12], cause(error))
 
     def _answer(self, answer: WeightsAnswer) -> None:
         """Answer the loader; it keeps a first answer."""

@@ -10,13 +10,14 @@ from typing import Any
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import TransferError
-from kvmesh.weights.agent.readers import ChunkReader, SourceReader, WrongDigest
-from kvmesh.weights.errors import StoreFull, WeightsLost
+from kvmesh.weights.agent.readers import ChunkReader, SourceReader
+from kvmesh.weights.errors import StoreFull, WeightsLost, WrongDigest
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 
 log = logging.getLogger(__name__)
 DISK = "disk"
+STORE = "store"
 SEARCH_S = 2.0  # between queries while there are fewer sources than there may be
 _FAILURES: dict[str, Failure] = {"busy": "busy", "timeout": "timeout"}
 
@@ -42,6 +43,7 @@ class WeightFetch:
         self._plan = StreamPlan([chunk.size for chunk in manifest.chunks], options, instance)
         self._plan.present(n for n in range(len(manifest.chunks)) if copy.has(n))
         self._readers: dict[str, ChunkReader] = {}
+        self._store: ChunkReader | None = None
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._writing: dict[int, asyncio.Task[None]] = {}  # straight into the copy
@@ -58,7 +60,7 @@ class WeightFetch:
     @property
     def peers(self) -> int:
         """The workers that are sources now."""
-        return len(self._plan.sources.keys() - {DISK})
+        return len(self._plan.sources.keys() - {DISK, STORE})
 
     def offer(self, offer: WeightOffer) -> None:
         """Take chunks from a worker; one that has started anew replaces its former self."""
@@ -85,6 +87,13 @@ class WeightFetch:
             self._readers[DISK] = reader
             self._changed.set()
 
+    def add_store(self, reader: ChunkReader) -> None:
+        """Take from the model store what no worker has; after failures it is tried again."""
+        self._store = reader
+        if self._plan.join(STORE, _now(), complete=True, spare=True):
+            self._readers[STORE] = reader
+            self._changed.set()
+
     async def run(self, patience_s: float) -> None:
         """Return once the copy is complete.
 
@@ -103,6 +112,8 @@ class WeightFetch:
                     if searching is None or searching.done():
                         searching = asyncio.create_task(self._search(self._has_enough))
                     search_at = now + SEARCH_S
+                if self._store is not None and STORE not in self._readers:
+                    self.add_store(self._store)
                 self._start(now)
                 await self._wait(now, search_at)
         finally:

@@ -1,7 +1,10 @@
 """Manifests in the mesh's object store, under a key that all workers of the mesh share."""
 
+from contextlib import suppress
+
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.shared_secret import shared_secret
 from kvmesh.bus.subjects import manifest_object
 from kvmesh.weights.errors import ManifestError
@@ -9,6 +12,7 @@ from kvmesh.weights.manifest import MAX_PACKED, Manifest, unpack
 
 KEY_BYTES = 32
 PATIENCE_S = 5.0
+ATTEMPTS = 3
 
 
 class ManifestStore:
@@ -38,19 +42,31 @@ class ManifestStore:
         return manifest
 
     async def put(self, manifest: Manifest) -> None:
-        """Store a manifest unless it is there already; raises BusError."""
-        name = manifest_object(manifest.digest)
-        store = await self._bus.js.object_store(self._bus.subjects.model_bucket)
-        try:
-            await store.get_info(name)
-        except NotFound:
-            await store.put(name, manifest.pack(await self._secret()))
+        """Store a manifest, or give the stored one a new version; raises BusError.
+
+        By its version, a manifest that is in use is not taken for one of former weights.
+        """
+        name, packed = manifest_object(manifest.digest), manifest.pack(await self._secret())
+        bucket = ObjectBucket(self._bus, self._bus.subjects.model_bucket)
+        for _ in range(ATTEMPTS):
+            try:
+                await bucket.touch(await bucket.find(name))
+            except NotFound:
+                with suppress(Conflict):  # another process was first
+                    await bucket.put(name, len(packed), lambda at, n: packed[at : at + n])
+                    return
+            except Conflict:
+                continue
+            else:
+                return
 
     async def _secret(self) -> bytes:
         if not self._key:
-            subjects = self._bus.subjects
-            bucket, name = subjects.weights_bucket, subjects.manifests_key
-            self._key = await shared_secret(
-                self._bus, bucket, name, KEY_BYTES, patience_s=PATIENCE_S
-            )
+            self._key = await mesh_key(self._bus)
         return self._key
+
+
+async def mesh_key(bus: Bus) -> bytes:
+    """The key that authenticates manifests and what names them; raises BusError."""
+    bucket, name = bus.subjects.weights_bucket, bus.subjects.manifests_key
+    return await shared_secret(bus, bucket, name, KEY_BYTES, patience_s=PATIENCE_S)

@@ -36,6 +36,7 @@ from kvmesh.weights.frames import (
     frame,
     read_frame,
 )
+from kvmesh.weights.models.former import remove_regularly
 
 log = logging.getLogger(__name__)
 NICE_FETCHING, NICE_SERVING = 10, 19
@@ -77,6 +78,7 @@ class WeightsAgent:
         others = OtherCopies(bus, self._job.instance, weights, offers, self.send)
         reporting = asyncio.create_task(self._report(taker))
         listening = asyncio.create_task(self._pass_on(others))
+        tidying = asyncio.create_task(remove_regularly(bus, self._job.instance))
         try:
             await taker.run()
             os.nice(NICE_SERVING - NICE_FETCHING)
@@ -87,6 +89,7 @@ class WeightsAgent:
         finally:
             reporting.cancel()
             listening.cancel()
+            tidying.cancel()
             await others.close()
             await taker.close()
             await offers.close()

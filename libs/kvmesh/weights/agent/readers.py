@@ -12,15 +12,11 @@ from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import Line
 from kvmesh.transfer.channel import Descriptor
 from kvmesh.transfer.transport import decode_descriptor
-from kvmesh.weights.errors import CheckpointError, WeightsError
+from kvmesh.weights.errors import CheckpointError, WrongDigest
 from kvmesh.weights.manifest import Manifest
 
 LINES = 2  # connections to one source: one receives while the other one's bytes are digested
 DISK_THREADS = 2
-
-
-class WrongDigest(WeightsError):
-    """The bytes of a chunk are not those that the manifest describes."""
 
 
 class ChunkReader(Protocol):

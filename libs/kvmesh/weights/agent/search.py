@@ -1,16 +1,56 @@
 """Search for sources of a copy of weights, by queries to ever more workers."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 
-from kvmesh.bus.client import Bus, Subscription
+import msgspec
+
+from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.weights.manifest import Manifest
 
+log = logging.getLogger(__name__)
+NOBODY = "503"  # the server's status of a message that nobody hears
 SHARES = (1 / 64, 1 / 8, 1.0)  # of those which have chunks
 WIDEN_S = 0.05
+OFFERED_S = 2.0
 _offers = MessageDecoder(WeightOffer)
+
+
+async def offered(bus: Bus, digest: str) -> bool:
+    """True if a worker replies, within OFFERED_S seconds, that it has chunks of a copy."""
+    settled, found = asyncio.Event(), False
+
+    def receive(message: RawMessage) -> None:
+        nonlocal found
+        found = found or _offer(message) is not None
+        settled.set()  # also if the server says that nobody listens
+
+    inbox = bus.new_inbox()
+    subscription = await bus.subscribe_raw(inbox, receive)
+    try:
+        message = WeightQuery(digest, secrets.token_hex(8), 1.0, 0.0, "")
+        bus.post(bus.subjects.weights(digest), message, reply=inbox)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(OFFERED_S):
+                await settled.wait()
+    finally:
+        await subscription.unsubscribe()
+    return found
+
+
+def _offer(message: RawMessage) -> WeightOffer | None:
+    """The offer in a reply; None if it is malformed, or says that nobody listens."""
+    if message.headers is not None and message.headers.get("Status") == NOBODY:
+        return None
+    try:
+        return _offers.decode(message.data)
+    except msgspec.MsgspecError as error:
+        log.warning("dropped a malformed offer of weights: %s", error)
+        return None
 
 
 class SourceSearch:
@@ -27,7 +67,7 @@ class SourceSearch:
         self._subscription: Subscription | None = None
 
     async def open(self) -> None:
-        self._subscription = await self._bus.subscribe(self._inbox, _offers, self._receive)
+        self._subscription = await self._bus.subscribe_raw(self._inbox, self._receive)
 
     async def ask(self, enough: Callable[[], bool]) -> None:
         """Ask a few workers, then more of them, until `enough`; takes up to 0.15 s."""
@@ -44,7 +84,10 @@ class SourceSearch:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
-    def _receive(self, offer: WeightOffer) -> None:
+    def _receive(self, message: RawMessage) -> None:
+        offer = _offer(message)
+        if offer is None:
+            return
         if offer.digest != self._manifest.digest or offer.instance == self._instance:
             return
         if len(offer.files) == len(self._manifest.files):

@@ -107,18 +107,19 @@ class SourceChoice:
         """Sources with room for a request, with about the time that its answer takes."""
         options, size, assumed = self._options, self._board.typical, self.pace()
         # a source that is far behind does not keep others from being asked
-        busy = [s for s in self._sources if s.open and not s.local and not s.stalled(now, assumed)]
+        busy = [s for s in self._sources if s.open and s.counts and not s.stalled(now, assumed)]
         partial = sum(s.has is not None for s in busy)
-        seeds = any(s.has is None and not s.local and s.rests_until <= now for s in self._sources)
+        seeds = [s for s in self._sources if s.has is None and s.counts and s.rests_until <= now]
+        alive = any(not s.open or not s.stalled(now, assumed) for s in seeds)
         found = []
         for state in self._sources:
-            if state.rests_until > now or state.name in barren:
+            if state.rests_until > now or state.name in barren or (state.spare and alive):
                 continue
             pace = state.pace or assumed
             if state.open:
                 if len(state.open) >= self._depth(state, len(busy)):
                     continue
-            elif not state.local:
+            elif state.counts:
                 if len(busy) >= options.sources:
                     continue
                 # one place is kept for a complete source, the only one to have what is new
@@ -132,6 +133,8 @@ class SourceChoice:
         """Requests that a source may have open; one until it has answered."""
         if not state.pace:
             return 1
+        if state.spare:
+            return self._options.spare_depth
         wanted = self._options.depth_s / (state.pace * self._board.typical)
         return min(max(wanted, 1 if busy > 1 else 2), self._options.depth)
 
@@ -141,7 +144,7 @@ class SourceChoice:
         others = sum([s.rate for s in self._sources if s.open and s is not state])
         skip = int(others * wait / 2 / board.typical)
         patience = min(max(_QUIET_CHUNKS * assumed * board.typical, QUIET_S), options.floor_s)
-        shared = now - self._met_at < patience
+        shared = now - self._met_at < (options.floor_s if state.spare else patience)
         chunk = board.choose(state, skip if skip > options.head else 0, shared)
         if chunk is not None or self._requests.doubled >= options.duplicates or not wait:
             return chunk

@@ -9,8 +9,8 @@ class FetchOptions:
 
     `sources` have requests open at once, the node's own disk not counted; up to `candidates` are
     known. A source has so many requests open that it needs `depth_s` for them, at least one (two if
-    it is the only one), at most `depth`. Chunks are chosen among the `window` ones from the first
-    that is missing. The first `head` of those come first.
+    it is the only one), at most `depth`; a spare one `spare_depth`. Chunks are chosen among the
+    `window` ones from the first that is missing. The first `head` of those come first.
 
     An answer is late after `patience` times its expected time, but not before `floor_s` and not
     after `ceiling_s`; a source of unknown rate gets `first_s`. A source rests `rest_s` after its
@@ -29,6 +29,7 @@ class FetchOptions:
     window: int = 128
     head: int = 4
     depth: int = 16
+    spare_depth: int = 4
     depth_s: float = 0.03
     patience: float = 4.0
     floor_s: float = 2.0
@@ -45,10 +46,12 @@ class FetchOptions:
     poll_bytes_per_s: float = 8e6
 
     def __post_init__(self) -> None:
-        counts = (self.sources, self.candidates, self.window, self.head, self.depth, self.failures)
+        counts = (self.sources, self.candidates, self.window, self.head, self.failures)
+        depths = (self.depth, self.spare_depth)
         waits = (self.depth_s, self.floor_s, self.ceiling_s, self.first_s, self.rest_s)
         polls = (self.busy_s, self.poll_s, self.poll_most_s, self.poll_bytes_per_s)
-        if min(counts) < 1 or self.duplicates < 0 or min(*waits, *polls, self.given_up_s) <= 0:
+        least = min(*waits, *polls, self.given_up_s)
+        if min(*counts, *depths) < 1 or self.duplicates < 0 or least <= 0:
             raise ValueError("counts of a stream must be at least 1, times above 0")
         if self.patience < 1 or self.gain < 1 or self.ceiling_s < self.floor_s:
             raise ValueError("patience and gain must be at least 1, the ceiling above the floor")

@@ -69,22 +69,27 @@ class StreamPlan:
             self._board.check(chunk)
             self._settle(chunk)
 
-    def join(self, source: str, now: float, complete: bool, local: bool = False) -> bool:
+    def join(
+        self, source: str, now: float, complete: bool, local: bool = False, spare: bool = False
+    ) -> bool:
         """A source that has all chunks (`complete`) or those named by `learn`.
 
-        `local` is the node's own disk. Returns False if the source is not taken: its bytes were
+        `local` is the node's own disk; a complete source that is `spare` is asked only for what no
+        worker has. Returns False if the source is not taken: its bytes were
         wrong, it was given up a short time ago, or there are enough candidates.
         """
         if self._refused.get(source, now) > now:
             return False
         if source in self._sources:
             return True
-        if len(self._sources) >= self._options.candidates and not local:
+        if len(self._sources) >= self._options.candidates and not (local or spare):
             return False
-        state = SourceState(source, complete, local)
-        state.poll_at, state.poll_every = inf if local else now, self._options.poll_s
+        state = SourceState(source, complete, local, spare)
+        state.poll_at, state.poll_every = now, self._options.poll_s
+        if local or spare:
+            state.poll_at = inf
         if complete:
-            self._board.completes += not local
+            self._board.completes += state.counts
         else:
             state.has = np.zeros(self._board.count, np.uint8)
             state.counted = state.has
@@ -139,7 +144,7 @@ class StreamPlan:
         self._yield(state)
         if state.counted is not None:
             self._board.recount(state.counted, None)
-        elif not state.local:
+        elif state.counts:
             self._board.completes -= 1
         return dropped
 
@@ -254,7 +259,7 @@ class StreamPlan:
             state.has = np.ones(self._board.count, np.uint8)
             state.counted = np.zeros(self._board.count, np.uint8)
             state.complete = False
-            self._board.completes -= not state.local
+            self._board.completes -= state.counts
         has = state.has.copy()
         has[chunk] = 0
         self._board.recount(state.counted, has)

@@ -25,12 +25,14 @@ class _Sent:
 class SourceState:
     """`has` is None for a source that was complete when it joined; `pace` (s/byte) 0 if unknown.
 
-    `open` maps chunks to requests. A source rests until `rests_until`.
+    `open` maps chunks to requests. A source rests until `rests_until`. A `spare` one is asked only
+    for what no other source can give.
     """
 
     name: str
     complete: bool
     local: bool
+    spare: bool = False
     has: Bits | None = None
     counted: Bits | None = None  # chunks it has or is fetching, as counted for rarity
     rival: bool = False  # it takes chunks from the same sources
@@ -46,6 +48,11 @@ class SourceState:
     owed: int = 0
     open: dict[int, _Sent] = field(default_factory=dict)
     _last: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """True for a worker."""
+        return not (self.local or self.spare)
 
     @property
     def rate(self) -> float:

@@ -222,7 +222,8 @@ class WeightsCollector(Collector):
         names = ["model", "worker"]
         taken = CounterMetricFamily(
             "kvmesh_worker_weights_taken_bytes",
-            "bytes of weights that were fetched and verified, from a peer or the node's disk",
+            "bytes of weights that were fetched and verified, from a peer, the disk or the store of"
+            " models",
             labels=[*names, "source"],
         )
         for source, count in sorted(counts.taken.items()):

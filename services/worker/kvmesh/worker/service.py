@@ -17,10 +17,8 @@ from kvmesh.bus.messages import KvLayout, StartPhase
 from kvmesh.runtime.process_start import FIRST_LINE, process_created
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
-from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.compiled.cache import CompileCache
 from kvmesh.worker.compiled.start import compile_cache
-from kvmesh.worker.default_model import default_model
 from kvmesh.worker.engine import (
     Engine,
     EngineConfigError,
@@ -41,6 +39,7 @@ from kvmesh.worker.metrics import (
 )
 from kvmesh.worker.model_card import node_name, parked_card
 from kvmesh.worker.model_folder import has_chat_template
+from kvmesh.worker.models.choice import chosen_model
 from kvmesh.worker.node import WorkerNode
 from kvmesh.worker.parking import wait_parked
 from kvmesh.worker.start.report import StartReport
@@ -58,10 +57,11 @@ async def main(service: Service) -> None:
     """Serve until `service.stopping`, then drain and leave."""
     timeline = _timeline(service)
     with ExitStack() as cleanup:
-        with timeline.phase(StartPhase.CONFIGURATION):
-            folder = await _model_folder(service.settings.worker, cleanup)
+        folder, service.settings, pinned = await chosen_model(
+            service.bus, service.instance, service.settings, timeline, cleanup
+        )
         async with (
-            _weights(service, folder) as weights,
+            _weights(service, folder, pinned) as weights,
             _compile_cache(service, folder, weights, timeline) as cache,
         ):
             await _serve_model(service, folder, timeline, weights, cache)
@@ -74,19 +74,6 @@ def _timeline(service: Service) -> StartTimeline:
     timeline.add(StartPhase.IMPORTS, FIRST_LINE, service.entered)
     timeline.add(StartPhase.REGISTRATION, service.entered, time.monotonic())
     return timeline
-
-
-async def _model_folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
-    folder = worker.model
-    try:
-        if folder is None:
-            folder = await asyncio.to_thread(default_model, worker.engine, cleanup)
-    except EngineError as error:
-        raise StartError(str(error), permanent=True) from error
-    if not (folder / "tokenizer.json").is_file():
-        reason = f"{folder} is not a Hugging Face model folder: it has no tokenizer.json"
-        raise StartError(reason, permanent=True)
-    return folder
 
 
 async def _serve_model(
@@ -144,13 +131,18 @@ async def _serve_model(
 
 
 @asynccontextmanager
-async def _weights(service: Service, folder: Path) -> AsyncIterator[WorkerWeights | None]:
-    """The weights process, if weights are to be shared; it starts before the engine."""
+async def _weights(
+    service: Service, folder: Path, pinned: str
+) -> AsyncIterator[WorkerWeights | None]:
+    """The weights process, if weights are to be shared; it starts before the engine.
+
+    `pinned` is the digest of the weights of a model of the mesh.
+    """
     settings = service.settings
     if not settings.weights.share or settings.worker.engine in WITHOUT_FILES:
         yield None
         return
-    weights = WorkerWeights(settings, folder, service.name, service.instance)
+    weights = WorkerWeights(settings, folder, service.name, service.instance, pinned)
     await weights.start()
     try:
         yield weights

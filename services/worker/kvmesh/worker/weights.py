@@ -36,7 +36,10 @@ MAX_DEATHS = 5
 class WorkerWeights:
     """Runs a weights process; its failure never harms the worker."""
 
-    def __init__(self, settings: Settings, folder: Path, name: str, instance: str) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, name: str, instance: str, pinned: str = ""
+    ) -> None:
+        """`pinned` is the digest of the weights to take, if the model comes from the mesh."""
         worker, weights = settings.worker, settings.weights
         self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-weights-"))
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
@@ -55,6 +58,7 @@ class WorkerWeights:
             revision=weights_revision(worker, folder),
             node=node_name(worker),
             answer_file=str(self._folder / "answer"),
+            pinned=pinned,
             take=self._takes,
         )
         longest_s = weights.patience_s if _has_weights(folder) else weights.wait_s

@@ -10,9 +10,9 @@ from support.weights import CHUNK, make_weights
 from kvmesh.transfer import TransferError
 from kvmesh.weights.agent import fetching
 from kvmesh.weights.agent.fetching import WeightFetch
-from kvmesh.weights.agent.readers import DiskReader, WrongDigest
+from kvmesh.weights.agent.readers import DiskReader
 from kvmesh.weights.checkpoint import checkpoint_manifest
-from kvmesh.weights.errors import CheckpointError, StoreFull, WeightsLost
+from kvmesh.weights.errors import CheckpointError, StoreFull, WeightsLost, WrongDigest
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions

@@ -1,25 +1,50 @@
-"""`kvmesh model tiny`: writes a small random model for trials of the torch engine."""
+"""`kvmesh model`: the models that the mesh holds, those of this machine, and a tiny one."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from kvmesh.cli.flags import FlagParser
 from kvmesh.settings import Settings
+
+# the least and the most operands of each action
+ACTIONS = {"push": (1, 2), "pull": (1, 2), "list": (0, 0), "evict": (1, 1), "tiny": (1, 1)}
+USAGE = """kvmesh model push FOLDER [NAME] [options]
+       kvmesh model pull NAME[@DIGEST] [FOLDER] [options]
+       kvmesh model list [--local] [--json] [options]
+       kvmesh model evict NAME[@DIGEST] [--local] [options]
+       kvmesh model tiny FOLDER [--seed N]"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh model KIND FOLDER [options]"
-    kinds = parser.add_subparsers(
-        dest="kind", required=True, metavar="KIND", parser_class=FlagParser
+    parser.usage = USAGE
+    parser.epilog = (
+        "A model in the mesh is served with `kvmesh worker --model NAME[@DIGEST]`. A push or pull"
+        " that was broken off goes on where it was. `tiny` writes a small random model."
     )
-    about = "a 3 MB Llama with random weights"
-    tiny = kinds.add_parser("tiny", help=about, prog="kvmesh model tiny")
-    tiny.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write")
-    tiny.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
+    parser.add_argument(
+        "operands", nargs="*", metavar="NAME", help="a model's name, or its folder, or both"
+    )
+    parser.add_argument("--local", action="store_true", help="of this machine's models [the mesh]")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    parser.add_argument(
+        "--with-code", action="store_true", help="push files with code as well (*.py, *.so)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tiny model's weights [0]")
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    action, operands = arguments.action, arguments.operands
+    least, most = ACTIONS[action]
+    if not least <= len(operands) <= most:
+        print(f"kvmesh model: wrong operands of {action}; usage:\n{USAGE}", file=sys.stderr)
+        return 2
+    if action == "tiny":
+        return _tiny(Path(operands[0]), arguments.seed)
+    return _on_models(arguments, settings)
+
+
+def _tiny(folder: Path, seed: int) -> int:
     try:
         from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
     except ModuleNotFoundError as error:
@@ -29,9 +54,45 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         )
         return 1
     try:
-        make_tiny_model(arguments.folder, arguments.seed)
+        make_tiny_model(folder, seed)
     except OSError as error:
         print(f"kvmesh model: cannot write the model: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {arguments.folder}; try: kvmesh up --engine torch --model {arguments.folder}")
+    print(f"wrote {folder}; try: kvmesh up --engine torch --model {folder}")
     return 0
+
+
+def _on_models(arguments: argparse.Namespace, settings: Settings) -> int:
+    from kvmesh.bus.client import Bus
+    from kvmesh.cli.bus_session import run_on_bus
+    from kvmesh.cli.models import local, mesh
+    from kvmesh.weights.errors import WeightsError
+
+    action, operands = arguments.action, arguments.operands
+    source = Path(operands[0]) if action == "push" else Path()
+    if not source.is_dir():
+        print(f"kvmesh model: {source} is no folder", file=sys.stderr)
+        return 1
+    name = operands[1] if len(operands) > 1 else source.resolve().name
+
+    async def main(bus: Bus) -> int:
+        match action:
+            case "push":
+                return await mesh.push(bus, settings, source, name, arguments.with_code)
+            case "pull":
+                folder = Path(operands[1]) if len(operands) > 1 else None
+                return await mesh.pull(bus, settings, operands[0], folder)
+            case "list":
+                return await mesh.show(bus, arguments.json)
+            case _:
+                return await mesh.remove(bus, operands[0])
+
+    try:
+        if arguments.local and action == "list":
+            return local.show(settings, arguments.json)
+        if arguments.local and action == "evict":
+            return local.remove(settings, operands[0])
+        return run_on_bus("model", settings, main)
+    except WeightsError as error:
+        print(f"kvmesh model: {error}", file=sys.stderr)
+        return 1

@@ -26,7 +26,8 @@ def jetstream(store: Path, streams: StreamSettings) -> str:
     on the free disk space and may reject streams that never fill up. Acknowledged messages are
     synced to disk within a second instead of the default two minutes.
     """
-    files = streams.kv_bytes + streams.route_bytes + streams.scaling_bytes + SPARE_FILE_BYTES
+    events = streams.kv_bytes + streams.route_bytes + streams.scaling_bytes
+    files = events + streams.models_bytes + SPARE_FILE_BYTES
     memory = streams.seq_bytes + SPARE_MEMORY_BYTES
     return (
         f"jetstream {{\n"

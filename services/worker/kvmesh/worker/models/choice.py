@@ -1,0 +1,48 @@
+"""The model folder that a worker serves, and the settings that follow from it."""
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import StartPhase
+from kvmesh.runtime.service import StartError
+from kvmesh.settings.schema import Settings, WorkerSettings
+from kvmesh.weights.errors import WeightsError
+from kvmesh.worker.engine import EngineError
+from kvmesh.worker.models.default_model import default_model
+from kvmesh.worker.models.mesh_model import MeshModel, mesh_model, mesh_reference
+from kvmesh.worker.start.report import StartReport
+from kvmesh.worker.start.timeline import StartTimeline
+
+
+async def chosen_model(
+    bus: Bus, instance: str, settings: Settings, timeline: StartTimeline, cleanup: ExitStack
+) -> MeshModel:
+    """The folder that the settings name, a model of the mesh, or a default; raises StartError."""
+    worker = settings.worker
+    reference = mesh_reference(worker)
+    if reference is None:
+        with timeline.phase(StartPhase.CONFIGURATION):
+            found = MeshModel(await _folder(worker, cleanup), settings, "")
+    else:
+        name = worker.served_name or reference.name
+        try:
+            with StartReport(bus, instance, name, worker.engine, timeline):
+                found = await mesh_model(bus, settings, reference, timeline, cleanup)
+        except WeightsError as error:
+            reason = f"{worker.model} is no folder, and cannot come from the mesh: {error}"
+            raise StartError(reason) from error
+    if not (found.folder / "tokenizer.json").is_file():
+        reason = f"{worker.model or found.folder} is not a Hugging Face model folder: it has no"
+        raise StartError(f"{reason} tokenizer.json", permanent=True)
+    return found
+
+
+async def _folder(worker: WorkerSettings, cleanup: ExitStack) -> Path:
+    if worker.model is not None:
+        return worker.model
+    try:
+        return await asyncio.to_thread(default_model, worker.engine, cleanup)
+    except EngineError as error:
+        raise StartError(str(error), permanent=True) from error
