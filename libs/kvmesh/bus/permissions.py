@@ -92,7 +92,7 @@ def _router(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.index(ANY), s.index_shard(ANY, ANY), s.index_at(_EACH), s.seq(ANY), s.route(ANY)),
-            s.returns(_EACH),
+            *(s.returns(_EACH), s.ctl(_EACH)),
             *_lease(s, User.ROUTER, name),
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),

@@ -58,6 +58,8 @@ from kvmesh.bus.messages.control import (
     Unpin,
 )
 from kvmesh.bus.messages.discovery import (
+    AdapterFiles,
+    AdapterHost,
     Capacity,
     CompiledOffer,
     Instance,
@@ -201,6 +203,8 @@ __all__ = [
     "WORKER_GONE",
     "ActiveAgentsReport",
     "AdapterCommand",
+    "AdapterFiles",
+    "AdapterHost",
     "Attach",
     "Attached",
     "Await",

@@ -16,7 +16,7 @@ from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.errors import WeightsError, WeightsLost
-from kvmesh.weights.frames import CopyOffered, CopyReady, CopyWanted
+from kvmesh.weights.frames import CopyOffered, CopyReady, CopyWanted, CopyWithdrawn
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions
@@ -45,8 +45,11 @@ class OtherCopies:
         self._copies: dict[str, StoredCopy] = {}
         self._tasks = BackgroundTasks()
 
-    def handle(self, message: CopyWanted | CopyOffered) -> None:
+    def handle(self, message: CopyWanted | CopyOffered | CopyWithdrawn) -> None:
         """Carry out a message of the parent, and report its end."""
+        if isinstance(message, CopyWithdrawn):
+            self._tasks.start(self._drop(message.digest), "withdraw a copy")
+            return
         if isinstance(message, CopyWanted):
             work = self._take(message.digest, message.timeout_s)
         else:

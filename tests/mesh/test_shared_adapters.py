@@ -1,0 +1,116 @@
+"""LoRA adapters that travel between workers, and that routers have loaded where they are wanted."""
+
+import json
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.adapter_folder import write_adapter
+from support.mesh import Mesh
+from support.nats import NatsServer
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.streams.configuration import StreamLimits
+
+MODEL = "kvmesh-demo"
+
+
+@pytest.fixture(scope="module")
+def mesh(nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """Two workers on nodes of their own, each with room for two adapters."""
+    env = {
+        "KVMESH_WORKER_MAX_ADAPTERS": "2",
+        "KVMESH_MOCK_SPEEDUP": "50",
+        "KVMESH_WEIGHTS_SHARE": "true",
+        "KVMESH_ROUTER_ADAPTER_IDLE_S": "0.5",
+    }
+    folder = tmp_path_factory.mktemp("mesh")
+    made = Mesh(nats_server.url, folder, env)
+    made.start("indexer", "indexer-0")
+    made.start("router", "router-0")
+    for name in ("worker-0", "worker-1"):
+        made.start("worker", name, KVMESH_WEIGHTS_DIRECTORY=str(folder / f"store-{name}"))
+    made.start("frontend", "frontend-0")
+    yield made
+    made.stop()
+
+
+class Cards:
+    """The cards of a mesh's workers."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    async def __aenter__(self) -> "Cards":
+        self._bus = await Bus.connect(self._mesh.options, "test", 10)
+        self._directory = Directory(self._bus, StreamLimits(), role=Role.WORKER)
+        await self._directory.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._directory.close()
+        await self._bus.close()
+
+    def card(self, name: str) -> Instance:
+        (found,) = [card for card in self._directory.instances if card.name == name]
+        return found
+
+    def loaded(self, name: str) -> set[str]:
+        model = self.card(name).model
+        return {identity.partition("@")[0] for identity in model.adapters} if model else set()
+
+    def offered(self, name: str) -> set[str]:
+        host = self.card(name).adapters
+        return {files.adapter.partition("@")[0] for files in host.files} if host else set()
+
+
+def complete(mesh: Mesh, model: str, text: str = "one two ") -> dict[str, Any]:
+    body = {"model": model, "prompt": text * 20, "max_tokens": 4}
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{mesh.url}/v1/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return dict(json.load(answer))
+
+
+def models(mesh: Mesh) -> set[str]:
+    with urllib.request.urlopen(f"{mesh.url}/v1/models", timeout=PATIENCE_S) as answer:
+        return {entry["id"] for entry in json.load(answer)["data"]}
+
+
+async def test_workers_without_the_folder_take_an_adapter_from_one_that_has_it(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    await mesh.ready()
+    folder = write_adapter(tmp_path / "poet")
+    done = await mesh.command("adapter", "load", "poet", str(folder), "--from", "worker-0")
+    assert (done.returncode, done.stderr) == (0, ""), done
+    lines = done.stdout.splitlines()
+    assert [line.partition("@")[0] for line in lines] == [
+        "worker-0: loaded poet",
+        "worker-1: loaded poet",
+    ]
+    shutil.rmtree(folder)
+    async with Cards(mesh) as cards:
+        for name in ("worker-0", "worker-1"):
+            await eventually(lambda n=name: cards.offered(n) == {"poet"}, what=f"{name} offers it")
+            assert cards.loaded(name) == {"poet"}
+    await eventually(lambda: "poet" in models(mesh))
+    listed = (await mesh.command("adapter", "list")).stdout
+    assert " serves on worker-0, worker-1; files on worker-0, worker-1 (" in listed
+
+    done = await mesh.command("adapter", "unload", "poet", "--worker", "worker-1")
+    assert done.returncode == 0, done
+    again = await mesh.command("adapter", "load", "poet", "--worker", "worker-1")
+    assert again.stdout.startswith("worker-1: loaded poet@"), again
+    assert (await mesh.command("adapter", "unload", "poet")).returncode == 0
+    await eventually(lambda: models(mesh) == {MODEL}, what="nobody offers it")
+    missing = await mesh.command("adapter", "load", "poet")
+    assert missing.returncode == 1
+    assert "no worker offers the files of poet" in missing.stderr
