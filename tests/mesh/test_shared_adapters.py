@@ -1,10 +1,12 @@
 """LoRA adapters that travel between workers, and that routers have loaded where they are wanted."""
 
+import asyncio
 import json
 import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,9 @@ class Cards:
         model = self.card(name).model
         return {identity.partition("@")[0] for identity in model.adapters} if model else set()
 
+    def offers_only(self, name: str, adapter: str) -> bool:
+        return self.offered(name) == {adapter}
+
     def offered(self, name: str) -> set[str]:
         host = self.card(name).adapters
         return {files.adapter.partition("@")[0] for files in host.files} if host else set()
@@ -99,7 +104,8 @@ async def test_workers_without_the_folder_take_an_adapter_from_one_that_has_it(
     shutil.rmtree(folder)
     async with Cards(mesh) as cards:
         for name in ("worker-0", "worker-1"):
-            await eventually(lambda n=name: cards.offered(n) == {"poet"}, what=f"{name} offers it")
+            offers = partial(cards.offers_only, name, "poet")
+            await eventually(offers, what=f"{name} offers it")
             assert cards.loaded(name) == {"poet"}
     await eventually(lambda: "poet" in models(mesh))
     listed = (await mesh.command("adapter", "list")).stdout
@@ -114,3 +120,57 @@ async def test_workers_without_the_folder_take_an_adapter_from_one_that_has_it(
     missing = await mesh.command("adapter", "load", "poet")
     assert missing.returncode == 1
     assert "no worker offers the files of poet" in missing.stderr
+
+
+async def load_evictable(mesh: Mesh, folder: Path, name: str, content: int, worker: str) -> None:
+    path = write_adapter(folder / name, content)
+    done = await mesh.command("adapter", "load", name, str(path), "--worker", worker, "--evictable")
+    assert done.returncode == 0, done
+    shutil.rmtree(path)
+
+
+async def test_a_request_has_its_adapter_loaded_where_there_is_room(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    await mesh.ready()
+    names = ("one", "two", "three")
+    async with Cards(mesh) as cards:
+        for content, name in enumerate(names, 1):
+            await load_evictable(mesh, tmp_path, name, content, "worker-0")
+        await eventually(lambda: cards.loaded("worker-0") == {"two", "three"}, what="one left")
+        assert cards.offered("worker-0") == set(names)
+        await eventually(lambda: models(mesh) == {MODEL, *names}, what="all are served")
+
+        answer = await asyncio.to_thread(complete, mesh, "one")
+        assert answer["usage"]["completion_tokens"] == 4
+        await eventually(lambda: cards.loaded("worker-1") == {"one"}, what="it has room")
+        assert "one" in cards.offered("worker-1")
+
+        for _ in range(2):  # four adapters in places for three: they take turns
+            await load_evictable(mesh, tmp_path, "four", 4, "worker-1")
+            for name in (*names, "four"):
+                await asyncio.to_thread(complete, mesh, name)
+        burst = [
+            asyncio.to_thread(complete, mesh, name, f"{n} ") for n in range(4) for name in names
+        ]
+        assert len(await asyncio.gather(*burst)) == 12
+
+
+async def test_requests_outlive_the_last_worker_that_had_their_adapter_loaded(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    await mesh.ready()
+    async with Cards(mesh) as cards:
+        await load_evictable(mesh, tmp_path, "poet", 9, "worker-1")
+        taken = await mesh.command("adapter", "load", "poet", "--worker", "worker-0", "--evictable")
+        assert taken.returncode == 0, taken
+        for content, name in enumerate(("five", "six"), 5):  # it makes room on worker-0
+            await load_evictable(mesh, tmp_path, name, content, "worker-0")
+        await eventually(lambda: "poet" not in cards.loaded("worker-0"))
+        assert "poet" in cards.loaded("worker-1")
+        assert "poet" in cards.offered("worker-0")
+        mesh.kill("worker-1")
+        answer = await asyncio.to_thread(complete, mesh, "poet")
+        assert answer["usage"]["completion_tokens"] == 4
+        await eventually(lambda: "poet" in cards.loaded("worker-0"))
+        mesh.restart("worker-1")

@@ -7,6 +7,7 @@ LAYERS = [
     ["service"],
     ["model_router"],
     [
+        "adapter_orders",
         "index_client",
         "metrics",
         "worker_client",

@@ -100,6 +100,7 @@ class _Command:
         self._settings = settings
         self._arguments = arguments
         self._operands: list[str] = arguments.operands
+        self._folder = os.path.abspath(self._operands[1]) if len(self._operands) > 1 else ""
 
     async def execute(self) -> int:
         """The exit status; raises WorkerChoiceError."""
@@ -125,12 +126,12 @@ class _Command:
     async def _load(self, workers: list[Instance]) -> dict[str, ControlReply]:
         """Have workers read the folder, and those that cannot take the files from the others."""
         name, source = self._operands[0], self._arguments.source
-        if len(self._operands) == 1:
+        if not self._folder:
             files = offered_files(await self._cards(source), name)
             if files is None:
                 raise WorkerChoiceError(f"no worker offers the files of {name}: name a FOLDER")
             return await self._send_all(workers, self._take(files))
-        command = self._read(os.path.abspath(self._operands[1]))
+        command = self._read(self._folder)
         readers = workers if source is None else await self._cards(source)
         replies = await self._send_all(readers, command)
         wanted = {card.instance for card in workers}

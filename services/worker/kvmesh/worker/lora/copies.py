@@ -103,7 +103,7 @@ class AdapterCopies:
             copy = await self._exchange.fetch(digest, max(left, 0.0))
             folder = await _checked(copy, identity, max_rank)
         except BaseException:
-            self._exchange.withdraw(digest)
+            self._withdraw(digest)
             if copy is not None:
                 copy.close()
             raise
@@ -171,8 +171,13 @@ class AdapterCopies:
 
     def _drop(self, identity: str) -> None:
         held = self._held.pop(identity)
-        self._exchange.withdraw(held.files.digest)
+        self._withdraw(held.files.digest)
         held.copy.close()
+
+    def _withdraw(self, digest: str) -> None:
+        """Serve a copy no more, unless it is that of another name, too."""
+        if all(held.files.digest != digest for held in self._held.values()):
+            self._exchange.withdraw(digest)
 
 
 async def _checked(copy: StoredCopy, identity: str, max_rank: int) -> AdapterFolder:

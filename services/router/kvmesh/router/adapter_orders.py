@@ -1,0 +1,67 @@
+"""Sends the orders of `AdapterLoads` to workers, and tells it how they ended."""
+
+import logging
+from collections.abc import Callable, Iterable
+from time import monotonic
+
+import msgspec
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.messages import ControlReply, LoadAdapter, MessageDecoder, adapter_name
+from kvmesh.router import metrics
+from kvmesh.router.placement.adapter_loads import AdapterLoad
+from kvmesh.router.placement.router import RouterCore
+from kvmesh.runtime.background import BackgroundTasks
+
+log = logging.getLogger(__name__)
+SPARE_S = 2.0  # for the reply of a worker that gives up by itself
+_replies = MessageDecoder(ControlReply)
+
+
+class AdapterOrders:
+    """The orders of one model; `ended` is called after each."""
+
+    def __init__(self, bus: Bus, core: RouterCore, ended: Callable[[], None]) -> None:
+        self._bus = bus
+        self._core = core
+        self._ended = ended
+        self._tasks = BackgroundTasks()
+
+    def send(self, orders: Iterable[AdapterLoad]) -> None:
+        """Send orders; returns at once."""
+        for order in orders:
+            log.info(
+                "%s is to load adapter %s, in about %.1f s: %s",
+                *(order.worker, order.adapter, order.expected_s, order.cause),
+            )
+            self._tasks.start(self._send(order), "load adapter")
+
+    async def close(self) -> None:
+        """Wait for no more replies."""
+        await self._tasks.close()
+
+    async def _send(self, order: AdapterLoad) -> None:
+        settings, began = self._core.settings, monotonic()
+        command = LoadAdapter(
+            name=adapter_name(order.adapter),
+            adapter=order.adapter,
+            files=order.files,
+            timeout_s=settings.adapter_wait_s,
+            pinned=False,
+            replace=False,
+            idle_s=settings.adapter_idle_s,
+        )
+        subject, timeout_s = self._bus.subjects.ctl(order.instance), command.timeout_s + SPARE_S
+        try:
+            reply = await self._bus.request(subject, command, _replies, timeout_s)
+        except (BusError, msgspec.MsgspecError) as error:
+            reply = ControlReply(False, cause(error))
+        now = monotonic()
+        reason = "" if reply.ok else f"{order.worker}: {reply.reason}"
+        end = "loaded" if reply.ok else "no room" if reply.no_room else "failed"
+        metrics.adapter_loads.labels(self._core.model, end).inc()
+        if end == "failed":
+            log.warning("adapter %s is not loaded: %s", order.adapter, reason)
+        self._core.adapters.ended(order, reason, reply.no_room, now - began, now)
+        self._ended()
