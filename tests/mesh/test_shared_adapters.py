@@ -146,14 +146,13 @@ async def test_a_request_has_its_adapter_loaded_where_there_is_room(
         await eventually(lambda: cards.loaded("worker-1") == {"one"}, what="it has room")
         assert "one" in cards.offered("worker-1")
 
-        for _ in range(2):  # four adapters in places for three: they take turns
-            await load_evictable(mesh, tmp_path, "four", 4, "worker-1")
-            for name in (*names, "four"):
-                await asyncio.to_thread(complete, mesh, name)
-        burst = [
-            asyncio.to_thread(complete, mesh, name, f"{n} ") for n in range(4) for name in names
-        ]
-        assert len(await asyncio.gather(*burst)) == 12
+        for content, name in enumerate(("four", "five"), 4):
+            await load_evictable(mesh, tmp_path, name, content, "worker-1")
+        wanted = (*names, "four", "five")
+        for round_ in range(2):  # five adapters take turns in four places
+            asked = [asyncio.to_thread(complete, mesh, name, f"{round_} ") for name in wanted]
+            answers = await asyncio.gather(*asked)
+            assert [answer["model"] for answer in answers] == list(wanted)
 
 
 async def test_requests_outlive_the_last_worker_that_had_their_adapter_loaded(

@@ -44,7 +44,8 @@ class AdapterTable:
     @property
     def admitted(self) -> list[str]:
         """The identities whose requests are accepted."""
-        return [i for i, state in self._states.items() if state is not State.LEAVING]
+        yielding = [i for i, state in self._states.items() if state is State.YIELDING]
+        return self.listed + yielding
 
     @property
     def removable(self) -> list[str]:
