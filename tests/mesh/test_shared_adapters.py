@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.adapter_cards import AdapterCards
 from support.adapter_folder import write_adapter
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
-
-from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.messages import Instance, Role
-from kvmesh.bus.streams.configuration import StreamLimits
 
 MODEL = "kvmesh-demo"
 
@@ -42,38 +38,6 @@ def mesh(nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> I
     made.start("frontend", "frontend-0")
     yield made
     made.stop()
-
-
-class Cards:
-    """The cards of a mesh's workers."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    async def __aenter__(self) -> "Cards":
-        self._bus = await Bus.connect(self._mesh.options, "test", 10)
-        self._directory = Directory(self._bus, StreamLimits(), role=Role.WORKER)
-        await self._directory.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._directory.close()
-        await self._bus.close()
-
-    def card(self, name: str) -> Instance:
-        (found,) = [card for card in self._directory.instances if card.name == name]
-        return found
-
-    def loaded(self, name: str) -> set[str]:
-        model = self.card(name).model
-        return {identity.partition("@")[0] for identity in model.adapters} if model else set()
-
-    def offers_only(self, name: str, adapter: str) -> bool:
-        return self.offered(name) == {adapter}
-
-    def offered(self, name: str) -> set[str]:
-        host = self.card(name).adapters
-        return {files.adapter.partition("@")[0] for files in host.files} if host else set()
 
 
 def complete(mesh: Mesh, model: str, text: str = "one two ") -> dict[str, Any]:
@@ -102,7 +66,7 @@ async def test_workers_without_the_folder_take_an_adapter_from_one_that_has_it(
         "worker-1: loaded poet",
     ]
     shutil.rmtree(folder)
-    async with Cards(mesh) as cards:
+    async with AdapterCards(mesh) as cards:
         for name in ("worker-0", "worker-1"):
             offers = partial(cards.offers_only, name, "poet")
             await eventually(offers, what=f"{name} offers it")
@@ -134,7 +98,7 @@ async def test_a_request_has_its_adapter_loaded_where_there_is_room(
 ) -> None:
     await mesh.ready()
     names = ("one", "two", "three")
-    async with Cards(mesh) as cards:
+    async with AdapterCards(mesh) as cards:
         for content, name in enumerate(names, 1):
             await load_evictable(mesh, tmp_path, name, content, "worker-0")
         await eventually(lambda: cards.loaded("worker-0") == {"two", "three"}, what="one left")
@@ -159,7 +123,7 @@ async def test_requests_outlive_the_last_worker_that_had_their_adapter_loaded(
     mesh: Mesh, tmp_path: Path
 ) -> None:
     await mesh.ready()
-    async with Cards(mesh) as cards:
+    async with AdapterCards(mesh) as cards:
         await load_evictable(mesh, tmp_path, "poet", 9, "worker-1")
         taken = await mesh.command("adapter", "load", "poet", "--worker", "worker-0", "--evictable")
         assert taken.returncode == 0, taken
