@@ -35,6 +35,7 @@ def mesh(
     env = {
         "KVMESH_WORKER_ENGINE": "vllm",
         "KVMESH_WORKER_MODEL": str(tiny_model),
+        "KVMESH_WORKER_BLOCK_SIZE": "32",
         "KVMESH_WORKER_MAX_ADAPTERS": "2",
         "KVMESH_VLLM_ARGS": ARGS,
         "KVMESH_WEIGHTS_SHARE": "true",

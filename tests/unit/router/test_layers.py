@@ -6,8 +6,8 @@ LAYERS = [
     ["embedded"],
     ["service"],
     ["model_router"],
+    ["adapter_orders"],
     [
-        "adapter_orders",
         "index_client",
         "metrics",
         "worker_client",

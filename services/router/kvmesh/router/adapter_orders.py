@@ -31,10 +31,6 @@ class AdapterOrders:
     def send(self, orders: Iterable[AdapterLoad]) -> None:
         """Send orders; returns at once."""
         for order in orders:
-            log.info(
-                "%s is to load adapter %s, in about %.1f s: %s",
-                *(order.worker, order.adapter, order.expected_s, order.cause),
-            )
             self._tasks.start(self._send(order), "load adapter")
 
     async def close(self) -> None:
@@ -58,10 +54,16 @@ class AdapterOrders:
         except (BusError, msgspec.MsgspecError) as error:
             reply = ControlReply(False, cause(error))
         now = monotonic()
+        took_s = now - began
         reason = "" if reply.ok else f"{order.worker}: {reply.reason}"
         end = "loaded" if reply.ok else "no room" if reply.no_room else "failed"
         metrics.adapter_loads.labels(self._core.model, end).inc()
-        if end == "failed":
+        if end == "loaded":
+            log.info(
+                "%s has loaded adapter %s, as %s: %.2f s, %.2f s expected",
+                *(order.worker, order.adapter, order.cause, took_s, order.expected_s),
+            )
+        elif end == "failed":
             log.warning("adapter %s is not loaded: %s", order.adapter, reason)
-        self._core.adapters.ended(order, reason, reply.no_room, now - began, now)
+        self._core.adapters.ended(order, reason, reply.no_room, took_s, now)
         self._ended()

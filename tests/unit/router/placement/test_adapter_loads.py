@@ -155,10 +155,12 @@ def test_the_time_of_loads_is_learned_apart_for_near_and_far_files() -> None:
     (near,) = loads.orders()
     loads.core.ended(near, "", False, 4.0, 0.0)
     (order,) = loads.orders(CARD_S)
-    assert (order.instance, order.expected_s) == ("far", pytest.approx(1.5)), "4 s are too long"
+    assert order.instance == "far", "4 s are too long"
+    assert order.expected_s == pytest.approx(1.5)
     loads.core.ended(order, "", False, 9.0, CARD_S)
     (order,) = loads.orders(2 * CARD_S)
-    assert (order.instance, order.expected_s) == ("near", pytest.approx(4.0))
+    assert order.instance == "near"
+    assert order.expected_s == pytest.approx(4.0)
 
 
 def test_one_more_worker_loads_it_if_the_queue_where_it_is_costs_more() -> None:

@@ -210,8 +210,8 @@ class AdapterManager:
 
     async def _make_room(self, engine: EngineLoads, table: AdapterTable, idle_s: float) -> None:
         """Unload the least recently used adapter that nobody has pinned; raises NoRoom."""
-        self._note_uses(table)
-        identity = table.least_used(_now(), idle_s)
+        busy = {identity for identity in table.removable if self._users(identity)}
+        identity = table.least_used(_now(), idle_s, busy)
         table.yields(identity)
         await self._publish(table.listed)
         await asyncio.sleep(YIELD_S)

@@ -1,6 +1,7 @@
 """The adapters that an engine has loaded, and the state of each; pure, no I/O."""
 
 from collections import OrderedDict
+from collections.abc import Container
 from enum import Enum
 
 from kvmesh.bus.messages import adapter_name
@@ -70,8 +71,8 @@ class AdapterTable:
         """True if an adapter has to wait until another one is unloaded."""
         return identity not in self._states and self._would_exceed(identity)
 
-    def least_used(self, now: float, idle_s: float) -> str:
-        """The adapter that makes room: not used for `idle_s` seconds, and for longest.
+    def least_used(self, now: float, idle_s: float, busy: Container[str] = ()) -> str:
+        """The adapter that makes room: not `busy`, not used for `idle_s` seconds, and for longest.
 
         Raises NoRoom.
         """
@@ -79,6 +80,9 @@ class AdapterTable:
         if not removable:
             reason = "all are pinned" if self._states else "it loads none"
             raise NoRoom(f"{self.limit} adapters fit, and {reason}")
+        removable = [identity for identity in removable if identity not in busy]
+        if not removable:
+            raise NoRoom(f"{self.limit} adapters fit, and requests use all that may leave")
         found = min(removable, key=lambda identity: self._used_at.get(identity, 0.0))
         idle = now - self._used_at.get(found, 0.0)
         if idle < idle_s:
