@@ -54,6 +54,7 @@ from kvmesh.bus.messages.control import (
     ShowReturns,
     ShowSpeeds,
     SpeedReport,
+    TakeAdapter,
     UnloadAdapter,
     Unpin,
 )
@@ -326,6 +327,7 @@ __all__ = [
     "StepOutput",
     "Stored",
     "SwitchedRole",
+    "TakeAdapter",
     "Thresholds",
     "ToolEvent",
     "ToolState",

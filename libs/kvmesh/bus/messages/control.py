@@ -125,9 +125,8 @@ class LoadAdapter(Struct, frozen=True, kw_only=True, tag="load_adapter"):
     """Load a LoRA adapter within `timeout_s`: that in `folder`, a path on the worker's machine.
 
     Without a folder it is the one with the identity `adapter`, whose `files` other workers offer
-    under that digest. With `replace` it takes the place of a loaded adapter of the same name. A
-    `pinned` adapter stays loaded; if there is no room, one that is not and that was not used for
-    `idle_s` seconds makes some.
+    under that digest. It replaces a loaded adapter of the same name. A `pinned` adapter stays
+    loaded; if there is no room, one that is not makes some.
     """
 
     name: str
@@ -136,8 +135,19 @@ class LoadAdapter(Struct, frozen=True, kw_only=True, tag="load_adapter"):
     adapter: str = ""
     files: str = ""
     pinned: bool = True
-    replace: bool = True
-    idle_s: float = 0.0
+
+
+class TakeAdapter(Struct, frozen=True, kw_only=True, tag="take_adapter"):
+    """A router wants the adapter with this identity loaded, whose `files` other workers offer.
+
+    It replaces no other one, and is not pinned. If there is no room, an adapter that is not pinned
+    and was not used for `idle_s` seconds makes some.
+    """
+
+    adapter: str
+    files: str
+    idle_s: float
+    timeout_s: float = 60.0
 
 
 class UnloadAdapter(Struct, frozen=True, kw_only=True, tag="unload_adapter"):

@@ -8,7 +8,7 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import ControlReply, LoadAdapter, MessageDecoder, adapter_name
+from kvmesh.bus.messages import ControlReply, MessageDecoder, TakeAdapter
 from kvmesh.router import metrics
 from kvmesh.router.placement.adapter_loads import AdapterLoad
 from kvmesh.router.placement.router import RouterCore
@@ -39,16 +39,16 @@ class AdapterOrders:
 
     async def _send(self, order: AdapterLoad) -> None:
         settings, began = self._core.settings, monotonic()
-        command = LoadAdapter(
-            name=adapter_name(order.adapter),
+        command = TakeAdapter(
             adapter=order.adapter,
             files=order.files,
-            timeout_s=settings.adapter_wait_s,
-            pinned=False,
-            replace=False,
             idle_s=settings.adapter_idle_s,
+            timeout_s=settings.adapter_wait_s,
         )
-        subject, timeout_s = self._bus.subjects.ctl(order.instance), command.timeout_s + SPARE_S
+        subject, timeout_s = (
+            self._bus.subjects.adapters(order.instance),
+            command.timeout_s + SPARE_S,
+        )
         try:
             reply = await self._bus.request(subject, command, _replies, timeout_s)
         except (BusError, msgspec.MsgspecError) as error:

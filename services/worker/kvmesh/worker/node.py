@@ -25,6 +25,7 @@ from kvmesh.bus.messages import (
     MessageDecoder,
     StartPhase,
     StepOutput,
+    TakeAdapter,
     Work,
     WorkReply,
 )
@@ -71,6 +72,7 @@ EVENT_CHECK_S = 1.0
 PUBLISH_S = 5.0
 STALL_CHECKS = 10
 _work_decoder = MessageDecoder(Work)
+_take_decoder = MessageDecoder(TakeAdapter)
 _dump_decoder = MessageDecoder(Dump)
 _returns_decoder = MessageDecoder(ExpectReturns)
 _control_decoder: MessageDecoder[Control] = MessageDecoder(Control)
@@ -371,6 +373,12 @@ class WorkerNode:
                 subjects.ctl(self.instance),
                 _control_decoder,
                 self._control.handle,
+                on_malformed=_malformed,
+            ),
+            await serve(
+                subjects.adapters(self.instance),
+                _take_decoder,
+                self._control.take,
                 on_malformed=_malformed,
             ),
             await self._bus.subscribe(

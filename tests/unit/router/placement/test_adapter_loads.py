@@ -1,4 +1,4 @@
-"""Which workers load an adapter, when, and which are left alone; computed by hand."""
+"""The workers that load an adapter, and those that are left alone; computed by hand."""
 
 from typing import Any
 

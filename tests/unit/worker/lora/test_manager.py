@@ -7,10 +7,20 @@ from pathlib import Path
 import pytest
 from support.adapter_folder import write_adapter
 
-from kvmesh.bus.messages import ControlReply, LoadAdapter, UnloadAdapter, adapter_name
+from kvmesh.bus.messages import (
+    ControlReply,
+    LoadAdapter,
+    TakeAdapter,
+    UnloadAdapter,
+    adapter_identity,
+    adapter_name,
+)
+from kvmesh.weights.store import WeightStore
+from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.worker.engine import Engine
 from kvmesh.worker.lora import manager as module
-from kvmesh.worker.lora.folder import AdapterError
+from kvmesh.worker.lora.copies import AdapterCopies
+from kvmesh.worker.lora.folder import AdapterError, read_adapter
 from kvmesh.worker.lora.manager import AdapterManager
 
 
@@ -30,17 +40,45 @@ class AdaptableEngine:
         self.loaded.remove(identity)
 
 
+class OneStore:
+    """Two workers of one node, whose copies are in one store."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def store(self) -> WeightStore:
+        return WeightStore(self._directory, 1 << 20)
+
+    async def fetch(self, digest: str, timeout_s: float) -> StoredCopy:
+        found = self.store().open(digest)
+        assert found is not None
+        return found
+
+    async def offer(self, copy: StoredCopy) -> None: ...
+
+    def withdraw(self, digest: str) -> None: ...
+
+
 class Adapters:
     """A manager with two places, whose adapters have the users of `users`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shares: bool = True) -> None:
         self.folder = folder
         self.engine = AdaptableEngine()
         self.users: Counter[str] = Counter()
         self.published: list[str] = []
         self.during_yield: Callable[[], None] = lambda: None
         engine: Engine = self.engine  # type: ignore[assignment]
-        self.manager = AdapterManager(engine, "e", 2, self.users.__getitem__, self.publish)
+        exchange = OneStore(folder / "store")
+        self.source = AdapterCopies(exchange, lambda _: True)
+        self.manager = AdapterManager(
+            engine,
+            "e",
+            2,
+            self.users.__getitem__,
+            self.publish,
+            exchange=exchange if shares else None,
+        )
         self.manager.open("m", [])
 
     async def publish(self, identities: list[str]) -> None:
@@ -49,11 +87,18 @@ class Adapters:
         if left:
             self.during_yield()
 
-    async def load(
-        self, name: str, content: int = 1, pinned: bool = False, idle_s: float = 0.0
-    ) -> ControlReply:
+    async def load(self, name: str, content: int = 1, pinned: bool = False) -> ControlReply:
         path = write_adapter(self.folder / f"{name}{content}", content)
-        command = LoadAdapter(name=name, folder=str(path), pinned=pinned, idle_s=idle_s)
+        command = LoadAdapter(name=name, folder=str(path), pinned=pinned)
+        return await self.manager.execute(command)
+
+    async def take(self, name: str, content: int = 1, idle_s: float = 0.0) -> ControlReply:
+        """Load an adapter as for a router, from the copy in another worker's store."""
+        folder = read_adapter(write_adapter(self.folder / f"{name}{content}", content))
+        identity = adapter_identity(name, folder.digest)
+        await self.source.offer(identity, folder)
+        digest = self.source.files[-1].digest
+        command = TakeAdapter(adapter=identity, files=digest, idle_s=idle_s)
         return await self.manager.execute(command)
 
     @property
@@ -62,7 +107,7 @@ class Adapters:
 
 
 @pytest.fixture
-def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Adapters:
+async def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Adapters:
     monkeypatch.setattr(module, "YIELD_S", 0.0)
     return Adapters(tmp_path)
 
@@ -80,7 +125,7 @@ async def test_the_least_recently_used_one_makes_room(adapters: Adapters) -> Non
 async def test_pinned_and_recently_used_ones_stay(adapters: Adapters) -> None:
     await adapters.load("one", pinned=True)
     await adapters.load("two")
-    reply = await adapters.load("three", idle_s=60.0)
+    reply = await adapters.take("three", idle_s=60.0)
     assert (reply.ok, reply.no_room) == (False, True)
     assert reply.reason == "all 2 adapters were used within 60 s"
     await adapters.load("two", pinned=True)
@@ -92,7 +137,7 @@ async def test_pinned_and_recently_used_ones_stay(adapters: Adapters) -> None:
 
 
 async def test_one_that_is_used_again_while_it_yields_stays(adapters: Adapters) -> None:
-    one = await adapters.load("one", idle_s=60.0)
+    one = await adapters.load("one")
     await adapters.load("two", pinned=True)
 
     def use() -> None:
@@ -134,15 +179,20 @@ async def test_an_adapter_with_requests_stays(adapters: Adapters) -> None:
     assert two.adapter not in adapters.published
 
 
-async def test_a_router_replaces_nothing(adapters: Adapters, tmp_path: Path) -> None:
+async def test_a_router_replaces_and_pins_nothing(adapters: Adapters) -> None:
     await adapters.load("poet", 1)
-    path = write_adapter(tmp_path / "other", 2)
-    command = LoadAdapter(name="poet", folder=str(path), replace=False)
-    reply = await adapters.manager.execute(command)
+    reply = await adapters.take("poet", 2)
     assert reply.reason == "another adapter is called poet here"
+    taken = await adapters.take("critic")
+    assert taken.ok, taken.reason
+    assert adapters.manager.host is not None
+    assert taken.adapter in adapters.manager.host.removable
+    assert (await adapters.load("critic", pinned=True)).adapter == taken.adapter
+    assert taken.adapter not in adapters.manager.host.removable
 
 
-async def test_without_shared_weights_no_adapter_comes_from_others(adapters: Adapters) -> None:
+async def test_without_shared_weights_no_adapter_comes_from_others(tmp_path: Path) -> None:
+    adapters = Adapters(tmp_path, shares=False)
     assert adapters.manager.host is None
     command = LoadAdapter(name="poet", adapter="poet@" + "1" * 16, files="f" * 64)
     reply = await adapters.manager.execute(command)

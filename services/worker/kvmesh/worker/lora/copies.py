@@ -71,7 +71,7 @@ class AdapterCopies:
 
     @property
     def files(self) -> list[AdapterFiles]:
-        """What the worker offers, the latest last."""
+        """The files that the worker offers, the latest last."""
         found = (held.files for held in self._held.values())
         return [replace(files, load_s=self._load_s.get(files.adapter, 0.0)) for files in found]
 

@@ -4,12 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from kvmesh.bus.messages import (
     AdapterCommand,
     AdapterHost,
     ControlReply,
     LoadAdapter,
+    TakeAdapter,
     UnloadAdapter,
     adapter_identity,
     adapter_name,
@@ -28,6 +30,14 @@ RETIRE_S = 10.0
 YIELD_S = 0.5  # for requests that routers have placed before they saw the card
 POLL_S = 0.1
 USES_S = 1.0  # between looks at which adapters have requests
+
+
+class _Terms(NamedTuple):
+    """An adapter is pinned, and replaces others; one that was idle for so long makes room."""
+
+    pinned: bool
+    replaces: bool = True
+    idle_s: float = 0.0
 
 
 class AdapterManager:
@@ -68,7 +78,7 @@ class AdapterManager:
 
     @property
     def host(self) -> AdapterHost | None:
-        """What the card says to routers; None if they cannot have adapters loaded here."""
+        """The adapters' part of the card; None if routers cannot have any loaded here."""
         if self._table is None or self._copies is None:
             return None
         return AdapterHost(
@@ -111,14 +121,19 @@ class AdapterManager:
         if self._copies is not None:
             self._copies.close()
 
-    async def execute(self, command: AdapterCommand) -> ControlReply:
+    async def execute(self, command: AdapterCommand | TakeAdapter) -> ControlReply:
         """Execute a command; the reply comes within its timeout and names the adapter."""
         deadline = _now() + command.timeout_s
         try:
             engine, table = self._ready()
             match command:
                 case LoadAdapter():
-                    identity = await self._load(engine, table, command, deadline)
+                    terms = _Terms(command.pinned)
+                    identity = await self._load(engine, table, command, terms, deadline)
+                case TakeAdapter(adapter=adapter, files=files, idle_s=idle_s):
+                    terms = _Terms(pinned=False, replaces=False, idle_s=idle_s)
+                    wanted = LoadAdapter(name=adapter_name(adapter), adapter=adapter, files=files)
+                    identity = await self._load(engine, table, wanted, terms, deadline)
                 case UnloadAdapter():
                     identity = await self._unload(engine, table, command.name, deadline)
         except Unsupported as error:
@@ -144,14 +159,19 @@ class AdapterManager:
     # loading
 
     async def _load(
-        self, engine: EngineLoads, table: AdapterTable, command: LoadAdapter, deadline: float
+        self,
+        engine: EngineLoads,
+        table: AdapterTable,
+        command: LoadAdapter,
+        terms: _Terms,
+        deadline: float,
     ) -> str:
         name = command.name
         if not is_adapter_name(name) or name == self._model:
             raise AdapterError(f"an adapter cannot have the name {name!r}")
         folder = await self._folder(engine, command, deadline)
         identity = adapter_identity(name, folder.digest)
-        while not await self._try_load(engine, table, identity, folder, command, deadline):
+        while not await self._try_load(engine, table, identity, folder, terms, deadline):
             if not _left(deadline):
                 raise AdapterError(f"requests still use the adapter that {name} replaced before")
             await asyncio.sleep(POLL_S)
@@ -159,7 +179,7 @@ class AdapterManager:
         if self._copies is not None:
             if command.folder:
                 await self._copies.offer(identity, folder)
-            if command.replace:
+            if terms.replaces:
                 self._copies.supersede(identity)
             await self._publish(table.listed)
         return identity
@@ -181,17 +201,17 @@ class AdapterManager:
         table: AdapterTable,
         identity: str,
         folder: AdapterFolder,
-        command: LoadAdapter,
+        terms: _Terms,
         deadline: float,
     ) -> bool:
         """Load and serve an adapter; False if it fits only once a replaced one has left."""
         async with asyncio.timeout_at(deadline):
             await self._lock.acquire()
         try:
-            if not command.replace and table.other_served(identity):
-                raise AdapterError(f"another adapter is called {command.name} here")
+            if not terms.replaces and table.other_served(identity):
+                raise AdapterError(f"another adapter is called {adapter_name(identity)} here")
             if table.is_full(identity):
-                await self._make_room(engine, table, command.idle_s)
+                await self._make_room(engine, table, terms.idle_s)
             if not table.can_load(identity):
                 return False
             if table.state(identity) in (None, State.LEAVING):
@@ -200,7 +220,7 @@ class AdapterManager:
                     self._copies.took(identity, seconds)
             if replaced := table.serve(identity):
                 self._tasks.start(self._retire(engine, table, replaced), "retire adapter")
-            if command.pinned:
+            if terms.pinned:
                 table.pin(identity)
             table.used(identity, _now())
             await self._publish(table.listed)
