@@ -16,6 +16,7 @@ from kvmesh.runtime.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 SPARE_S = 2.0  # for the reply of a worker that gives up by itself
+TRIES = 2  # in which another worker is asked while a request waits
 _replies = MessageDecoder(ControlReply)
 
 
@@ -43,7 +44,7 @@ class AdapterOrders:
             adapter=order.adapter,
             files=order.files,
             idle_s=settings.adapter_idle_s,
-            timeout_s=settings.adapter_wait_s,
+            timeout_s=settings.adapter_wait_s / TRIES,
         )
         subject, timeout_s = (
             self._bus.subjects.adapters(order.instance),

@@ -8,6 +8,7 @@ it from one to the next.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 
 from msgspec.structs import replace
@@ -169,7 +170,7 @@ class PlacementQueue:
         self._place_due(now, actions)
         self._send_held(now, actions)
         admitted = False
-        for ticket in (*self._resting.take_due(now), *self._adapters.take_due(now)):
+        for ticket in chain(self._adapters.take_due(now), self._resting.take_due(now)):
             self._submit(ticket, now, actions)
             admitted = True
         if admitted:  # they have waited enough
