@@ -95,6 +95,19 @@ async def test_many_who_want_one_adapter_fetch_it_once(source: Node, tmp_path: P
     assert target.fetches == 1
 
 
+async def test_a_copy_that_was_written_to_is_fetched_again(source: Node, tmp_path: Path) -> None:
+    identity = await source.offers("poet", write_adapter(tmp_path / "poet"))
+    (files,) = source.copies.files
+    target = Node(tmp_path / "target", source)
+    folder = await target.takes(identity, files.digest)
+    assert await target.takes(identity, files.digest) == folder
+    assert target.fetches == 1
+    write_adapter(folder.path, 7)
+    again = await target.takes(identity, files.digest)
+    assert (again.digest, target.fetches) == (folder.digest, 2)
+    assert target.served == {files.digest}
+
+
 async def test_what_is_not_the_adapter_is_refused_and_not_offered(
     source: Node, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ class CopyExchange(Protocol):
 class _Held(NamedTuple):
     copy: StoredCopy
     files: AdapterFiles
+    folder: AdapterFolder
 
 
 class AdapterCopies:
@@ -86,8 +87,11 @@ class AdapterCopies:
         try:
             async with asyncio.timeout_at(deadline), self._lock(identity):
                 held = self._held.get(identity)
+                if held is not None and held.folder.is_unchanged():
+                    held.folder.check_rank(max_rank)
+                    return held.folder
                 if held is not None:
-                    return await _checked(held.copy, identity, max_rank)
+                    self._drop(identity)
                 return await self._fetch(identity, digest, max_rank, deadline)
         except TimeoutError:
             raise AdapterError(f"the files of {identity} did not arrive in time") from None
@@ -107,7 +111,7 @@ class AdapterCopies:
             if copy is not None:
                 copy.close()
             raise
-        self._hold(identity, copy)
+        self._hold(identity, copy, folder)
         return folder
 
     async def offer(self, identity: str, folder: AdapterFolder) -> None:
@@ -116,7 +120,7 @@ class AdapterCopies:
             if identity in self._held:
                 return
             try:
-                copy = await asyncio.to_thread(_store_folder, self._exchange, folder)
+                copy, stored = await asyncio.to_thread(_store_folder, self._exchange, folder)
                 try:
                     await self._exchange.offer(copy)
                 except BaseException:
@@ -125,7 +129,7 @@ class AdapterCopies:
             except (WeightsError, AdapterError, OSError) as error:
                 log.warning("adapter %s is not offered to other workers: %s", identity, error)
             else:
-                self._hold(identity, copy)
+                self._hold(identity, copy, stored)
 
     def _lock(self, identity: str) -> asyncio.Lock:
         return self._locks.setdefault(identity, asyncio.Lock())
@@ -160,10 +164,10 @@ class AdapterCopies:
         while self._held:
             self._held.popitem()[1].copy.close()
 
-    def _hold(self, identity: str, copy: StoredCopy) -> None:
+    def _hold(self, identity: str, copy: StoredCopy, folder: AdapterFolder) -> None:
         manifest = copy.manifest
         files = AdapterFiles(adapter=identity, digest=manifest.digest, size=manifest.size)
-        self._held[identity] = _Held(copy, files)
+        self._held[identity] = _Held(copy, files, folder)
         if len(self._held) > MAX_COPIES:
             unloaded = [each for each in self._held if not self._loaded(each) and each != identity]
             if unloaded:
@@ -191,7 +195,9 @@ async def _checked(copy: StoredCopy, identity: str, max_rank: int) -> AdapterFol
     return folder
 
 
-def _store_folder(exchange: CopyExchange, folder: AdapterFolder) -> StoredCopy:
+def _store_folder(
+    exchange: CopyExchange, folder: AdapterFolder
+) -> tuple[StoredCopy, AdapterFolder]:
     """Copy an adapter into the store; raises AdapterError, StoreError or OSError."""
     store = exchange.store()
     if folder.weights != SAFETENSORS:
@@ -202,7 +208,8 @@ def _store_folder(exchange: CopyExchange, folder: AdapterFolder) -> StoredCopy:
     try:
         (scratch / CONFIG).write_bytes(config)
         shutil.copyfile(source, scratch / SAFETENSORS)
-        if read_adapter(scratch).digest != folder.digest:
+        stored = read_adapter(scratch)
+        if stored.digest != folder.digest:
             raise AdapterError(f"{folder.path} was changed while it was copied")
         for name in FILES:
             (scratch / name).chmod(0o600)
@@ -212,6 +219,7 @@ def _store_folder(exchange: CopyExchange, folder: AdapterFolder) -> StoredCopy:
             tensors=[],
             digests=b"".join(file_digests(scratch / name) for name in FILES),
         )
-        return store.adopt(manifest, scratch)
+        copy = store.adopt(manifest, scratch)
+        return copy, stored.moved(copy.folder)
     finally:
         store.discard(scratch)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,10 @@ class AdapterFolder:
             raise AdapterError(
                 f"{self.path} has rank {self.rank}; the engine accepts at most {max_rank}"
             )
+
+    def moved(self, path: Path) -> "AdapterFolder":
+        """The same adapter in another folder, whose files are known to be equal; raises OSError."""
+        return replace(self, path=path, stamp=_stamp(path / CONFIG, path / self.weights))
 
     def is_unchanged(self) -> bool:
         """True if no file of the adapter has been written or replaced since it was read."""
