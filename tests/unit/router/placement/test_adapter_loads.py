@@ -47,12 +47,12 @@ class Loads:
         for card in cards:
             self.table.join(card)
 
-    def orders(self, now: float = 0.0, queued: dict[str, float] | None = None) -> list[AdapterLoad]:
-        return self.core.orders(WANTED, queued or {}, now)
+    def orders(self, now: float = 0.0) -> list[AdapterLoad]:
+        return self.core.missing(WANTED, now)
 
     def spread(self, now: float, queued: float = 0.0) -> list[AdapterLoad]:
         self.core.note(POET, ANYWHERE, now)
-        return self.core.orders({}, {POET: queued}, now)
+        return self.core.spread({POET: queued}, now)
 
     def busy(self, name: str, tokens: float) -> None:
         slot = self.table.find_slot(name, 0)
@@ -107,9 +107,9 @@ def test_one_load_of_an_adapter_and_of_a_worker_is_on_its_way() -> None:
     loads = Loads(host("a", offers=[POET, CRITIC]))
     assert len(loads.orders()) == 1
     assert loads.orders(1.0) == []
-    assert loads.core.orders({CRITIC: ANYWHERE}, {}, 1.0) == [], "the worker is loading"
+    assert loads.core.missing({CRITIC: ANYWHERE}, 1.0) == [], "the worker is loading"
     loads.table.join(host("a", POET, offers=[POET, CRITIC]))
-    assert [o.adapter for o in loads.core.orders({CRITIC: ANYWHERE}, {}, 2.0)] == [CRITIC]
+    assert [o.adapter for o in loads.core.missing({CRITIC: ANYWHERE}, 2.0)] == [CRITIC]
 
 
 def test_a_lost_order_is_given_up_and_a_card_may_come_late() -> None:
@@ -183,7 +183,7 @@ def test_waiting_requests_count_for_the_queue_and_old_demand_does_not() -> None:
     loads = Loads(host("has", POET, offers=[POET]), host("free", offers=[POET]))
     loads.busy("has", 100_000)
     loads.core.note(POET, ANYWHERE, 0.0)
-    assert loads.core.orders({}, {}, DEMAND_S + 0.1) == []
+    assert loads.core.spread({}, DEMAND_S + 0.1) == []
     assert not loads.core.active
 
 

@@ -68,8 +68,10 @@ def test_gathered_requests_wait_too() -> None:
     router = Router(host("a"), gather_s=0.002)
     ticket, actions = router.submit("one")
     assert actions.loads == []
-    assert router.queue.place_gathered(0.002).parked
-    (order,) = router.queue.expire(0.1).loads
+    actions = router.queue.place_gathered(0.002)
+    assert ticket in actions.parked
+    (order,) = actions.loads
+    assert router.queue.expire(0.1).loads == []
     assert order.adapter == POET
     router.core.join(host("a", POET))
     router.queue.place_ready(0.2)

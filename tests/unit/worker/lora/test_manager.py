@@ -18,7 +18,7 @@ from kvmesh.bus.messages import (
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.worker.engine import Engine
-from kvmesh.worker.lora import manager as module
+from kvmesh.worker.lora import departures
 from kvmesh.worker.lora.copies import AdapterCopies
 from kvmesh.worker.lora.folder import AdapterError, read_adapter
 from kvmesh.worker.lora.manager import AdapterManager
@@ -108,7 +108,7 @@ class Adapters:
 
 @pytest.fixture
 async def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Adapters:
-    monkeypatch.setattr(module, "YIELD_S", 0.0)
+    monkeypatch.setattr(departures, "YIELD_S", 0.0)
     return Adapters(tmp_path)
 
 

@@ -142,7 +142,8 @@ class _Command:
             replies |= await self._send_all(able, self._take(found))
         elif source is not None and not loaded:
             return dict.fromkeys(wanted, next(iter(replies.values())))
-        cannot = ControlReply(False, "it takes no files from others: weights.share is off")
+        missing = "no worker offers the files" if able else "its weights.share is off"
+        cannot = ControlReply(False, f"it cannot take the files: {missing}")
         return {instance: replies.get(instance, cannot) for instance in wanted}
 
     async def _offered(self, identity: str) -> AdapterFiles | None:

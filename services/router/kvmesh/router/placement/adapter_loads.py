@@ -17,6 +17,7 @@ ROOM_S = 0.5  # in which an adapter makes room
 COOL_S, MAX_COOL_S = 15.0, 600.0  # after a failure, and after many
 ROOM_COOL_S = 1.0  # after a worker had no room
 CARD_S = 5.0  # after a load, until the worker's card tells of it
+CHECK_S = 0.5  # between looks at the queue of an adapter
 SPREAD_S = 10.0  # between loads of an adapter on one worker more
 SPREAD_GAIN = 2.0  # the queue where it is must be longer than elsewhere, by this times the load
 DEMAND_S = 2.0  # for which a request is demand for its adapter
@@ -100,26 +101,33 @@ class AdapterLoads:
         found = [failed for (name, _), failed in self._failed.items() if name == adapter]
         return max(found, key=lambda failed: failed.until).reason if found else ""
 
-    def orders(
-        self, waiting: Mapping[str, Placement], queued: Mapping[str, float], now: float
-    ) -> list[AdapterLoad]:
-        """The loads to order now; each counts as on its way until `ended`.
+    def missing(self, waiting: Mapping[str, Placement], now: float) -> list[AdapterLoad]:
+        """Loads to order for requests that wait, whose adapters no worker has that may run them.
 
-        `waiting` are the adapters of requests that wait for a load, with the constraints of the
-        first one; `queued` are the tokens of the requests that wait for a rank with an adapter.
+        `waiting` are these adapters, with the constraints of the first request of each. A load
+        counts as on its way until `ended`.
+        """
+        self._forget(now)
+        orders = (
+            self._cheapest(adapter, placement, now, inf, "no worker has it")
+            for adapter, placement in waiting.items()
+        )
+        return [order for order in orders if order is not None]
+
+    def spread(self, queued: Mapping[str, float], now: float) -> list[AdapterLoad]:
+        """Loads to order on one worker more, of adapters that are wanted where the queue is long.
+
+        `queued` are the tokens of requests that wait for a rank with an adapter.
         """
         self._forget(now)
         found = []
-        for adapter, placement in waiting.items():
-            order = self._cheapest(adapter, placement, now, inf, "no worker has it")
+        for adapter, demand in self._demand.items():
+            if now < self._spread_at.get(adapter, 0.0):
+                continue
+            order = self._relief(adapter, demand.placement, queued.get(adapter, 0.0), now)
+            self._spread_at[adapter] = now + (CHECK_S if order is None else SPREAD_S)
             if order is not None:
                 found.append(order)
-        for adapter, demand in self._demand.items():
-            if adapter not in waiting and now >= self._spread_at.get(adapter, 0.0):
-                order = self._spread(adapter, demand.placement, queued.get(adapter, 0.0), now)
-                if order is not None:
-                    self._spread_at[adapter] = now + SPREAD_S
-                    found.append(order)
         return found
 
     def ended(
@@ -141,7 +149,7 @@ class AdapterLoads:
 
     # the choice
 
-    def _spread(
+    def _relief(
         self, adapter: str, placement: Placement, queued: float, now: float
     ) -> AdapterLoad | None:
         """An order to one worker more if requests would wait longer where the adapter is."""

@@ -122,8 +122,6 @@ class PlacementQueue:
         if request.adapter is not None and request.prefetch is None:
             self.core.adapters.note(request.adapter, request.placement, now)
         self._submit(ticket, now, actions)
-        if len(self._adapters):
-            self._order_loads(now, actions)
         return actions
 
     def place_gathered(self, now: float) -> QueueActions:
@@ -211,11 +209,14 @@ class PlacementQueue:
         return actions
 
     def _order_loads(self, now: float, actions: QueueActions) -> None:
+        """Order again what has failed, and loads of adapters that have a long queue."""
         queued: dict[str, float] = {}
         for ticket in self.common.tickets:
             if (adapter := ticket.request.adapter) is not None:
                 queued[adapter] = queued.get(adapter, 0.0) + ticket.request.tokens
-        actions.loads += self.core.adapters.orders(self._adapters.wanted, queued, now)
+        adapters = self.core.adapters
+        actions.loads += adapters.missing(self._adapters.wanted, now)
+        actions.loads += adapters.spread(queued, now)
 
     def retain_routers(self, routers: Collection[str], now: float) -> None:
         """Drop the waiting requests of replicas that are not among `routers`."""
@@ -403,7 +404,9 @@ class PlacementQueue:
         A request for which there is no worker waits if that is for want of its adapter.
         """
         if isinstance(error, NoWorkers) and self._adapters.begin(ticket, now):
-            ticket.waiting = None
+            request, ticket.waiting = ticket.request, None
+            wanted = {request.adapter or "": request.placement}
+            actions.loads += self.core.adapters.missing(wanted, now)
             actions.parked.append(ticket)
             return
         if isinstance(error, RouteError):

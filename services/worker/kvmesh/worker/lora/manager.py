@@ -21,13 +21,13 @@ from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.capabilities import AdapterLoading
 from kvmesh.worker.engine import Engine, Unsupported
 from kvmesh.worker.lora.copies import AdapterCopies, CopyExchange
+from kvmesh.worker.lora.departures import Departures
 from kvmesh.worker.lora.engine_loads import EngineLoads
 from kvmesh.worker.lora.folder import AdapterError, AdapterFolder, NoRoom, read_adapter
 from kvmesh.worker.lora.table import AdapterTable, State
 
 log = logging.getLogger(__name__)
 RETIRE_S = 10.0
-YIELD_S = 0.5  # for requests that routers have placed before they saw the card
 POLL_S = 0.1
 USES_S = 1.0  # between looks at which adapters have requests
 
@@ -38,6 +38,14 @@ class _Terms(NamedTuple):
     pinned: bool
     replaces: bool = True
     idle_s: float = 0.0
+
+
+class _Running(NamedTuple):
+    """The parts of a manager once the engine has started."""
+
+    engine: EngineLoads
+    table: AdapterTable
+    departures: Departures
 
 
 class AdapterManager:
@@ -67,6 +75,7 @@ class AdapterManager:
         self._retire_s = retire_s
         self._model = ""
         self._table: AdapterTable | None = None
+        self._running: _Running | None = None
         self._lock = asyncio.Lock()
         self._tasks = BackgroundTasks()
         self._engine: EngineLoads | None = None
@@ -110,6 +119,11 @@ class AdapterManager:
         """
         self._model = model
         self._table = AdapterTable(identities, max(self._max_adapters, len(identities)))
+        if self._engine is not None:
+            departures = Departures(
+                self._engine, self._table, self._copies, self._users, self._publish, self._lock
+            )
+            self._running = _Running(self._engine, self._table, departures)
         if self._copies is not None:
             self._tasks.start(self._watch_uses(self._table), "uses of adapters")
             offering = self._offer_all(self._copies, self._table, folders or {})
@@ -125,17 +139,17 @@ class AdapterManager:
         """Execute a command; the reply comes within its timeout and names the adapter."""
         deadline = _now() + command.timeout_s
         try:
-            engine, table = self._ready()
+            running = self._ready()
             match command:
                 case LoadAdapter():
                     terms = _Terms(command.pinned)
-                    identity = await self._load(engine, table, command, terms, deadline)
+                    identity = await self._load(running, command, terms, deadline)
                 case TakeAdapter(adapter=adapter, files=files, idle_s=idle_s):
                     terms = _Terms(pinned=False, replaces=False, idle_s=idle_s)
                     wanted = LoadAdapter(name=adapter_name(adapter), adapter=adapter, files=files)
-                    identity = await self._load(engine, table, wanted, terms, deadline)
+                    identity = await self._load(running, wanted, terms, deadline)
                 case UnloadAdapter():
-                    identity = await self._unload(engine, table, command.name, deadline)
+                    identity = await self._unload(running, command.name, deadline)
         except Unsupported as error:
             return ControlReply(False, f"unsupported: {error}")
         except AdapterError as error:
@@ -144,14 +158,14 @@ class AdapterManager:
             return ControlReply(False, f"another adapter command ran for {command.timeout_s:g} s")
         return ControlReply(True, adapter=identity)
 
-    def _ready(self) -> tuple[EngineLoads, AdapterTable]:
+    def _ready(self) -> "_Running":
         if self._engine is None:
             raise Unsupported(f"the {self._name} engine loads no adapters at run time")
-        if self._table is None:
+        if self._running is None:
             raise AdapterError("the worker is starting")
         if not self._max_adapters:
             raise Unsupported("worker.max_adapters of this worker is 0")
-        return self._engine, self._table
+        return self._running
 
     def _is_loaded(self, identity: str) -> bool:
         return self._table is not None and self._table.state(identity) is not None
@@ -159,19 +173,14 @@ class AdapterManager:
     # loading
 
     async def _load(
-        self,
-        engine: EngineLoads,
-        table: AdapterTable,
-        command: LoadAdapter,
-        terms: _Terms,
-        deadline: float,
+        self, running: _Running, command: LoadAdapter, terms: _Terms, deadline: float
     ) -> str:
         name = command.name
         if not is_adapter_name(name) or name == self._model:
             raise AdapterError(f"an adapter cannot have the name {name!r}")
-        folder = await self._folder(engine, command, deadline)
+        folder = await self._folder(running.engine, command, deadline)
         identity = adapter_identity(name, folder.digest)
-        while not await self._try_load(engine, table, identity, folder, terms, deadline):
+        while not await self._try_load(running, identity, folder, terms, deadline):
             if not _left(deadline):
                 raise AdapterError(f"requests still use the adapter that {name} replaced before")
             await asyncio.sleep(POLL_S)
@@ -181,7 +190,7 @@ class AdapterManager:
                 await self._copies.offer(identity, folder)
             if terms.replaces:
                 self._copies.supersede(identity)
-            await self._publish(table.listed)
+            await self._publish(running.table.listed)
         return identity
 
     async def _folder(
@@ -197,21 +206,21 @@ class AdapterManager:
 
     async def _try_load(
         self,
-        engine: EngineLoads,
-        table: AdapterTable,
+        running: _Running,
         identity: str,
         folder: AdapterFolder,
         terms: _Terms,
         deadline: float,
     ) -> bool:
         """Load and serve an adapter; False if it fits only once a replaced one has left."""
+        engine, table, departures = running
         async with asyncio.timeout_at(deadline):
             await self._lock.acquire()
         try:
             if not terms.replaces and table.other_served(identity):
                 raise AdapterError(f"another adapter is called {adapter_name(identity)} here")
             if table.is_full(identity):
-                await self._make_room(engine, table, terms.idle_s)
+                await departures.make_room(terms.idle_s)
             if not table.can_load(identity):
                 return False
             if table.state(identity) in (None, State.LEAVING):
@@ -219,7 +228,8 @@ class AdapterManager:
                 if self._copies is not None:
                     self._copies.took(identity, seconds)
             if replaced := table.serve(identity):
-                self._tasks.start(self._retire(engine, table, replaced), "retire adapter")
+                retiring = departures.retire(replaced, self._retire_s)
+                self._tasks.start(retiring, "retire adapter")
             if terms.pinned:
                 table.pin(identity)
             table.used(identity, _now())
@@ -227,25 +237,6 @@ class AdapterManager:
         finally:
             self._lock.release()
         return True
-
-    async def _make_room(self, engine: EngineLoads, table: AdapterTable, idle_s: float) -> None:
-        """Unload the least recently used adapter that nobody has pinned; raises NoRoom."""
-        busy = {identity for identity in table.removable if self._users(identity)}
-        identity = table.least_used(_now(), idle_s, busy)
-        table.yields(identity)
-        await self._publish(table.listed)
-        await asyncio.sleep(YIELD_S)
-        if count := self._users(identity):
-            table.serve(identity)
-            await self._publish(table.listed)
-            raise NoRoom(f"{count} requests have just begun to use {identity}")
-        try:
-            await engine.unload(identity)
-        except AdapterError:
-            table.leave(identity)
-            raise
-        table.remove(identity)
-        log.info("unloaded adapter %s to make room", identity)
 
     async def _offer_all(
         self, copies: AdapterCopies, table: AdapterTable, folders: Mapping[str, Path]
@@ -262,82 +253,30 @@ class AdapterManager:
                 await copies.offer(identity, folder)
                 await self._publish(table.listed)
 
-    # uses
-
     async def _watch_uses(self, table: AdapterTable) -> None:
         while True:
             await asyncio.sleep(USES_S)
-            self._note_uses(table)
-
-    def _note_uses(self, table: AdapterTable) -> None:
-        now = _now()
-        for identity in table.removable:
-            if self._users(identity):
-                table.used(identity, now)
+            for identity in table.removable:
+                if self._users(identity):
+                    table.used(identity, _now())
 
     # unloading
 
-    async def _unload(
-        self, engine: EngineLoads, table: AdapterTable, name: str, deadline: float
-    ) -> str:
+    async def _unload(self, running: _Running, name: str, deadline: float) -> str:
         async with asyncio.timeout_at(deadline):
             await self._lock.acquire()
         try:
-            identity = await self._unload_served(engine, table, name, deadline)
+            identity = await running.departures.unload(name, deadline)
             if self._copies is not None:
-                identity = self._copies.withdraw(name) or identity
-                await self._publish(table.listed)
+                offered = self._copies.withdraw(name)
+                identity = identity or offered
+                await self._publish(running.table.listed)
         finally:
             self._lock.release()
         if not identity:
             raise AdapterError(f"there is no adapter {name}")
         log.info("unloaded adapter %s", identity)
         return identity
-
-    async def _unload_served(
-        self, engine: EngineLoads, table: AdapterTable, name: str, deadline: float
-    ) -> str:
-        """Unload the adapter that is served under a name; empty if there is none."""
-        if not table.serves(name):
-            return ""
-        identity = table.withdraw(name)
-        await self._publish(table.listed)
-        if count := await self._users_left(identity, deadline):
-            table.serve(identity)
-            await self._publish(table.listed)
-            raise AdapterError(f"{count} requests still use {name}; it stays loaded")
-        await engine.unload(identity)
-        table.remove(identity)
-        return identity
-
-    async def _users_left(self, identity: str, deadline: float) -> int:
-        """Wait until an adapter has no requests; return how many it has at the deadline."""
-        while (count := self._users(identity)) and _left(deadline):
-            await asyncio.sleep(min(POLL_S, _left(deadline)))
-        return count
-
-    async def _retire(self, engine: EngineLoads, table: AdapterTable, identity: str) -> None:
-        """Unload a replaced adapter after its last request, unless it is served again."""
-        await asyncio.sleep(self._retire_s)
-        async with self._lock:
-            if table.state(identity) is State.REPLACED:
-                table.leave(identity)
-                await self._publish(table.listed)
-        while table.state(identity) is State.LEAVING:
-            async with self._lock:
-                if table.state(identity) is State.LEAVING and not self._users(identity):
-                    try:
-                        await engine.unload(identity)
-                    except AdapterError as error:
-                        log.warning("a replaced adapter stays loaded: %s", error)
-                    else:
-                        table.remove(identity)
-                        if self._copies is not None:
-                            self._copies.withdraw_one(identity)
-                            await self._publish(table.listed)
-                        log.info("unloaded the replaced adapter %s", identity)
-                    return
-            await asyncio.sleep(POLL_S)
 
 
 async def _read(folder: str, max_rank: int, deadline: float) -> AdapterFolder:
