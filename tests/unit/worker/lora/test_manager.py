@@ -191,6 +191,11 @@ async def test_a_router_replaces_and_pins_nothing(adapters: Adapters) -> None:
     assert taken.adapter not in adapters.manager.host.removable
 
 
+async def test_a_command_without_a_folder_and_an_adapter_reads_nothing(adapters: Adapters) -> None:
+    reply = await adapters.manager.execute(LoadAdapter(name="poet"))
+    assert reply.reason == "the command names neither a folder nor an adapter"
+
+
 async def test_without_shared_weights_no_adapter_comes_from_others(tmp_path: Path) -> None:
     adapters = Adapters(tmp_path, shares=False)
     assert adapters.manager.host is None

@@ -196,8 +196,10 @@ class AdapterManager:
     async def _folder(
         self, engine: EngineLoads, command: LoadAdapter, deadline: float
     ) -> AdapterFolder:
-        if command.folder or not command.adapter:
+        if command.folder:
             return await _read(command.folder, engine.max_rank, deadline)
+        if not command.adapter:
+            raise AdapterError("the command names neither a folder nor an adapter")
         if self._copies is None:
             raise Unsupported("weights.share of this worker is off")
         if adapter_name(command.adapter) != command.name:
