@@ -1,8 +1,11 @@
 """LoRA adapters that travel between workers, and that routers have loaded where they are wanted."""
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -137,3 +140,30 @@ async def test_requests_outlive_the_last_worker_that_had_their_adapter_loaded(
         assert answer["usage"]["completion_tokens"] == 4
         await eventually(lambda: "poet" in cards.loaded("worker-0"))
         mesh.restart("worker-1")
+
+
+def weights_process(mesh: Mesh, worker: str) -> int:
+    """The process id of a worker's weights process; 0 while there is none."""
+    pid = mesh.processes[worker].pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for child in children:
+        with contextlib.suppress(OSError):
+            if b"kvmesh.weights.agent.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    return 0
+
+
+async def test_a_weights_process_that_dies_offers_its_adapters_again(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    await mesh.ready()
+    await load_evictable(mesh, tmp_path, "bard", 11, "worker-0")
+    former = weights_process(mesh, "worker-0")
+    os.kill(former, signal.SIGKILL)
+
+    async def loaded() -> bool:
+        done = await mesh.command("adapter", "load", "bard", "--worker", "worker-1", "--evictable")
+        return done.returncode == 0
+
+    await eventually(loaded, what="the other worker has it")
+    assert weights_process(mesh, "worker-0") not in (0, former)
