@@ -144,7 +144,7 @@ class AdapterLoads:
         self._on_its_way.pop(key, None)
         before = self._failed.get(key)
         count = 1 if before is None or before.no_room != no_room else before.count + 1
-        cool_s = ROOM_COOL_S if no_room else min(COOL_S * 2 ** (count - 1), MAX_COOL_S)
+        cool_s = ROOM_COOL_S if no_room else min(COOL_S * 2 ** min(count - 1, 10), MAX_COOL_S)
         self._failed[key] = _Failed(now + cool_s, count, reason, no_room)
 
     # the choice
