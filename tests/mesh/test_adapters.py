@@ -117,8 +117,12 @@ async def test_requests_of_an_adapter_go_to_workers_that_have_it(
         (("unload", "ghost", "--worker", "worker-0"), 1, "there is no adapter ghost"),
         (("unload", "ghost", "--worker", "worker-9"), 1, "no worker is called worker-9"),
         (("list", "--model", "other"), 1, "no worker serves other"),
-        (("load", "bad"), 2, "load takes NAME FOLDER"),
+        (("load",), 2, "load takes NAME [FOLDER]"),
+        (("load", "bad"), 1, "no worker offers the files of bad"),
         (("unload", "bad", "--timeout-s", "0"), 2, "must be above 0"),
+        (("unload", "bad", "--evictable"), 2, "are options of load"),
+        (("load", "bad", "/tmp", "--from", "worker-9"), 1, "no worker is called worker-9"),
+        (("load", "bad", "/nowhere", "--from", "worker-0"), 1, "/nowhere is not a folder"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_with_the_reason(

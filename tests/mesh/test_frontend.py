@@ -240,6 +240,18 @@ async def test_a_worker_that_refuses_is_excluded(stage: Stage, status: str) -> N
     )
 
 
+async def test_a_worker_whose_adapter_has_just_left_is_not_excluded(stage: Stage) -> None:
+    stage.a.status = "unloaded"
+    pending = asyncio.create_task(stage.client.post(CHAT, body()))
+    await stage.a.work()
+    stage.a.status = "accepted"
+    await eventually(lambda: len(stage.router.requests) >= 2)
+    work = await stage.a.work(len(stage.router.requests) - 1)
+    await stage.a.send(work, Chunk(work.request, 0, [300], finish="stop"))
+    assert (await pending)[0] == 200
+    assert {tuple(each.placement.exclude) for each in stage.router.requests} == {()}
+
+
 async def test_a_retained_prompt_is_sent_again_only_if_the_worker_has_lost_it(stage: Stage) -> None:
     stage.a.stores_prompts = True
     messages = [{"role": "user", "content": "Hello there. " * 50}]

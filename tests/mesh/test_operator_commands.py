@@ -320,6 +320,11 @@ ROUTE = m.RouteRequest(
         ("work", SUBJECTS.work("worker-0-1"), WORK),
         ("ctl", SUBJECTS.ctl("worker-0-1"), m.Release(sessions=["s"])),
         ("returns", SUBJECTS.returns("worker-0-1"), m.ExpectReturns([])),
+        (
+            "adapters",
+            SUBJECTS.adapters("worker-0-1"),
+            m.TakeAdapter(adapter="a", files="f", idle_s=1.0),
+        ),
         ("dump", SUBJECTS.dump("worker-0-1"), m.Dump(0)),
         ("ping", SUBJECTS.ping("worker-0-1"), m.Ping()),
         ("kvbm", SUBJECTS.kvbm("kvbm-0-1"), m.Lend(bytes(16), 64)),

@@ -1,5 +1,6 @@
 """Weights processes that take weights from each other, on a real NATS server."""
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -316,3 +317,29 @@ async def test_a_process_ends_with_its_parent(agents: Agents) -> None:
     assert process.stdin is not None
     process.stdin.close()
     await eventually(lambda: not os.path.exists(f"/proc/{pid}") or process.returncode is not None)
+
+
+async def test_a_copy_that_is_withdrawn_while_it_arrives_leaves_no_trace(
+    agents: Agents, manifest: Manifest, model: Path
+) -> None:
+    await source(agents, "first", model, manifest, upload_bytes_per_s=300_000)
+    target = await agents.start("second")
+    wanted = asyncio.create_task(target.process.want_copy(manifest.digest, 60))
+    await eventually(lambda: arrived(target, manifest) > 0, what="some of it is there")
+    target.process.withdraw_copy(manifest.digest)
+    await eventually(lambda: not target.store().list(), what="nothing is left")
+    wanted.cancel()
+    assert target.deaths == []
+    await source(agents, "third", model, manifest)
+    await target.process.want_copy(manifest.digest, 60)
+    assert has_copy(target, manifest, model)
+
+
+def arrived(agent: Agent, manifest: Manifest) -> int:
+    """The chunks of a copy that an agent's node has."""
+    copy = agent.store().open(manifest.digest)
+    if copy is None:
+        return 0
+    found = sum(map(copy.has, range(len(manifest.chunks))))
+    copy.close()
+    return found

@@ -92,7 +92,7 @@ def _router(s: Subjects, name: str) -> Grant:
     return (
         [
             *(s.index(ANY), s.index_shard(ANY, ANY), s.index_at(_EACH), s.seq(ANY), s.route(ANY)),
-            s.returns(_EACH),
+            *(s.returns(_EACH), s.adapters(_EACH)),
             *_lease(s, User.ROUTER, name),
             *_reads(s.seq_stream, s.route_stream),
             *_reads(_kv(s.router_bucket), _kv(s.instances_bucket)),
@@ -135,7 +135,7 @@ def _worker(s: Subjects, name: str) -> Grant:
             *_reads(_objects(s.model_store_bucket), _kv(s.catalog_bucket)),
         ],
         [
-            *(s.work(own), s.ctl(own), s.returns(own), s.dump(own), s.ping(own)),
+            *(s.work(own), s.ctl(own), s.returns(own), s.adapters(own), s.dump(own), s.ping(own)),
             *(s.weights(ANY), s.traces),
         ],
     )

@@ -8,7 +8,7 @@ ROOT = "kvm"  # the first token of every subject
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 # kinds of subjects that end with an instance
 INSTANCE_KINDS = frozenset(
-    ("work", "out", "ctl", "returns", "dump", "ping", "kvbm", "load", "starting")
+    ("work", "out", "ctl", "returns", "adapters", "dump", "ping", "kvbm", "load", "starting")
 )
 MAX_SESSION_TOKEN = 512  # characters: a server bounds the length of subjects
 _ESCAPED = re.compile(r"=([0-9A-F]{2})")
@@ -302,6 +302,10 @@ class Subjects:
     def returns(self, instance: str) -> str:
         """Forecasts of returns. Not control commands: routers may send no commands."""
         return self._of("returns", *instance_tokens(instance))
+
+    def adapters(self, instance: str) -> str:
+        """Adapters that routers want loaded. Not control commands, as those of `returns`."""
+        return self._of("adapters", *instance_tokens(instance))
 
     def ask(self, instance: str) -> str:
         """Questions of operators. Not control commands: those hold prompts, which few may hear."""

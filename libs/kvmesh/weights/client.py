@@ -19,6 +19,7 @@ from kvmesh.weights.frames import (
     CopyOffered,
     CopyReady,
     CopyWanted,
+    CopyWithdrawn,
     EngineRuns,
     WeightsEvent,
     WeightsJob,
@@ -134,6 +135,11 @@ class WorkersProcess:
         """Offer a copy in the store to others from now on; raises WeightsLost."""
         await self._ask(CopyOffered(digest), OFFER_S)
         self._offered.add(digest)
+
+    def withdraw_copy(self, digest: str) -> None:
+        """Offer a copy to others no more."""
+        self._offered.discard(digest)
+        self._send(CopyWithdrawn(digest))
 
     async def _ask(self, message: CopyWanted | CopyOffered, timeout_s: float) -> None:
         if self._process is None:

@@ -48,8 +48,14 @@ class CopyOffered(Struct, frozen=True, tag="offer"):
     digest: str
 
 
+class CopyWithdrawn(Struct, frozen=True, tag="withdraw"):
+    """The parent offers the copy with this digest no more; no answer follows."""
+
+    digest: str
+
+
 class CopyReady(Struct, frozen=True, tag="ready"):
-    """The answer to both: the copy is in the store and offered, unless there is a `reason`."""
+    """The answer to the first two: it is in the store and offered, unless there is a `reason`."""
 
     digest: str
     reason: str = ""
@@ -88,7 +94,7 @@ class WeightsCounts(Struct, frozen=True, kw_only=True, tag="counts"):
     sources: int = 0
 
 
-ParentMessage: TypeAlias = WeightsJob | EngineRuns | CopyWanted | CopyOffered
+ParentMessage: TypeAlias = WeightsJob | EngineRuns | CopyWanted | CopyOffered | CopyWithdrawn
 WeightsEvent: TypeAlias = WeightsKnown | WeightsTaken | WeightsFromDisk | WeightsCounts | CopyReady
 _encode = msgspec.msgpack.Encoder().encode
 decode_parent_message = msgspec.msgpack.Decoder(ParentMessage).decode

@@ -25,7 +25,7 @@ MAX_TEXT = 1024  # characters of a name
 MIN_CHUNK, MAX_CHUNK = 1 << 10, 1 << 30
 _MAC_BYTES = 32
 _PURPOSE = b"kvmesh weights manifest\0"
-Form: TypeAlias = Literal["checkpoint", "engine", "compiled", "folder"]
+Form: TypeAlias = Literal["checkpoint", "engine", "compiled", "adapter", "folder"]
 # bits of one element of each safetensors type
 DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
@@ -72,8 +72,8 @@ class Manifest(Struct, frozen=True, dict=True, kw_only=True):
 
     `form` is "checkpoint" for the files of a model folder, "engine" for the parameters of one rank
     of an engine, of `engine_version`, after (`processed`) or before it has processed them, and
-    "compiled" for an archive of the code that an engine has compiled, without tensors, and
-    "folder" for all files of a model folder, without tensors.
+    "compiled" for an archive of the code that an engine has compiled, "adapter" for the files of a
+    LoRA adapter, and "folder" for all files of a model folder, these three without tensors.
     `digests` holds the BLAKE3 digest, 32 bytes, of each chunk of `chunk_bytes`, file by file.
     `model` and `revision` are labels: equal files have the same `digest` under any name.
     """

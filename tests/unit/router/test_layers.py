@@ -6,6 +6,7 @@ LAYERS = [
     ["embedded"],
     ["service"],
     ["model_router"],
+    ["adapter_orders"],
     [
         "index_client",
         "metrics",

@@ -122,18 +122,39 @@ class ExpectReturns(Struct, frozen=True, tag="expect_returns"):
 
 
 class LoadAdapter(Struct, frozen=True, kw_only=True, tag="load_adapter"):
-    """Load the LoRA adapter in `folder`, a path on the worker's machine, within `timeout_s`.
+    """Load a LoRA adapter within `timeout_s`: that in `folder`, a path on the worker's machine.
 
-    It replaces a loaded adapter of the same name.
+    Without a folder it is the one with the identity `adapter`, whose `files` other workers offer
+    under that digest. It replaces a loaded adapter of the same name. A `pinned` adapter stays
+    loaded; if there is no room, one that is not makes some.
     """
 
     name: str
-    folder: str
+    folder: str = ""
+    timeout_s: float = 60.0
+    adapter: str = ""
+    files: str = ""
+    pinned: bool = True
+
+
+class TakeAdapter(Struct, frozen=True, kw_only=True, tag="take_adapter"):
+    """A router wants the adapter with this identity loaded, whose `files` other workers offer.
+
+    It replaces no other one, and is not pinned. If there is no room, an adapter that is not pinned
+    and was not used for `idle_s` seconds makes some.
+    """
+
+    adapter: str
+    files: str
+    idle_s: float
     timeout_s: float = 60.0
 
 
 class UnloadAdapter(Struct, frozen=True, kw_only=True, tag="unload_adapter"):
-    """Unload a LoRA adapter once its requests have ended; it stays loaded after `timeout_s`."""
+    """Unload a LoRA adapter once its requests have ended, and offer its files to nobody any more.
+
+    It stays loaded if they have not ended in `timeout_s`.
+    """
 
     name: str
     timeout_s: float = 60.0
@@ -180,7 +201,8 @@ class ControlReply(Struct, frozen=True):
     """Reply to a command: `ok` if it applied, else a reason (an unknown request, for example).
 
     `blocks` counts the blocks concerned, in tier 0 of a worker or in the tiers of a kvbm. `adapter`
-    is the identity of the adapter that the command loaded or unloaded. `digest` of a rank's blocks
+    is the identity of the adapter that the command loaded or unloaded; `no_room`: it was not loaded
+    as no other may leave now. `digest` of a rank's blocks
     holds after all its events below `next_event` and before that one; `fingerprints` as requested.
     """
 
@@ -191,6 +213,7 @@ class ControlReply(Struct, frozen=True):
     digest: int = 0
     next_event: int | None = None
     fingerprints: bytes = b""
+    no_room: bool = False
 
 
 # --- questions of operators to routers and indexers

@@ -134,6 +134,30 @@ class CompiledOffer(Struct, frozen=True):
     mac: str
 
 
+class AdapterFiles(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The files of a LoRA adapter that a worker offers to others, whether it is loaded or not.
+
+    `adapter` is its identity, `digest` the name of the copy of its files (`kvmesh.weights`), `size`
+    their bytes. The worker's engine took `load_s` seconds to load it; 0 if it has not yet.
+    """
+
+    adapter: str
+    digest: str
+    size: int
+    load_s: float = 0.0
+
+
+class AdapterHost(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker that loads adapters whose files others offer, up to `limit` at once.
+
+    It may unload the `removable` ones to make room. `files` are those that it offers.
+    """
+
+    limit: int
+    removable: list[str] = []
+    files: list[AdapterFiles] = []
+
+
 class Starting(Struct, frozen=True, kw_only=True):
     """A worker that has not joined yet, about every second until it does or fails.
 
@@ -162,7 +186,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     on, 0 if it was not parked. A parked worker will serve the model named `parked_for`, and has
     no `model` card before it does. A worker or kvbm that `expects_returns` orders eviction by
     forecasts of returns; others need none. `compiled` is the compile cache that a worker offers, if
-    any.
+    any. `adapters` says which LoRA adapters it can load for routers; it is None if it loads none.
     """
 
     instance: str
@@ -187,6 +211,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     parked_for: str = ""
     promoted_s: float = 0.0
     compiled: CompiledOffer | None = None
+    adapters: AdapterHost | None = None
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

@@ -106,10 +106,11 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class WorkReply(Struct, frozen=True, kw_only=True):
     """The worker's immediate reply; if it accepts, tokens follow on the frontend's subject.
 
-    `status` is "accepted", "busy", "draining", "invalid" or "incomplete"; an unknown status means
-    that the work was not accepted. `stored`: the prompt may be the `base` of later work, until a
-    reply is "incomplete": then the base was evicted, and the work must be sent with its whole
-    prompt. `checking`: a chunk follows once the engine has accepted or refused the work.
+    `status` is "accepted", "busy", "draining", "invalid", "incomplete", or "unloaded" if the work's
+    adapter has just made room for another; an unknown status means that the work was not accepted.
+    `stored`: the prompt may be the `base` of later work, until a reply is "incomplete": then the
+    base was evicted, and the work must be sent with its whole prompt. `checking`: a chunk follows
+    once the engine has accepted or refused the work.
     """
 
     status: str

@@ -167,5 +167,16 @@ class RouterSettings(Section, frozen=True, kw_only=True):
     forecast_returns: Annotated[
         bool, Meta(description="learn when prompts return, and tell the workers what to expect")
     ] = True
+    load_adapters: Annotated[
+        bool,
+        Meta(description="have workers with weights.share load the adapters of requests"),
+    ] = True
+    adapter_wait_s: Annotated[
+        Seconds, Meta(description="longest wait of a request until its adapter is loaded")
+    ] = 30.0
+    adapter_idle_s: Annotated[
+        Seconds,
+        Meta(description="an adapter that is not pinned makes room after so long without use"),
+    ] = 60.0
     metrics_port: Annotated[Port, Meta(description="port of /metrics and /health; 0: none")] = 0
     metrics_host: MetricsHost = LOOPBACK

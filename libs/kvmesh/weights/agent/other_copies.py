@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -16,7 +17,7 @@ from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.errors import WeightsError, WeightsLost
-from kvmesh.weights.frames import CopyOffered, CopyReady, CopyWanted
+from kvmesh.weights.frames import CopyOffered, CopyReady, CopyWanted, CopyWithdrawn
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import FetchOptions
@@ -43,15 +44,21 @@ class OtherCopies:
         self._send = send
         self._manifests = ManifestStore(bus)
         self._copies: dict[str, StoredCopy] = {}
+        self._working: dict[str, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks()
 
-    def handle(self, message: CopyWanted | CopyOffered) -> None:
+    def handle(self, message: CopyWanted | CopyOffered | CopyWithdrawn) -> None:
         """Carry out a message of the parent, and report its end."""
+        if isinstance(message, CopyWithdrawn):
+            self._tasks.start(self._withdraw(message.digest), "withdraw a copy")
+            return
         if isinstance(message, CopyWanted):
-            work = self._take(message.digest, message.timeout_s)
+            work = partial(self._take, message.digest, message.timeout_s)
         else:
-            work = self._offer(message.digest)
-        self._tasks.start(self._reported(message.digest, work), "copy for the parent")
+            work = partial(self._offer, message.digest)
+        task = self._tasks.start(self._reported(message.digest, work), "copy for the parent")
+        self._working[message.digest] = task
+        task.add_done_callback(partial(self._end, message.digest))
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -61,14 +68,25 @@ class OtherCopies:
     def _store(self) -> WeightStore:
         return WeightStore(self._settings.directory, self._settings.max_bytes)
 
-    async def _reported(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
+    def _end(self, digest: str, task: "asyncio.Task[None]") -> None:
+        if self._working.get(digest) is task:
+            del self._working[digest]
+
+    async def _reported(self, digest: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         reason = ""
         try:
-            await work
+            await work()
         except (BusError, WeightsError, OSError) as error:
             reason = cause(error)
             await self._drop(digest)
         self._send(CopyReady(digest, reason))
+
+    async def _withdraw(self, digest: str) -> None:
+        """Offer a copy no more, after what is being done with it has ended."""
+        if (task := self._working.get(digest)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        await self._drop(digest)
 
     async def _take(self, digest: str, timeout_s: float) -> None:
         """Fill a copy; it is offered while it arrives. Raises WeightsLost after `timeout_s`."""

@@ -28,6 +28,7 @@ from kvmesh.weights.errors import WeightsError
 from kvmesh.weights.frames import (
     CopyOffered,
     CopyWanted,
+    CopyWithdrawn,
     EngineRuns,
     ParentMessage,
     WeightsCounts,
@@ -54,14 +55,14 @@ class WeightsAgent:
         self._sink = sink
         self._pace = SendingPace(settings.weights.upload_bytes_per_s)
         self._runs = asyncio.Event()
-        self._wanted: asyncio.Queue[CopyWanted | CopyOffered] = asyncio.Queue()
+        self._wanted: asyncio.Queue[CopyWanted | CopyOffered | CopyWithdrawn] = asyncio.Queue()
         self._counts = WeightsCounts()
 
     def handle(self, message: ParentMessage) -> None:
         """Carry out a message of the parent."""
         if isinstance(message, EngineRuns):
             self._runs.set()
-        elif isinstance(message, CopyWanted | CopyOffered):
+        elif isinstance(message, CopyWanted | CopyOffered | CopyWithdrawn):
             self._wanted.put_nowait(message)
 
     async def run(self) -> None:

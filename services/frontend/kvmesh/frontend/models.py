@@ -213,10 +213,11 @@ class ModelRegistry:
         """Serve the model by its compatible workers, with the card of the newest one.
 
         Without any, an idle model's own card is used. If the workers' adapters of one name differ,
-        the oldest worker's is served.
+        the oldest worker's is served: of those that are loaded, else of those that are offered.
         """
         workers: set[str] = set()
         adapters: dict[str, str] = {}
+        offered: dict[str, str] = {}
         newest: ModelCard | None = None
         fitting = list(self._compatible[name].fitting)
         live_workers.labels(name).set(len(fitting))
@@ -228,11 +229,14 @@ class ModelRegistry:
                 workers.add(card.instance)
                 for identity in newest.adapters:
                     adapters.setdefault(adapter_name(identity), identity)
+                for files in card.adapters.files if card.adapters is not None else ():
+                    offered.setdefault(adapter_name(files.adapter), files.adapter)
         idle = self._idle.get(name)
         if newest is None and idle is not None and self._has_dialect(idle):
             newest = idle
             for identity in idle.adapters:
                 adapters.setdefault(adapter_name(identity), identity)
+        adapters = {**offered, **adapters}
         if newest is not None:
             self._serve(newest)
         if workers or adapters:

@@ -84,6 +84,11 @@ agent_rests = Counter(
     "Rests of agents with a request, by what ended them: room, deadline, or share of the owner",
     ["model", "end"],
 )
+adapter_loads = Counter(
+    f"{_PREFIX}_adapter_loads",
+    "Loads of adapters that this router ordered: loaded, no room, or failed",
+    ["model", "end"],
+)
 lost = Counter(f"{_PREFIX}_lost_sequences", "Active requests given up as lost", ["model"])
 ranks = Gauge(f"{_PREFIX}_ranks", f"Known data-parallel ranks: {_SAME}", ["model"])
 incompatible = Gauge(

@@ -25,6 +25,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.returns.forecaster import NO_RETURN
 from kvmesh.router import metrics
+from kvmesh.router.adapter_orders import AdapterOrders
 from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement_trace import PlacementTrace, placement_trace
@@ -67,6 +68,7 @@ class ModelRouter:
         self.core = RouterCore(model, service.instance, settings, Random(settings.seed), _epoch())
         self.queue = PlacementQueue(self.core, service.instance)
         self.index = IndexClient(service.bus, model, settings.index_timeout_s)
+        self._orders = AdapterOrders(service.bus, self.core, self.schedule_placement)
         self._uses_index = settings.kv_events
         self._gather_s = settings.gather_s
         self._route_subject = service.bus.subjects.route(model)
@@ -111,8 +113,13 @@ class ModelRouter:
                     await subscription.drain()
         except (BusError, TimeoutError) as error:
             log.warning("subscriptions not drained: %s", cause(error))
+        await self.close()
         if calls:
             log.info("handed back %d waiting requests of %s", len(calls), self.model)
+
+    async def close(self) -> None:
+        """Follow no orders to workers any more."""
+        await self._orders.close()
 
     def _accept_own(self, request: RouteRequest, reply: Reply) -> None:
         self._accept(request, reply, acks=True)
@@ -227,6 +234,8 @@ class ModelRouter:
             self._reply(ticket)
         for ticket in actions.parked:
             self._note_wait(ticket)
+        if actions.loads:
+            self._orders.send(actions.loads)
         if actions.done:
             self._loop.call_soon(self._record_all, actions.done)
 

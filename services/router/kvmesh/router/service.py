@@ -165,6 +165,8 @@ class RouterService:
         self._service.spawn(self._tick(), "tick")
 
     async def close(self) -> None:
+        for router in self._models.values():
+            await router.close()
         for reader in self._readers:
             await reader.close()
         await self._directory.close()

@@ -19,6 +19,7 @@ from kvmesh.bus.messages import (
     Resend,
     ReturnForecast,
     Serve,
+    TakeAdapter,
     UnloadAdapter,
 )
 from kvmesh.runtime.background import BackgroundTasks
@@ -80,6 +81,13 @@ class ControlHandler:
             case _:
                 self._tasks.start(self._execute(command, reply), "engine command")
 
+    def take(self, command: TakeAdapter, reply: Reply) -> None:
+        """Load an adapter that a router wants, and reply."""
+        if len(self._tasks) >= MAX_COMMANDS:
+            reply(ControlReply(False, "the engine is busy with other commands"))
+        else:
+            self._tasks.start(self._adapt(command, reply), "adapter for a router")
+
     def expect(self, message: ExpectReturns) -> None:
         """Pass forecasts of returns to the engine, if it orders eviction by them."""
         if self._forecasts is not None:
@@ -92,7 +100,7 @@ class ControlHandler:
         if self._forecasts is not None:
             await self._forecasts.close()
 
-    async def _adapt(self, command: AdapterCommand, reply: Reply) -> None:
+    async def _adapt(self, command: AdapterCommand | TakeAdapter, reply: Reply) -> None:
         reply(await self._adapters.execute(command))
 
     async def _switch_role(self, command: Serve, reply: Reply) -> None:

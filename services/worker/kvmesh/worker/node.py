@@ -25,6 +25,7 @@ from kvmesh.bus.messages import (
     MessageDecoder,
     StartPhase,
     StepOutput,
+    TakeAdapter,
     Work,
     WorkReply,
 )
@@ -56,6 +57,8 @@ from kvmesh.worker.health.load_publisher import LoadPublisher
 from kvmesh.worker.health.membership import Membership
 from kvmesh.worker.health.rank_digests import RankDigests, digest_reply
 from kvmesh.worker.health.stall_watch import StallWatch
+from kvmesh.worker.lora.copies import CopyExchange
+from kvmesh.worker.lora.folder import configured_folders
 from kvmesh.worker.lora.manager import AdapterManager
 from kvmesh.worker.model_card import instance_card, model_card
 from kvmesh.worker.requests import admission
@@ -69,6 +72,7 @@ EVENT_CHECK_S = 1.0
 PUBLISH_S = 5.0
 STALL_CHECKS = 10
 _work_decoder = MessageDecoder(Work)
+_take_decoder = MessageDecoder(TakeAdapter)
 _dump_decoder = MessageDecoder(Dump)
 _returns_decoder = MessageDecoder(ExpectReturns)
 _control_decoder: MessageDecoder[Control] = MessageDecoder(Control)
@@ -78,7 +82,7 @@ class WorkerNode:
     """Joins the mesh with `start` and leaves it with `drain` and `close`; the engine's `Sink`.
 
     `on_end` is called when the node should leave: with None on a `Drain` command, with the error
-    after the engine has died.
+    after the engine has died. Files of adapters travel through the `exchange`, if any.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class WorkerNode:
         on_end: Callable[[EngineError | None], None],
         warnings: Warnings | None = None,
         timeline: StartTimeline | None = None,
+        exchange: CopyExchange | None = None,
     ) -> None:
         worker = settings.worker
         self._bus = bus
@@ -114,6 +119,7 @@ class WorkerNode:
             worker.max_adapters,
             self._requests.live_with,
             self._publish_adapters,
+            exchange=exchange,
         )
         self._roles = RoleSwitch(engine, worker.serves, self._publish_role)
         self._control = ControlHandler(
@@ -195,7 +201,9 @@ class WorkerNode:
             await lease.open()
         with self._timeline.phase(StartPhase.ROUTABLE):
             await self._membership.recheck(card)
-        self._adapters.open(_model_of(card), info.adapters)
+        vllm = self._settings.vllm if self._settings.worker.engine == "vllm" else None
+        folders = configured_folders(vllm.adapters) if vllm is not None else {}
+        self._adapters.open(_model_of(card), info.adapters, folders)
         self._roles.open(info)
         await self._publish_card(lease, self._with_phases(lease.card))
         self._joined = True
@@ -259,7 +267,8 @@ class WorkerNode:
         if parked is not None:
             took_s -= parked.ended - parked.began
         promoted_s = 0.0 if parked is None else now - parked.ended
-        return replace(card, startup_s=took_s, phases=row, promoted_s=promoted_s)
+        host = self._adapters.host
+        return replace(card, startup_s=took_s, phases=row, promoted_s=promoted_s, adapters=host)
 
     def _start_publishing(self, card: Instance) -> None:
         self._publisher = KvPublisher(
@@ -275,13 +284,14 @@ class WorkerNode:
         self._tasks.start(self._watch_engine(), "watchdog")
 
     async def _publish_adapters(self, identities: list[str]) -> None:
-        """Admit requests of these adapters only, and put them on the card."""
+        """Put these adapters on the card, and admit requests of the manager's admitted ones."""
         if self.info is None or self._lease is None:
             return
-        self.info = replace(self.info, adapters=identities)
+        self.info = replace(self.info, adapters=self._adapters.admitted)
         card = self._lease.card
         model = None if card.model is None else replace(card.model, adapters=identities)
-        await self._publish_card(self._lease, replace(card, model=model))
+        changed = replace(card, model=model, adapters=self._adapters.host)
+        await self._publish_card(self._lease, changed)
 
     async def _publish_weights(self) -> None:
         lease = self._lease
@@ -365,6 +375,12 @@ class WorkerNode:
                 self._control.handle,
                 on_malformed=_malformed,
             ),
+            await serve(
+                subjects.adapters(self.instance),
+                _take_decoder,
+                self._control.take,
+                on_malformed=_malformed,
+            ),
             await self._bus.subscribe(
                 subjects.returns(self.instance), _returns_decoder, self._control.expect
             ),
@@ -380,6 +396,10 @@ class WorkerNode:
     def _accept(self, work: Work) -> WorkReply:
         if self.draining or self.info is None:
             return admission.DRAINING
+        if work.adapter is not None:
+            if self._adapters.has_yielded(work.adapter):
+                return admission.UNLOADED
+            self._adapters.used(work.adapter)
         return self._requests.accept(work, self.info, asyncio.get_running_loop().time())
 
     def _dump(self, request: Dump) -> ControlReply:

@@ -122,6 +122,7 @@ async def _serve_model(
                 on_end,
                 service.warnings,
                 timeline,
+                weights.archives if weights is not None else None,
             )
             labels = WorkerLabels(model, service.name)
             await _serve(service, engine, node, labels, start, weights, cache)

@@ -4,30 +4,37 @@ import argparse
 import asyncio
 import os
 import sys
+import time
+
+from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.compatibility import Compatibility
 from kvmesh.bus.messages import (
     AdapterCommand,
+    AdapterFiles,
+    ControlReply,
     Instance,
     LoadAdapter,
     UnloadAdapter,
-    adapter_name,
 )
 from kvmesh.cli.bus_session import run_on_bus
+from kvmesh.cli.status.adapter_places import adapter_lines, offered_files
 from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, send_command
 from kvmesh.settings import Settings
 
-ARGUMENTS = {"load": 2, "unload": 1, "list": 0}
+ARGUMENTS = {"load": (1, 2), "unload": (1, 1), "list": (0, 0)}
 TIMEOUT_S = 60.0
 SPARE_S = 5.0  # for the reply, and for a worker to give up by itself
+OFFER_S = 5.0  # until the card of a worker that has loaded an adapter lists its files
+POLL_S = 0.2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvmesh adapter load NAME FOLDER | unload NAME | list [options]"
+    parser.usage = "kvmesh adapter load NAME [FOLDER] | unload NAME | list [options]"
     parser.epilog = (
-        "Workers read FOLDER on their own machines. Loading replaces an adapter of the same name."
-        " A restarted worker has only the adapters of its settings."
+        "Workers read FOLDER on their own machines. With weights.share, those without it, and all"
+        " if none is given, take the files from workers that have them. Loading replaces an adapter"
+        " of the same name."
     )
     parser.add_argument("action", choices=ARGUMENTS, metavar="ACTION", help=", ".join(ARGUMENTS))
     parser.add_argument(
@@ -35,6 +42,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="M", help="its model [default the only one served]")
     parser.add_argument("--worker", metavar="W", help="name or instance of one worker [all]")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="W",
+        help="only this worker reads FOLDER, or has the files; the others take them from it",
+    )
+    parser.add_argument(
+        "--evictable",
+        action="store_true",
+        help="let it make room for adapters that requests ask for",
+    )
     parser.add_argument(
         "--timeout-s",
         type=float,
@@ -45,44 +63,119 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    action, operands = arguments.action, arguments.operands
-    reason = _problem(action, operands, arguments.timeout_s)
+    reason = _problem(arguments)
     if reason:
         print(f"kvmesh adapter: {reason}", file=sys.stderr)
         return 2
 
     async def main(bus: Bus) -> int:
+        command = _Command(bus, settings, arguments)
         try:
-            workers = await chosen_workers(bus, settings, arguments.model, arguments.worker)
-            if action == "list":
-                _list(workers)
-                return 0
-            _require_one_model(workers)
+            return await command.execute()
         except WorkerChoiceError as error:
             print(f"kvmesh adapter: {error}", file=sys.stderr)
             return 1
-        command = _command(action, operands, arguments.timeout_s)
-        done = await asyncio.gather(*(_send(bus, card, command) for card in workers))
-        return 0 if all(done) else 1
 
     return run_on_bus("adapter", settings, main)
 
 
-def _problem(action: str, operands: list[str], timeout_s: float) -> str:
+def _problem(arguments: argparse.Namespace) -> str:
     """The reason why the arguments are invalid; empty if they are valid."""
-    if len(operands) != ARGUMENTS[action]:
-        takes = {0: "no operands", 1: "NAME", 2: "NAME FOLDER"}[ARGUMENTS[action]]
-        return f"{action} takes {takes}"
-    if not 0 < timeout_s <= 86400:
-        return f"--timeout-s {timeout_s:g} must be above 0 and at most 86400"
+    least, most = ARGUMENTS[arguments.action]
+    if not least <= len(arguments.operands) <= most:
+        takes = {(0, 0): "no operands", (1, 1): "NAME", (1, 2): "NAME [FOLDER]"}[least, most]
+        return f"{arguments.action} takes {takes}"
+    if not 0 < arguments.timeout_s <= 86400:
+        return f"--timeout-s {arguments.timeout_s:g} must be above 0 and at most 86400"
+    if arguments.action != "load" and (arguments.source or arguments.evictable):
+        return "--from and --evictable are options of load"
     return ""
 
 
-def _command(action: str, operands: list[str], timeout_s: float) -> AdapterCommand:
-    if action == "load":
-        folder = os.path.abspath(operands[1])
-        return LoadAdapter(name=operands[0], folder=folder, timeout_s=timeout_s)
-    return UnloadAdapter(name=operands[0], timeout_s=timeout_s)
+class _Command:
+    """One run of the command."""
+
+    def __init__(self, bus: Bus, settings: Settings, arguments: argparse.Namespace) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._arguments = arguments
+        self._operands: list[str] = arguments.operands
+        self._folder = os.path.abspath(self._operands[1]) if len(self._operands) > 1 else ""
+
+    async def execute(self) -> int:
+        """The exit status; raises WorkerChoiceError."""
+        workers = await self._cards(self._arguments.worker)
+        match self._arguments.action:
+            case "list":
+                print("\n".join(adapter_lines(workers)) or "no adapters")
+                return 0
+            case "unload":
+                command = UnloadAdapter(name=self._operands[0], timeout_s=self._arguments.timeout_s)
+                _require_one_model(workers)
+                replies = await self._send_all(workers, command)
+            case _:
+                _require_one_model(workers)
+                replies = await self._load(workers)
+        for card in workers:
+            _print(card, replies[card.instance], self._arguments.action)
+        return 0 if all(reply.ok for reply in replies.values()) else 1
+
+    async def _cards(self, worker: str | None) -> list[Instance]:
+        return await chosen_workers(self._bus, self._settings, self._arguments.model, worker)
+
+    async def _load(self, workers: list[Instance]) -> dict[str, ControlReply]:
+        """Have workers read the folder, and those that cannot take the files from the others."""
+        name, source = self._operands[0], self._arguments.source
+        if not self._folder:
+            files = offered_files(await self._cards(source), name)
+            if files is None:
+                raise WorkerChoiceError(f"no worker offers the files of {name}: name a FOLDER")
+            return await self._send_all(workers, self._take(files))
+        command = self._read(self._folder)
+        readers = workers if source is None else await self._cards(source)
+        replies = await self._send_all(readers, command)
+        wanted = {card.instance for card in workers}
+        left = [c for c in workers if c.instance not in replies or not replies[c.instance].ok]
+        loaded = next((reply.adapter for reply in replies.values() if reply.ok), "")
+        able = [c for c in left if c.adapters is not None and c.adapters.limit]
+        if loaded and able and (found := await self._offered(loaded)) is not None:
+            replies |= await self._send_all(able, self._take(found))
+        elif source is not None and not loaded:
+            return dict.fromkeys(wanted, next(iter(replies.values())))
+        missing = "no worker offers the files" if able else "its weights.share is off"
+        cannot = ControlReply(False, f"it cannot take the files: {missing}")
+        return {instance: replies.get(instance, cannot) for instance in wanted}
+
+    async def _offered(self, identity: str) -> AdapterFiles | None:
+        """The files of an adapter that a worker has just loaded; None if it offers none."""
+        deadline = time.monotonic() + OFFER_S
+        while time.monotonic() < deadline:
+            for card in await self._cards(None):
+                for files in card.adapters.files if card.adapters is not None else ():
+                    if files.adapter == identity:
+                        return files
+            await asyncio.sleep(POLL_S)
+        return None
+
+    def _read(self, folder: str) -> LoadAdapter:
+        return LoadAdapter(
+            name=self._operands[0],
+            folder=folder,
+            timeout_s=self._arguments.timeout_s,
+            pinned=not self._arguments.evictable,
+        )
+
+    def _take(self, files: AdapterFiles) -> LoadAdapter:
+        return replace(self._read(""), adapter=files.adapter, files=files.digest)
+
+    async def _send_all(
+        self, workers: list[Instance], command: AdapterCommand
+    ) -> dict[str, ControlReply]:
+        """The reply of each worker, by instance."""
+        timeout_s = command.timeout_s + SPARE_S
+        sent = (send_command(self._bus, card, command, timeout_s) for card in workers)
+        replies = await asyncio.gather(*sent)
+        return {card.instance: reply for card, reply in zip(workers, replies, strict=True)}
 
 
 def _require_one_model(workers: list[Instance]) -> None:
@@ -91,34 +184,8 @@ def _require_one_model(workers: list[Instance]) -> None:
         raise WorkerChoiceError(f"the mesh serves {', '.join(served)}: name one with --model")
 
 
-async def _send(bus: Bus, card: Instance, command: AdapterCommand) -> bool:
-    """Send a command to one worker and print its reply; False if it failed."""
-    reply = await send_command(bus, card, command, command.timeout_s + SPARE_S)
+def _print(card: Instance, reply: ControlReply, action: str) -> None:
     if reply.ok:
-        verb = "loaded" if isinstance(command, LoadAdapter) else "unloaded"
-        print(f"{card.name}: {verb} {reply.adapter}")
+        print(f"{card.name}: {action}ed {reply.adapter}")
     else:
         print(f"{card.name}: {reply.reason}", file=sys.stderr)
-    return reply.ok
-
-
-def _list(workers: list[Instance]) -> None:
-    """Print each adapter with its workers; the mark is on the one that serves new requests."""
-    lines = []
-    for model in sorted({card.model.name for card in workers if card.model is not None}):
-        group = Compatibility()
-        for card in workers:
-            if card.model is not None and card.model.name == model:
-                group.join(card)
-        holders: dict[str, list[str]] = {}
-        serving: dict[str, str] = {}
-        for card in group.fitting:
-            for identity in card.model.adapters if card.model is not None else ():
-                holders.setdefault(identity, []).append(card.name)
-                if not card.draining and card.serves != "prefill":
-                    serving.setdefault(adapter_name(identity), identity)
-        for identity in sorted(holders):
-            state = "serves" if identity in serving.values() else "replaced"
-            names = ", ".join(sorted(holders[identity]))
-            lines.append(f"{model}: {identity} {state} on {names}")
-    print("\n".join(lines) or "no adapters")

@@ -32,6 +32,7 @@ from kvmesh.bus.messages import (
     ShowSpeeds,
     Starting,
     StepOutput,
+    TakeAdapter,
     ToolEvent,
     Wake,
     WeightQuery,
@@ -42,7 +43,7 @@ from kvmesh.frontend.namespaces import SEPARATOR, own_name
 STREAMED = ("kv", "route", "seq", "scaling")
 REQUESTS = (
     *("index", "indexer", "router", "work", "ctl", "ask", "dump", "ping", "kvbm", "sessions"),
-    *("oracle", "weights"),
+    *("oracle", "weights", "adapters"),
 )
 HASHES = frozenset({"parent", "previous", "salt"})
 TOKENS = frozenset({"tokens"})
@@ -59,6 +60,7 @@ _decoders: dict[str, MessageDecoder[Any]] = {
     "out": MessageDecoder(StepOutput),
     "ctl": MessageDecoder(Control),
     "returns": MessageDecoder(ExpectReturns),
+    "adapters": MessageDecoder(TakeAdapter),
     "ask": MessageDecoder(CheckIndex | ShowLearned | ShowReturns | ShowSpeeds),
     "dump": MessageDecoder(Dump),
     "ping": MessageDecoder(Ping),

@@ -254,7 +254,7 @@ class Dispatcher:
         state.refused = state.refused or offered.status == "busy" or leaves
         if offered.status == "silent":
             self._blame(stream, stream, "vanished")
-        elif offered.status == "away":
+        elif offered.status in ("away", "unloaded"):
             await asyncio.sleep(RETRY_S)
         elif offered.status != "frozen":
             state.exclude.append(instance)

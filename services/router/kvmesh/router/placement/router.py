@@ -25,6 +25,7 @@ from kvmesh.bus.messages import (
     prefilled_request,
 )
 from kvmesh.returns.forecaster import ReturnChance
+from kvmesh.router.placement.adapter_loads import AdapterLoads
 from kvmesh.router.placement.choice import RankChoice
 from kvmesh.router.placement.learning import RouterLearning
 from kvmesh.router.placement.policy_runner import PolicyRunner
@@ -61,6 +62,7 @@ class RouterCore:
         ttl = settings.predicted_ttl_s if settings.kv_events else settings.approximate_ttl_s
         self._predicted = PredictedPrefixes(ttl, settings.sequence_ttl_s)
         self.prefills = RunningPrefills(settings.sequence_ttl_s)
+        self.adapters = AdapterLoads(settings, self.table, self.prefills)
         self._batch_classes = frozenset(settings.batch_classes)
         self.overlap_watch = OverlapWatch()
         self._gone_since: dict[str, float] = {}

@@ -326,6 +326,10 @@ class RankTable:
         cards = [c for c in self._serving(serves) if _matches(c, placement, adapter)]
         return self._slots_of(cards, placement.rank)
 
+    def matching(self, placement: Placement) -> list[Instance]:
+        """The cards of the workers that a request's constraints allow, whatever its adapter."""
+        return [c for c in self._serving("all") if _matches(c, placement, None)]
+
     def why_not_eligible(self, placement: Placement, adapter: str | None) -> str | Unmet:
         """The reason why no slot is eligible, as text for the caller; or a constraint."""
         if not self.cards:

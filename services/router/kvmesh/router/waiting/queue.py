@@ -1,23 +1,27 @@
 """Placement queue of one model, as synchronous code that service and simulator share.
 
-A request waits in up to five ways, each of which is a `Wait`: while its agent rests, with those of
-the same instant, in the common queue of all routers, while another request computes its prefix, and
-for the turn of its prompt on its rank. This module passes it from one to the next.
+A request waits in up to six ways, each of which is a `Wait`: while its agent rests, until a worker
+has loaded its adapter, with those of the same instant, in the common queue of all routers, while
+another request computes its prefix, and for the turn of its prompt on its rank. This module passes
+it from one to the next.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Decision, Refused, RouteRequest, SeqAdd, SeqEvent, SeqFree
-from kvmesh.router.errors import RouteError, RouterOverloaded
+from kvmesh.router.errors import NoWorkers, RouteError, RouterOverloaded
+from kvmesh.router.placement.adapter_loads import AdapterLoad
 from kvmesh.router.placement.failure_log import FailureLog
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.scoring.overlaps import Overlaps
 from kvmesh.router.state.arrays import Slots
 from kvmesh.router.state.fair_classes import fair_class
+from kvmesh.router.waiting.adapter_waits import AdapterWaits
 from kvmesh.router.waiting.batch_lane import BatchLane
 from kvmesh.router.waiting.common_queue import CommonQueue
 from kvmesh.router.waiting.gathering import Gathering
@@ -36,12 +40,13 @@ CLASSES_S = 300.0  # after a request of a fair class, the classes have to get th
 class QueueActions:
     """Actions for the caller after a step.
 
-    Events to publish, tickets with a result, and tickets that wait from now on.
+    Events to publish, tickets with a result, tickets that wait from now on, and adapters to load.
     """
 
     events: list[SeqEvent] = field(default_factory=list)
     done: list[Ticket] = field(default_factory=list)
     parked: list[Ticket] = field(default_factory=list)
+    loads: list[AdapterLoad] = field(default_factory=list)
 
     def finish(self, ticket: Ticket, result: Decision | Refused) -> None:
         ticket.result = result
@@ -62,12 +67,14 @@ class PlacementQueue:
         self._batch = BatchLane(core)
         self._entries = QueueEntries(core, self._batch, router)
         self._resting = Resting(core.policies)
+        self._adapters = AdapterWaits(core)
         self._gathered = Gathering(settings.gather_s)
         self.common = CommonQueue(core, self._batch, self._entries, router)
         self._prefix = PrefixWaits(core)
         self._held = HeldPrompts(core.table, core.prefills, core.speeds)
         self._waits: tuple[Wait[object], ...] = (
             self._resting,
+            self._adapters,
             self._gathered,
             self.common,
             self._prefix,
@@ -93,8 +100,11 @@ class PlacementQueue:
 
     @property
     def own_tickets(self) -> list[Ticket]:
-        """Tickets of this replica that wait for capacity, admission or a prefix."""
-        return [*self.common.tickets, *self._resting.tickets, *self._prefix.tickets]
+        """Tickets of this replica that wait for capacity, admission, an adapter or a prefix."""
+        waits: tuple[Wait[object], ...] = (
+            *(self.common, self._resting, self._adapters, self._prefix),
+        )
+        return [ticket for wait in waits for ticket in wait.tickets]
 
     @property
     def waiting_tokens(self) -> int:
@@ -108,6 +118,9 @@ class PlacementQueue:
         A request that is `gathering` afterwards is placed by `place_gathered`.
         """
         actions = QueueActions()
+        request = ticket.request
+        if request.adapter is not None and request.prefetch is None:
+            self.core.adapters.note(request.adapter, request.placement, now)
         self._submit(ticket, now, actions)
         return actions
 
@@ -155,7 +168,7 @@ class PlacementQueue:
         self._place_due(now, actions)
         self._send_held(now, actions)
         admitted = False
-        for ticket in self._resting.take_due(now):
+        for ticket in chain(self._adapters.take_due(now), self._resting.take_due(now)):
             self._submit(ticket, now, actions)
             admitted = True
         if admitted:  # they have waited enough
@@ -176,8 +189,15 @@ class PlacementQueue:
         return actions
 
     def expire(self, now: float) -> QueueActions:
-        """Refuse own requests past their deadline; drop those of other replicas."""
+        """Refuse own requests past their deadline; drop those of other replicas.
+
+        Order loads of adapters, also for those that are loaded where the queue is long.
+        """
         actions = QueueActions()
+        for ticket, error in self._adapters.take_vain(now):
+            actions.finish(ticket, error.refusal)
+        if len(self._adapters) or self.core.adapters.active:
+            self._order_loads(now, actions)
         self._held.forget_lost(self.core.active)
         self.common.expire(now)
         for ticket in self.own_tickets:
@@ -187,6 +207,16 @@ class PlacementQueue:
                 refused = Refused(code="deadline", reason=reason, retry_after_s=self.retry_after())
                 actions.finish(ticket, refused)
         return actions
+
+    def _order_loads(self, now: float, actions: QueueActions) -> None:
+        """Order again what has failed, and loads of adapters that have a long queue."""
+        queued: dict[str, float] = {}
+        for ticket in self.common.tickets:
+            if (adapter := ticket.request.adapter) is not None:
+                queued[adapter] = queued.get(adapter, 0.0) + ticket.request.tokens
+        adapters = self.core.adapters
+        actions.loads += adapters.missing(self._adapters.wanted, now)
+        actions.loads += adapters.spread(queued, now)
 
     def retain_routers(self, routers: Collection[str], now: float) -> None:
         """Drop the waiting requests of replicas that are not among `routers`."""
@@ -225,7 +255,7 @@ class PlacementQueue:
             elif not self._queued(ticket, now, actions):
                 self._place(ticket, now, actions)
         except Exception as error:
-            self._refuse(ticket, error, actions)
+            self._refuse(ticket, error, now, actions)
 
     def _may_wait(self, request: RouteRequest) -> bool:
         """False for batch requests, which have their own order, and for agents past their wait."""
@@ -242,7 +272,7 @@ class PlacementQueue:
             actions.events.append(self.common.add(ticket, now))
             actions.parked.append(ticket)
         except Exception as error:
-            self._refuse(ticket, error, actions)
+            self._refuse(ticket, error, now, actions)
         return True
 
     def _check_limit(self, ticket: Ticket) -> None:
@@ -297,7 +327,7 @@ class PlacementQueue:
             key = self._entries.sort_key(ticket.request, ticket.queued_since, decision.tokens)
             self._held.add(ticket, decision, events, key, self._entries.tier(ticket.request), now)
         except Exception as error:
-            self._refuse(ticket, error, actions)
+            self._refuse(ticket, error, now, actions)
 
     def _send_held(self, now: float, actions: QueueActions) -> None:
         lost: list[Ticket] = []
@@ -327,7 +357,7 @@ class PlacementQueue:
             self._place(ticket, now, actions)
         except Exception as error:
             actions.events.append(SeqFree(ticket.request.request))
-            self._refuse(ticket, error, actions)
+            self._refuse(ticket, error, now, actions)
             return False
         return True
 
@@ -368,8 +398,17 @@ class PlacementQueue:
         actions.events += events
         return len(events) > 0
 
-    def _refuse(self, ticket: Ticket, error: Exception, actions: QueueActions) -> None:
-        """Refuse for an error; an internal error fails one request, not the router."""
+    def _refuse(self, ticket: Ticket, error: Exception, now: float, actions: QueueActions) -> None:
+        """Refuse for an error; an internal error fails one request, not the router.
+
+        A request for which there is no worker waits if that is for want of its adapter.
+        """
+        if isinstance(error, NoWorkers) and self._adapters.begin(ticket, now):
+            request, ticket.waiting = ticket.request, None
+            wanted = {request.adapter or "": request.placement}
+            actions.loads += self.core.adapters.missing(wanted, now)
+            actions.parked.append(ticket)
+            return
         if isinstance(error, RouteError):
             actions.finish(ticket, error.refusal)
             return

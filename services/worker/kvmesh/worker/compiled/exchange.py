@@ -52,8 +52,16 @@ class ProcessExchange:
     async def offer(self, copy: StoredCopy) -> None:
         await self._process.offer_copy(copy.manifest.digest)
 
+    def withdraw(self, digest: str) -> None:
+        """Serve a copy to other workers no more."""
+        self._process.withdraw_copy(digest)
+
+    def store(self) -> WeightStore:
+        """The node's store; blocks, and raises StoreError."""
+        return WeightStore(self._settings.directory, self._settings.max_bytes)
+
     def _open(self, digest: str) -> StoredCopy | None:
-        return WeightStore(self._settings.directory, self._settings.max_bytes).open(digest)
+        return self.store().open(digest)
 
 
 def offer_of(environment: CompileEnvironment, key: bytes, digest: str) -> CompiledOffer:
@@ -94,7 +102,7 @@ def store_archive(store: WeightStore, root: Path, engine: str, max_bytes: int) -
             engine=engine,
             files=[FileEntry(ARCHIVE, file.stat().st_size)],
             tensors=[],
-            digests=_digests(file),
+            digests=file_digests(file),
         )
         return store.adopt(manifest, folder)
     except OSError as error:
@@ -115,7 +123,7 @@ def unpack_copy(copy: StoredCopy, target: Path, home: Path, max_bytes: int) -> i
         raise CompileCacheError(f"an archive of {manifest.size} bytes")
     file = copy.folder / ARCHIVE
     try:
-        if _digests(file, manifest.chunk_bytes) != manifest.digests:
+        if file_digests(file, manifest.chunk_bytes) != manifest.digests:
             raise CompileCacheError(f"the archive {manifest.digest} is damaged")
         with file.open("rb") as content:
             return unpack(content, target, home, max_bytes)
@@ -123,7 +131,8 @@ def unpack_copy(copy: StoredCopy, target: Path, home: Path, max_bytes: int) -> i
         raise CompileCacheError(f"cannot read {file}: {error}") from error
 
 
-def _digests(file: Path, chunk_bytes: int = CHUNK_BYTES) -> bytes:
+def file_digests(file: Path, chunk_bytes: int = CHUNK_BYTES) -> bytes:
+    """The digests of a file's chunks, as a manifest has them; raises OSError."""
     digests = []
     with file.open("rb") as content:
         while chunk := content.read(chunk_bytes):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ class AdapterError(Exception):
     """The adapter cannot be loaded or unloaded; the message is for the operator."""
 
 
+class NoRoom(AdapterError):
+    """As many adapters are loaded as may be, and none of them may leave now."""
+
+
 class _Config(msgspec.Struct):
     r: int
     peft_type: str | None = None
@@ -38,9 +42,13 @@ class _Tensor(msgspec.Struct):
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """A checked adapter; `rank` is its largest one. `stamp` changes if a file is written again."""
+    """A checked adapter; `rank` is its largest one. `stamp` changes if a file is written again.
+
+    `weights` is the name of the file with the weights.
+    """
 
     path: Path
+    weights: str
     rank: int
     digest: str
     stamp: tuple[tuple[int, int, int], ...]
@@ -51,6 +59,10 @@ class AdapterFolder:
             raise AdapterError(
                 f"{self.path} has rank {self.rank}; the engine accepts at most {max_rank}"
             )
+
+    def moved(self, path: Path) -> "AdapterFolder":
+        """The same adapter in another folder, whose files are known to be equal; raises OSError."""
+        return replace(self, path=path, stamp=_stamp(path / CONFIG, path / self.weights))
 
     def is_unchanged(self) -> bool:
         """True if no file of the adapter has been written or replaced since it was read."""
@@ -77,13 +89,27 @@ def read_adapter(path: Path, max_rank: int = 0) -> AdapterFolder:
         content, rank = _read_config(path / CONFIG)
         if weights.name == SAFETENSORS:
             _check_safetensors(weights)
-        found = AdapterFolder(path, rank, _digest(content, weights), stamp)
+        found = AdapterFolder(path, weights.name, rank, _digest(content, weights), stamp)
     except OSError as error:
         raise AdapterError(f"cannot read {error.filename or path}: {error.strerror}") from error
     found.check_rank(max_rank)
     if not found.is_unchanged():
         raise AdapterError(f"{path} was changed while it was read")
     return found
+
+
+def plain_config(path: Path) -> bytes:
+    """The configuration of an adapter without notes, the same bytes for each copy of an adapter.
+
+    Raises AdapterError or OSError.
+    """
+    content, _ = _read_config(path / CONFIG)
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def configured_folders(pairs: list[str]) -> dict[str, Path]:
+    """The folders of a setting with entries NAME=FOLDER, which was checked before, by name."""
+    return {name: Path(folder) for name, _, folder in (pair.partition("=") for pair in pairs)}
 
 
 def configured_adapters(pairs: list[str]) -> dict[str, AdapterFolder]:

@@ -9,6 +9,7 @@ STORED = WorkReply(status="accepted", stored=True)
 INCOMPLETE = WorkReply(status="incomplete", reason="the base prompt is no longer stored here")
 BUSY = WorkReply(status="busy", reason="too many requests wait in the engine")
 DRAINING = WorkReply(status="draining", reason="this worker is leaving")
+UNLOADED = WorkReply(status="unloaded", reason="its adapter has made room for another one")
 
 
 def rejection_reason(work: Work, info: EngineInfo, constraint_bytes: int) -> str:
