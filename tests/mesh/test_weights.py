@@ -245,18 +245,56 @@ async def test_a_node_fetches_once_and_another_process_takes_over(
 ) -> None:
     only = await source(agents, "only", model, manifest, upload_bytes_per_s=2_000_000)
     await only.join()
-    one = await agents.start("one", node="n")
-    await eventually(lambda: sum(one.counts.taken.values()) > 0)
-    other = await agents.start("other", node="n")
-    assert (await answered(other)).digest == manifest.digest
+    one, other = [await agents.start(name, node="n") for name in ("one", "other")]
+    for agent in (one, other):
+        assert (await answered(agent)).digest == manifest.digest
     reader = other.store().open(manifest.digest)
     assert reader is not None
+    await eventually(lambda: one.counts.taken or other.counts.taken)
+    if other.counts.taken:
+        one, other = other, one
     assert not reader.complete
     one.signal(signal.SIGKILL)
     found = await sources_of(other)
     assert 0 < sum(found.values()) < manifest.size
     assert has_copy(other, manifest, model)
     reader.close()
+
+
+async def test_another_process_answers_a_loader_that_has_no_folder_to_read(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    first = await source(agents, "first", model, manifest)
+    target = await agents.start("target")
+    target.signal(signal.SIGKILL)
+    await eventually(lambda: target.deaths)
+    assert target.answer is None
+    await first.join()
+    await target.start()
+    assert (await answered(target)).digest == manifest.digest
+    await sources_of(target)
+    assert has_copy(target, manifest, model)
+
+
+async def test_a_process_before_the_engine_runs_brings_back_a_copy_that_was_answered(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    """Nobody has opened it: its engine is still importing."""
+    first = await source(agents, "first", model, manifest)
+    await first.join()
+    target = await agents.start("target")
+    await sources_of(target)
+    target.signal(signal.SIGKILL)
+    await eventually(lambda: target.deaths)
+    await target.start()
+    await eventually(lambda: len(target.taken) == 2, what="the copy is there again")
+    assert target.taken[1].sources == {}, "the copy that the process has left"
+    target.signal(signal.SIGKILL)
+    await eventually(lambda: len(target.deaths) == 2)
+    assert target.store().evict(manifest.digest)
+    await target.start()
+    await eventually(lambda: len(target.taken) == 3, what="the copy has been fetched anew")
+    assert has_copy(target, manifest, model)
 
 
 async def test_a_copy_goes_with_its_last_user_unless_it_is_kept(

@@ -14,7 +14,8 @@ class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
 
     `model` is the name in the API, `folder` the model folder, with or without weights. The answer
     for the engine's loader goes to `answer_file`; unless it is to `take` weights, that is the
-    disk. A process that takes over from one that has died gets the `digest` of that one's answer.
+    disk. A process that takes over from one that has died gets the `digest` of that one's answer,
+    and whether the engine has `loaded` its weights already.
     """
 
     env: dict[str, str]
@@ -26,6 +27,7 @@ class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
     node: str = ""
     answer_file: str
     digest: str = ""
+    loaded: bool = False
     take: bool = True
 
 

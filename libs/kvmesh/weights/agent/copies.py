@@ -109,10 +109,19 @@ class CopyTaker:
         """Answer with a copy and return nothing, or return the reason why there is none."""
         if not self._job.take:
             return "the engine loads its weights itself"
-        settings, job = self._settings, self._job
+        settings, left = self._settings, self._job.digest
         store = await asyncio.to_thread(WeightStore, settings.directory, settings.max_bytes)
         self._store = store
-        await asyncio.to_thread(store.sweep)
+        held = await asyncio.to_thread(store.open, left) if left else None
+        try:
+            await asyncio.to_thread(store.sweep)
+            return await self._found(store, on_disk, patience)
+        finally:
+            if held is not None:
+                held.close()
+
+    async def _found(self, store: WeightStore, on_disk: bool, patience: float) -> str:
+        settings, job = self._settings, self._job
         reason = f"no worker of {job.model} tells the digest of its weights"
         try:
             async with asyncio.timeout(patience):
@@ -144,7 +153,10 @@ class CopyTaker:
     async def _manifest(self, store: WeightStore, on_disk: bool) -> Manifest | None:
         """The manifest of the weights to take; None if the files on the disk are as good."""
         if self._job.digest:
-            return self._stored(store, self._job.digest)
+            found = self._stored(store, self._job.digest)
+            if found is None and not self._job.loaded:  # the loader is going to open it
+                found = await self._own.manifests.get(self._job.digest)
+            return found
         while True:
             if digest := await digest_on_cards(self._bus, self._job):
                 return self._stored(store, digest) or await self._own.manifests.get(digest)

@@ -44,6 +44,7 @@ class WorkerWeights:
         self._tasks = BackgroundTasks()
         self._digest = ""
         self._takes = worker.engine in LOADERS
+        self._on_disk = _has_weights(folder)
         self._told: Callable[[str], None] | None = None
         self.counts = WeightsCounts()
         job = WeightsJob(
@@ -57,7 +58,7 @@ class WorkerWeights:
             answer_file=str(self._folder / "answer"),
             take=self._takes,
         )
-        longest_s = weights.patience_s if _has_weights(folder) else weights.wait_s
+        longest_s = weights.patience_s if self._on_disk else weights.wait_s
         self.access = access(
             self._folder / "answer",
             weights.directory,
@@ -109,6 +110,8 @@ class WorkerWeights:
         self._deaths += 1
         if self._deaths == 1:
             log.warning("%s; the engine does not need it once it has its weights", reason)
+        if self._on_disk or self._deaths > MAX_DEATHS:  # else only the next process brings them
+            self._process.read_folder(reason)
         if self._deaths > MAX_DEATHS:
             log.warning("weights are not shared any more: %s", reason)
             return
