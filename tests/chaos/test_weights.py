@@ -37,7 +37,7 @@ LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=1 << 20, seq_bytes=1 << 20,
 RATE = 12_000_000  # bytes/s that one source sends
 SOURCES = 3
 FEW, MANY = 6, 100
-ALTERED = 0.1  # of the chunks of a source
+ALTERED = 0.3  # of the chunks of a source
 BEFORE, AFTER = 0.15, 0.1  # of the faults come before or after the transfer
 OWN_FOLDER = 0.3  # of the workers have the weights on their disk too
 SETTINGS = {

@@ -12,7 +12,7 @@ from support.wait import eventually
 from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
@@ -163,6 +163,21 @@ async def test_a_stale_digest_is_asked_of_nobody(
     target = await agents.start("target", model)
     assert "there is no manifest" in (await answered(target)).disk
     assert stale.counts.sent == 0
+
+
+async def test_a_worker_without_files_waits_for_a_manifest(
+    agents: Agents, model: Path, bus: Bus
+) -> None:
+    manifest = checkpoint_manifest(model, model="m", chunk_bytes=CHUNK)
+    first = await source(agents, "first", model, manifest)
+    await bus.js.delete_object_store(bus.subjects.model_bucket)
+    await first.join()
+    hasty = await agents.start("hasty", wait_s=0.5)
+    assert "there is no manifest" in (await answered(hasty)).disk
+    target = await agents.start("target")
+    await ensure_streams(bus, StreamLimits())
+    await ManifestStore(bus).put(manifest)
+    assert (await answered(target)).digest == manifest.digest
 
 
 async def test_a_folder_with_other_weights_is_read_itself(

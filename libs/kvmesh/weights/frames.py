@@ -62,11 +62,15 @@ class WeightsKnown(Struct, frozen=True, tag="known"):
 
 
 class WeightsTaken(Struct, frozen=True, tag="taken"):
-    """A copy is complete: bytes by source, an instance or "disk", and the seconds that it took."""
+    """A copy is complete: bytes by source, an instance or "disk", and the seconds that it took.
+
+    What the sources have not sent of its `size` was in the node's memory.
+    """
 
     digest: str
     seconds: float
     sources: dict[str, int]
+    size: int = 0
 
 
 class WeightsFromDisk(Struct, frozen=True, tag="disk"):

@@ -178,7 +178,7 @@ class WeightStore:
             reason = f"{size} bytes of weights exceed weights.max_bytes, {self._max_bytes}"
             raise StoreFull(f"{self._directory}: {reason}")
         unused = sorted(_folders(self._directory), key=_used_at)
-        while (used := self._used()) + size > self._max_bytes or self._free() < size:
+        while (used := self.used()) + size > self._max_bytes or self._free() < size:
             if not unused:
                 room = min(self._max_bytes - used, self._free())
                 reason = f"{size} bytes of weights do not fit into the {room} that are left"
@@ -191,7 +191,8 @@ class WeightStore:
         awaited = sum(max(each.st_size - each.st_blocks * 512, 0) for each in self._files())
         return found.f_bavail * found.f_frsize - awaited
 
-    def _used(self) -> int:
+    def used(self) -> int:
+        """Bytes of all copies, also of those on their way."""
         return sum(each.st_size for each in self._files())
 
     def _files(self) -> Iterator[os.stat_result]:

@@ -168,7 +168,7 @@ def test_a_copy_that_vanishes_meanwhile_is_not_counted(
         yield folder / "0" / "files" / "gone"
 
     monkeypatch.setattr(Path, "glob", with_another)
-    assert store._used() == 0
+    assert store.used() == 0
     monkeypatch.undo()
     store.create(manifest).close()
 

@@ -67,6 +67,7 @@ from kvmesh.bus.messages.discovery import (
     Role,
     Starting,
     StartPhase,
+    StartSource,
     WeightOffer,
     WeightQuery,
 )
@@ -318,6 +319,7 @@ __all__ = [
     "SimulatedPool",
     "SpeedReport",
     "StartPhase",
+    "StartSource",
     "Starting",
     "StepOutput",
     "Stored",

@@ -122,6 +122,18 @@ class Phase(Struct, frozen=True):
     seconds: float
 
 
+class StartSource(Struct, frozen=True):
+    """Where a part of the engine came from at its start: `bytes` of it from one `source`.
+
+    `part` is "weights" or "code", which was compiled before. `source` is "disk", "workers", or
+    "memory": what was in the node's memory already. "compiled": the engine found no code.
+    """
+
+    part: str
+    source: str
+    bytes: int = 0
+
+
 class CompiledOffer(Struct, frozen=True):
     """An archive of compiled code that a worker serves to workers of its trust domain.
 
@@ -162,7 +174,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     on, 0 if it was not parked. A parked worker will serve the model named `parked_for`, and has
     no `model` card before it does. A worker or kvbm that `expects_returns` orders eviction by
     forecasts of returns; others need none. `compiled` is the compile cache that a worker offers, if
-    any.
+    any. `sources` tells where a worker's weights and compiled code came from, as far as known.
     """
 
     instance: str
@@ -187,6 +199,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     parked_for: str = ""
     promoted_s: float = 0.0
     compiled: CompiledOffer | None = None
+    sources: list[StartSource] = []
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

@@ -20,7 +20,7 @@ from kvmesh.weights.agent.readers import DiskReader
 from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.agent.target import digest_on_cards, stored_manifest
 from kvmesh.weights.answer import WeightsAnswer, write_answer
-from kvmesh.weights.errors import CheckpointError, WeightsError
+from kvmesh.weights.errors import CheckpointError, ManifestError, WeightsError
 from kvmesh.weights.frames import (
     WeightsCounts,
     WeightsFromDisk,
@@ -61,6 +61,7 @@ class CopyTaker:
         self._fetch: WeightFetch | None = None
         self._search: SourceSearch | None = None
         self._answered = bool(job.digest)
+        self._trouble = ""  # in looking for a manifest
 
     async def run(self) -> None:
         """Return once the copy is complete, or the loader reads the disk."""
@@ -126,6 +127,7 @@ class CopyTaker:
         try:
             async with asyncio.timeout(patience):
                 manifest = await self._manifest(store, on_disk)
+            self._trouble = ""
             if manifest is None:
                 return reason
             if on_disk and await self._own.differ(manifest):
@@ -140,6 +142,7 @@ class CopyTaker:
                     while self._fetch is not None and not self._fetch.peers:
                         await self._look_around()
         except TimeoutError:
+            reason = self._trouble or reason
             return f"{reason} within {patience:g} s"
         self._answer(WeightsAnswer(manifest.digest, str(self._settings.directory)))
         return ""
@@ -151,15 +154,21 @@ class CopyTaker:
                 await asyncio.to_thread(self._store.sweep)
 
     async def _manifest(self, store: WeightStore, on_disk: bool) -> Manifest | None:
-        """The manifest of the weights to take; None if the files on the disk are as good."""
-        if self._job.digest:
-            found = self._stored(store, self._job.digest)
-            if found is None and not self._job.loaded:  # the loader is going to open it
-                found = await self._own.manifests.get(self._job.digest)
-            return found
+        """The manifest of the weights to take; None if the files on the disk are as good.
+
+        Only a worker without files on its disk waits for NATS, or for a manifest that is missing.
+        """
+        if self._job.loaded:
+            return self._stored(store, self._job.digest)
         while True:
-            if digest := await digest_on_cards(self._bus, self._job):
-                return self._stored(store, digest) or await self._own.manifests.get(digest)
+            try:
+                if digest := self._job.digest or await digest_on_cards(self._bus, self._job):
+                    return self._stored(store, digest) or await self._own.manifests.get(digest)
+                self._trouble = ""
+            except (BusError, ManifestError) as error:
+                if on_disk:
+                    raise
+                self._trouble = cause(error)
             if on_disk:
                 known = await self._own.known()
                 return known and self._stored(store, known.digest)
@@ -222,8 +231,9 @@ class CopyTaker:
             if self._search is not None:
                 await self._search.close()
         taken = dict(self._fetch.taken) if self._fetch is not None else {}
-        self._send(WeightsTaken(copy.manifest.digest, time.monotonic() - began, taken))
-        self._send(WeightsKnown(copy.manifest.digest))
+        manifest, took_s = copy.manifest, time.monotonic() - began
+        self._send(WeightsTaken(manifest.digest, took_s, taken, manifest.size))
+        self._send(WeightsKnown(manifest.digest))
 
     def _answer(self, answer: WeightsAnswer) -> None:
         """Answer the loader; it keeps a first answer."""

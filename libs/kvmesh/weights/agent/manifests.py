@@ -1,7 +1,7 @@
 """Manifests in the mesh's object store, under a key that all workers of the mesh share."""
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.errors import NotFound
 from kvmesh.bus.storage.shared_secret import shared_secret
 from kvmesh.bus.subjects import manifest_object
 from kvmesh.weights.errors import ManifestError
@@ -19,7 +19,7 @@ class ManifestStore:
         self._key = b""
 
     async def get(self, digest: str) -> Manifest:
-        """The manifest with this digest; raises ManifestError, also if there is none."""
+        """The manifest with this digest; raises BusError, or ManifestError if there is none."""
         name = manifest_object(digest)
         try:
             store = await self._bus.js.object_store(self._bus.subjects.model_bucket)
@@ -30,8 +30,6 @@ class ManifestStore:
             key = await self._secret()
         except NotFound as error:
             raise ManifestError(f"there is no manifest {digest}") from error
-        except BusError as error:
-            raise ManifestError(f"cannot read the manifest {digest}: {cause(error)}") from error
         manifest = unpack(packed, key)
         if manifest.digest != digest:
             raise ManifestError(f"the manifest {digest} has the digest {manifest.digest}")

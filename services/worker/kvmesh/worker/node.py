@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
     Load,
     MessageDecoder,
     StartPhase,
+    StartSource,
     StepOutput,
     Work,
     WorkReply,
@@ -134,6 +135,7 @@ class WorkerNode:
         self._joined = False
         self._failed = False
         self._weights = ""
+        self.sources: Callable[[], list[StartSource]] = list  # of what the engine starts with
         self.info: EngineInfo | None = None
         self.instance = instance
         self.draining = False
@@ -259,7 +261,9 @@ class WorkerNode:
         if parked is not None:
             took_s -= parked.ended - parked.began
         promoted_s = 0.0 if parked is None else now - parked.ended
-        return replace(card, startup_s=took_s, phases=row, promoted_s=promoted_s)
+        return replace(
+            card, startup_s=took_s, phases=row, promoted_s=promoted_s, sources=self.sources()
+        )
 
     def _start_publishing(self, card: Instance) -> None:
         self._publisher = KvPublisher(

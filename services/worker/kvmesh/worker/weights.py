@@ -5,9 +5,11 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvmesh.bus.backoff import Backoff
+from kvmesh.bus.messages import StartSource
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.quantities import size
 from kvmesh.settings.load import to_env
@@ -15,7 +17,7 @@ from kvmesh.settings.schema import Settings, WeightsSettings
 from kvmesh.weights.answer import WeightsAccess
 from kvmesh.weights.checkpoint import weight_files
 from kvmesh.weights.client import WorkersProcess, access
-from kvmesh.weights.errors import CheckpointError
+from kvmesh.weights.errors import CheckpointError, StoreError
 from kvmesh.weights.frames import (
     WeightsCounts,
     WeightsEvent,
@@ -24,11 +26,13 @@ from kvmesh.weights.frames import (
     WeightsKnown,
     WeightsTaken,
 )
+from kvmesh.weights.store import WeightStore
 from kvmesh.worker.compiled.exchange import ProcessExchange
 from kvmesh.worker.model_card import node_name, weights_revision
 
 log = logging.getLogger(__name__)
 LOADERS = ("torch", "vllm", "sglang", "trtllm")  # that read the answer; others only offer files
+WEIGHTS, DISK = "weights", "disk"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
 MAX_DEATHS = 5
 
@@ -38,14 +42,17 @@ class WorkerWeights:
 
     def __init__(self, settings: Settings, folder: Path, name: str, instance: str) -> None:
         worker, weights = settings.worker, settings.weights
+        self._settings = weights
         self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-weights-"))
+        self._model = folder
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         self._deaths = 0
         self._tasks = BackgroundTasks()
         self._digest = ""
         self._takes = worker.engine in LOADERS
-        self._on_disk = _has_weights(folder)
+        self._on_disk = _weight_bytes(folder) > 0
         self._told: Callable[[str], None] | None = None
+        self._sources: list[StartSource] = []
         self.counts = WeightsCounts()
         job = WeightsJob(
             env=to_env(settings),
@@ -68,6 +75,18 @@ class WorkerWeights:
         )
         self._process = WorkersProcess(job, self._report, self._restart)
         self.archives = ProcessExchange(self._process, weights)
+
+    @property
+    def sources(self) -> list[StartSource]:
+        """Where the engine's weights came from, as far as known."""
+        return self._sources
+
+    def stored_bytes(self) -> int:
+        """Bytes of all copies in the node's memory; 0 if they cannot be read."""
+        weights = self._settings
+        with suppress(StoreError):
+            return WeightStore(weights.directory, weights.max_bytes).used()
+        return 0
 
     def tell(self, on_digest: Callable[[str], None]) -> None:
         """Pass the digest of the worker's weights on, now or once it is known."""
@@ -102,8 +121,12 @@ class WorkerWeights:
                     self._told(event.digest)
             case WeightsFromDisk() if self._takes:
                 log.info("weights come from the model folder: %s", event.reason)
+                if not self._sources:
+                    self._sources = [StartSource(WEIGHTS, DISK, _weight_bytes(self._model))]
             case WeightsTaken():
                 log.info("%s", _taken_text(event))
+                if not self._sources:
+                    self._sources = _sources(event)
 
     def _restart(self, reason: str) -> None:
         """Start another process after a while, a few times; the first death is logged."""
@@ -130,11 +153,18 @@ def kept_access(weights: WeightsSettings) -> WeightsAccess | None:
     return WeightsAccess(nowhere, weights.directory, weights.max_bytes, keep=True, timeout_s=0.0)
 
 
-def _has_weights(folder: Path) -> bool:
-    try:
-        return bool(weight_files(folder))
-    except CheckpointError:
-        return False
+def _weight_bytes(folder: Path) -> int:
+    """Bytes of the folder's weights; 0 if there are none."""
+    with suppress(CheckpointError, OSError):
+        return sum(file.stat().st_size for file in weight_files(folder))
+    return 0
+
+
+def _sources(event: WeightsTaken) -> list[StartSource]:
+    disk = event.sources.get(DISK, 0)
+    workers = sum(event.sources.values()) - disk
+    found = {"workers": workers, DISK: disk, "memory": event.size - workers - disk}
+    return [StartSource(WEIGHTS, source, count) for source, count in found.items() if count > 0]
 
 
 def _taken_text(event: WeightsTaken) -> str:
