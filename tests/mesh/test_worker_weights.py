@@ -80,6 +80,8 @@ async def test_a_worker_offers_its_files_and_outlives_its_weights_process(
         return scrape(mesh.worker_ports["w-0"])[sample] >= manifest.size
 
     await eventually(sent, what="the worker counts what was sent")
+    stored = 'kvmesh_worker_weights_stored_bytes{model="m",worker="w-0"}'
+    assert scrape(mesh.worker_ports["w-0"])[stored] == 0, "it serves the files of its folder"
     worker = mesh.processes["w-0"].pid
     os.kill(weights_process(worker), signal.SIGKILL)
     await target.close()

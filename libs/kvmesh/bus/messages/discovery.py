@@ -123,10 +123,10 @@ class Phase(Struct, frozen=True):
 
 
 class StartSource(Struct, frozen=True):
-    """Where a part of the engine came from at its start: `bytes` of it from one `source`.
+    """A source of what an engine started with: `bytes` of a part of it.
 
     `part` is "weights" or "code", which was compiled before. `source` is "disk", "workers", or
-    "memory": what was in the node's memory already. "compiled": the engine found no code.
+    "memory" for what was in the node's memory already; "compiled" if the engine found no code.
     """
 
     part: str

@@ -111,7 +111,7 @@ class StartCollector(Collector):
 
 
 class SourceCollector(Collector):
-    """Where weights and compiled code came from, as `kvmesh_worker_start_bytes`."""
+    """Sources of weights and compiled code, as `kvmesh_worker_start_bytes`."""
 
     def __init__(self, labels: WorkerLabels, sources: Callable[[], Iterable[StartSource]]) -> None:
         self._labels = labels

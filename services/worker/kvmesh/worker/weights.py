@@ -78,7 +78,7 @@ class WorkerWeights:
 
     @property
     def sources(self) -> list[StartSource]:
-        """Where the engine's weights came from, as far as known."""
+        """The sources of the engine's weights, as far as known."""
         return self._sources
 
     def stored_bytes(self) -> int:
