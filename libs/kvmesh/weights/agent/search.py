@@ -1,13 +1,16 @@
 """Search for sources of a copy of weights, by queries to ever more workers."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
 
-from kvmesh.bus.client import Bus, Subscription
+from kvmesh.bus.client import Bus, RawMessage, Subscription
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.weights.manifest import Manifest
 
+log = logging.getLogger(__name__)
 SHARES = (1 / 64, 1 / 8, 1.0)  # of those which have chunks
 WIDEN_S = 0.05
 _offers = MessageDecoder(WeightOffer)
@@ -25,9 +28,10 @@ class SourceSearch:
         self._found = found
         self._inbox = bus.new_inbox()
         self._subscription: Subscription | None = None
+        self._logged = LogOnce()
 
     async def open(self) -> None:
-        self._subscription = await self._bus.subscribe(self._inbox, _offers, self._receive)
+        self._subscription = await self._bus.subscribe_raw(self._inbox, self._receive)
 
     async def ask(self, enough: Callable[[], bool]) -> None:
         """Ask a few workers, then more of them, until `enough`; takes up to 0.15 s."""
@@ -44,7 +48,15 @@ class SourceSearch:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
-    def _receive(self, offer: WeightOffer) -> None:
+    def _receive(self, message: RawMessage) -> None:
+        if not message.data:  # nobody listens
+            return
+        try:
+            offer = _offers.decode(message.data)
+        except ValueError as error:
+            if self._logged.first(str(error)):
+                log.warning("dropped a malformed offer of weights: %s", error)
+            return
         if offer.digest != self._manifest.digest or offer.instance == self._instance:
             return
         if len(offer.files) == len(self._manifest.files):
