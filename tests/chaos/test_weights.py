@@ -40,6 +40,7 @@ FEW, MANY = 4, 100
 ALTERED = 0.3  # of the chunks of a source
 BEFORE, AFTER = 0.15, 0.1  # of the faults come before or after the transfer
 OWN_FOLDER = 0.3  # of the workers have the weights on their disk too
+TWIN = 0.2  # of the workers start together with another one of their node
 SETTINGS = {
     "KVMESH_WEIGHTS_UPLOAD_BYTES_PER_S": str(RATE),
     "KVMESH_WEIGHTS_PATIENCE_S": "3",
@@ -82,25 +83,31 @@ class Starts:
         own = random_.random() < OWN_FOLDER
         faults = random_.choices(FAULTS_ON_DISK if own else FAULTS, k=random_.choice((1, 1, 2)))
         small = fill_the_store in faults
+        twin = random_.random() < TWIN
         sources = list(self.fleet.workers)
         spared = random_.choice(sources)
         others = [source for source in sources if source is not spared]
         directory = self.fleet.directory(f"target-{self.counts['starts']}")
         began = time.monotonic()
         with small_store(directory, self.manifest.size * 3 // 2 if small else 0) as env:
-            target = self.fleet.start(self.model if own else self.bare, SETTINGS | env, directory)
+            folder, settings = self.model if own else self.bare, SETTINGS | env
+            target = self.fleet.start(folder, settings, directory)
+            twins = [self.fleet.start(folder, settings, directory)] if twin else []
             harms = []
             for fault in faults:
                 struck = sources if own and fault is not alter else others
                 harms.append(self._harm(fault, target, struck, random_))
-            await asyncio.gather(self.joined(target), *harms)
+            await asyncio.gather(*map(self.joined, [target, *twins]), *harms)
             self.seconds.append(time.monotonic() - began)
             self.counts["starts"] += 1
             self.counts["with the disk"] += own
+            self.counts["with another worker of the node"] += twin
             for worker in self.fleet.workers:
                 worker.signal(SIGCONT)
                 worker.proxy.release()
             await self._check(target)
+            for worker in twins:
+                await self._remove(worker)
             if small or not target.chunks(self.manifest.digest):
                 await self._remove(target)
         await self._renew()

@@ -118,7 +118,6 @@ class FleetWorker:
         assert self._process.exitcode == 0, self.log()
         self.proxy.stop()
         self.pipe.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _receive(self) -> None:
         try:
@@ -197,5 +196,8 @@ class Fleet:
         return lease
 
     async def remove(self, worker: FleetWorker) -> None:
+        """End a worker, and remove its node's store if it was the last one there."""
         self.workers.remove(worker)
         await worker.close()
+        if all(other.directory != worker.directory for other in self.workers):
+            shutil.rmtree(worker.directory, ignore_errors=True)
