@@ -36,7 +36,7 @@ pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 LIMITS = StreamLimits(kv_bytes=64 << 20, route_bytes=1 << 20, seq_bytes=1 << 20, lease_s=10.0)
 RATE = 12_000_000  # bytes/s that one source sends
 SOURCES = 3
-FEW, MANY = 4, 100
+MANY = 100
 ALTERED = 0.3  # of the chunks of a source
 BEFORE, AFTER = 0.15, 0.1  # of the faults come before or after the transfer
 OWN_FOLDER = 0.3  # of the workers have the weights on their disk too
@@ -78,10 +78,11 @@ class Starts:
         assert loaded.error == "", f"{loaded.error}\n{worker.log()}"
         assert loaded.digest == self.truth, worker.log()
 
-    async def one(self, random_: random.Random) -> None:
-        """One start, with one or two faults."""
-        own = random_.random() < OWN_FOLDER
-        faults = random_.choices(FAULTS_ON_DISK if own else FAULTS, k=random_.choice((1, 1, 2)))
+    async def one(self, random_: random.Random, *given: "Fault") -> None:
+        """One start, with one or two faults unless they are `given`."""
+        own = not given and random_.random() < OWN_FOLDER
+        drawn = random_.choices(FAULTS_ON_DISK if own else FAULTS, k=random_.choice((1, 1, 2)))
+        faults = given or drawn
         small = fill_the_store in faults
         twin = random_.random() < TWIN
         sources = list(self.fleet.workers)
@@ -207,6 +208,7 @@ async def restart_nats(starts: Starts, worker: FleetWorker, _: random.Random) ->
 
 
 ON_SOURCES = (kill, freeze, cut, partition, alter)
+FEW: tuple[tuple[Fault, ...], ...] = ((kill, alter), (cut,), (freeze,), (kill_target,))
 FAULTS: tuple[Fault, ...] = (*ON_SOURCES, kill, alter, kill_target, restart_nats)
 FAULTS_ON_DISK: tuple[Fault, ...] = (*FAULTS, fill_the_store)
 
@@ -277,10 +279,9 @@ async def starts(
 
 
 async def test_starts_survive_their_sources(starts: Starts) -> None:
-    random_ = random.Random(1)
-    for _ in range(FEW):
-        await starts.one(random_)
-    assert starts.counts["starts"] == FEW
+    for seed, faults in enumerate(FEW, 1):
+        await starts.one(random.Random(seed), *faults)
+    assert starts.counts["starts"] == len(FEW)
 
 
 @pytest.mark.soak
