@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
@@ -65,11 +65,11 @@ class Starts:
         self.seconds: list[float] = []
 
     async def found(self) -> None:
-        """Let the first worker find a copy in its memory."""
+        """Let the first worker find a copy in its memory, and a second one take it."""
         directory = self.fleet.directory("first")
         stored_copy(directory, self.model, self.manifest)
-        first = self.fleet.start(self.bare, SETTINGS, directory)
-        await self.joined(first)
+        await self.joined(self.fleet.start(self.bare, SETTINGS, directory))
+        await self._renew()
 
     async def joined(self, worker: FleetWorker) -> None:
         """The worker has started with the right parameters; it is a source from now on."""
@@ -78,8 +78,13 @@ class Starts:
         assert loaded.error == "", f"{loaded.error}\n{worker.log()}"
         assert loaded.digest == self.truth, worker.log()
 
-    async def one(self, random_: random.Random, *given: "Fault") -> None:
-        """One start, with one or two faults unless they are `given`."""
+    async def one(
+        self, random_: random.Random, given: Sequence["Fault"] = (), share: float | None = None
+    ) -> None:
+        """One start, with one or two faults unless they are `given`.
+
+        They come when a `share` of the chunks is there, or each at a random point.
+        """
         own = not given and random_.random() < OWN_FOLDER
         drawn = random_.choices(FAULTS_ON_DISK if own else FAULTS, k=random_.choice((1, 1, 2)))
         faults = given or drawn
@@ -97,7 +102,7 @@ class Starts:
             harms = []
             for fault in faults:
                 struck = sources if own and fault is not alter else others
-                harms.append(self._harm(fault, target, struck, random_))
+                harms.append(self._harm(fault, target, struck, random_, share))
             await asyncio.gather(*map(self.joined, [target, *twins]), *harms)
             self.seconds.append(time.monotonic() - began)
             self.counts["starts"] += 1
@@ -123,9 +128,11 @@ class Starts:
         target: FleetWorker,
         sources: list[FleetWorker],
         random_: random.Random,
+        share: float | None,
     ) -> None:
-        draw = random_.random()
-        share = 0.0 if draw < BEFORE else 2.0 if draw > 1 - AFTER else random_.random()
+        if share is None:
+            draw = random_.random()
+            share = 0.0 if draw < BEFORE else 2.0 if draw > 1 - AFTER else random_.random()
         count = share * len(self.manifest.chunks)
         victims = random_.sample(sources, random_.randint(1, len(sources))) if sources else []
 
@@ -208,7 +215,12 @@ async def restart_nats(starts: Starts, worker: FleetWorker, _: random.Random) ->
 
 
 ON_SOURCES = (kill, freeze, cut, partition, alter)
-FEW: tuple[tuple[Fault, ...], ...] = ((kill, alter), (cut,), (freeze,), (kill_target,))
+FEW: tuple[tuple[float, tuple[Fault, ...]], ...] = (
+    (0.0, (alter,)),
+    (0.5, (kill, cut)),
+    (0.4, (freeze,)),
+    (0.3, (kill_target,)),
+)
 FAULTS: tuple[Fault, ...] = (*ON_SOURCES, kill, alter, kill_target, restart_nats)
 FAULTS_ON_DISK: tuple[Fault, ...] = (*FAULTS, fill_the_store)
 
@@ -279,9 +291,14 @@ async def starts(
 
 
 async def test_starts_survive_their_sources(starts: Starts) -> None:
-    for seed, faults in enumerate(FEW, 1):
-        await starts.one(random.Random(seed), *faults)
+    random_ = random.Random(1)
+    for share, faults in FEW:
+        await starts.one(random_, faults, share)
+        for fault in faults:
+            assert starts.counts[fault.__name__] >= 1
     assert starts.counts["starts"] == len(FEW)
+    await starts.close()
+    assert starts.counts["chunks corrupt"]
 
 
 @pytest.mark.soak
