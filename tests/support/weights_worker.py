@@ -11,7 +11,12 @@ from typing import Any
 
 from msgspec import Struct
 
-MODULES = ("kvmesh.worker.engines.torch.engine", "kvmesh.worker.weights")
+# what a worker of the model below imports
+MODULES = (
+    "kvmesh.worker.engines.torch.engine",
+    "kvmesh.worker.weights",
+    "transformers.models.llama.modeling_llama",
+)
 REPORT_S = 0.1
 
 
