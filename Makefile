@@ -105,7 +105,8 @@ $(COMPILED)/.built$(CORES): $(ENGINES) $(SOURCES)
 
 # Much more than `make test` does: 3,000 examples of each property, 10,000 seeds of the simulation,
 # a mesh under load for SOAK_S seconds whose processes must not grow, a frontend attacked for long,
-# blocks moved through all tiers, a cluster of NATS servers harmed.
+# blocks moved through all tiers, a cluster of NATS servers harmed, a hundred starts whose sources of
+# weights are harmed.
 soak: $(ENGINES)
 	$(BIN)/pytest -q -m hypothesis --hypothesis-profile many --numprocesses 2 tests/unit
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos

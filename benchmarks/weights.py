@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common import Report, median, parser
 from gpu_model import make_random_model
@@ -34,13 +34,20 @@ from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.weights.answer import WeightsAnswer, read_answer, write_answer
 from kvmesh.weights.checkpoint import checkpoint_manifest, weight_files
 from kvmesh.weights.client import WorkersProcess
-from kvmesh.weights.frames import WeightsEvent, WeightsJob, WeightsKnown, WeightsTaken
+from kvmesh.weights.frames import (
+    WeightsEvent,
+    WeightsFromDisk,
+    WeightsJob,
+    WeightsKnown,
+    WeightsTaken,
+)
 from kvmesh.weights.store import WeightStore
 
 CHILD = Path(__file__).with_name("weights_children.py")
 PARTS = ("copy", "torch", "vllm")
 PLACES = ("disk", "page cache", "another worker", "node memory")
 START_S = 900.0
+T = TypeVar("T")
 GIB = 1 << 30
 TOOK = re.compile(r"the weights took ([\d.]+) s")
 PROCESSED = re.compile(r"the weights' processing took ([\d.]+) s")
@@ -181,20 +188,40 @@ class WeightsProcess:
             node=name,
             answer_file=str(self.answer_file),
         )
-        self.process = WorkersProcess(self.job, self.events.append, print)
+        self.process = WorkersProcess(self.job, self.events.append, self._died)
+        self._death = ""
 
-    async def event(self, kind: type[Any]) -> Any:
-        async with asyncio.timeout(START_S):
-            while not (found := [e for e in self.events if isinstance(e, kind)]):
-                await asyncio.sleep(0.01)
-        return found[-1]
+    def _died(self, reason: str) -> None:
+        self._death = reason
+        self.process.read_folder(reason)  # an engine that starts must not wait either
+
+    async def until(self, found: Callable[[], T | None], what: str) -> T:
+        """The first result of `found`; raises RuntimeError if the process dies or is too slow."""
+        deadline = time.monotonic() + START_S
+        while (result := found()) is None:
+            if self._death or time.monotonic() > deadline:
+                reason = self._death or f"not within {START_S:g} s"
+                raise RuntimeError(f"{self.job.name}: no {what}: {reason}")
+            await asyncio.sleep(0.01)
+        return result
+
+    async def event(self, kind: type[T]) -> T:
+        """The first event of a kind; raises RuntimeError, also if the engine reads its folder."""
+
+        def find() -> T | None:
+            for event in self.events:
+                if isinstance(event, kind):
+                    return event
+                if isinstance(event, WeightsFromDisk) and kind is WeightsTaken:
+                    self._death = event.reason
+            return None
+
+        return await self.until(find, kind.__name__)
 
     async def offer(self) -> None:
         """Offer the files of the folder to others."""
         await self.process.start()
-        async with asyncio.timeout(START_S):
-            while read_answer(self.answer_file) is None:
-                await asyncio.sleep(0.05)
+        await self.until(lambda: read_answer(self.answer_file), "answer")
         self.process.engine_runs()
         known = await self.event(WeightsKnown)
         model = ModelCard(name="model", context=9, block_size=9, files="", weights=known.digest)
@@ -239,7 +266,7 @@ async def copies(bench: Bench, bus: Bus, runs: int) -> None:
         target = WeightsProcess(bench, bus, "target", bench.bare)
         await target.process.start()
         try:
-            taken: WeightsTaken = await target.event(WeightsTaken)
+            taken = await target.event(WeightsTaken)
         finally:
             await target.close()
         numbers["copy"].append(bench.size / taken.seconds / GIB)

@@ -48,7 +48,11 @@ async def test_a_worker_that_starts_shows_its_phase(page: Page, up: Up) -> None:
     )
     try:
         await expect(row).to_contain_text("starting: weights", timeout=20_000)
+        starts = page.get_by_role("region", name="starts").get_by_role("row")
+        start = starts.filter(has_text="late")
+        await expect(start).to_contain_text(re.compile(r"starting.*imports [0-9.]+ s, .*…"))
         await expect(row).to_contain_text("ready", timeout=20_000)
+        await expect(start).to_contain_text(re.compile(r"[0-9.]+ s.*weights [4-9][0-9.]* s, "))
         pools = page.get_by_role("region", name="pools")
         await expect(pools.get_by_role("row").filter(has_text="worker")).to_contain_text("3")
         worker.send_signal(signal.SIGTERM)

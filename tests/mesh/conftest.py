@@ -9,9 +9,11 @@ import pytest_asyncio
 from support.kvbm_node import DISK_BYTES, HOST_BYTES, Node
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
+from support.up import Up
 from support.worker import ScriptedFrontend, Workers
 
 from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 
@@ -47,6 +49,24 @@ async def bus(options: BusOptions, limits: StreamLimits) -> AsyncIterator[Bus]:
     await ensure_streams(bus, limits)
     yield bus
     await bus.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def up_bus(up: Up) -> AsyncIterator[Bus]:
+    """A connection to the mesh of the module's own fixture `up`, once that is ready."""
+    await up.ready()
+    bus = await Bus.connect(up.options, "test")
+    yield bus
+    await bus.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def directory(up_bus: Bus) -> AsyncIterator[Directory]:
+    """All cards of that mesh."""
+    directory = Directory(up_bus, StreamLimits())
+    await directory.open()
+    yield directory
+    await directory.close()
 
 
 @pytest_asyncio.fixture

@@ -5,18 +5,16 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from support.up import Up
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Instance, Role
-from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.planning.history import read_decisions
 
@@ -35,22 +33,6 @@ def up(tmp_path: Path) -> Iterator[Up]:
     up.start()
     yield up
     up.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def bus(up: Up) -> AsyncIterator[Bus]:
-    await up.ready()
-    bus = await Bus.connect(up.options, "test")
-    yield bus
-    await bus.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def directory(bus: Bus) -> AsyncIterator[Directory]:
-    made = Directory(bus, StreamLimits())
-    await made.open()
-    yield made
-    await made.close()
 
 
 def cards(directory: Directory, role: Role) -> list[Instance]:
@@ -82,7 +64,7 @@ def settled(directory: Directory) -> bool:
 
 
 async def test_a_parked_worker_replaces_one_that_dies(
-    up: Up, bus: Bus, directory: Directory
+    up: Up, up_bus: Bus, directory: Directory
 ) -> None:
     await eventually(lambda: settled(directory), LONG_S, "two workers serve, one is parked")
     assert await asyncio.to_thread(complete, up) == 8
@@ -104,7 +86,7 @@ async def test_a_parked_worker_replaces_one_that_dies(
     assert await asyncio.to_thread(complete, up) == 8
 
     await eventually(lambda: settled(directory), LONG_S)
-    await put_pools(bus, "workers:min=3,max=3,parked=1")
+    await put_pools(up_bus, "workers:min=3,max=3,parked=1")
     await eventually(
         lambda: parked.instance in {card.instance for card in cards(directory, Role.WORKER)},
         LONG_S,
@@ -112,11 +94,11 @@ async def test_a_parked_worker_replaces_one_that_dies(
     )
     await eventually(lambda: len(cards(directory, Role.PARKED)) == 1, LONG_S, "another one parks")
     assert len(cards(directory, Role.WORKER)) == 3
-    await put_pools(bus, "workers:min=1,max=1,parked=1")
+    await put_pools(up_bus, "workers:min=1,max=1,parked=1")
     await eventually(lambda: len(cards(directory, Role.WORKER)) == 1, LONG_S, "one worker serves")
     await eventually(lambda: len(workers(up)) == 2, LONG_S, "one is parked")
     assert len(cards(directory, Role.PARKED)) == 1
-    decisions = await read_decisions(bus, moment("1h"), None)
+    decisions = await read_decisions(up_bus, moment("1h"), None)
     grown = [d.pools["workers"] for d in decisions if d.pools["workers"].wanted == 3]
     assert grown
     assert 0 < grown[-1].promotion_s < grown[-1].startup_s

@@ -3,18 +3,15 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from support.up import Up
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.messages import Role
-from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.planning.history import read_decisions
 
@@ -35,22 +32,6 @@ def up(tmp_path: Path) -> Iterator[Up]:
     up.start()
     yield up
     up.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def bus(up: Up) -> AsyncIterator[Bus]:
-    await up.ready()
-    bus = await Bus.connect(up.options, "test")
-    yield bus
-    await bus.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def directory(bus: Bus) -> AsyncIterator[Directory]:
-    made = Directory(bus, StreamLimits(), role=Role.WORKER)
-    await made.open()
-    yield made
-    await made.close()
 
 
 def prefilling(directory: Directory) -> set[str]:
@@ -83,7 +64,7 @@ async def replay(up: Up, folder: Path) -> dict[str, int]:
 
 
 async def test_a_running_worker_is_switched_before_any_starts_or_stops(
-    up: Up, bus: Bus, directory: Directory, tmp_path: Path
+    up: Up, up_bus: Bus, directory: Directory, tmp_path: Path
 ) -> None:
     before = {name for name in up.children() if name.startswith("worker")}
     replaying = asyncio.create_task(replay(up, tmp_path))
@@ -91,7 +72,7 @@ async def test_a_running_worker_is_switched_before_any_starts_or_stops(
     figures = await replaying
     assert figures["succeeded"] == REQUESTS
     assert {name for name in up.children() if name.startswith("worker")} == before
-    decisions = [d for d in await read_decisions(bus, moment("1h"), None) if d.switches]
+    decisions = [d for d in await read_decisions(up_bus, moment("1h"), None) if d.switches]
     assert decisions
-    assert not any("by hand" in d.reason for d in await read_decisions(bus, moment("1h"), None))
+    assert not any("by hand" in d.reason for d in await read_decisions(up_bus, moment("1h"), None))
     assert "Traceback" not in up.output

@@ -6,12 +6,11 @@ import json
 import re
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from support.nats import free_port
 from support.up import Up
 from support.wait import eventually
@@ -43,14 +42,6 @@ def up(tmp_path: Path, port: int, request: pytest.FixtureRequest) -> Iterator[Up
     up.start()
     yield up
     up.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def bus(up: Up) -> AsyncIterator[Bus]:
-    await up.ready()
-    bus = await Bus.connect(up.options, "test")
-    yield bus
-    await bus.close()
 
 
 def workers(up: Up) -> set[str]:
@@ -96,7 +87,7 @@ async def replay(up: Up, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("up", [SLOW], indirect=True)
 async def test_the_fleet_grows_under_a_burst_and_shrinks_after_it(
-    up: Up, bus: Bus, tmp_path: Path
+    up: Up, up_bus: Bus, tmp_path: Path
 ) -> None:
     replaying = asyncio.create_task(replay(up, tmp_path))
     await eventually(lambda: len(workers(up)) > 1, LONG_S, "more workers run")
@@ -106,7 +97,7 @@ async def test_the_fleet_grows_under_a_burst_and_shrinks_after_it(
     await eventually(lambda: len(workers(up)) == 1, LONG_S, "one worker runs")
     assert await asyncio.to_thread(up.serves)
     assert "Traceback" not in up.output
-    decisions = [d for d in await read_decisions(bus, moment("1h"), None) if d.changed]
+    decisions = [d for d in await read_decisions(up_bus, moment("1h"), None) if d.changed]
     sizes = [decision.pools["workers"] for decision in decisions]
     assert any(size.wanted > size.before for size in sizes)
     assert any(size.wanted < size.before for size in sizes)
@@ -128,7 +119,9 @@ def decided(port: int) -> float:
 
 
 @pytest.mark.parametrize("up", [ZERO], indirect=True)
-async def test_the_last_worker_leaves_and_a_request_wakes_one(up: Up, bus: Bus, port: int) -> None:
+async def test_the_last_worker_leaves_and_a_request_wakes_one(
+    up: Up, up_bus: Bus, port: int
+) -> None:
     for _ in range(3):
         assert await asyncio.to_thread(up.serves)
     for _ in range(2):
@@ -140,7 +133,7 @@ async def test_the_last_worker_leaves_and_a_request_wakes_one(up: Up, bus: Bus, 
         assert not workers(up)
         assert (await asyncio.to_thread(up.complete))[-1] == "[DONE]"
         assert workers(up)
-    changed = [d for d in await read_decisions(bus, moment("1h"), None) if d.changed]
+    changed = [d for d in await read_decisions(up_bus, moment("1h"), None) if d.changed]
     steps = [(d.pools["workers"].before, d.pools["workers"].wanted) for d in changed]
     assert steps[:4] == [(1, 0), (0, 1), (1, 0), (0, 1)]
     assert "Traceback" not in up.output

@@ -13,7 +13,7 @@ from support.wait import eventually
 from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
@@ -174,6 +174,21 @@ async def test_a_stale_digest_is_asked_of_nobody(
     assert stale.counts.sent == 0
 
 
+async def test_a_worker_without_files_waits_for_a_manifest(
+    agents: Agents, model: Path, bus: Bus
+) -> None:
+    manifest = checkpoint_manifest(model, model="m", chunk_bytes=CHUNK)
+    first = await source(agents, "first", model, manifest)
+    await bus.js.delete_object_store(bus.subjects.model_bucket)
+    await first.join()
+    hasty = await agents.start("hasty", wait_s=0.5)
+    assert "there is no manifest" in (await answered(hasty)).disk
+    target = await agents.start("target")
+    await ensure_streams(bus, StreamLimits())
+    await ManifestStore(bus).put(manifest)
+    assert (await answered(target)).digest == manifest.digest
+
+
 async def test_a_folder_with_other_weights_is_read_itself(
     agents: Agents, model: Path, manifest: Manifest
 ) -> None:
@@ -254,18 +269,56 @@ async def test_a_node_fetches_once_and_another_process_takes_over(
 ) -> None:
     only = await source(agents, "only", model, manifest, upload_bytes_per_s=2_000_000)
     await only.join()
-    one = await agents.start("one", node="n")
-    await eventually(lambda: sum(one.counts.taken.values()) > 0)
-    other = await agents.start("other", node="n")
-    assert (await answered(other)).digest == manifest.digest
+    one, other = [await agents.start(name, node="n") for name in ("one", "other")]
+    for agent in (one, other):
+        assert (await answered(agent)).digest == manifest.digest
     reader = other.store().open(manifest.digest)
     assert reader is not None
+    await eventually(lambda: one.counts.taken or other.counts.taken)
+    if other.counts.taken:
+        one, other = other, one
     assert not reader.complete
     one.signal(signal.SIGKILL)
     found = await sources_of(other)
     assert 0 < sum(found.values()) < manifest.size
     assert has_copy(other, manifest, model)
     reader.close()
+
+
+async def test_another_process_answers_a_loader_that_has_no_folder_to_read(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    first = await source(agents, "first", model, manifest)
+    target = await agents.start("target")
+    target.signal(signal.SIGKILL)
+    await eventually(lambda: target.deaths)
+    assert target.answer is None
+    await first.join()
+    await target.start()
+    assert (await answered(target)).digest == manifest.digest
+    await sources_of(target)
+    assert has_copy(target, manifest, model)
+
+
+async def test_a_process_before_the_engine_runs_brings_back_a_copy_that_was_answered(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    """Nobody has opened it: its engine is still importing."""
+    first = await source(agents, "first", model, manifest)
+    await first.join()
+    target = await agents.start("target")
+    await sources_of(target)
+    target.signal(signal.SIGKILL)
+    await eventually(lambda: target.deaths)
+    await target.start()
+    await eventually(lambda: len(target.taken) == 2, what="the copy is there again")
+    assert target.taken[1].sources == {}, "the copy that the process has left"
+    target.signal(signal.SIGKILL)
+    await eventually(lambda: len(target.deaths) == 2)
+    assert target.store().evict(manifest.digest)
+    await target.start()
+    await eventually(lambda: len(target.taken) == 3, what="the copy has been fetched anew")
+    assert has_copy(target, manifest, model)
 
 
 async def test_a_copy_goes_with_its_last_user_unless_it_is_kept(

@@ -11,7 +11,7 @@ import pytest_asyncio
 from support.mesh import Mesh, scrape
 from support.nats import NatsServer
 from support.wait import eventually
-from support.weights import Agents, make_weights
+from support.weights import Agents, make_weights, weights_process
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Instance, MessageDecoder
@@ -63,19 +63,6 @@ async def digest_on_card(bus: Bus) -> str:
     return next((card.model.weights for card in cards if card.model is not None), "")
 
 
-def weights_process(worker: int) -> int:
-    """The id of a worker's weights process; 0 if there is none."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
-            command = status.with_name("cmdline").read_bytes()
-        except OSError:  # it has ended
-            continue
-        if parent == worker and b"kvmesh.weights.agent.process" in command:
-            return int(status.parent.name)
-    return 0
-
-
 async def test_a_worker_offers_its_files_and_outlives_its_weights_process(
     mesh: Mesh, bus: Bus, agents: Agents, model: Path
 ) -> None:
@@ -93,6 +80,8 @@ async def test_a_worker_offers_its_files_and_outlives_its_weights_process(
         return scrape(mesh.worker_ports["w-0"])[sample] >= manifest.size
 
     await eventually(sent, what="the worker counts what was sent")
+    stored = 'kvmesh_worker_weights_stored_bytes{model="m",worker="w-0"}'
+    assert scrape(mesh.worker_ports["w-0"])[stored] == 0, "it serves the files of its folder"
     worker = mesh.processes["w-0"].pid
     os.kill(weights_process(worker), signal.SIGKILL)
     await target.close()

@@ -11,18 +11,21 @@ MOST_CHUNKS = 1024  # in flight per direction of a connection; then the sender w
 
 
 class Proxy:
-    """Forwards a port (`listen`, or a free one) to `port`, in its own thread.
+    """Forwards a port of `address` (`listen`, or a free one) to `port`, in its own thread.
 
     Settings apply to all present and future connections in both directions. `delay_s` delays every
     packet; packets stay in order and their delays overlap. `bytes_per_s` limits each direction of
     each connection.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1", listen: int = 0) -> None:
+    def __init__(
+        self, port: int, host: str = "127.0.0.1", listen: int = 0, address: str = "127.0.0.1"
+    ) -> None:
         self.delay_s = 0.0
         self.bytes_per_s: float | None = None
         self.port = listen
         self._target = host, port
+        self._address = address
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()
         self._open.set()
@@ -62,7 +65,7 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(step, self._loop).result(10)
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, self._address, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _cut(self) -> None:

@@ -16,7 +16,13 @@ from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.weights.answer import WeightsAnswer, read_answer
 from kvmesh.weights.client import WorkersProcess
-from kvmesh.weights.frames import WeightsCounts, WeightsEvent, WeightsJob, WeightsKnown
+from kvmesh.weights.frames import (
+    WeightsCounts,
+    WeightsEvent,
+    WeightsJob,
+    WeightsKnown,
+    WeightsTaken,
+)
 from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.store import WeightStore
 
@@ -64,6 +70,19 @@ def stored_copy(directory: Path, folder: Path, manifest: Manifest, flip: bool = 
     copy.close()
 
 
+def weights_process(worker: int) -> int:
+    """The id of a worker's weights process; 0 if there is none."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            command = status.with_name("cmdline").read_bytes()
+        except OSError:  # it has ended
+            continue
+        if parent == worker and b"kvmesh.weights.agent.process" in command:
+            return int(status.parent.name)
+    return 0
+
+
 class Agent:
     """A weights process in a test: a worker's, without the worker."""
 
@@ -90,6 +109,11 @@ class Agent:
         """The digest for the card of the worker."""
         known = self.event(WeightsKnown)
         return known.digest if known is not None else ""
+
+    @property
+    def taken(self) -> list[WeightsTaken]:
+        """Each copy that was complete, in order."""
+        return [event for event in self.events if isinstance(event, WeightsTaken)]
 
     @property
     def counts(self) -> WeightsCounts:

@@ -78,7 +78,8 @@ class LoadersProcess:
 class WorkersProcess:
     """A weights process of a worker; `on_event` gets what it reports.
 
-    `died` runs with a reason each time it ends by itself; `start` then starts another one.
+    `on_death` runs with a reason each time it ends by itself. Then `start` starts another one,
+    which answers the loader if the first has not; `read_folder` lets the loader wait for none.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class WorkersProcess:
         """Start it, to go on with the answer of one that has died; raises OSError."""
         answer = self._answer()
         if answer is not None:
-            self._job = replace(self._job, digest=answer.digest)
+            self._job = replace(self._job, digest=answer.digest, loaded=self._runs)
         self._process = await asyncio.create_subprocess_exec(
             *COMMAND,
             stdin=asyncio.subprocess.PIPE,
@@ -117,6 +118,12 @@ class WorkersProcess:
     @property
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
+
+    def read_folder(self, reason: str) -> None:
+        """Let the loader read its folder unless it has an answer."""
+        if self._answer() is None:
+            with contextlib.suppress(OSError):
+                write_answer(Path(self._job.answer_file), WeightsAnswer(disk=reason))
 
     def engine_runs(self) -> None:
         """The engine has loaded its weights and started."""
@@ -212,9 +219,6 @@ class WorkersProcess:
         if self._process is not process:
             return
         self._process = None
-        if self._answer() is None:
-            with contextlib.suppress(OSError):
-                write_answer(Path(self._job.answer_file), WeightsAnswer(disk=reason))
         self._on_death(reason)
 
 

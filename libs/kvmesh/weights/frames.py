@@ -14,8 +14,9 @@ class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
 
     `model` is the name in the API, `folder` the model folder, with or without weights. The answer
     for the engine's loader goes to `answer_file`; unless it is to `take` weights, that is the
-    disk. A process that takes over from one that has died gets the `digest` of that one's answer.
-    `pinned` is the digest of the manifest of the weights if the model comes from the model store.
+    disk. A process that takes over from one that has died gets the `digest` of that one's answer,
+    and whether the engine has `loaded` its weights already. `pinned` is the digest of the manifest
+    of the weights if the model comes from the model store.
     """
 
     env: dict[str, str]
@@ -28,6 +29,7 @@ class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):
     answer_file: str
     digest: str = ""
     pinned: str = ""
+    loaded: bool = False
     take: bool = True
 
 
@@ -68,11 +70,15 @@ class WeightsKnown(Struct, frozen=True, tag="known"):
 
 
 class WeightsTaken(Struct, frozen=True, tag="taken"):
-    """A copy is complete: bytes by source, an instance, "disk" or "store", and its seconds."""
+    """A copy is complete: bytes by source, an instance, "disk" or "store", and its seconds.
+
+    What the sources have not sent of its `size` was in the node's memory.
+    """
 
     digest: str
     seconds: float
     sources: dict[str, int]
+    size: int = 0
 
 
 class WeightsFromDisk(Struct, frozen=True, tag="disk"):

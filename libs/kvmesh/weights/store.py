@@ -21,8 +21,8 @@ from kvmesh.weights.stored_copy import (
     REMOVED,
     USE_LOCK,
     StoredCopy,
-    remove,
     remove_tree,
+    remove_unused,
 )
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class WeightStore:
         Raises StoreFull, or StoreError.
         """
         with self._locked():
-            present = self.open(manifest.digest)
+            present = self._sound(manifest.digest)
             if present is not None:
                 return present
             self._make_room(manifest.size)
@@ -73,7 +73,7 @@ class WeightStore:
         The manifest must describe its files. Raises StoreError.
         """
         with self._locked():
-            present = self.open(manifest.digest)
+            present = self._sound(manifest.digest)
             if present is not None:
                 _discard(files)
                 self._end_scratch(files)
@@ -159,6 +159,15 @@ class WeightStore:
                         _discard(path.with_name(path.name.removeprefix(LOCK)))
                         path.unlink()
 
+    def _sound(self, digest: str) -> StoredCopy | None:
+        """The present copy; one that is damaged makes way for another unless it is in use."""
+        try:
+            return self.open(digest)
+        except StoreError:
+            if not self.evict(digest):
+                raise
+            return None
+
     def _end_scratch(self, folder: Path) -> None:
         if (lock := self._scratch.pop(folder, None)) is not None:
             _scratch_lock(folder).unlink(missing_ok=True)
@@ -166,14 +175,12 @@ class WeightStore:
 
     def _evict(self, folder: Path) -> bool:
         try:
-            with FileLock(folder / USE_LOCK) as use:
-                if not use.take():
-                    return False
-                remove(folder)
+            return remove_unused(folder)
+        except FileNotFoundError:  # its last user has removed it
+            return True
         except OSError as error:
             log.warning("cannot remove the weights in %s: %s", folder, error)
             return False
-        return not folder.exists()
 
     def _make_room(self, size: int) -> None:
         """Evict unused copies, least recently used first, until `size` bytes fit."""
@@ -181,7 +188,7 @@ class WeightStore:
             reason = f"{size} bytes of weights exceed weights.max_bytes, {self._max_bytes}"
             raise StoreFull(f"{self._directory}: {reason}")
         unused = sorted(_folders(self._directory), key=_used_at)
-        while (used := self._used()) + size > self._max_bytes or self._free() < size:
+        while (used := self.used()) + size > self._max_bytes or self._free() < size:
             if not unused:
                 room = min(self._max_bytes - used, self._free())
                 reason = f"{size} bytes of weights do not fit into the {room} that are left"
@@ -189,15 +196,20 @@ class WeightStore:
             self._evict(unused.pop(0))
 
     def _free(self) -> int:
+        """Bytes of memory without those that copies on their way are going to take."""
         found = os.statvfs(self._directory)
-        return found.f_bavail * found.f_frsize
+        awaited = sum(max(each.st_size - each.st_blocks * 512, 0) for each in self._files())
+        return found.f_bavail * found.f_frsize - awaited
 
-    def _used(self) -> int:
-        return sum(
-            file.stat().st_size
-            for pattern in (f"[0-9a-f]*/{FILES}/*", f"{SCRATCH}*/*", f"{NEW}*/{FILES}/*")
-            for file in self._directory.glob(pattern)
-        )
+    def used(self) -> int:
+        """Bytes of all copies, also of those on their way."""
+        return sum(each.st_size for each in self._files())
+
+    def _files(self) -> Iterator[os.stat_result]:
+        for pattern in (f"[0-9a-f]*/{FILES}/*", f"{SCRATCH}*/*", f"{NEW}*/{FILES}/*"):
+            for file in self._directory.glob(pattern):
+                with suppress(FileNotFoundError):  # its last user has just removed it
+                    yield file.stat()
 
     def _install(self, new: Path, manifest: Manifest, have: bytes) -> StoredCopy:
         """Complete a new folder and show it under its digest, in use by this process."""

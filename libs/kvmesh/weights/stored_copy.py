@@ -174,18 +174,21 @@ class StoredCopy:
             with suppress(BufferError):
                 memory.close()
         self._maps.clear()
-        last = not self.keep and self._use.take()
-        if last:
-            remove(self.root)
-        self._use.close()
+        self._use.close()  # first, so that of several users that end at once one is the last
+        if not self.keep:
+            with suppress(OSError):
+                remove_unused(self.root)
 
 
-def remove(folder: Path) -> None:
-    """Remove a copy that this process has locked for itself: at once for others."""
-    hidden = folder.with_name(f"{REMOVED}{secrets.token_hex(8)}")
-    with suppress(OSError):
+def remove_unused(folder: Path) -> bool:
+    """Remove a copy, at once for others; False if a process uses it. Raises OSError."""
+    with FileLock(folder / USE_LOCK) as use:
+        if not use.take():
+            return False
+        hidden = folder.with_name(f"{REMOVED}{secrets.token_hex(8)}")
         folder.rename(hidden)
         remove_tree(hidden)
+        return True
 
 
 def remove_tree(folder: Path) -> None:

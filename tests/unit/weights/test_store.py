@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,52 @@ def test_a_full_disk_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [p.name for p in (tmp_path / "store").iterdir()] == ["lock"]
 
 
+def test_of_two_users_that_end_at_once_one_removes_the_copy(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path / "model")
+    store = WeightStore(tmp_path / "store", MAX)
+    for _ in range(20):
+        users = [store.create(manifest) for _ in range(2)]
+        threads = [threading.Thread(target=user.close) for user in users]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert store.list() == []
+
+
+def test_memory_that_a_copy_is_going_to_take_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, other = manifest_of(tmp_path / "model"), manifest_of(tmp_path / "other", 150_000)
+    store = WeightStore(tmp_path / "store", MAX)
+    left = os.statvfs_result((1, 1, 0, 0, manifest.size + other.size // 2, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: left)
+    copy = store.create(manifest)
+    with pytest.raises(StoreFull, match="do not fit"):
+        store.create(other)
+    for chunk in range(len(manifest.chunks)):
+        copy.allocate(chunk)
+    store.create(other).close()
+    copy.close()
+
+
+def test_a_copy_that_vanishes_meanwhile_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of(tmp_path / "model")
+    store = WeightStore(tmp_path / "store", MAX)
+    glob = Path.glob
+
+    def with_another(folder: Path, pattern: str) -> Iterator[Path]:
+        yield from glob(folder, pattern)
+        yield folder / "0" / "files" / "gone"
+
+    monkeypatch.setattr(Path, "glob", with_another)
+    assert store.used() == 0
+    monkeypatch.undo()
+    store.create(manifest).close()
+
+
 USE = """
 import sys, time
 from pathlib import Path
@@ -248,3 +295,6 @@ def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="malformed"):
         store.open(manifest.digest)
     assert store.list() == []
+    new = store.create(manifest)
+    assert not new.complete
+    new.close()

@@ -3,9 +3,15 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from support.loads import LOAD
 
-from kvmesh.bus.messages import Phase
+from kvmesh.bus.messages import Phase, StartSource
 from kvmesh.worker.capabilities import HandoffCounts
-from kvmesh.worker.metrics import HandoffCollector, LoadCollector, StartCollector, WorkerLabels
+from kvmesh.worker.metrics import (
+    HandoffCollector,
+    LoadCollector,
+    SourceCollector,
+    StartCollector,
+    WorkerLabels,
+)
 
 
 def test_metrics_show_the_load_of_each_rank() -> None:
@@ -28,6 +34,21 @@ def test_metrics_show_the_phases_of_the_start() -> None:
     name, labels = "kvmesh_worker_start_seconds", {"model": "m", "worker": "w"}
     assert registry.get_sample_value(name, labels | {"phase": "imports"}) == 9.5
     assert registry.get_sample_value(name, labels | {"phase": "KV allocation"}) == 2.0
+
+
+def test_metrics_show_the_sources_of_weights_and_code() -> None:
+    registry, labels = CollectorRegistry(), {"model": "m", "worker": "w"}
+    sources = [StartSource("weights", "workers", 5), StartSource("weights", "disk", 3)]
+    registry.register(SourceCollector(WorkerLabels("m", "w"), lambda: sources))
+    of_weights = labels | {"part": "weights"}
+    name, hit = "kvmesh_worker_start_bytes", "kvmesh_worker_compile_cache_hit"
+    assert registry.get_sample_value(name, of_weights | {"source": "workers"}) == 5
+    assert registry.get_sample_value(name, of_weights | {"source": "disk"}) == 3
+    assert registry.get_sample_value(hit, labels) is None, "without a cache"
+    sources.append(StartSource("code", "compiled"))
+    assert registry.get_sample_value(hit, labels) == 0
+    sources[-1] = StartSource("code", "workers", 7)
+    assert registry.get_sample_value(hit, labels) == 1
 
 
 def test_handoffs_have_the_labels_of_a_workers_other_series() -> None:

@@ -1,5 +1,6 @@
 """Commands to running workers that a person names."""
 
+import sys
 from collections.abc import Collection
 
 from kvmesh.bus.client import Bus
@@ -48,6 +49,17 @@ async def chosen_workers(
 def model_of(card: Instance) -> str:
     """The model that a worker serves, or will serve once it is promoted; else empty."""
     return card.model.name if card.model is not None else card.parked_for
+
+
+async def command_workers(
+    bus: Bus, cards: Collection[Instance], command: Control, timeout_s: float, accepted: str
+) -> bool:
+    """Print what each worker replies, `accepted` if it obeys; True if all do."""
+    replies = [await send_command(bus, card, command, timeout_s) for card in cards]
+    for card, reply in zip(cards, replies, strict=True):
+        text = accepted if reply.ok else reply.reason
+        print(f"{card.instance}: {text}", file=sys.stdout if reply.ok else sys.stderr)
+    return all(reply.ok for reply in replies)
 
 
 async def send_command(

@@ -35,6 +35,7 @@ from kvmesh.dashboard.state.pins import TenantNames
 from kvmesh.dashboard.state.requests.log import RequestLog
 from kvmesh.dashboard.state.requests.rows import RunningRow, ended_rows, running_rows
 from kvmesh.dashboard.state.shared import Shared
+from kvmesh.dashboard.state.starts import WorkerStartRow, worker_starts
 from kvmesh.observer.activity import by_session, by_tenant
 from kvmesh.observer.fleet import FleetView
 from kvmesh.runtime.service import stream_limits
@@ -72,6 +73,7 @@ class Mesh:
         self._clock = asyncio.get_running_loop().time
         self._readers: list[StreamReader] = []
         self.fleet_rows = self._shared(lambda: self.fleet.rows(self._clock()))
+        self.start_rows = self._shared(self._start_rows)
         self.running_rows = self._shared(self._running_rows)
         self.ended_rows = self._shared(lambda: ended_rows(self.requests.ended()))
         self.session_rows = self._shared(lambda: self.sessions.rows(time.time()))
@@ -129,6 +131,10 @@ class Mesh:
     def _shared(self, compute: Callable[[], T]) -> Shared[T]:
         """A value for all pages, computed at most once per SAMPLE_S."""
         return Shared(compute, self._clock, SAMPLE_S)
+
+    def _start_rows(self) -> list[WorkerStartRow]:
+        starting = self.fleet.starts(self._clock())
+        return worker_starts(self._cards.values(), starting, time.time())
 
     def _running_rows(self) -> list[RunningRow]:
         now = time.time()

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from kvmesh.bus.messages import StartSource
 from kvmesh.runtime.logs import printable
-from kvmesh.runtime.quantities import duration
+from kvmesh.runtime.quantities import duration, size
 
 NONE = "(none)"
+PARTS = {"weights": "weights from", "code": "code from"}  # of a start, with their headings
 
 
 def count_text(value: int | None) -> str:
@@ -40,6 +42,13 @@ def ago_text(value: float) -> str:
 def named_text(value: str) -> str:
     """A name that someone chose; NONE if it is empty."""
     return printable(value) or NONE
+
+
+def sources_text(sources: Iterable[StartSource], part: str) -> str:
+    """The sources of one part of a start, the largest first; empty if none is known."""
+    found = sorted((each for each in sources if each.part == part), key=lambda each: -each.bytes)
+    texts = (f"{each.source} {size(each.bytes)}" if each.bytes else each.source for each in found)
+    return ", ".join(map(printable, texts))
 
 
 @dataclass(frozen=True)

@@ -207,15 +207,19 @@ class FleetView:
             rows.append(FleetRow(card, state, list(ranks.values()), slowest, now))
         return rows + self._starting_rows(now)
 
-    def _starting_rows(self, now: float) -> list[FleetRow]:
+    def starts(self, now: float) -> list[Starting]:
+        """The latest reports of the workers that start."""
         self._starting = {
             instance: (worker, heard)
             for instance, (worker, heard) in self._starting.items()
             if now - heard < SILENT_S
         }
+        return [worker for worker, _ in self._starting.values()]
+
+    def _starting_rows(self, now: float) -> list[FleetRow]:
         return [
             FleetRow(_future_card(worker), f"starting: {worker.phase}", [], None, now)
-            for worker, _ in self._starting.values()
+            for worker in self.starts(now)
         ]
 
     def _state(self, card: Instance, ranks: dict[int, _RankLoads], now: float) -> str:

@@ -70,6 +70,7 @@ from kvmesh.bus.messages.discovery import (
     Role,
     Starting,
     StartPhase,
+    StartSource,
     WeightOffer,
     WeightQuery,
 )
@@ -323,6 +324,7 @@ __all__ = [
     "SimulatedPool",
     "SpeedReport",
     "StartPhase",
+    "StartSource",
     "Starting",
     "StepOutput",
     "Stored",

@@ -122,6 +122,19 @@ class Phase(Struct, frozen=True):
     seconds: float
 
 
+class StartSource(Struct, frozen=True):
+    """A source of what an engine started with: `bytes` of a part of it.
+
+    `part` is "weights" or "code", which was compiled before. `source` is "disk", "workers", "store"
+    for the mesh's store of models, or "memory" for what was in the node's memory already;
+    "compiled" if the engine found no code.
+    """
+
+    part: str
+    source: str
+    bytes: int = 0
+
+
 class CompiledOffer(Struct, frozen=True):
     """An archive of compiled code that a worker serves to workers of its trust domain.
 
@@ -187,6 +200,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     no `model` card before it does. A worker or kvbm that `expects_returns` orders eviction by
     forecasts of returns; others need none. `compiled` is the compile cache that a worker offers, if
     any. `adapters` says which LoRA adapters it can load for routers; it is None if it loads none.
+    `sources` tells where a worker's weights and compiled code came from, as far as known.
     """
 
     instance: str
@@ -212,6 +226,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     promoted_s: float = 0.0
     compiled: CompiledOffer | None = None
     adapters: AdapterHost | None = None
+    sources: list[StartSource] = []
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

@@ -20,7 +20,7 @@ from kvmesh.weights.agent.readers import DiskReader
 from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.agent.target import digest_on_cards, stored_manifest
 from kvmesh.weights.answer import WeightsAnswer, write_answer
-from kvmesh.weights.errors import CheckpointError, WeightsError
+from kvmesh.weights.errors import CheckpointError, ManifestError, WeightsError
 from kvmesh.weights.frames import (
     WeightsCounts,
     WeightsFromDisk,
@@ -62,6 +62,7 @@ class CopyTaker:
         self._fetch: WeightFetch | None = None
         self._search: SourceSearch | None = None
         self._answered = bool(job.digest)
+        self._trouble = ""  # in looking for a manifest
 
     async def run(self) -> None:
         """Return once the copy is complete, or the loader reads the disk."""
@@ -112,14 +113,24 @@ class CopyTaker:
         """Answer with a copy and return nothing, or return the reason why there is none."""
         if not self._job.take:
             return "the engine loads its weights itself"
-        settings, job = self._settings, self._job
+        settings, left = self._settings, self._job.digest
         store = await asyncio.to_thread(WeightStore, settings.directory, settings.max_bytes)
         self._store = store
-        await asyncio.to_thread(store.sweep)
+        held = await asyncio.to_thread(store.open, left) if left else None
+        try:
+            await asyncio.to_thread(store.sweep)
+            return await self._found(store, on_disk, patience)
+        finally:
+            if held is not None:
+                held.close()
+
+    async def _found(self, store: WeightStore, on_disk: bool, patience: float) -> str:
+        settings, job = self._settings, self._job
         reason = f"no worker of {job.model} tells the digest of its weights"
         try:
             async with asyncio.timeout(patience):
                 manifest = await self._manifest(store, on_disk)
+            self._trouble = ""
             if manifest is None:
                 return reason
             if on_disk and await self._own.differ(manifest):
@@ -136,6 +147,7 @@ class CopyTaker:
                         if self._job.pinned:  # the model store has all
                             break
         except TimeoutError:
+            reason = self._trouble or reason
             return f"{reason} within {patience:g} s"
         self._answer(WeightsAnswer(manifest.digest, str(self._settings.directory)))
         return ""
@@ -147,14 +159,22 @@ class CopyTaker:
                 await asyncio.to_thread(self._store.sweep)
 
     async def _manifest(self, store: WeightStore, on_disk: bool) -> Manifest | None:
-        """The manifest of the weights to take; None if the files on the disk are as good."""
-        if self._job.digest:
+        """The manifest of the weights to take; None if the files on the disk are as good.
+
+        Only a worker without files on its disk waits for NATS, or for a manifest that is missing.
+        """
+        if self._job.loaded:
             return self._stored(store, self._job.digest)
-        if pinned := self._job.pinned:
-            return self._stored(store, pinned) or await self._own.manifests.get(pinned)
+        named = self._job.digest or self._job.pinned
         while True:
-            if digest := await digest_on_cards(self._bus, self._job):
-                return self._stored(store, digest) or await self._own.manifests.get(digest)
+            try:
+                if digest := named or await digest_on_cards(self._bus, self._job):
+                    return self._stored(store, digest) or await self._own.manifests.get(digest)
+                self._trouble = ""
+            except (BusError, ManifestError) as error:
+                if on_disk:
+                    raise
+                self._trouble = cause(error)
             if on_disk:
                 known = await self._own.known()
                 return known and self._stored(store, known.digest)
@@ -220,8 +240,9 @@ class CopyTaker:
                 await self._search.close()
         await self._publish(copy.manifest)
         taken = dict(self._fetch.taken) if self._fetch is not None else {}
-        self._send(WeightsTaken(copy.manifest.digest, time.monotonic() - began, taken))
-        self._send(WeightsKnown(copy.manifest.digest))
+        manifest, took_s = copy.manifest, time.monotonic() - began
+        self._send(WeightsTaken(manifest.digest, took_s, taken, manifest.size))
+        self._send(WeightsKnown(manifest.digest))
 
     async def _publish(self, manifest: Manifest) -> None:
         """Have the manifest in the mesh, from which it may have been removed as a former one."""

@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.errors import Conflict, NotFound
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.shared_secret import shared_secret
 from kvmesh.bus.subjects import manifest_object
@@ -23,7 +23,7 @@ class ManifestStore:
         self._key = b""
 
     async def get(self, digest: str) -> Manifest:
-        """The manifest with this digest; raises ManifestError, also if there is none."""
+        """The manifest with this digest; raises BusError, or ManifestError if there is none."""
         name = manifest_object(digest)
         try:
             store = await self._bus.js.object_store(self._bus.subjects.model_bucket)
@@ -34,8 +34,6 @@ class ManifestStore:
             key = await self._secret()
         except NotFound as error:
             raise ManifestError(f"there is no manifest {digest}") from error
-        except BusError as error:
-            raise ManifestError(f"cannot read the manifest {digest}: {cause(error)}") from error
         manifest = unpack(packed, key)
         if manifest.digest != digest:
             raise ManifestError(f"the manifest {digest} has the digest {manifest.digest}")

@@ -6,14 +6,12 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
-import msgspec
-
 from kvmesh.bus.client import Bus, RawMessage, Subscription
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
-NOBODY = "503"  # the server's status of a message that nobody hears
 SHARES = (1 / 64, 1 / 8, 1.0)  # of those which have chunks
 WIDEN_S = 0.05
 OFFERED_S = 2.0
@@ -22,11 +20,11 @@ _offers = MessageDecoder(WeightOffer)
 
 async def offered(bus: Bus, digest: str) -> bool:
     """True if a worker replies, within OFFERED_S seconds, that it has chunks of a copy."""
-    settled, found = asyncio.Event(), False
+    settled, found, logged = asyncio.Event(), False, LogOnce()
 
     def receive(message: RawMessage) -> None:
         nonlocal found
-        found = found or _offer(message) is not None
+        found = found or _offer(message, logged) is not None
         settled.set()  # also if the server says that nobody listens
 
     inbox = bus.new_inbox()
@@ -42,14 +40,15 @@ async def offered(bus: Bus, digest: str) -> bool:
     return found
 
 
-def _offer(message: RawMessage) -> WeightOffer | None:
+def _offer(message: RawMessage, logged: LogOnce) -> WeightOffer | None:
     """The offer in a reply; None if it is malformed, or says that nobody listens."""
-    if message.headers is not None and message.headers.get("Status") == NOBODY:
+    if not message.data:
         return None
     try:
         return _offers.decode(message.data)
-    except msgspec.MsgspecError as error:
-        log.warning("dropped a malformed offer of weights: %s", error)
+    except ValueError as error:
+        if logged.first(str(error)):
+            log.warning("dropped a malformed offer of weights: %s", error)
         return None
 
 
@@ -65,6 +64,7 @@ class SourceSearch:
         self._found = found
         self._inbox = bus.new_inbox()
         self._subscription: Subscription | None = None
+        self._logged = LogOnce()
 
     async def open(self) -> None:
         self._subscription = await self._bus.subscribe_raw(self._inbox, self._receive)
@@ -85,7 +85,7 @@ class SourceSearch:
             await self._subscription.unsubscribe()
 
     def _receive(self, message: RawMessage) -> None:
-        offer = _offer(message)
+        offer = _offer(message, self._logged)
         if offer is None:
             return
         if offer.digest != self._manifest.digest or offer.instance == self._instance:

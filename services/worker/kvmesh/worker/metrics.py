@@ -6,7 +6,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvmesh.bus.messages import Load, Phase
+from kvmesh.bus.messages import Load, Phase, StartSource
 from kvmesh.weights.frames import WeightsCounts
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
 from kvmesh.worker.enginecore.counters import RetentionState
@@ -108,6 +108,35 @@ class StartCollector(Collector):
         for phase in self._phases():
             gauge.add_metric([*self._labels, phase.name], phase.seconds)
         yield gauge
+
+
+class SourceCollector(Collector):
+    """Sources of weights and compiled code, as `kvmesh_worker_start_bytes`."""
+
+    def __init__(self, labels: WorkerLabels, sources: Callable[[], Iterable[StartSource]]) -> None:
+        self._labels = labels
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        sources = list(self._sources())
+        gauge = GaugeMetricFamily(
+            "kvmesh_worker_start_bytes",
+            "bytes of weights and of compiled code with which the engine started, by their source:"
+            " disk, workers, or the node's memory",
+            labels=["model", "worker", "part", "source"],
+        )
+        for each in sources:
+            gauge.add_metric([*self._labels, each.part, each.source], each.bytes)
+        yield gauge
+        hit = GaugeMetricFamily(
+            "kvmesh_worker_compile_cache_hit",
+            "1 if the engine started with code that was compiled before, 0 if it compiled all",
+            labels=["model", "worker"],
+        )
+        for each in sources:
+            if each.part == "code":
+                hit.add_metric(self._labels, float(each.source != "compiled"))
+        yield hit
 
 
 class RetentionCollector(Collector):
@@ -213,9 +242,15 @@ class HandoffCollector(Collector):
 class WeightsCollector(Collector):
     """Weights that the worker takes from others and sends to them, as `kvmesh_worker_weights_*`."""
 
-    def __init__(self, labels: WorkerLabels, counts: Callable[[], WeightsCounts]) -> None:
+    def __init__(
+        self,
+        labels: WorkerLabels,
+        counts: Callable[[], WeightsCounts],
+        stored_bytes: Callable[[], int],
+    ) -> None:
         self._labels = labels
         self._counts = counts
+        self._stored_bytes = stored_bytes
 
     def collect(self) -> Iterator[Metric]:
         counts = self._counts()
@@ -252,3 +287,10 @@ class WeightsCollector(Collector):
         )
         sources.add_metric(self._labels, counts.sources)
         yield sources
+        stored = GaugeMetricFamily(
+            "kvmesh_worker_weights_stored_bytes",
+            "bytes of all copies of weights in the memory of the worker's node",
+            labels=names,
+        )
+        stored.add_metric(self._labels, self._stored_bytes())
+        yield stored

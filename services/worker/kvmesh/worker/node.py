@@ -24,6 +24,7 @@ from kvmesh.bus.messages import (
     Load,
     MessageDecoder,
     StartPhase,
+    StartSource,
     StepOutput,
     TakeAdapter,
     Work,
@@ -140,6 +141,7 @@ class WorkerNode:
         self._joined = False
         self._failed = False
         self._weights = ""
+        self.sources: Callable[[], list[StartSource]] = list  # of what the engine starts with
         self.info: EngineInfo | None = None
         self.instance = instance
         self.draining = False
@@ -267,8 +269,14 @@ class WorkerNode:
         if parked is not None:
             took_s -= parked.ended - parked.began
         promoted_s = 0.0 if parked is None else now - parked.ended
-        host = self._adapters.host
-        return replace(card, startup_s=took_s, phases=row, promoted_s=promoted_s, adapters=host)
+        return replace(
+            card,
+            startup_s=took_s,
+            phases=row,
+            promoted_s=promoted_s,
+            adapters=self._adapters.host,
+            sources=self.sources(),
+        )
 
     def _start_publishing(self, card: Instance) -> None:
         self._publisher = KvPublisher(

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from kvmesh.blocks.attachment import ArenaUser, WorkerIdentity
 from kvmesh.blocks.kvbm_client import KvbmClient
 from kvmesh.bus.errors import ModelFilesError
-from kvmesh.bus.messages import KvLayout, StartPhase
+from kvmesh.bus.messages import KvLayout, StartPhase, StartSource
 from kvmesh.runtime.process_start import FIRST_LINE, process_created
 from kvmesh.runtime.service import Service, StartError
 from kvmesh.runtime.status_http import serve_metrics
@@ -32,6 +32,7 @@ from kvmesh.worker.metrics import (
     HandoffCollector,
     LoadCollector,
     RetentionCollector,
+    SourceCollector,
     StartCollector,
     TierCollector,
     WeightsCollector,
@@ -211,8 +212,15 @@ async def _serve(
         TierCollector(labels, node.tier_counts),
         HandoffCollector(labels, node.handoff_counts),
     ]
+
+    def sources() -> list[StartSource]:
+        code = [cache.source] if cache is not None and cache.source is not None else []
+        return [*(weights.sources if weights is not None else ()), *code]
+
+    node.sources = sources
+    collectors.append(SourceCollector(labels, sources))
     if weights is not None:
-        collectors.append(WeightsCollector(labels, lambda: weights.counts))
+        collectors.append(WeightsCollector(labels, lambda: weights.counts, weights.stored_bytes))
         weights.tell(node.set_weights)
     for collector in collectors:
         REGISTRY.register(collector)

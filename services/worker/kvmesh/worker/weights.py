@@ -5,9 +5,11 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvmesh.bus.backoff import Backoff
+from kvmesh.bus.messages import StartSource
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.quantities import size
 from kvmesh.settings.load import to_env
@@ -15,7 +17,7 @@ from kvmesh.settings.schema import Settings, WeightsSettings
 from kvmesh.weights.answer import WeightsAccess
 from kvmesh.weights.checkpoint import weight_files
 from kvmesh.weights.client import WorkersProcess, access
-from kvmesh.weights.errors import CheckpointError
+from kvmesh.weights.errors import CheckpointError, StoreError
 from kvmesh.weights.frames import (
     WeightsCounts,
     WeightsEvent,
@@ -24,11 +26,13 @@ from kvmesh.weights.frames import (
     WeightsKnown,
     WeightsTaken,
 )
+from kvmesh.weights.store import WeightStore
 from kvmesh.worker.compiled.exchange import ProcessExchange
 from kvmesh.worker.model_card import node_name, weights_revision
 
 log = logging.getLogger(__name__)
 LOADERS = ("torch", "vllm", "sglang", "trtllm")  # that read the answer; others only offer files
+WEIGHTS, DISK, STORE = "weights", "disk", "store"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
 MAX_DEATHS = 5
 
@@ -41,13 +45,17 @@ class WorkerWeights:
     ) -> None:
         """`pinned` is the digest of the weights to take, if the model comes from the mesh."""
         worker, weights = settings.worker, settings.weights
+        self._settings = weights
         self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-weights-"))
+        self._model = folder
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         self._deaths = 0
         self._tasks = BackgroundTasks()
         self._digest = ""
         self._takes = worker.engine in LOADERS
+        self._on_disk = _weight_bytes(folder) > 0
         self._told: Callable[[str], None] | None = None
+        self._sources: list[StartSource] = []
         self.counts = WeightsCounts()
         job = WeightsJob(
             env=to_env(settings),
@@ -61,7 +69,7 @@ class WorkerWeights:
             pinned=pinned,
             take=self._takes,
         )
-        longest_s = weights.patience_s if _has_weights(folder) else weights.wait_s
+        longest_s = weights.patience_s if self._on_disk else weights.wait_s
         self.access = access(
             self._folder / "answer",
             weights.directory,
@@ -71,6 +79,18 @@ class WorkerWeights:
         )
         self._process = WorkersProcess(job, self._report, self._restart)
         self.archives = ProcessExchange(self._process, weights)
+
+    @property
+    def sources(self) -> list[StartSource]:
+        """The sources of the engine's weights, as far as known."""
+        return self._sources
+
+    def stored_bytes(self) -> int:
+        """Bytes of all copies in the node's memory; 0 if they cannot be read."""
+        weights = self._settings
+        with suppress(StoreError):
+            return WeightStore(weights.directory, weights.max_bytes).used()
+        return 0
 
     def tell(self, on_digest: Callable[[str], None]) -> None:
         """Pass the digest of the worker's weights on, now or once it is known."""
@@ -105,14 +125,20 @@ class WorkerWeights:
                     self._told(event.digest)
             case WeightsFromDisk() if self._takes:
                 log.info("weights come from the model folder: %s", event.reason)
+                if not self._sources:
+                    self._sources = [StartSource(WEIGHTS, DISK, _weight_bytes(self._model))]
             case WeightsTaken():
                 log.info("%s", _taken_text(event))
+                if not self._sources:
+                    self._sources = _sources(event)
 
     def _restart(self, reason: str) -> None:
         """Start another process after a while, a few times; the first death is logged."""
         self._deaths += 1
         if self._deaths == 1:
             log.warning("%s; the engine does not need it once it has its weights", reason)
+        if self._on_disk or self._deaths > MAX_DEATHS:  # else only the next process brings them
+            self._process.read_folder(reason)
         if self._deaths > MAX_DEATHS:
             log.warning("weights are not shared any more: %s", reason)
             return
@@ -131,11 +157,18 @@ def kept_access(weights: WeightsSettings) -> WeightsAccess | None:
     return WeightsAccess(nowhere, weights.directory, weights.max_bytes, keep=True, timeout_s=0.0)
 
 
-def _has_weights(folder: Path) -> bool:
-    try:
-        return bool(weight_files(folder))
-    except CheckpointError:
-        return False
+def _weight_bytes(folder: Path) -> int:
+    """Bytes of the folder's weights; 0 if there are none."""
+    with suppress(CheckpointError, OSError):
+        return sum(file.stat().st_size for file in weight_files(folder))
+    return 0
+
+
+def _sources(event: WeightsTaken) -> list[StartSource]:
+    near = {name: event.sources.get(name, 0) for name in (DISK, STORE)}
+    taken = sum(event.sources.values())
+    found = {"workers": taken - sum(near.values()), **near, "memory": event.size - taken}
+    return [StartSource(WEIGHTS, source, count) for source, count in found.items() if count > 0]
 
 
 def _taken_text(event: WeightsTaken) -> str:

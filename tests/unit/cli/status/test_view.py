@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvmesh.bus.messages import Instance, NodeStore, Phase, RankSpeed, Role, Starting
+from kvmesh.bus.messages import Instance, NodeStore, Phase, RankSpeed, Role, Starting, StartSource
 from kvmesh.cli.status.report import (
     IdleModelReport,
     InstanceReport,
@@ -100,6 +100,10 @@ def test_starts_stand_with_their_phases(capsys: pytest.CaptureFixture[str]) -> N
         started=0.0,
         startup_s=3.2,
         phases=phases,
+        sources=[
+            StartSource("weights", "disk", 1 << 20),
+            StartSource("weights", "workers", 1 << 30),
+        ],
     )
     worker = Starting(
         instance="v-1",
@@ -128,9 +132,9 @@ def test_starts_stand_with_their_phases(capsys: pytest.CaptureFixture[str]) -> N
     ]
     show_tables(report, all_starts=True)
     lines = capsys.readouterr().out.partition("start, in seconds")[2].splitlines()
-    assert lines[0].split("  ")[-1].strip() == "total"
+    assert lines[0].rstrip().endswith("   weights from")
     assert "of a later version" in lines[0]
     assert [line.split() for line in lines[1:3]] == [
         ["v-1", "1.5…", "10.0"],
-        ["w-1", "0.1", "2.0", "1.0", "3.2"],
+        ["w-1", "0.1", "2.0", "1.0", "3.2", *["workers", "1.0", "GiB,", "disk", "1.0", "MiB"]],
     ]

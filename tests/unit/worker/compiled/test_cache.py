@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import CompiledOffer, Instance, Role
+from kvmesh.bus.messages import CompiledOffer, Instance, Role, StartSource
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.weights.errors import WeightsLost
 from kvmesh.weights.store import WeightStore
@@ -107,13 +107,16 @@ async def run(node: Node, *new: str) -> CompileCache:
 
 async def test_the_second_start_finds_the_code_on_its_disk(nodes: list[Node]) -> None:
     node = nodes[0]
-    await (await run(node, KERNEL)).close()
+    first = await run(node, KERNEL)
+    assert first.source == StartSource("code", "compiled")
+    await first.close()
     assert not [name for name in VARIABLES if name in os.environ]
     node.card = None
     cache = node.cache()
     await cache.open()
     assert kernel() == b"code"
     assert not cache.fetched
+    assert cache.source == StartSource("code", "disk", len(b"code"))
     await cache.close()
 
 
@@ -123,6 +126,7 @@ async def test_code_comes_from_another_worker_and_is_offered_again(nodes: list[N
     second = await run(nodes[1])
     assert nodes[0].card is not None
     assert second.fetched == nodes[0].card.archive
+    assert second.source == StartSource("code", "workers", len(b"code"))
     assert kernel() == b"code"
     assert nodes[1].card == nodes[0].card
     await second.close()

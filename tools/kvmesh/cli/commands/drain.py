@@ -9,7 +9,7 @@ from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.messages import Drain, Role
 from kvmesh.cli.arguments import seconds
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, send_command
+from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, command_workers
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
@@ -43,11 +43,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         except WorkerChoiceError as error:
             print(f"kvmesh drain: {error}", file=sys.stderr)
             return 1
-        replies = [await send_command(bus, card, Drain(), REPLY_S) for card in workers]
-        for card, reply in zip(workers, replies, strict=True):
-            text = "drains" if reply.ok else reply.reason
-            print(f"{card.instance}: {text}", file=sys.stdout if reply.ok else sys.stderr)
-        if not all(reply.ok for reply in replies):
+        if not await command_workers(bus, workers, Drain(), REPLY_S, "drains"):
             return 1
         instances = {card.instance for card in workers}
         if arguments.wait is None or await _left(bus, settings, instances, arguments.wait):

@@ -29,6 +29,7 @@ from kvmesh.worker.metrics import (
     HandoffCollector,
     LoadCollector,
     RetentionCollector,
+    SourceCollector,
     StartCollector,
     TierCollector,
     WeightsCollector,
@@ -62,7 +63,8 @@ def sources() -> dict[str, MetricSource]:
         RetentionCollector(labels, list),
         TierCollector(labels, lambda: TierCounts(loaded=[])),
         HandoffCollector(labels, lambda: HandoffCounts(ended={})),
-        WeightsCollector(labels, WeightsCounts),
+        SourceCollector(labels, list),
+        WeightsCollector(labels, WeightsCounts, int),
     ]
     return {
         "process": MetricSource("Every process", kvmesh.runtime.warnings, [BusCollector(None)]),

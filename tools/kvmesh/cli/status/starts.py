@@ -1,22 +1,24 @@
 """The phases of starts, as the rows of a table."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvmesh.bus.messages import Phase, StartPhase
+from kvmesh.bus.messages import Phase, StartPhase, StartSource
 from kvmesh.cli.status.report import InstanceReport, StartingReport
 
 
 class StartRow(NamedTuple):
     """One start: seconds by phase, and of the whole until now or until the worker was routable.
 
-    `present` is the phase that it is in, empty once it is over.
+    `present` is the phase that it is in, empty once it is over; `sources` tells where its weights
+    and compiled code came from.
     """
 
     instance: str
     seconds: dict[str, float]
     total_s: float
     present: str = ""
+    sources: Sequence[StartSource] = ()
 
     def cell(self, phase: str) -> str:
         """The seconds of a phase; followed by an ellipsis while it goes on."""
@@ -37,7 +39,9 @@ def start_rows(
     for member in members:
         card = member.card
         if card.phases:
-            rows.append(StartRow(card.instance, _seconds(card.phases), card.startup_s))
+            seconds = _seconds(card.phases)
+            row = StartRow(card.instance, seconds, card.startup_s, sources=card.sources)
+            rows.append(row)
     return rows
 
 

@@ -27,6 +27,7 @@ from kvmesh.cli.status.report import (
     StreamReport,
 )
 from kvmesh.cli.status.starts import phase_columns, start_rows
+from kvmesh.observer.columns import PARTS, sources_text
 from kvmesh.runtime.quantities import duration, size
 
 PIPE_WIDTH = 160
@@ -139,11 +140,20 @@ def _starts(starting: list[StartingReport], members: list[InstanceReport]) -> Ta
     """Seconds of each phase of the starts."""
     rows = start_rows(starting, members)
     phases = phase_columns(rows)
+    parts = {
+        part: heading
+        for part, heading in PARTS.items()
+        if any(each.part == part for row in rows for each in row.sources)
+    }
     table = _table("start, in seconds")
     for heading in (*map(escape, phases), "total"):
         table.add_column(heading, justify="right", no_wrap=True)
+    for heading in parts.values():
+        table.add_column(heading, no_wrap=True)
     for row in rows:
-        table.add_row(row.instance, *map(row.cell, phases), f"{row.total_s:.1f}")
+        origins = (escape(sources_text(row.sources, part)) for part in parts)
+        total = f"{row.total_s:.1f}"
+        table.add_row(row.instance, *map(row.cell, phases), total, *origins)
     return table
 
 

@@ -12,6 +12,7 @@ from kvmesh.dashboard.elements.tiles import Tiles
 from kvmesh.dashboard.mesh import Mesh
 from kvmesh.dashboard.state.kv_tiers import TIER_VIEW, tier_rows
 from kvmesh.dashboard.state.pools import POOLS, pools
+from kvmesh.dashboard.state.starts import START_VIEW
 from kvmesh.observer.columns import FLEET
 
 DRAW_S = 3.0  # charts are most of what a browser gets
@@ -31,6 +32,8 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
     tiers = PagedTable(
         TIER_VIEW, lambda: tier_rows(mesh.cards, mesh.fleet_rows()), "tiers", filtered=False
     ).show()
+    heading("Starts of workers")
+    starts = PagedTable(START_VIEW, mesh.start_rows, "starts", page_rows=10, filtered=False).show()
     heading("Processes")
     table = PagedTable(FLEET, mesh.fleet_rows, "processes").show()
 
@@ -55,6 +58,7 @@ def show(mesh: Mesh, query: Mapping[str, str]) -> None:
             )
         grouped.refresh()
         tiers.refresh()
+        starts.refresh()
         table.refresh()
 
     every(DRAW_S, draw)

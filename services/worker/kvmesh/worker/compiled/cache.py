@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import CompiledOffer, Instance
+from kvmesh.bus.messages import CompiledOffer, Instance, StartSource
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.weights.errors import WeightsError
@@ -45,7 +45,8 @@ class CompileCache:
     """The cache of one environment, from `open` to `close`.
 
     `exchange` moves archives if `key`, the domain's, is given. `cards` reads the cards of workers;
-    it may raise BusError. `fetched` is the digest of the archive that was unpacked by `open`.
+    it may raise BusError. `fetched` is the digest of the archive that was unpacked by `open`, and
+    `source` says where the code came from, None without a cache.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class CompileCache:
         self._tasks = BackgroundTasks()
         self._sound = False
         self.fetched = ""
+        self.source: StartSource | None = None
 
     async def open(self) -> None:
         """Fill the cache from another worker if it is empty, and point the engine to it.
@@ -85,14 +87,18 @@ class CompileCache:
             root = await asyncio.to_thread(self._open_root)
             self._root = root
             names = await asyncio.to_thread(travelling_files, root.files)
+            source = "disk" if names else "workers"
             if root.alone and not names:
                 await self._fill(root)
                 names = await asyncio.to_thread(travelling_files, root.files)
             self._names = set(names)
+            count = await asyncio.to_thread(_bytes, root.files, names)
+            self.source = StartSource("code", source if names else "compiled", count)
             if not await asyncio.to_thread(root.begin):
                 raise CompileCacheError(f"another process has removed {root.files}")
         except CompileCacheError as error:
             log.warning("the engine starts without a compile cache: %s", error)
+            self.source = None
             self._close_root()
             return
         for name, folder in VARIABLES.items():
@@ -241,6 +247,14 @@ class CompileCache:
 def _counts(name: str) -> bool:
     """False for an entry of the cache to which each start of vLLM adds one under another key."""
     return UNSTABLE not in name.split("/")
+
+
+def _bytes(folder: Path, names: Iterable[str]) -> int:
+    total = 0
+    for name in names:
+        with suppress(OSError):
+            total += (folder / name).stat().st_size
+    return total
 
 
 def default_directory() -> Path:

@@ -15,7 +15,7 @@ from support.torch_core import BLOCK, PASS_TOKENS
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from kvmesh.settings.schema import WeightsSettings
-from kvmesh.worker.engine import EngineConfigError
+from kvmesh.worker.engine import EngineConfigError, EngineError
 from kvmesh.worker.engines.torch.model.loading import load_model
 from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
@@ -110,9 +110,12 @@ def test_a_folder_without_weights_gets_them_from_a_copy(folder: Path, tmp_path: 
     weights.close()
     stored.answer(disk="nobody has it")
     weights = TorchWeights(stored.access(), bare)
-    with pytest.raises(EngineConfigError, match="has no weights"):
+    with pytest.raises(EngineError, match="no other worker") as caught:
         load(bare, weights)
+    assert not isinstance(caught.value, EngineConfigError), "a restart may help"
     weights.close()
+    with pytest.raises(EngineConfigError, match="has no weights"):
+        load(bare, None)
 
 
 def test_a_lost_copy_leaves_the_folder(

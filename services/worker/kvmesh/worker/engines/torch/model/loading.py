@@ -15,6 +15,7 @@ from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FILES = "*.safetensors"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 _VARYING_ROPE = {"dynamic", "longrope"}
 
@@ -43,6 +44,8 @@ def load_model(
     module = weights.from_memory(chosen) if weights is not None else None
     if module is None:
         source = weights.folder() if weights is not None else folder
+        if weights is not None and weights.shared and not any(source.glob(FILES)):
+            raise EngineError(f"no other worker gave the weights that {folder} lacks")
         module = _from_files(source, folder, chosen)
         if weights is not None:
             weights.keep(module)
@@ -53,7 +56,7 @@ def load_model(
 
 def _from_files(source: Path, folder: Path, dtype: object) -> Any:
     """Load the files in `source`, which are those of the model in `folder`."""
-    if not any(source.glob("*.safetensors")):
+    if not any(source.glob(FILES)):
         raise EngineConfigError(
             f"{folder} has no weights (*.safetensors), which the torch engine needs; "
             "`kvmesh model tiny DIR` writes a small model with random weights"

@@ -37,6 +37,7 @@ class TorchWeights:
 
     def __init__(self, access: WeightsAccess, folder: Path) -> None:
         self._folder = folder
+        self.shared = access.timeout_s > 0  # with other workers, by a weights process
         self._node = NodeCopy(access, folder)
         self._key: FormKey | None = None
         self._cleanup = ExitStack()
