@@ -141,7 +141,7 @@ class WeightStore:
             if self._directory / digest in folders:
                 return True
             unused = sum(_bytes(folder) for folder in folders if _is_unused(folder))
-            used = self._used() - unused
+            used = self.used() - unused
             return used + size <= self._max_bytes and self._free() + unused >= size
 
     def sweep(self) -> None:

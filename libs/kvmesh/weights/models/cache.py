@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvmesh.runtime.quantities import size
 from kvmesh.weights.errors import ModelStoreError
 from kvmesh.weights.locks import FileLock
-from kvmesh.weights.stored_copy import remove, remove_tree
+from kvmesh.weights.stored_copy import remove_tree, remove_unused
 
 LOCK, USE_LOCK, FILES, NAME = "lock", "use.lock", "files", "name"
 REMOVED = ".removed-*"
@@ -117,12 +117,7 @@ class ModelCache:
                 used -= oldest.size
 
     def _evict(self, digest: str) -> bool:
-        root = self._directory / digest
-        with FileLock(root / USE_LOCK) as use:
-            if not use.take():
-                return False
-            remove(root)
-        return not root.exists()
+        return remove_unused(self._directory / digest)
 
     def _free(self) -> int:
         found = os.statvfs(self._directory)
