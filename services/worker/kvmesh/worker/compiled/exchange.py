@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from blake3 import blake3
-
 from kvmesh.bus.messages import CompiledOffer, Instance
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.weights.client import WorkersProcess
+from kvmesh.weights.digests import chunk_digests
 from kvmesh.weights.errors import StoreError, WeightsLost
-from kvmesh.weights.manifest import CHUNK_BYTES, FileEntry, Manifest
+from kvmesh.weights.manifest import FileEntry, Manifest
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.worker.compiled.archive import archive_bound, pack, unpack
@@ -102,7 +101,7 @@ def store_archive(store: WeightStore, root: Path, engine: str, max_bytes: int) -
             engine=engine,
             files=[FileEntry(ARCHIVE, file.stat().st_size)],
             tensors=[],
-            digests=file_digests(file),
+            digests=chunk_digests(file),
         )
         return store.adopt(manifest, folder)
     except OSError as error:
@@ -123,18 +122,9 @@ def unpack_copy(copy: StoredCopy, target: Path, home: Path, max_bytes: int) -> i
         raise CompileCacheError(f"an archive of {manifest.size} bytes")
     file = copy.folder / ARCHIVE
     try:
-        if file_digests(file, manifest.chunk_bytes) != manifest.digests:
+        if chunk_digests(file, manifest.chunk_bytes) != manifest.digests:
             raise CompileCacheError(f"the archive {manifest.digest} is damaged")
         with file.open("rb") as content:
             return unpack(content, target, home, max_bytes)
     except OSError as error:
         raise CompileCacheError(f"cannot read {file}: {error}") from error
-
-
-def file_digests(file: Path, chunk_bytes: int = CHUNK_BYTES) -> bytes:
-    """The digests of a file's chunks, as a manifest has them; raises OSError."""
-    digests = []
-    with file.open("rb") as content:
-        while chunk := content.read(chunk_bytes):
-            digests.append(blake3(chunk).digest())
-    return b"".join(digests)

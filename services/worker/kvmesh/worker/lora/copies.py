@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import AdapterFiles, adapter_identity, adapter_name
+from kvmesh.weights.digests import chunk_digests
 from kvmesh.weights.errors import WeightsError
 from kvmesh.weights.manifest import FileEntry, Manifest
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
-from kvmesh.worker.compiled.exchange import file_digests
 from kvmesh.worker.lora.folder import (
     CONFIG,
     SAFETENSORS,
@@ -217,7 +217,7 @@ def _store_folder(
             form="adapter",
             files=[FileEntry(name, os.stat(scratch / name).st_size) for name in FILES],
             tensors=[],
-            digests=b"".join(file_digests(scratch / name) for name in FILES),
+            digests=b"".join(chunk_digests(scratch / name) for name in FILES),
         )
         copy = store.adopt(manifest, scratch)
         return copy, stored.moved(copy.folder)
