@@ -162,7 +162,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     on, 0 if it was not parked. A parked worker will serve the model named `parked_for`, and has
     no `model` card before it does. A worker or kvbm that `expects_returns` orders eviction by
     forecasts of returns; others need none. `compiled` is the compile cache that a worker offers, if
-    any.
+    any. A worker that `sleeps` can free its device and wait to be promoted again; a parked one is
+    `asleep` if it has served before, and its `phases` and `startup_s` are those of its start.
     """
 
     instance: str
@@ -187,6 +188,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     parked_for: str = ""
     promoted_s: float = 0.0
     compiled: CompiledOffer | None = None
+    sleeps: bool = False
+    asleep: bool = False
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

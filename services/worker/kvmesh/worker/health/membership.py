@@ -69,6 +69,11 @@ class Membership:
                     log.debug("cannot read the instances on the mesh: %s", cause(error))
             await asyncio.sleep(self._interval_s)
 
+    async def others_serve(self, card: Instance) -> bool:
+        """True if another worker takes requests of the model; EngineError if nobody can tell."""
+        others = await self._others(card)
+        return any(not c.draining and c.serves == card.serves for c in others)
+
     def _update_warnings(self, card: Instance, cards: list[Instance]) -> None:
         """Update the warnings; a namesake counts when seen twice.
 

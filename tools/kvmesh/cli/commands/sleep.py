@@ -1,0 +1,90 @@
+"""`kvmesh sleep`: has a worker finish its requests, free its device and wait."""
+
+import argparse
+import asyncio
+import sys
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.messages import Instance, Role, Sleep
+from kvmesh.cli.arguments import seconds
+from kvmesh.cli.bus_session import run_on_bus
+from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, model_of, send_command
+from kvmesh.runtime.service import stream_limits
+from kvmesh.settings import Settings
+
+REPLY_S = 5.0
+POLL_S = 0.1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvmesh sleep WORKER [options]"
+    parser.epilog = (
+        "The worker accepts nothing new, finishes its requests within its "
+        "worker.drain_timeout_s, frees its device and waits; `kvmesh promote` wakes it."
+    )
+    parser.add_argument("worker", metavar="WORKER", help="its name or instance")
+    parser.add_argument("--model", metavar="M", help="its model [any]")
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        metavar="S",
+        help="wait for up to S seconds until it sleeps; exit status 1 if it does not",
+    )
+
+
+def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    async def main(bus: Bus) -> int:
+        try:
+            workers = await chosen_workers(bus, settings, arguments.model, arguments.worker)
+        except WorkerChoiceError as error:
+            print(f"kvmesh sleep: {error}", file=sys.stderr)
+            return 1
+        await _warn_of_last(bus, settings, workers)
+        replies = [await send_command(bus, card, Sleep(), REPLY_S) for card in workers]
+        for card, reply in zip(workers, replies, strict=True):
+            text = "falls asleep" if reply.ok else reply.reason
+            print(f"{card.instance}: {text}", file=sys.stdout if reply.ok else sys.stderr)
+        if not all(reply.ok for reply in replies):
+            return 1
+        if arguments.wait is None:
+            return 0
+        awake = await _until_asleep(bus, settings, workers, arguments.wait)
+        if awake:
+            text = f"not asleep after {arguments.wait:g} s: {', '.join(sorted(awake))}"
+            print(f"kvmesh sleep: {text}", file=sys.stderr)
+        return 1 if awake else 0
+
+    return run_on_bus("sleep", settings, main)
+
+
+async def _warn_of_last(bus: Bus, settings: Settings, workers: list[Instance]) -> None:
+    """Say for which models nobody serves once these workers sleep."""
+    chosen = {card.instance for card in workers}
+    for model in sorted({model_of(card) for card in workers}):
+        present = await chosen_workers(bus, settings, model, None)
+        if not any(c.instance not in chosen and not c.draining for c in present):
+            print(f"kvmesh sleep: no other worker serves {model}", file=sys.stderr)
+
+
+async def _until_asleep(
+    bus: Bus, settings: Settings, workers: list[Instance], timeout_s: float
+) -> set[str]:
+    """Print each worker that sleeps; returns the instances that do not after `timeout_s` s."""
+    awake = {card.instance for card in workers}
+    directory = Directory(bus, stream_limits(settings.streams), role=Role.PARKED)
+    await directory.open()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while awake:
+                for card in directory.instances:
+                    if card.instance in awake:
+                        awake.remove(card.instance)
+                        print(f"{card.instance}: asleep")
+                if awake:
+                    await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        pass
+    finally:
+        await directory.close()
+    return awake
