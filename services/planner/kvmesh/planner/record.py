@@ -57,6 +57,7 @@ def scaling_decision(
             for each in plan.candidates
         ],
         stop=plan.stop,
+        sleep=plan.sleep,
         switches=[
             SwitchedRole(instance=each.instance, source=each.source, target=each.target)
             for each in plan.switches
@@ -76,7 +77,8 @@ def _pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
         startup_s=view.starts.startup_s,
         failed=view.starts.failed,
         parked=len(view.parked.waiting),
-        promotion_s=view.starts.promotion_s if view.pool.parked else 0.0,
+        asleep=view.asleep.count,
+        promotion_s=view.starts.promotion_s if view.pool.promotes else 0.0,
         step_times=times.source if times is not None else "none",
         samples=view.samples,
         profile_factor=times.factor if times is not None else 1.0,
