@@ -197,7 +197,9 @@ async def _serve(
         weights.tell(lives.set_weights)
     for collector in collectors:
         REGISTRY.register(collector)
-    http = await serve_metrics(service.settings.worker, lambda: lives.node.ready, service.warnings)
+    http = await serve_metrics(
+        service.settings.worker, lambda: lives.node.ready, service.warnings, lambda: lives.rest
+    )
 
     def started() -> None:
         if weights is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import CompiledOffer
+from kvmesh.bus.messages import CompiledOffer, StartPhase
 from kvmesh.runtime.service import Service
 from kvmesh.worker.capabilities import Sleeping
 from kvmesh.worker.engine import Engine, EngineError
@@ -43,6 +43,7 @@ class WorkerLives:
         self._on_end = on_end
         self._report = report
         self._weights = ""
+        self._slept = False
         self._compiled: CompiledOffer | None = None
         self.timeline = report.timeline
         self.node = self._make_node(None)
@@ -85,6 +86,14 @@ class WorkerLives:
         await self.node.publish_compiled(offer)
 
     @property
+    def rest(self) -> str:
+        """What the worker does while it waits to be promoted, "parked" or "asleep"; else empty."""
+        present = self.timeline.present()
+        if present is None or present[0] != StartPhase.PARKED:
+            return ""
+        return "asleep" if self._slept else "parked"
+
+    @property
     def _name(self) -> str:
         return self._service.settings.worker.engine
 
@@ -117,6 +126,7 @@ class WorkerLives:
         """Leave the mesh and sleep; True once the worker is promoted, False if it is to end."""
         service, engine = self._service, self._engine
         assert isinstance(engine, Sleeping)
+        self._slept = True
         report.timeline.begin_again()
         earlier = await self.node.leave()
         card = parked_card(service.settings.worker, self._model, service.instance, service.name)
