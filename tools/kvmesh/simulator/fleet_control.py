@@ -29,7 +29,7 @@ class FleetRecord:
 
 @dataclass(frozen=True)
 class FleetHooks:
-    """What the simulation does for its fleet.
+    """Calls of the simulation that change its fleet.
 
     `join` adds a worker of a group, `drain` lets one leave once its requests have ended, `switch`
     gives one the role of another group, for the requests that come from then on. `park` lets a

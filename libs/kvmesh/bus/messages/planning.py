@@ -148,7 +148,9 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
 
     `startup_s` is the learned start-up time, `promotion_s` that of a promotion, 0 without parked
     workers; `parked` workers wait, parked or asleep; `asleep` are to sleep in place of being
-    stopped. `failed` counts workers that never became ready.
+    stopped, and `may_wait` is the number that the settings permit. `rise` is the most workers that
+    were added within one start-up time in the last hours.
+    `failed` counts workers that never became ready.
     `step_times` names the model of its workers' step times, "none", "profile" or "fit", `samples`
     counts those of live steps, and `profile_factor` is the measured time over that of the profile.
     Times that hold for the next planner too, in Unix seconds, 0 if never: `manual_at` of the last
@@ -167,6 +169,8 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     profile_factor: float = 1.0
     parked: int = 0
     asleep: int = 0
+    may_wait: int = 0
+    rise: int = 0
     promotion_s: float = 0.0
     manual_at: float = 0.0
     changed_at: float = 0.0

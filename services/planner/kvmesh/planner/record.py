@@ -28,7 +28,7 @@ def scaling_decision(
         reason=plan.reason,
         changed=plan.wanted != before,
         pools={
-            view.pool.name: _pool_plan(view, before.get(view.pool.name, 0), changed[view.pool.name])
+            view.pool.name: pool_plan(view, before.get(view.pool.name, 0), changed[view.pool.name])
             for view in core.pools
         },
         signals={
@@ -67,7 +67,8 @@ def scaling_decision(
     )
 
 
-def _pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
+def pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
+    """The record of one pool, of which `before` workers were wanted until now."""
     times = view.step_times
     return PoolPlan(
         ready=len(view.ready),
@@ -78,6 +79,8 @@ def _pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
         failed=view.starts.failed,
         parked=len(view.parked.waiting),
         asleep=view.asleep.count,
+        may_wait=view.pool.parked + view.pool.asleep,
+        rise=view.rises.most(view.starts.startup_s),
         promotion_s=view.starts.promotion_s if view.pool.promotes else 0.0,
         step_times=times.source if times is not None else "none",
         samples=view.samples,

@@ -1,5 +1,6 @@
 """The workers of one pool that are parked or asleep: those to promote, and those to be it next."""
 
+from collections import deque
 from collections.abc import Collection, Iterable
 from math import inf
 
@@ -9,6 +10,8 @@ from kvmesh.bus.subjects import name_of
 LEAST_PATIENCE_S = 30.0
 PATIENCE = 3.0  # times the learned time of a promotion
 REFUSED_S = 600.0
+RISES_S = 4 * 3600.0
+MOST_CHANGES = 1024
 SURPLUS_S = 30.0  # a worker that stops shows on its card before
 
 
@@ -106,3 +109,27 @@ class SleepingPool:
     def keep(self, instances: Collection[str]) -> None:
         """Forget the refusals of workers that are gone."""
         self._refused = {i: at for i, at in self._refused.items() if i in instances}
+
+
+class Rises:
+    """Growth of a pool in the last RISES_S seconds, for which parked workers would be good."""
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[float, int]] = deque(maxlen=MOST_CHANGES)
+
+    def note(self, wanted: int, now: float) -> None:
+        """The pool wants so many workers from now on."""
+        if not self._changes or self._changes[-1][1] != wanted:
+            self._changes.append((now, wanted))
+        while len(self._changes) > 1 and now - self._changes[1][0] > RISES_S:
+            self._changes.popleft()
+
+    def most(self, within_s: float) -> int:
+        """The most workers by which the number has risen within so many seconds."""
+        most, recent = 0, deque[tuple[float, int]]()
+        for at, wanted in self._changes:
+            while len(recent) > 1 and at - recent[1][0] >= within_s:
+                recent.popleft()
+            recent.append((at, wanted))
+            most = max(most, wanted - min(before for _, before in recent))
+        return most

@@ -140,7 +140,7 @@ class PlannerCore:
 
     @property
     def asleep(self) -> dict[str, int]:
-        """How many workers of each pool sleep that the place would otherwise not run."""
+        """The number of workers of each pool that sleep in place of being stopped."""
         return {view.pool.name: view.asleep.count for view in self.pools}
 
     def restore_asleep(self, asleep: Mapping[str, int]) -> None:
@@ -336,6 +336,8 @@ class PlannerCore:
         reasons += self._exchange(now, plan)
         reasons += self._fall_asleep(now, plan, before)
         plan.wanted = {view.pool.name: view.wanted for view in self.pools}
+        for view in self.pools:
+            view.rises.note(view.wanted, now)
         plan.reason = "; ".join(dict.fromkeys(reasons)) or "no change"
         return plan
 

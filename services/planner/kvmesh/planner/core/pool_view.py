@@ -7,7 +7,7 @@ from kvmesh.bus.messages import Instance, Load, PoolPlan, StartPhase
 from kvmesh.planner.capacity.profiled_times import KnownTimes, ProfiledTimes
 from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
-from kvmesh.planner.core.parked import ParkedPool, SleepingPool
+from kvmesh.planner.core.parked import ParkedPool, Rises, SleepingPool
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.starts import Starts
 
@@ -20,6 +20,7 @@ class PoolView:
         self.starts = Starts(startup_s)
         self.parked = ParkedPool()
         self.asleep = SleepingPool()
+        self.rises = Rises()
         self.wanted = 0
         self.cards: dict[str, Instance] = {}
         self._loads: dict[tuple[str, int], Load] = {}

@@ -87,7 +87,7 @@ class WorkerLives:
 
     @property
     def rest(self) -> str:
-        """What the worker does while it waits to be promoted, "parked" or "asleep"; else empty."""
+        """The word for its state while the worker waits, "parked" or "asleep"; else empty."""
         present = self.timeline.present()
         if present is None or present[0] != StartPhase.PARKED:
             return ""

@@ -1,4 +1,4 @@
-"""What a worker that wakes takes over from its life before it fell asleep."""
+"""Facts that a worker which wakes takes over from its life before it fell asleep."""
 
 from dataclasses import dataclass, field
 
