@@ -147,7 +147,8 @@ def _parking_advice(name: str, pool: PoolPlan) -> str:
     known = f", {pool.promotion_s:.0f} s here" if 0 < pool.promotion_s < pool.startup_s else ""
     return (
         f"{name}: {pool.rise} workers were added within one start-up time,"
-        f" {pool.startup_s:.0f} s; with parked={pool.rise} they would serve after a promotion{known}"
+        f" {pool.startup_s:.0f} s; with parked={pool.rise} they would serve after a"
+        f" promotion{known}"
     )
 
 
