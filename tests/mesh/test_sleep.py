@@ -158,6 +158,7 @@ async def test_requests_move_to_another_worker_or_keep_the_last_one_awake(
         assert (await command(bus, seen, "worker-0")).ok
         await eventually(lambda: seen.card("worker-0").draining, 30)
         await eventually(lambda: not seen.card("worker-0").draining, 30, "it stays awake")
+        assert (await asyncio.to_thread(complete, mesh, "kvmesh-demo", 4))[1] == 4
         mesh.start("worker", "worker-1")
         await seen.until(["worker-0", "worker-1"], [])
         assert not running.done(), "the request runs for long enough"

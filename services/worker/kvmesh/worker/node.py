@@ -219,7 +219,7 @@ class WorkerNode:
         Then hand blocks down to lower tiers, for at most `worker.drain_blocks_s` seconds.
         """
         await self._show_draining(True)
-        if not await self._requests_end(timeout):
+        if not await self._requests.drain(timeout):
             left = len(self._requests.live)
             log.warning("%d requests did not end in %g s: aborting them", left, timeout)
         self._requests.abort_all()
@@ -232,9 +232,9 @@ class WorkerNode:
         The worker then accepts requests again: nothing but its device is at stake.
         """
         await self._show_draining(True)
-        if not await self._requests_end(timeout):
-            left = len(self._requests.live)
-            if not await self._others_serve():
+        if not await self._requests.drain(timeout):
+            left, lease = len(self._requests.live), self._lease
+            if lease is None or not await self._membership.others_serve(lease.card):
                 self.wants_sleep.clear()
                 await self._show_draining(False)
                 log.warning("not falling asleep: %d requests have no other worker", left)
@@ -248,21 +248,6 @@ class WorkerNode:
         self.draining = draining
         if self._lease is not None:
             await self._publish_card(self._lease, replace(self._lease.card, draining=draining))
-
-    async def _requests_end(self, timeout: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout):
-                await self._requests.drain()
-        except TimeoutError:
-            return False
-        return True
-
-    async def _others_serve(self) -> bool:
-        try:
-            return self._lease is not None and await self._membership.others_serve(self._lease.card)
-        except EngineError as error:
-            log.warning("%s", error)
-            return False
 
     def _sleep(self) -> str:
         """Begin to fall asleep; returns the reason if the worker cannot."""
