@@ -16,7 +16,18 @@ from common import parser
 from planner_baselines import Baseline, DynamoSla, DynamoThresholds, KvUsage, TokenVelocity
 from planner_clairvoyant import ToldInAdvance, clairvoyant
 from planner_dynamo import DynamoError, dynamo_itself
-from planner_rows import ITSELF, LOOSE, PLANNER, SLA, TOLD, Row, show, show_targets
+from planner_rows import (
+    ASLEEP,
+    ITSELF,
+    LOOSE,
+    PARKED,
+    PLANNER,
+    SLA,
+    TOLD,
+    Row,
+    show,
+    show_targets,
+)
 from planner_workloads import Scenario, engine, scenarios, tracelab
 
 from kvmesh.planner.core.options import PlanOptions
@@ -31,6 +42,9 @@ from kvmesh.workload.formats.registry import load
 
 CONVERSATION = "conversation ×"
 DYNAMO_TARGETS = ("throughput", "latency", "sla")
+PROMOTION = 0.25  # of a start
+# workers that wait beside those that serve: so many parked, and up to so many asleep
+WAITING = {PARKED: (2, 0), ASLEEP: (0, 32)}
 Make = Callable[[], Autoscaler]
 _known: list[Scenario] = []  # inherited by the processes that run them
 
@@ -42,7 +56,9 @@ def run(number: int, startup_s: float, policy: str) -> Row:
     if policy.startswith("static"):
         fleet = (replace(fleet[0], count=int(policy.split()[1])), *fleet[1:])
         return _simulated(scenario, startup_s, policy, fleet, None)
-    make = _autoscaler(scenario, startup_s, policy, len(fleet))
+    parked, asleep = WAITING.get(policy, (0, 0))
+    fleet = tuple(replace(kind, parked=parked, sleeps=asleep > 0) for kind in fleet)
+    make = _autoscaler(scenario, startup_s, policy)
     return _simulated(scenario, startup_s, policy, fleet, make)
 
 
@@ -71,6 +87,7 @@ def _simulated(
         speed=scenario.speed,
         autoscaler=make,
         startup_s=startup_s,
+        promotion_s=startup_s * PROMOTION,
     )
     simulation = Simulation(scenario.workload, options)
     simulation.run()
@@ -81,12 +98,20 @@ def _promises(scenario: Scenario) -> list[Promise]:
     return parse_promises("ttft", [scenario.ttft]) + parse_promises("itl", [scenario.itl])
 
 
-def _autoscaler(scenario: Scenario, startup_s: float, policy: str, groups: int) -> Make:
+def _autoscaler(scenario: Scenario, startup_s: float, policy: str) -> Make:
     promises = _promises(scenario)
-    if policy == PLANNER:
+    if policy == PLANNER or policy in WAITING:
+        parked, asleep = WAITING.get(policy, (0, 0))
         costs = [kind.cost for kind in scenario.kinds] or [1.0]
         pools = [
-            Pool(f"pool-{n}", min=0 if n else 1, max=scenario.most, cost=cost)
+            Pool(
+                f"pool-{n}",
+                min=0 if n else 1,
+                max=scenario.most,
+                cost=cost,
+                parked=parked,
+                asleep=asleep,
+            )
             for n, cost in enumerate(costs)
         ]
         options = PlanOptions(promises=promises, startup_s=startup_s)
@@ -129,11 +154,13 @@ def _row(scenario: Scenario, startup_s: float, policy: str, simulation: Simulati
         sum(error is not None for error in records.error),
         max(records.ended) / 3600,
         scenario.flat,
+        fleet.waited_s / 3600,
     )
 
 
 POLICIES = (
     PLANNER,
+    *WAITING,
     "dynamo throughput",
     "dynamo latency",
     SLA,

@@ -15,6 +15,7 @@ KEPT = 0.95  # the quantile of the promises
 CALM = 4.0  # changes an hour under steady load
 LOOSE = ", promises ×10"
 PLANNER, SLA = "kvmesh", "dynamo sla"
+PARKED, ASLEEP = "kvmesh parked", "kvmesh asleep"
 TOLD = "told in advance"
 ITSELF = "dynamo itself"  # its own planner in its own replay
 
@@ -23,7 +24,8 @@ ITSELF = "dynamo itself"  # its own planner in its own replay
 class Row:
     """One run: shares of 1, seconds, hours of devices (weighted by cost), counts.
 
-    `lasted_h` are the hours of the run, `flat` says that its load is steady.
+    `lasted_h` are the hours of the run, `flat` says that its load is steady; in `waited_h` hours of
+    workers these were parked or asleep, and held no device.
     """
 
     scenario: str
@@ -41,6 +43,7 @@ class Row:
     failed: int
     lasted_h: float
     flat: bool = False
+    waited_h: float = 0.0
 
 
 def show(rows: Sequence[Row], bounds: dict[str, float]) -> None:
@@ -48,7 +51,9 @@ def show(rows: Sequence[Row], bounds: dict[str, float]) -> None:
     table = Table(title="Planner, in virtual time", title_justify="left")
     for name in ("scenario", "start-up s", "policy", "kept %", "TTFT p50 s", "p99 s", "ITL p99 ms"):
         table.add_column(name, justify="left" if name in ("scenario", "policy") else "right")
-    for name in ("device-hours", "× bound", "goodput tok/s", "fleet", "changes /h", "failed"):
+    for name in ("device-hours", "waiting h", "× bound", "goodput tok/s", "fleet"):
+        table.add_column(name, justify="right")
+    for name in ("changes /h", "failed"):
         table.add_column(name, justify="right")
     for row in rows:
         bound = bounds.get(row.scenario)
@@ -61,6 +66,7 @@ def show(rows: Sequence[Row], bounds: dict[str, float]) -> None:
             f"{row.ttft_p99:.1f}",
             f"{row.itl_p99 * 1000:.0f}",
             f"{row.hours:.2f}",
+            f"{row.waited_h:.2f}" if row.waited_h else "",
             f"{row.hours / bound:.2f}" if bound else "",
             f"{row.goodput:.1f}",
             f"{row.least}–{row.most}",
@@ -94,7 +100,7 @@ def _targets(
 ) -> Iterator[tuple[str, str, bool]]:
     """Target, measured figure, and whether it is reached; targets without a row to compare with
     are left out."""
-    others = [r for r in beside if r.policy not in (PLANNER, TOLD)]
+    others = [r for r in beside if not r.policy.startswith(PLANNER) and r.policy != TOLD]
     equal = [r for r in others if r.kept >= row.kept - SAME]
     statics = [r for r in equal if _static(r)]
     if row.flat:

@@ -32,8 +32,8 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineConfigError, EngineError
+from kvmesh.worker.lives.parking import wait_parked
 from kvmesh.worker.model_card import parked_card
-from kvmesh.worker.parking import wait_parked
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
 

@@ -1,20 +1,19 @@
 """`kvmesh up --planner --parked 1`: parked workers are promoted where others are missing."""
 
 import asyncio
-import json
 import os
 import signal
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.up import Up
 from support.wait import eventually
+from support.waiting_workers import cards, complete, put_pools, workers
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.messages import Instance, Role
+from kvmesh.bus.messages import Role
 from kvmesh.cli.arguments import moment
 from kvmesh.cli.planning.history import read_decisions
 
@@ -33,29 +32,6 @@ def up(tmp_path: Path) -> Iterator[Up]:
     up.start()
     yield up
     up.close()
-
-
-def cards(directory: Directory, role: Role) -> list[Instance]:
-    return [card for card in directory.instances if card.role is role and not card.draining]
-
-
-def complete(up: Up) -> int:
-    body = {"model": "kvmesh-demo", "prompt": "What is a mesh?", "max_tokens": 8}
-    request = urllib.request.Request(
-        up.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return int(json.load(answer)["usage"]["completion_tokens"])
-
-
-def workers(up: Up) -> set[str]:
-    return {name for name in up.children() if name.startswith("worker")}
-
-
-async def put_pools(bus: Bus, pools: str) -> None:
-    """As `kvmesh plan set pools=…`."""
-    bucket = await bus.js.key_value(bus.subjects.plan_bucket)
-    await bucket.put(bus.subjects.plan_settings_key, json.dumps({"pools": [pools]}).encode())
 
 
 def settled(directory: Directory) -> bool:

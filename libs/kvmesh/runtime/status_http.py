@@ -38,11 +38,15 @@ def with_warnings(health: dict[str, object], warnings: Warnings) -> dict[str, ob
 
 
 async def serve_metrics(
-    settings: MetricsSettings, ready: Callable[[], bool], warnings: Warnings
+    settings: MetricsSettings,
+    ready: Callable[[], bool],
+    warnings: Warnings,
+    rests: Callable[[], str] = lambda: "",
 ) -> web.AppRunner | None:
     """Listen on the configured address, unless the port is 0; `/health` is 503 until `ready()`.
 
-    Raises StartError if the port is unavailable.
+    A process that `rests` does what it should, too; the text is its status then. Raises StartError
+    if the port is unavailable.
     """
     host, port = settings.metrics_host, settings.metrics_port
     if not port:
@@ -52,8 +56,9 @@ async def serve_metrics(
         return render_metrics(request)
 
     async def health(_: web.Request) -> web.Response:
-        ok = ready()
-        body: dict[str, object] = {"status": "ok" if ok else "starting"}
+        rest = rests()
+        ok = bool(rest) or ready()
+        body: dict[str, object] = {"status": rest or ("ok" if ok else "starting")}
         return web.json_response(with_warnings(body, warnings), status=200 if ok else 503)
 
     async def live(_: web.Request) -> web.Response:

@@ -46,7 +46,7 @@ def candidates(option: Option) -> Iterator[Any]:
     elif option.type is bool:
         yield from (True, False)
     elif option.type is int:
-        yield from (3, 5, 1 << 21, 1 << 31)
+        yield from (3, 5, 1 << 21, 1 << 31, 2)
     elif option.type is float:
         yield from (0.375, 0.875, 2.5, 40.25)
     elif option.type is Path:

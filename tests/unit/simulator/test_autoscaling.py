@@ -181,3 +181,67 @@ def test_a_worker_that_dies_is_no_change_by_hand() -> None:
     load = requests(lambda at: 0.4 if at < 300 else 4.0, 4.0, 500.0)
     _, sizes = planned(load, faults=(Fault(100.0, "die", 0),), ready=2)
     assert max(sizes) >= 4
+
+
+def waiting(
+    workload: Workload, group: WorkerOptions, pool: Pool, **more: object
+) -> tuple[Simulation, SimulatedPlanner]:
+    chosen = PlanOptions(promises=[Promise("ttft", 0.9, 5.0)], interval_s=10.0, startup_s=60.0)
+    planner = SimulatedPlanner(chosen, [pool])
+    simulation = Simulation(
+        workload,
+        options([group], autoscaler=lambda: planner, startup_s=60.0, promotion_s=10.0, **more),
+    )
+    simulation.run()
+    assert not any(simulation.records.error)
+    return simulation, planner
+
+
+def first_growth(simulation: Simulation, began: float) -> float:
+    """Seconds from a time until one more worker is ready than then."""
+    before = [ready for at, ready, _ in simulation.fleet.record.sizes if at <= began][-1]
+    grown = (at for at, ready, _ in simulation.fleet.record.sizes if at > began and ready > before)
+    return next(grown) - began
+
+
+def test_parked_workers_serve_after_a_promotion_and_hold_no_device_before() -> None:
+    burst = requests(lambda at: 4.0 if 300 <= at < 600 else 0.4, 4.0, 800.0)
+    plain, _ = waiting(burst, WorkerOptions(1, CORE), Pool("p", max=12))
+    parked, planner = waiting(burst, WorkerOptions(1, CORE, parked=3), Pool("p", max=12, parked=3))
+    assert first_growth(parked, 300.0) < first_growth(plain, 300.0) - 30.0
+    record = parked.fleet.record
+    assert record.promotions >= 3
+    assert record.waited_s > 2 * 300.0, "three were parked before the burst"
+    assert planner.core.pools[0].starts.promotion_s == 10.0
+    late = [(each.records.column("first_token") - each.records.column("arrived") > 5.0).sum()
+            for each in (plain, parked)]  # fmt: skip
+    assert late[1] < 0.6 * late[0]
+
+
+def test_sleeping_workers_wake_for_the_next_burst() -> None:
+    def rate(at: float) -> float:
+        return 4.0 if at % 700 < 200 else 0.3
+
+    simulation, planner = waiting(
+        requests(rate, 4.0, 900.0), WorkerOptions(4, CORE, sleeps=True), Pool("p", asleep=8)
+    )
+    record = simulation.fleet.record
+    assert record.waited_s > 0
+    assert record.promotions > 0
+    assert planner.core.asleep["p"] <= 8
+    slept = [instance for _, plan in planner.plans for instance in plan.sleep]
+    assert slept
+    assert len(simulation.fleet.wanted) == 1
+
+
+def test_a_dead_worker_is_replaced_by_a_parked_one() -> None:
+    simulation, _ = waiting(
+        requests(lambda _: 0.5, 0.5, 300.0),
+        WorkerOptions(2, CORE, parked=1),
+        Pool("p", min=2, max=2, parked=1),
+        faults=(Fault(55.0, "die", 1),),
+    )
+    ready = [(at, ready) for at, ready, _ in simulation.fleet.record.sizes if at >= 55.0]
+    assert ready[0] == (55.0, 1)
+    assert (65.0, 2) in ready, "after the time of a promotion"
+    assert simulation.fleet.wanted == [3]

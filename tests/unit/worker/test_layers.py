@@ -39,7 +39,6 @@ ALLOWED = {
     "health": {"engine"},
     "requests": {"constraints", *CONTRACT},
     "control": {"lora", "requests", "roles", *CONTRACT},
-    "parking": {"start", *CONTRACT},
     "roles": set(CONTRACT),
     "model_card": {"engine", "model_folder"},
     "models": {"compiled", "engine", "start", "weights", *LEAVES},
@@ -48,10 +47,11 @@ ALLOWED = {
         *("control", "enginecore", "health", "lora", "model_card", "requests"),
         *("roles", "start"),
     },
+    "lives": {"lora", "model_card", "node", "start", *CONTRACT},
     "weights": {"compiled", "model_card"},
     "service": {
-        *("compiled", "engine", "metrics", "model_card", "model_folder", "models"),
-        *("node", "parking", "start", "weights"),
+        *("compiled", "engine", "lives", "metrics", "model_card", "model_folder", "models"),
+        *("start", "weights"),
     },
 }
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.name != "__init__.py")

@@ -185,8 +185,14 @@ COMMANDS = (
         sections=("nats", "streams", "log"),
     ),
     Command(
+        "sleep",
+        "have a worker finish its requests, free its device and wait",
+        "kvmesh.cli.commands.sleep",
+        sections=("nats", "streams", "log"),
+    ),
+    Command(
         "promote",
-        "have a parked worker finish its start and serve",
+        "have a parked or sleeping worker serve",
         "kvmesh.cli.commands.promote",
         sections=("nats", "streams", "log"),
     ),

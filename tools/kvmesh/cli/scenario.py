@@ -155,6 +155,13 @@ def _add_planner(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="start-up time of a worker that the planner adds (%(default)s)",
     )
+    parser.add_argument(
+        "--promotion",
+        type=seconds,
+        metavar="S",
+        help="the part of it after a promotion, where pools have parked or asleep workers"
+        " (a quarter)",
+    )
 
 
 def _add_reports(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +201,9 @@ def _scenario(
 ) -> SimulationOptions:
     router = msgspec.structs.replace(settings.router, policy=policy)
     check_settings(router)
+    make_planner: Callable[[], Autoscaler] | None = None
+    if arguments.planner:
+        make_planner, fleet = _planner(settings, fleet)
     options = SimulationOptions(
         router=router,
         workers=fleet,
@@ -209,8 +219,9 @@ def _scenario(
         faults=tuple(_fault(text) for text in arguments.fault),
         speed=arguments.speed,
         seed=arguments.seed,
-        autoscaler=_planner(settings, fleet) if arguments.planner else None,
+        autoscaler=make_planner,
         startup_s=arguments.startup,
+        promotion_s=arguments.promotion,
         nodes=nodes,
     )
     options.check()
@@ -234,8 +245,11 @@ def _nodes(
         raise SimulationError(f"kvbm: {error}") from error
 
 
-def _planner(settings: Settings, fleet: Fleet) -> Callable[[], Autoscaler]:
-    """Makes the planner of the settings; its pools are the groups of the fleet, in order."""
+def _planner(settings: Settings, fleet: Fleet) -> tuple[Callable[[], Autoscaler], Fleet]:
+    """Makes the planner of the settings; its pools are the groups of the fleet, in order.
+
+    Returns the fleet with the workers that wait by its pools, too.
+    """
     try:
         options, pools = plan_options(settings.planner, settings.router)
     except PlannerConfigError as error:
@@ -250,7 +264,11 @@ def _planner(settings: Settings, fleet: Fleet) -> Callable[[], Autoscaler]:
             raise SimulationError(
                 f"--planner: pool {pool.name} serves {pool.serves}, its group {group.serves}"
             )
-    return lambda: SimulatedPlanner(options, pools)
+    waiting = [(pool.parked, pool.asleep > 0) for pool in pools]
+    return lambda: SimulatedPlanner(options, pools), tuple(
+        replace(group, parked=parked, sleeps=sleeps)
+        for group, (parked, sleeps) in zip(fleet, waiting, strict=True)
+    )
 
 
 def _fleet(arguments: argparse.Namespace, default: Fleet) -> Fleet:

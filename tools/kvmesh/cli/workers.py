@@ -1,7 +1,8 @@
 """Commands to running workers that a person names."""
 
+import asyncio
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
@@ -11,6 +12,7 @@ from kvmesh.cli.flags import did_you_mean
 from kvmesh.runtime.service import stream_limits
 from kvmesh.settings import Settings
 
+POLL_S = 0.1
 _replies = MessageDecoder(ControlReply)
 
 
@@ -60,6 +62,37 @@ async def command_workers(
         text = accepted if reply.ok else reply.reason
         print(f"{card.instance}: {text}", file=sys.stdout if reply.ok else sys.stderr)
     return all(reply.ok for reply in replies)
+
+
+async def await_role(
+    bus: Bus,
+    settings: Settings,
+    workers: Collection[Instance],
+    role: Role,
+    timeout_s: float,
+    text: Callable[[Instance], str],
+) -> set[str]:
+    """Print `text` of each worker once its card has the role; the instances of those left over.
+
+    It takes `timeout_s` seconds at most.
+    """
+    missing = {card.instance for card in workers}
+    directory = Directory(bus, stream_limits(settings.streams), role=role)
+    await directory.open()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while missing:
+                for card in directory.instances:
+                    if card.instance in missing:
+                        missing.remove(card.instance)
+                        print(f"{card.instance}: {text(card)}")
+                if missing:
+                    await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        pass
+    finally:
+        await directory.close()
+    return missing
 
 
 async def send_command(

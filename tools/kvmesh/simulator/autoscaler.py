@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
 
@@ -11,12 +11,14 @@ from kvmesh.bus.messages import Instance, Load, RouteEvent, SeqEvent
 class FleetTarget:
     """Workers wanted per group, and instances to stop first where a group shrinks.
 
-    `switches` are instances that join another group before, with the role of that group.
+    `switches` are instances that join another group before, with the role of that group. Those of
+    `sleep` wait, once their requests have ended, and count as workers of their group still.
     """
 
     counts: Sequence[int]
     stop: Sequence[str] = ()
     switches: Mapping[str, int] = field(default_factory=dict)
+    sleep: Sequence[str] = ()
 
 
 class Autoscaler(Protocol):
@@ -43,4 +45,25 @@ class Autoscaler(Protocol):
 
     def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget | None:
         """The fleet to have; `wanted` are ready and starting workers per group. None: no change."""
+        ...
+
+
+@runtime_checkable
+class PromotingAutoscaler(Autoscaler, Protocol):
+    """Autoscaler that has workers promoted; in groups where some wait, counts include those."""
+
+    def parked(self, card: Instance, group: int, now: float) -> None:
+        """A worker waits, parked or asleep."""
+        ...
+
+    def unparked(self, instance: str) -> None:
+        """A worker waits no longer."""
+        ...
+
+    def promote(self, now: float) -> list[str]:
+        """The instances to promote now."""
+        ...
+
+    def surplus(self, now: float) -> list[tuple[str, bool]]:
+        """Ready workers that are too many: each is to sleep, or to park after another start."""
         ...

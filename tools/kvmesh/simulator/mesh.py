@@ -15,6 +15,7 @@ from kvmesh.bus.messages import (
     Outcome,
     Placement,
     ReturnForecast,
+    Role,
     RouteRequest,
     SeqEvent,
     SeqFree,
@@ -24,11 +25,12 @@ from kvmesh.bus.messages import (
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.router.waiting.ticket import Ticket
 from kvmesh.simulator.active_round import ActiveRound, output_limit
+from kvmesh.simulator.autoscaler import PromotingAutoscaler
 from kvmesh.simulator.cache_accounting import CacheAccounting
 from kvmesh.simulator.clients.harness import Harness
 from kvmesh.simulator.clients.speculation import SpeculatingFrontends
 from kvmesh.simulator.fleet import MODEL, SimulatedWorker, make_card
-from kvmesh.simulator.fleet_control import FleetControl
+from kvmesh.simulator.fleet_control import FleetControl, FleetHooks
 from kvmesh.simulator.index import EventPublisher, SimulatedIndex
 from kvmesh.simulator.nodes.fleet import SimulatedNodes
 from kvmesh.simulator.nodes.options import NodeOptions
@@ -76,6 +78,7 @@ class Simulation:
         self._max_tokens = max(group.core.blocks for group in options.workers) * self._block_size
         self._incarnations: dict[int, int] = {}
         self._groups: dict[int, int] = {}
+        self._parked: dict[str, int] = {}
         self._remaining = ceil(len(workload) * options.ended_share)
         if not self._remaining:
             self.clock.stop()
@@ -105,11 +108,10 @@ class Simulation:
         )
         self.fleet = FleetControl(
             self.clock,
-            [group.cost for group in options.workers],
+            options.workers,
             options.startup_s,
-            self._add,
-            self._leave,
-            self._switch,
+            options.promotion,
+            FleetHooks(self._add, self._leave, self._switch, self._park, self._unpark, self._wake),
         )
         self.nodes: SimulatedNodes | None = None
         if options.nodes is not None:
@@ -146,6 +148,8 @@ class Simulation:
         for index, group in enumerate(self.options.workers):
             for _ in range(group.count):
                 self.fleet.joined(index, self._add(index), 0.0)
+            for _ in range(group.parked):
+                self.fleet.wait(index)
         for fault in self.options.faults:
             self.clock.at(fault.time, partial(self._fault, fault))
         self.clock.after(self.options.network.loads, self._report_loads)
@@ -159,13 +163,47 @@ class Simulation:
         target = self._autoscaler.decide(self.clock.now, self.fleet.wanted)
         if target is not None:
             self.fleet.apply(target)
+        if isinstance(self._autoscaler, PromotingAutoscaler):
+            for instance, sleeps in self._autoscaler.surplus(self.clock.now):
+                self.fleet.doze(instance, sleeps)
+        self._promote()
         self.clock.after(self._autoscaler.interval_s, self._scale)
+
+    def _promote(self) -> None:
+        if isinstance(self._autoscaler, PromotingAutoscaler):
+            for instance in self._autoscaler.promote(self.clock.now):
+                self.fleet.promote(instance)
 
     def _add(self, group: int) -> SimulatedWorker:
         """Add a worker of a group under the next free number."""
+        return self._join(self._new_number(group))
+
+    def _new_number(self, group: int) -> int:
         number = max(self._incarnations, default=-1) + 1
-        self._groups[number] = group
-        return self._join(number)
+        self._groups[number], self._incarnations[number] = group, 0
+        return number
+
+    def _park(self, group: int, asleep: str) -> str:
+        """Let a worker wait, that which was instance `asleep` or a new one; its next instance."""
+        number = int(asleep.partition(".")[0].rpartition("-")[2]) if asleep else None
+        number = self._new_number(group) if number is None else number
+        card = make_card(number, self._incarnations[number], self.options.workers[group])
+        card = replace_card(
+            card, role=Role.PARKED, model=None, parked_for=MODEL, asleep=bool(asleep),
+            started=self.clock.now,
+        )  # fmt: skip
+        self._parked[card.instance] = number
+        if isinstance(self._autoscaler, PromotingAutoscaler):
+            self._autoscaler.parked(card, group, self.clock.now)
+            self.clock.after(0.0, self._promote)
+        return card.instance
+
+    def _unpark(self, instance: str) -> None:
+        if isinstance(self._autoscaler, PromotingAutoscaler):
+            self._autoscaler.unparked(instance)
+
+    def _wake(self, instance: str, promoted_s: float) -> SimulatedWorker:
+        return self._join(self._parked.pop(instance), promoted_s)
 
     def _leave(self, worker: SimulatedWorker) -> None:
         """Take a worker out of routing; it goes once its requests have ended."""
@@ -176,6 +214,7 @@ class Simulation:
         if self._autoscaler is not None:
             card = replace_card(worker.card, draining=True)
             self._autoscaler.joined(card, self._group_index(worker), self.clock.now)
+            self.clock.after(0.0, self._promote)
         if worker.busy:
             worker.draining = True
         else:
@@ -193,7 +232,7 @@ class Simulation:
     def _group_index(self, worker: SimulatedWorker) -> int:
         return self._group_of[worker.instance]
 
-    def _join(self, number: int) -> SimulatedWorker:
+    def _join(self, number: int, promoted_s: float = 0.0) -> SimulatedWorker:
         index = self._groups.get(number, 0)
         group = self.options.workers[index]
         core = group.core
@@ -202,6 +241,8 @@ class Simulation:
         place = number if group.node is None else group.node
         node = "" if self.nodes is None else self.nodes.of_worker(place).node
         card = make_card(number, incarnation, group, node)
+        if promoted_s:
+            card = replace_card(card, startup_s=self.options.startup_s, promoted_s=promoted_s)
         worker = SimulatedWorker(
             self.clock,
             card,
@@ -241,6 +282,7 @@ class Simulation:
         self.routers.leave(worker.instance)
         if self._autoscaler is not None:
             self.fleet.restart(self._group_index(worker))
+            self.clock.after(0.0, self._promote)
         self._die(worker)
 
     def _remove(self, worker: SimulatedWorker) -> None:

@@ -24,7 +24,9 @@ class WorkerOptions:
     """One group of identical workers; `serves` is their role in disaggregated serving.
 
     `cost` is that of a worker per hour, in any unit. With nodes, all run on node `node`; None
-    spreads them.
+    spreads them. Beside the `count` that serve at the start, `parked` wait; then all workers of the
+    group park before they serve. They hold no device until they are promoted. A worker that
+    `sleeps` may wait in the same way after it has served.
     """
 
     count: int = 4
@@ -32,6 +34,8 @@ class WorkerOptions:
     serves: Serves = "aggregated"
     cost: float = 1.0
     node: int | None = None
+    parked: int = 0
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class SimulationOptions:
 
     `horizon_s` bounds a batch of decode steps; it affects the simulator's speed, not its results.
     The run ends once `ended_share` of the rounds have ended.
-    `autoscaler` makes the one that changes the fleet; a new worker takes `startup_s` to start.
+    `autoscaler` makes the one that changes the fleet; a new worker takes `startup_s` to start, the
+    last `promotion_s` of it, a quarter by default, after its promotion if it is parked.
     With `nodes`, the workers of a node share a kvbm.
     """
 
@@ -87,7 +92,13 @@ class SimulationOptions:
     ended_share: float = 1.0
     autoscaler: Callable[[], Autoscaler] | None = None
     startup_s: float = 60.0
+    promotion_s: float | None = None
     nodes: NodeOptions | None = None
+
+    @property
+    def promotion(self) -> float:
+        """Seconds from a promotion until the worker serves."""
+        return self.startup_s / 4 if self.promotion_s is None else self.promotion_s
 
     @property
     def block_size(self) -> int:
@@ -98,6 +109,8 @@ class SimulationOptions:
         sizes = {group.core.limits.block_size for group in self.workers}
         if len(sizes) != 1:
             raise SimulationError(f"workers must use one block size, not {sorted(sizes)}")
+        if not 0 <= self.promotion <= self.startup_s:
+            raise SimulationError("a promotion takes at most as long as a start, and at least 0 s")
         if self.replicas < 1 or sum(group.count for group in self.workers) < 1:
             raise SimulationError("at least one router and one worker are required")
         if all(group.serves == "prefill" for group in self.workers if group.count):

@@ -26,6 +26,18 @@ class SimulatedPlanner:
     def left(self, card: Instance) -> None:
         self.core.left(card.instance)
 
+    def parked(self, card: Instance, group: int, now: float) -> None:
+        self.core.parked(card, self._names[group])
+
+    def unparked(self, instance: str) -> None:
+        self.core.unparked(instance)
+
+    def promote(self, now: float) -> list[str]:
+        return [instance for instance, _ in self.core.promote(now)]
+
+    def surplus(self, now: float) -> list[tuple[str, bool]]:
+        return self.core.surplus(now)
+
     def on_loads(self, loads: list[Load], now: float) -> None:
         for load in loads:
             self.core.on_load(load)
@@ -38,11 +50,18 @@ class SimulatedPlanner:
         self.core.on_route(event, now)
 
     def decide(self, now: float, wanted: Sequence[int]) -> FleetTarget | None:
-        self.core.observe_wanted(dict(zip(self._names, wanted, strict=True)), now)
+        serving = [n - waiting for n, waiting in zip(wanted, self._waiting(), strict=True)]
+        self.core.observe_wanted(dict(zip(self._names, serving, strict=True)), now)
         plan = self.core.decide(now)
-        target = [plan.wanted[name] for name in self._names]
-        if target == list(wanted) and not plan.switches:
+        numbers = [plan.wanted[name] for name in self._names]
+        target = [n + waiting for n, waiting in zip(numbers, self._waiting(), strict=True)]
+        if numbers == serving and not plan.switches:
             return None
         self.plans.append((now, plan))
         switches = {each.instance: self._names.index(each.target) for each in plan.switches}
-        return FleetTarget(target, plan.stop, switches)
+        return FleetTarget(target, plan.stop, switches, plan.sleep)
+
+    def _waiting(self) -> list[int]:
+        """Workers of each group that the fleet runs beside those that serve."""
+        asleep = self.core.asleep
+        return [view.pool.parked + asleep[view.pool.name] for view in self.core.pools]

@@ -177,6 +177,13 @@ class Promote(Struct, frozen=True, tag="promote"):
     """
 
 
+class Sleep(Struct, frozen=True, tag="sleep"):
+    """Finish requests, leave the mesh, free the device, and wait parked; `Promote` wakes it.
+
+    Idempotent while it falls asleep. The reply says that it begins to; the card says when it is.
+    """
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Liveness probe: the server replies "no responders" if the instance is gone."""
 
@@ -194,6 +201,7 @@ Control: TypeAlias = (
     | AdapterCommand
     | Serve
     | Promote
+    | Sleep
 )
 
 

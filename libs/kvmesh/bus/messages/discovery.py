@@ -200,7 +200,9 @@ class Instance(Struct, frozen=True, kw_only=True):
     no `model` card before it does. A worker or kvbm that `expects_returns` orders eviction by
     forecasts of returns; others need none. `compiled` is the compile cache that a worker offers, if
     any. `adapters` says which LoRA adapters it can load for routers; it is None if it loads none.
-    `sources` tells where a worker's weights and compiled code came from, as far as known.
+    `sources` tells where a worker's weights and compiled code came from, as far as known. A worker
+    that `sleeps` can free its device and wait to be promoted again; a parked one is `asleep` if it
+    has served before, and its `phases` and `startup_s` are those of its start.
     """
 
     instance: str
@@ -227,6 +229,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     compiled: CompiledOffer | None = None
     adapters: AdapterHost | None = None
     sources: list[StartSource] = []
+    sleeps: bool = False
+    asleep: bool = False
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

@@ -147,7 +147,10 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     """One pool in a decision: workers ready, starting, wanted before and from now on.
 
     `startup_s` is the learned start-up time, `promotion_s` that of a promotion, 0 without parked
-    workers; `parked` of them wait. `failed` counts workers that never became ready.
+    workers; `parked` workers wait, parked or asleep; `asleep` are to sleep in place of being
+    stopped, and `may_wait` is the number that the settings permit. `rise` is the most workers that
+    were added within one start-up time in the last hours.
+    `failed` counts workers that never became ready.
     `step_times` names the model of its workers' step times, "none", "profile" or "fit", `samples`
     counts those of live steps, and `profile_factor` is the measured time over that of the profile.
     Times that hold for the next planner too, in Unix seconds, 0 if never: `manual_at` of the last
@@ -165,6 +168,9 @@ class PoolPlan(Struct, frozen=True, kw_only=True):
     samples: int = 0
     profile_factor: float = 1.0
     parked: int = 0
+    asleep: int = 0
+    may_wait: int = 0
+    rise: int = 0
     promotion_s: float = 0.0
     manual_at: float = 0.0
     changed_at: float = 0.0
@@ -185,7 +191,7 @@ class ScalingDecision(Struct, frozen=True, kw_only=True):
     `signals` are the inputs: arrivals per second now and forecast, waiting requests and tokens,
     mean lengths. `kept` are the shares of the requests of the last minutes that kept each promise.
     `unreachable` are promises that even an idle worker cannot keep. `switches` are workers that
-    change their roles; the numbers of the pools hold after that.
+    change their roles; the numbers of the pools hold after that. `sleep` are instances that sleep.
     """
 
     model: str
@@ -202,3 +208,4 @@ class ScalingDecision(Struct, frozen=True, kw_only=True):
     cost: float = 0.0
     connector: str = ""
     switches: list[SwitchedRole] = []
+    sleep: list[str] = []

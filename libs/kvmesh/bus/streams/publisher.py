@@ -90,6 +90,14 @@ class KvPublisher:
         backlog = self._backlog(rank)
         return None if backlog.overflowed else backlog.next_id + len(backlog)
 
+    @property
+    def next_events(self) -> dict[int, int]:
+        """The id of the next event of each rank; a dump that is due leaves a gap before it."""
+        return {
+            rank: backlog.next_id + len(backlog) + backlog.overflowed
+            for rank, backlog in self._backlogs.items()
+        }
+
     async def close(self, timeout: float = 2.0) -> None:
         """Send the backlog, for at most `timeout` seconds."""
         task, self._task = self._task, None

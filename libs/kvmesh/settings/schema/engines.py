@@ -187,6 +187,15 @@ class VllmSettings(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="with a compile cache: import for vLLM's processes ahead, and fork them"),
     ] = True
+    sleep_level: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2,
+            description="while the worker sleeps, 1: weights are in the memory of the host; 2: they"
+            " are gone, and loaded again; needs enable_sleep_mode in args",
+        ),
+    ] = 1
 
 
 class SglangSettings(Section, frozen=True, kw_only=True):

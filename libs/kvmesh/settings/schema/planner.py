@@ -22,7 +22,8 @@ class PlannerSettings(Section, frozen=True, kw_only=True):
             description="pools of equal workers, NAME[:KEY=VALUE,…] with the keys serves, min, max,"
             " cost (per hour), devices (per worker), model, target (the name where they run),"
             " profile (step times: a shipped name or a file), kind (pools of one kind exchange"
-            " workers, which change their role) and parked (workers that wait to be promoted);"
+            " workers, which change their role), parked (workers that wait to be promoted) and"
+            " asleep (most workers that sleep in place of being stopped);"
             " a worker belongs to the pool that its label pool names, else to the first that fits"
         ),
     ] = field(default_factory=lambda: ["workers"])

@@ -42,6 +42,14 @@ class UpSettings(Section, frozen=True, kw_only=True):
             " them; where planner.pools is set, its key parked counts",
         ),
     ] = 0
+    asleep: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="most workers that the planner puts to sleep in place of stopping them;"
+            " where planner.pools is set, its key asleep counts",
+        ),
+    ] = 0
     frontends: Annotated[
         int, Meta(ge=0, description="frontend processes, on consecutive ports")
     ] = 1

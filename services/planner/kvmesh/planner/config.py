@@ -102,7 +102,7 @@ def check_same_pools(pools: list[Pool], others: list[Pool]) -> None:
         )
     for pool in pools:
         other = next(other for other in others if other.name == pool.name)
-        for key in ("serves", "model", "target", "kind", "parked"):
+        for key in ("serves", "model", "target", "kind", "parked", "asleep"):
             own, new = getattr(pool, key), getattr(other, key)
             if own != new:
                 raise PlannerConfigError(

@@ -18,9 +18,9 @@ class FleetDriver:
     """Calls the connector. While a change is under way, no other one begins.
 
     A failed change is a warning until one succeeds, the place shows what was asked for, or none
-    has failed for FORGET_S seconds; the next interval tries again. The place runs the `parked`
-    workers of each pool beside those that serve, and knows no difference: here, numbers are those
-    of workers that are to serve.
+    has failed for FORGET_S seconds; the next interval tries again. The place runs the `parked` and
+    the `asleep` workers of each pool beside those that serve, and knows no difference: here,
+    numbers are those of workers that are to serve.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class FleetDriver:
     ) -> None:
         self._connector = connector
         self._parked = parked or {}
+        self.asleep: dict[str, int] = {}
         self._warnings = warnings
         self._tasks = BackgroundTasks()
         self._changing = False
@@ -56,7 +57,7 @@ class FleetDriver:
                 await self._connector.open()
                 self._opened = True
             found = {
-                pool: replace(state, wanted=max(state.wanted - self._parked.get(pool, 0), 0))
+                pool: replace(state, wanted=max(state.wanted - self._waiting(pool), 0))
                 for pool, state in (await self._connector.state()).items()
             }
         except ConnectorError as error:
@@ -81,7 +82,7 @@ class FleetDriver:
 
     async def _change(self, pools: dict[str, int], stop: Sequence[str]) -> None:
         try:
-            numbers = {pool: n + self._parked.get(pool, 0) for pool, n in pools.items()}
+            numbers = {pool: n + self._waiting(pool) for pool, n in pools.items()}
             await self._connector.scale(numbers, stop)
             self.failed = False
             self._warnings.update("connector", {})
@@ -94,6 +95,9 @@ class FleetDriver:
             raise
         finally:
             self._changing = False
+
+    def _waiting(self, pool: str) -> int:
+        return self._parked.get(pool, 0) + self.asleep.get(pool, 0)
 
     @staticmethod
     def _now() -> float:

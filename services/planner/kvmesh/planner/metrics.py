@@ -39,6 +39,11 @@ promotions = Counter(
     "Parked workers that were told to serve, by whether they accepted it",
     ["model", "pool", "result"],
 )
+sleeps = Counter(
+    f"{_PREFIX}_sleeps",
+    "Workers that were told to sleep, by whether they accepted it",
+    ["model", "pool", "result"],
+)
 connector_errors = Counter(
     f"{_PREFIX}_connector_errors", "Changes of the fleet that the connector could not make"
 )

@@ -1,11 +1,12 @@
-"""Has parked workers promoted, and ready ones that are too many drained, in the background."""
+"""Has parked workers promoted, and ready ones sleep or drain, in the background."""
 
 import logging
+import time
 from collections.abc import Callable
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import ControlReply, Drain, MessageDecoder, Promote
+from kvmesh.bus.messages import ControlReply, Drain, MessageDecoder, Promote, Sleep
 from kvmesh.planner import metrics
 from kvmesh.runtime.background import BackgroundTasks
 
@@ -30,6 +31,12 @@ class PromotionDriver:
         """Have a parked worker of `pool` promoted."""
         self._tasks.start(self._promote(model, pool, instance, on_failure), f"promote {instance}")
 
+    def sleep(
+        self, model: str, pool: str, instance: str, on_failure: Callable[[str, float], None]
+    ) -> None:
+        """Have a ready worker of `pool` sleep; a failure comes with the Unix time."""
+        self._tasks.start(self._sleep(model, pool, instance, on_failure), f"sleep {instance}")
+
     def drain(self, instance: str) -> None:
         """Have a ready worker drain and end."""
         self._tasks.start(self._drain(instance), f"drain {instance}")
@@ -48,13 +55,24 @@ class PromotionDriver:
         else:
             log.info("%s is promoted, in pool %s", instance, pool)
 
+    async def _sleep(
+        self, model: str, pool: str, instance: str, on_failure: Callable[[str, float], None]
+    ) -> None:
+        reason = await self._send(instance, Sleep())
+        metrics.sleeps.labels(model, pool, "failed" if reason else "done").inc()
+        if reason:
+            log.warning("%s does not sleep: %s", instance, reason)
+            on_failure(instance, time.time())
+        else:
+            log.info("%s sleeps, in pool %s", instance, pool)
+
     async def _drain(self, instance: str) -> None:
         if reason := await self._send(instance, Drain()):
             log.warning("%s does not drain: %s", instance, reason)
         else:
             log.info("%s drains: more workers serve than are wanted", instance)
 
-    async def _send(self, instance: str, command: Promote | Drain) -> str:
+    async def _send(self, instance: str, command: Promote | Sleep | Drain) -> str:
         """The reason if the worker does not execute the command."""
         subject = self._bus.subjects.ctl(instance)
         try:

@@ -28,7 +28,7 @@ def scaling_decision(
         reason=plan.reason,
         changed=plan.wanted != before,
         pools={
-            view.pool.name: _pool_plan(view, before.get(view.pool.name, 0), changed[view.pool.name])
+            view.pool.name: pool_plan(view, before.get(view.pool.name, 0), changed[view.pool.name])
             for view in core.pools
         },
         signals={
@@ -57,6 +57,7 @@ def scaling_decision(
             for each in plan.candidates
         ],
         stop=plan.stop,
+        sleep=plan.sleep,
         switches=[
             SwitchedRole(instance=each.instance, source=each.source, target=each.target)
             for each in plan.switches
@@ -66,7 +67,8 @@ def scaling_decision(
     )
 
 
-def _pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
+def pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
+    """The record of one pool, of which `before` workers were wanted until now."""
     times = view.step_times
     return PoolPlan(
         ready=len(view.ready),
@@ -76,7 +78,10 @@ def _pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
         startup_s=view.starts.startup_s,
         failed=view.starts.failed,
         parked=len(view.parked.waiting),
-        promotion_s=view.starts.promotion_s if view.pool.parked else 0.0,
+        asleep=view.asleep.count,
+        may_wait=view.pool.parked + view.pool.asleep,
+        rise=view.rises.most(view.starts.startup_s),
+        promotion_s=view.starts.promotion_s if view.pool.promotes else 0.0,
         step_times=times.source if times is not None else "none",
         samples=view.samples,
         profile_factor=times.factor if times is not None else 1.0,

@@ -247,6 +247,7 @@ class PlannerService:
     async def _decide_once(self) -> None:
         if self._adopt and not await self._read_idle():
             return
+        self._note_asleep()
         state = await self._driver.state()
         now = time.time()
         if state is not None:
@@ -254,6 +255,7 @@ class PlannerService:
         stop: list[str] = []
         wanted: dict[str, int] = {}
         switching: list[tuple[str, PlannerCore, PlannedSwitch]] = []
+        sleeping: list[tuple[str, PlannerCore, list[str]]] = []
         refused = False
         for model, core in list(self._models.cores.items()):
             before = self._observe(model, core, state, now)
@@ -262,6 +264,7 @@ class PlannerService:
                 await self._idle.update(model, may_be_idle, self._models.card(model), now)
             others = (each for each in self._models.cores.values() if each is not core)
             core.devices_elsewhere = sum(each.devices for each in others)
+            asleep = core.asleep
             plan = self._plan(model, core, now)
             if plan is None:
                 continue
@@ -271,14 +274,18 @@ class PlannerService:
             changes = {pool: n for pool, n in plan.wanted.items() if n != before[pool]}
             if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
                 refused |= bool(changes)  # without an entry, frontends would forget the model
+                core.restore_asleep(asleep)  # none is told to sleep
                 continue
+            sleeping.append((model, core, plan.sleep))
             switching += [(model, core, switch) for switch in plan.switches]
             wanted |= changes
             stop += [name for i in plan.stop if (name := self._models.name(i))]
         self._adopt = refused or state is None
         if wanted and state is not None:
             if self.leads:  # the process may have been frozen meanwhile
+                self._note_asleep()
                 self._switch_roles(switching)
+                self._have_asleep(sleeping)
                 self._start_change(wanted, stop, state)
             else:
                 self._adopt = True
@@ -295,9 +302,31 @@ class PlannerService:
                 self._promotions.promote(model, pool, instance, core.promotion_failed)
 
     def _drain_surplus(self, now: float) -> None:
-        for core in self._models.cores.values():
-            for instance in core.surplus(now):
-                self._promotions.drain(instance)
+        for model, core in self._models.cores.items():
+            for instance, sleeps in core.surplus(now):
+                if sleeps:
+                    self._have_asleep([(model, core, [instance])])
+                else:
+                    self._promotions.drain(instance)
+
+    def _note_asleep(self) -> None:
+        """Tell the driver how many workers of each pool sleep; another planner has recorded it."""
+        for model, core in self._models.cores.items():
+            latest = self._latest.get(model)
+            if self._adopt and latest is not None and latest.planner != self._service.instance:
+                core.restore_asleep({name: plan.asleep for name, plan in latest.pools.items()})
+            self._driver.asleep |= core.asleep
+
+    def _have_asleep(self, sleeping: list[tuple[str, PlannerCore, list[str]]]) -> None:
+        for model, core, instances in sleeping:
+            for instance in instances:
+                pool = core.serving(instance) or ""
+                awake = partial(self._stays_awake, model, core)
+                self._promotions.sleep(model, pool, instance, awake)
+
+    def _stays_awake(self, model: str, core: PlannerCore, instance: str, now: float) -> None:
+        self._recorded_at.pop(model, None)  # so that the next planner knows it too
+        core.stays_awake(instance, now)
 
     def _start_change(
         self, wanted: dict[str, int], stop: list[str], state: dict[str, PoolState]

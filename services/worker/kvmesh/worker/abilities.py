@@ -8,6 +8,7 @@ from kvmesh.worker.capabilities import (
     Releasing,
     Retaining,
     RoleSwitching,
+    Sleeping,
     Tiered,
 )
 from kvmesh.worker.engine import Engine, EngineInfo
@@ -23,9 +24,10 @@ ROLES = "change of role at run time"
 ADAPTERS = "adapters at run time"
 TAGS = "structural tags"
 PARKING = "[parking](#parked-workers)"
+SLEEP = "[sleep](#sleeping-workers)"
 ABILITIES = (
     *(DIRECTIVES, OUTCOMES, RELEASE, FORECASTS),
-    *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS, PARKING),
+    *(PREFETCH, TIERS, HANDOFF, ROLES, ADAPTERS, TAGS, PARKING, SLEEP),
 )
 
 ALWAYS = "yes"
@@ -35,7 +37,7 @@ PLUGIN = "with [the plugin](vllm-plugin.md)"
 DECLARED: dict[str, dict[str, str]] = {
     "mock": {
         **dict.fromkeys(
-            (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS, PARKING), ALWAYS
+            (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS, PARKING, SLEEP), ALWAYS
         ),
         FORECASTS: ORDER,
         TIERS: "`mock.host_blocks` or `mock.kvbm`",
@@ -43,7 +45,7 @@ DECLARED: dict[str, dict[str, str]] = {
     },
     "torch": {
         **dict.fromkeys(
-            (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS, PARKING), ALWAYS
+            (DIRECTIVES, OUTCOMES, RELEASE, PREFETCH, HANDOFF, ROLES, TAGS, PARKING, SLEEP), ALWAYS
         ),
         FORECASTS: ORDER,
         TIERS: "a [block manager](kvbm.md) on its node",
@@ -56,6 +58,7 @@ DECLARED: dict[str, dict[str, str]] = {
         ADAPTERS: "`worker.max_adapters`",
         **dict.fromkeys((PREFETCH, TAGS), ALWAYS),
         PARKING: "all ranks on its machine",
+        SLEEP: "vLLM's `enable_sleep_mode`, on GPUs",
     },
     "openai": {
         **dict.fromkeys((DIRECTIVES, OUTCOMES, RELEASE, FORECASTS), PLUGIN),
@@ -95,6 +98,7 @@ def abilities(engine: Engine, info: EngineInfo) -> set[str]:
         ADAPTERS: isinstance(engine, AdapterLoading),
         TAGS: info.structural_tags,
         PARKING: isinstance(engine, Parkable),
+        SLEEP: isinstance(engine, Sleeping) and not engine.cannot_sleep(),
     }
     return {ability for ability, has in tests.items() if has}
 

@@ -190,6 +190,31 @@ class Parkable(Protocol):
         ...
 
 
+@runtime_checkable
+class Sleeping(Parkable, Protocol):
+    """Engine that can free its device again; then it is as after `park`, and `start` wakes it."""
+
+    def cannot_sleep(self) -> str:
+        """The reason if it cannot sleep as it is configured; empty if it can."""
+        ...
+
+    async def sleep(self) -> None:
+        """Free the device: KV blocks are gone, weights are in memory of the host or gone too.
+
+        No request runs, and the earlier sink gets nothing any more. Raises EngineError, after which
+        only `close` may be called.
+        """
+        ...
+
+
+def sleep_problem(engine: Engine, name: str) -> str:
+    """The reason if the engine called `name` cannot sleep; empty if it can."""
+    if not isinstance(engine, Sleeping):
+        return f"unsupported: the {name} engine cannot sleep"
+    reason = engine.cannot_sleep()
+    return f"unsupported: {reason}" if reason else ""
+
+
 async def never() -> EngineError:
     """`Parkable.lost` of an engine of which nothing runs while it is parked."""
     await asyncio.Event().wait()

@@ -19,6 +19,7 @@ from kvmesh.bus.messages import (
     Resend,
     ReturnForecast,
     Serve,
+    Sleep,
     TakeAdapter,
     UnloadAdapter,
 )
@@ -38,7 +39,8 @@ FORECASTS = 16  # of a call: each takes up to milliseconds, in which vLLM takes 
 class ControlHandler:
     """Executes commands on requests, adapters, the role, the engine called `name`, and drains it.
 
-    `on_drain` is called by `Drain`. An engine may take seconds for a command; other commands are
+    `on_drain` is called by `Drain`; `on_sleep` by `Sleep`, and returns the reason if the worker
+    refuses. An engine may take seconds for a command; other commands are
     executed meanwhile.
     """
 
@@ -50,6 +52,7 @@ class ControlHandler:
         adapters: AdapterManager,
         roles: RoleSwitch,
         on_drain: Callable[[], None],
+        on_sleep: Callable[[], str],
     ) -> None:
         self._engine = engine
         self._name = name
@@ -57,6 +60,7 @@ class ControlHandler:
         self._adapters = adapters
         self._roles = roles
         self._on_drain = on_drain
+        self._on_sleep = on_sleep
         self._tasks = BackgroundTasks()
         self._forecasts = ForecastFeed(engine) if isinstance(engine, Expecting) else None
 
@@ -70,6 +74,9 @@ class ControlHandler:
             case Drain():
                 self._on_drain()
                 reply(ControlReply(True))
+            case Sleep():
+                reason = self._on_sleep()
+                reply(ControlReply(not reason, reason))
             case Promote():
                 reply(ControlReply(False, "it is not parked"))
             case _ if len(self._tasks) >= MAX_COMMANDS:

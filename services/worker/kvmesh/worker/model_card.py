@@ -77,9 +77,14 @@ def _snapshot(folder: Path) -> str:
 
 
 def instance_card(
-    worker: WorkerSettings, info: EngineInfo, model: ModelCard, instance: str, name: str
+    worker: WorkerSettings,
+    info: EngineInfo,
+    model: ModelCard,
+    instance: str,
+    name: str,
+    sleeps: bool = False,
 ) -> Instance:
-    """The card of a worker that serves `model`."""
+    """The card of a worker that serves `model`, and that can sleep if it `sleeps`."""
     return Instance(
         instance=instance,
         role=Role.WORKER,
@@ -94,6 +99,7 @@ def instance_card(
         labels=card_labels(worker),
         node=node_name(worker) if info.tiered else "",
         expects_returns=info.expects_returns,
+        sleeps=sleeps,
     )
 
 

@@ -14,6 +14,7 @@ from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
     Chunk,
+    Cleared,
     CompiledOffer,
     Control,
     ControlReply,
@@ -43,6 +44,7 @@ from kvmesh.worker.capabilities import (
     Retaining,
     TierCounts,
     Tiered,
+    sleep_problem,
 )
 from kvmesh.worker.control import ControlHandler
 from kvmesh.worker.engine import (
@@ -66,6 +68,7 @@ from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.handler import RequestHandler
 from kvmesh.worker.requests.orphans import OrphanedRequests
 from kvmesh.worker.roles import RoleSwitch, role_problem
+from kvmesh.worker.start.earlier_life import EarlierLife
 from kvmesh.worker.start.timeline import StartTimeline
 
 log = logging.getLogger(__name__)
@@ -83,7 +86,9 @@ class WorkerNode:
     """Joins the mesh with `start` and leaves it with `drain` and `close`; the engine's `Sink`.
 
     `on_end` is called when the node should leave: with None on a `Drain` command, with the error
-    after the engine has died. Files of adapters travel through the `exchange`, if any.
+    after the engine has died. Files of adapters travel through the `exchange`, if any. On a `Sleep`
+    command it sets `wants_sleep`; the owner then calls `doze`, and `leave`, which keeps the engine.
+    `earlier` is the life of a worker that wakes.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class WorkerNode:
         warnings: Warnings | None = None,
         timeline: StartTimeline | None = None,
         exchange: CopyExchange | None = None,
+        earlier: EarlierLife | None = None,
     ) -> None:
         worker = settings.worker
         self._bus = bus
@@ -110,6 +116,7 @@ class WorkerNode:
         self._on_end = on_end
         self._warnings = warnings or Warnings()
         self._timeline = timeline or StartTimeline()
+        self._earlier = earlier
         self._digests = RankDigests(engine)
         self._membership = Membership(bus, self._warnings, limits.lease_s)
         self._loads = LoadPublisher(bus, instance, worker.load_interval_s, self.load)
@@ -130,6 +137,7 @@ class WorkerNode:
             self._adapters,
             self._roles,
             lambda: self._on_end(None),
+            self._sleep,
         )
         self._orphans = OrphanedRequests(
             bus, limits, instance, lambda: self._requests.frontends, self._requests.abandon
@@ -145,6 +153,7 @@ class WorkerNode:
         self.info: EngineInfo | None = None
         self.instance = instance
         self.draining = False
+        self.wants_sleep = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -220,18 +229,47 @@ class WorkerNode:
 
         Then hand blocks down to lower tiers, for at most `worker.drain_blocks_s` seconds.
         """
-        self.draining = True
-        if self._lease is not None:
-            await self._lease.update(replace(self._lease.card, draining=True))
-        try:
-            async with asyncio.timeout(timeout):
-                await self._requests.drain()
-        except TimeoutError:
+        await self._show_draining(True)
+        if not await self._requests.drain(timeout):
             left = len(self._requests.live)
             log.warning("%d requests did not end in %g s: aborting them", left, timeout)
         self._requests.abort_all()
         if not self._failed:
             await self._hand_down(self._settings.worker.drain_blocks_s)
+
+    async def doze(self, timeout: float) -> bool:
+        """As `drain`; False if requests are left that no other worker can continue.
+
+        The worker then accepts requests again: nothing but its device is at stake.
+        """
+        await self._show_draining(True)
+        if not await self._requests.drain(timeout):
+            left, lease = len(self._requests.live), self._lease
+            if lease is None or not await self._membership.others_serve(lease.card):
+                self.wants_sleep.clear()
+                await self._show_draining(False)
+                log.warning("not falling asleep: %d requests have no other worker", left)
+                return False
+            log.info("%d requests move to other workers, since this one falls asleep", left)
+        self._requests.abort_all()
+        await self._hand_down(self._settings.worker.drain_blocks_s)
+        return True
+
+    async def _show_draining(self, draining: bool) -> None:
+        self.draining = draining
+        if self._lease is not None:
+            await self._publish_card(self._lease, replace(self._lease.card, draining=draining))
+
+    def _sleep(self) -> str:
+        """Begin to fall asleep; returns the reason if the worker cannot."""
+        if self.draining and not self.wants_sleep.is_set():
+            return admission.DRAINING.reason
+        if not self._joined:
+            return "it is starting"
+        reason = sleep_problem(self._engine, self._settings.worker.engine)
+        if not reason:
+            self.wants_sleep.set()
+        return reason
 
     async def _hand_down(self, timeout_s: float) -> None:
         if isinstance(self._engine, HandingDown) and timeout_s:
@@ -241,6 +279,24 @@ class WorkerNode:
 
     async def close(self) -> None:
         """Leave the mesh: withdraw the lease, stop the engine."""
+        await self._withdraw()
+        await self._engine.close()
+        await self._stop_publishing()
+
+    async def leave(self) -> EarlierLife:
+        """Leave the mesh after `doze`, and let the engine run; for the node of the next life."""
+        card, publisher = (self._lease.card if self._lease else None), self._publisher
+        await self._withdraw()
+        self.info, self._joined = None, False
+        await self._stop_publishing()
+        earlier, next_events = self._earlier or EarlierLife(), dict[int, int]()
+        if publisher is not None:
+            next_events = earlier.next_events | publisher.next_events
+        if card is None:
+            return EarlierLife(earlier.startup_s, earlier.phases, next_events)
+        return EarlierLife(card.startup_s, card.phases, next_events)
+
+    async def _withdraw(self) -> None:
         if self._lease is not None:
             await self._lease.close()
             self._lease = None
@@ -248,7 +304,8 @@ class WorkerNode:
         await self._unsubscribe()
         await self._control.close()
         self._requests.close()
-        await self._engine.close()
+
+    async def _stop_publishing(self) -> None:
         if self._publisher is not None:
             await self._publisher.close()
         await self._tasks.close()
@@ -261,7 +318,8 @@ class WorkerNode:
             raise EngineConfigError(reason)
         files = files or await publish_model(self._bus, self._folder)
         model = replace(model_card(worker, self._folder, info, files), weights=self._weights)
-        return instance_card(worker, info, model, self.instance, self._name)
+        sleeps = not sleep_problem(self._engine, worker.engine)
+        return instance_card(worker, info, model, self.instance, self._name, sleeps)
 
     def _with_phases(self, card: Instance) -> Instance:
         now, row = time.monotonic(), self._timeline.row()
@@ -269,6 +327,8 @@ class WorkerNode:
         if parked is not None:
             took_s -= parked.ended - parked.began
         promoted_s = 0.0 if parked is None else now - parked.ended
+        if (earlier := self._earlier) is not None:
+            took_s, row = earlier.startup_s, earlier.phases
         return replace(
             card,
             startup_s=took_s,
@@ -287,6 +347,10 @@ class WorkerNode:
             self._settings.worker.event_interval_s,
             self._engine.dump,
         )
+        if self._earlier is not None:
+            for rank, number in self._earlier.next_events.items():
+                self._publisher.skip(rank, number)
+                self._publisher.add(rank, [Cleared()])
         self._publisher.start()
         self._tasks.start(self._loads.run(), "load")
         self._tasks.start(self._watch_engine(), "watchdog")

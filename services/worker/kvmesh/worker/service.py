@@ -28,6 +28,7 @@ from kvmesh.worker.engine import (
     begin_processes,
     engine_factory,
 )
+from kvmesh.worker.lives.cycle import WorkerLives
 from kvmesh.worker.metrics import (
     HandoffCollector,
     LoadCollector,
@@ -38,11 +39,9 @@ from kvmesh.worker.metrics import (
     WeightsCollector,
     WorkerLabels,
 )
-from kvmesh.worker.model_card import node_name, parked_card
+from kvmesh.worker.model_card import node_name
 from kvmesh.worker.model_folder import has_chat_template
 from kvmesh.worker.models.choice import chosen_model
-from kvmesh.worker.node import WorkerNode
-from kvmesh.worker.parking import wait_parked
 from kvmesh.worker.start.report import StartReport
 from kvmesh.worker.start.timeline import StartTimeline
 from kvmesh.worker.weights import WorkerWeights, kept_access
@@ -112,21 +111,10 @@ async def _serve_model(
         except EngineError as error:
             raise StartError(str(error), permanent=True) from error
         try:
-            node = WorkerNode(
-                service.bus,
-                engine,
-                settings,
-                folder,
-                service.name,
-                service.instance,
-                service.limits,
-                on_end,
-                service.warnings,
-                timeline,
-                weights.archives if weights is not None else None,
+            lives = WorkerLives(
+                service, engine, folder, model, on_end, start, weights.archives if weights else None
             )
-            labels = WorkerLabels(model, service.name)
-            await _serve(service, engine, node, labels, start, weights, cache)
+            await _serve(service, lives, WorkerLabels(model, service.name), weights, cache)
         except (EngineError, ModelFilesError) as error:
             permanent = isinstance(error, EngineConfigError)
             raise StartError(str(error), permanent=permanent) from error
@@ -197,55 +185,47 @@ def _store_factory(service: Service, folder: Path) -> StoreFactory:
 
 async def _serve(
     service: Service,
-    engine: Engine,
-    node: WorkerNode,
+    lives: WorkerLives,
     labels: WorkerLabels,
-    start: StartReport,
     weights: WorkerWeights | None,
     cache: CompileCache | None,
 ) -> None:
-    worker = service.settings.worker
     collectors: list[Collector] = [
-        StartCollector(labels, start.timeline.row),
-        LoadCollector(labels, node.load),
-        RetentionCollector(labels, node.retention),
-        TierCollector(labels, node.tier_counts),
-        HandoffCollector(labels, node.handoff_counts),
+        StartCollector(labels, lives.timeline.row),
+        LoadCollector(labels, lambda: lives.node.load()),
+        RetentionCollector(labels, lambda: lives.node.retention()),
+        TierCollector(labels, lambda: lives.node.tier_counts()),
+        HandoffCollector(labels, lambda: lives.node.handoff_counts()),
     ]
 
     def sources() -> list[StartSource]:
         code = [cache.source] if cache is not None and cache.source is not None else []
         return [*(weights.sources if weights is not None else ()), *code]
 
-    node.sources = sources
+    lives.sources = sources
     collectors.append(SourceCollector(labels, sources))
     if weights is not None:
         collectors.append(WeightsCollector(labels, lambda: weights.counts, weights.stored_bytes))
-        weights.tell(node.set_weights)
+        weights.tell(lives.set_weights)
     for collector in collectors:
         REGISTRY.register(collector)
-    http = await serve_metrics(worker, lambda: node.ready, service.warnings)
-    try:
-        if worker.parked:
-            card = parked_card(worker, labels.model, service.instance, service.name)
-            promoted = await wait_parked(
-                service.bus, engine, card, service.limits, start, service.stopping
-            )
-            if not promoted:
-                return
-        await node.start()
-        start.close()
+    http = await serve_metrics(
+        service.settings.worker, lambda: lives.node.ready, service.warnings, lambda: lives.rest
+    )
+
+    def started() -> None:
         if weights is not None:
             weights.engine_runs()
         service.start_watchdog()
         if cache is not None:
-            cache.start_offering(node.publish_compiled)
-        await service.stopping.wait()
-        await node.drain(0 if service.failed else worker.drain_timeout_s)
+            cache.start_offering(lives.publish_compiled)
+
+    try:
+        await lives.run(started)
     finally:
-        if cache is not None and node.info is not None:
+        if cache is not None and lives.node.info is not None:
             cache.engine_runs()
-        await node.close()
+        await lives.close()
         for collector in collectors:
             REGISTRY.unregister(collector)
         if http is not None:

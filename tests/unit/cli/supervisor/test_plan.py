@@ -180,6 +180,14 @@ def test_parked_workers_run_beside_those_that_serve_and_all_start_parked() -> No
     assert (group.count, group.processes) == (2, 3)
 
 
+def test_the_planner_may_have_workers_sleep() -> None:
+    own = settings(up__planner="true", up__workers="2", up__asleep="3", up__max_workers="4")
+    (group,) = worker_groups(own)
+    assert (group.processes, group.settings.worker.parked) == (2, False)
+    planner = next(spec for spec in service_specs(own, {}) if spec.role == "planner")
+    assert "max=4,asleep=3" in planner.env["KVMESH_PLANNER_POOLS"]
+
+
 def test_pools_that_are_set_say_how_many_are_parked() -> None:
     pools = "workers:min=1,max=4,parked=2"
     own = settings(up__planner="true", up__workers="1", up__parked="9", planner__pools=pools)

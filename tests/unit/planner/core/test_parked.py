@@ -4,10 +4,11 @@ from msgspec.structs import replace
 from support.planned_model import START, worker_card
 
 from kvmesh.bus.messages import Instance, Phase, PoolPlan, Role
-from kvmesh.planner.core.parked import LEAST_PATIENCE_S, SURPLUS_S
+from kvmesh.planner.core.parked import LEAST_PATIENCE_S, RISES_S, SURPLUS_S, Rises
 from kvmesh.planner.core.pool_view import PoolView
 from kvmesh.planner.core.pools import Pool, parse_pools, pool_of
 from kvmesh.planner.core.starts import Starts
+from kvmesh.planner.record import pool_plan
 
 
 def parked_card(name: str, started: float = START) -> Instance:
@@ -142,3 +143,24 @@ def test_the_pool_of_a_parked_worker() -> None:
     found = pool_of(parked_card("a"), pools)
     assert found is pools[1]
     assert found.parked == 2
+
+
+def test_rises_count_within_one_start_only_and_for_some_hours() -> None:
+    rises = Rises()
+    assert rises.most(60.0) == 0
+    for at, wanted in ((0, 2), (10, 4), (50, 5), (200, 6), (300, 1), (301, 3)):
+        rises.note(wanted, START + at)
+    assert rises.most(60.0) == 3, "from 2 to 5"
+    assert rises.most(5.0) == 2
+    assert rises.most(400.0) == 4, "from 2 to 6"
+    rises.note(3, START + 301 + RISES_S + 1)
+    assert rises.most(60.0) == 0
+
+
+def test_the_record_says_what_waits_and_how_fast_the_pool_grew() -> None:
+    one = view(1, "a", spare=2)
+    for at, wanted in ((0, 1), (20, 4)):
+        one.want(wanted, START + at)
+        one.rises.note(one.wanted, START + at)
+    plan = pool_plan(one, 1, START)
+    assert (plan.parked, plan.may_wait, plan.rise) == (1, 2, 3)

@@ -1,20 +1,16 @@
 """`kvmesh promote`: has a parked worker finish its start and serve."""
 
 import argparse
-import asyncio
 import sys
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import Directory
-from kvmesh.bus.messages import Instance, Promote, Role
+from kvmesh.bus.messages import Promote, Role
 from kvmesh.cli.arguments import seconds
 from kvmesh.cli.bus_session import run_on_bus
-from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, command_workers
-from kvmesh.runtime.service import stream_limits
+from kvmesh.cli.workers import WorkerChoiceError, await_role, chosen_workers, command_workers
 from kvmesh.settings import Settings
 
 REPLY_S = 5.0
-POLL_S = 0.1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,33 +39,17 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
             return 1
         if arguments.wait is None:
             return 0
-        missing = await _until_serving(bus, settings, workers, arguments.wait)
+        missing = await await_role(
+            bus,
+            settings,
+            workers,
+            Role.WORKER,
+            arguments.wait,
+            lambda card: f"serves after {card.promoted_s:.1f} s",
+        )
         if missing:
             text = f"does not serve after {arguments.wait:g} s: {', '.join(sorted(missing))}"
             print(f"kvmesh promote: {text}", file=sys.stderr)
         return 1 if missing else 0
 
     return run_on_bus("promote", settings, main)
-
-
-async def _until_serving(
-    bus: Bus, settings: Settings, workers: list[Instance], timeout_s: float
-) -> set[str]:
-    """Print each worker that serves; returns the instances that do not after `timeout_s` s."""
-    missing = {card.instance for card in workers}
-    directory = Directory(bus, stream_limits(settings.streams), role=Role.WORKER)
-    await directory.open()
-    try:
-        async with asyncio.timeout(timeout_s):
-            while missing:
-                for card in directory.instances:
-                    if card.instance in missing:
-                        missing.remove(card.instance)
-                        print(f"{card.instance}: serves after {card.promoted_s:.1f} s")
-                if missing:
-                    await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        pass
-    finally:
-        await directory.close()
-    return missing

@@ -252,7 +252,8 @@ _FORMATTERS: dict[type, Callable[[Any], str]] = {
     **dict.fromkeys(
         (
             *(m.Cancel, m.Resend, m.Dump, m.Drain, m.Clear, m.Ping),
-            *(m.LoadAdapter, m.TakeAdapter, m.UnloadAdapter, m.Serve, m.Promote),
+            *(m.LoadAdapter, m.TakeAdapter, m.UnloadAdapter, m.Serve),
+            *(m.Promote, m.Sleep),
             *(m.CheckIndex, m.ShowLearned, m.ShowReturns, m.ShowSpeeds),
         ),
         _control,

@@ -22,6 +22,7 @@ from kvmesh.observer.plans import by_model
 from kvmesh.settings import Settings
 
 MOST_CANDIDATES = 6
+WORTH_PARKING_S = 10.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +95,7 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
         "ready",
         "starting",
         "wanted",
+        "waiting",
         "start-up s",
         "never ready",
         "step times",
@@ -103,9 +105,13 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
     for name, pool in decision.pools.items():
         pools.add_row(
             name, str(pool.ready), str(pool.starting), str(pool.wanted),
-            f"{pool.startup_s:.0f}", str(pool.failed), _step_times(pool), str(pool.samples),
+            _waiting(pool), f"{pool.startup_s:.0f}", str(pool.failed), _step_times(pool),
+            str(pool.samples),
         )  # fmt: skip
     console.print(pools)
+    for name, pool in decision.pools.items():
+        if advice := _parking_advice(name, pool):
+            console.print(advice, markup=False, highlight=False, soft_wrap=True)
     for switch in decision.switches:
         console.print(
             f"{switch.instance} changes its role: from pool {switch.source} to {switch.target}",
@@ -127,6 +133,23 @@ def _show_present(decision: ScalingDecision, console: Console) -> None:
         )  # fmt: skip
     if decision.candidates:
         console.print(_candidates(decision))
+
+
+def _waiting(pool: PoolPlan) -> str:
+    """Workers that can be promoted, and how many of the pool's sleep rather than stop."""
+    return f"{pool.parked} ({pool.asleep} asleep)" if pool.asleep else str(pool.parked)
+
+
+def _parking_advice(name: str, pool: PoolPlan) -> str:
+    """Advice to park more workers; empty if starts are short or enough may wait."""
+    if pool.rise <= pool.may_wait or pool.startup_s < WORTH_PARKING_S:
+        return ""
+    known = f", {pool.promotion_s:.0f} s here" if 0 < pool.promotion_s < pool.startup_s else ""
+    return (
+        f"{name}: {pool.rise} workers were added within one start-up time,"
+        f" {pool.startup_s:.0f} s; with parked={pool.rise} they would serve after a"
+        f" promotion{known}"
+    )
 
 
 def _step_times(pool: PoolPlan) -> str:

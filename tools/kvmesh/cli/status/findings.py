@@ -76,7 +76,8 @@ def _roles(report: MeshReport) -> Iterator[Finding]:
     for member in waiting:
         card = member.card
         state = "draining" if card.draining else card.labels.get(STATE, "not ready")
-        parked = f"parked, until {card.parked_for} needs it" if card.parked_for else ""
+        rests = "asleep" if card.asleep else "parked"
+        parked = f"{rests}, until {card.parked_for} needs it" if card.parked_for else ""
         yield Finding("note", card.instance, parked or state)
     if ready.issuperset(NEEDED):
         text = f"{len(report.instances)}, at least one of each role ready"

@@ -172,7 +172,7 @@ def _role(card: Instance) -> str:
 def _state(member: InstanceReport) -> str:
     card = member.card
     if card.role is Role.PARKED:
-        return "parked"
+        return "asleep" if card.asleep else "parked"
     if card.draining:
         return "[yellow]draining[/yellow]"
     if member.reason:

@@ -223,12 +223,13 @@ def _planner(settings: Settings) -> PlannerSettings:
         groups = worker_groups(settings)
         kind = ",kind=worker" if len(groups) > 1 else ""  # they differ in their role alone
 
-        def parked(group: WorkerGroup) -> str:
-            return f",parked={group.parked}" if group.parked else ""
+        def waiting(group: WorkerGroup) -> str:
+            parked, asleep = group.parked, settings.up.asleep
+            return f",parked={parked}" * (parked > 0) + f",asleep={asleep}" * (asleep > 0)
 
         pools = [
             f"{group.pool}:serves={group.settings.worker.serves},min=1"
-            f",max={most_workers(settings, group) - group.parked}{parked(group)}{kind}"
+            f",max={most_workers(settings, group) - group.parked}{waiting(group)}{kind}"
             for group in groups
         ]
         section = msgspec.structs.replace(section, pools=pools)

@@ -183,14 +183,15 @@ def _modelled(candidate: FleetCandidate, promise: str) -> str:
 def pool_rows(decision: ScalingDecision) -> Iterator[list[str]]:
     """A row for each pool, after one with the headings."""
     yield [
-        "pool", "before", "wanted", "ready", "starting", "never ready", "start-up",
+        "pool", "before", "wanted", "ready", "starting", "waiting", "never ready",
+        "start-up",
         "step times", "samples",
     ]  # fmt: skip
     for name, pool in decision.pools.items():
         factor = f" ×{pool.profile_factor:.2f}" if pool.profile_factor != 1 else ""
         yield [
             name, f"{pool.before}", f"{pool.wanted}", f"{pool.ready}", f"{pool.starting}",
-            f"{pool.failed}", f"{pool.startup_s:.0f} s", pool.step_times + factor,
+            f"{pool.parked}", f"{pool.failed}", f"{pool.startup_s:.0f} s", pool.step_times + factor,
             f"{pool.samples:,}",
         ]  # fmt: skip
 

@@ -77,7 +77,8 @@ class WorkerFigures(Struct, frozen=True, kw_only=True):
 class FleetFigures(Struct, frozen=True, kw_only=True):
     """The fleet of a run. A worker counts from the beginning of its start until it has drained.
 
-    `cost` is in worker-hours weighted by the cost of each group.
+    `cost` is in worker-hours weighted by the cost of each group. `waiting_hours` are those of
+    workers that were parked or asleep, without a device, and count in nothing else.
     """
 
     worker_hours: float
@@ -86,6 +87,8 @@ class FleetFigures(Struct, frozen=True, kw_only=True):
     most: int
     additions: int
     removals: int
+    promotions: int = 0
+    waiting_hours: float = 0.0
 
 
 class AheadFigures(Struct, frozen=True, kw_only=True):
@@ -177,6 +180,8 @@ def _fleet(simulation: Simulation) -> FleetFigures:
         most=max(sizes, default=initial),
         additions=record.ups,
         removals=record.downs,
+        promotions=record.promotions,
+        waiting_hours=record.waited_s / 3600,
     )
 
 

@@ -103,6 +103,11 @@ def notes(run: Figures) -> Iterator[str]:
                 f"TTFT p50 {latency.ttft_s.p50 * 1000:,.1f} ms, "
                 f"latency p50 {latency.total_s.p50 * 1000:,.1f} ms"
             )
+    if run.fleet.waiting_hours:
+        yield (
+            f"{run.policy}: {run.fleet.promotions:,} promotions;"
+            f" {run.fleet.waiting_hours:,.2f} hours of workers parked or asleep"
+        )
     if run.ahead is not None:
         share = run.ahead.useful_tokens / max(run.ahead.computed_tokens, 1)
         yield (

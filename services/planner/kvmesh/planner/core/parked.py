@@ -1,6 +1,7 @@
-"""The parked workers of one pool: those to promote, and ready workers that are too many."""
+"""The workers of one pool that are parked or asleep: those to promote, and those to be it next."""
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterable
 from math import inf
 
 from kvmesh.bus.messages import Instance
@@ -8,6 +9,9 @@ from kvmesh.bus.subjects import name_of
 
 LEAST_PATIENCE_S = 30.0
 PATIENCE = 3.0  # times the learned time of a promotion
+REFUSED_S = 600.0
+RISES_S = 4 * 3600.0
+MOST_CHANGES = 1024
 SURPLUS_S = 30.0  # a worker that stops shows on its card before
 
 
@@ -26,9 +30,10 @@ class ParkedPool:
 
     @property
     def waiting(self) -> list[str]:
-        """Instances that can be promoted, the one that has been parked longest first."""
+        """Instances that can be promoted: those asleep first, then the one parked longest."""
         waiting = (card for card in self.cards.values() if card.instance not in self._promoted)
-        return [card.instance for card in sorted(waiting, key=lambda card: card.started)]
+        ordered = sorted(waiting, key=lambda card: (not card.asleep, card.started))
+        return [card.instance for card in ordered]
 
     def add(self, card: Instance) -> None:
         """A worker is parked; an earlier instance of its name that was promoted has failed."""
@@ -66,3 +71,65 @@ class ParkedPool:
             return 0
         self._surplus_since = inf
         return len(ready) - wanted
+
+
+class SleepingPool:
+    """`count` workers sleep, or are about to, beyond those that the pool keeps parked.
+
+    The place runs them beside the others, so its number stays the same when one falls asleep.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._refused: dict[str, float] = {}
+
+    def fall(self, leaving: Iterable[Instance], most: int, now: float) -> list[str]:
+        """The instances of those `leaving` that sleep instead, `most` of the pool at a time."""
+        chosen = [card.instance for card in leaving if self.able(card, now)]
+        chosen = chosen[: max(most - self.count, 0)]
+        self.count += len(chosen)
+        return chosen
+
+    def able(self, card: Instance, now: float) -> bool:
+        """True if a worker can be told to sleep; False for a while after it has refused."""
+        refused_at = self._refused.get(card.instance)
+        return card.sleeps and not (refused_at is not None and 0 <= now - refused_at < REFUSED_S)
+
+    def rise(self, more: int) -> None:
+        """The pool wants `more` workers: those that sleep count among them first."""
+        self.count -= min(max(more, 0), self.count)
+
+    def refused(self, instance: str, now: float) -> bool:
+        """A worker that was told to sleep refuses, or does not reply; True if it counted."""
+        self._refused[instance] = now
+        counted = self.count > 0
+        self.count -= counted
+        return counted
+
+    def keep(self, instances: Collection[str]) -> None:
+        """Forget the refusals of workers that are gone."""
+        self._refused = {i: at for i, at in self._refused.items() if i in instances}
+
+
+class Rises:
+    """Growth of a pool in the last RISES_S seconds, for which parked workers would be good."""
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[float, int]] = deque(maxlen=MOST_CHANGES)
+
+    def note(self, wanted: int, now: float) -> None:
+        """The pool wants so many workers from now on."""
+        if not self._changes or self._changes[-1][1] != wanted:
+            self._changes.append((now, wanted))
+        while len(self._changes) > 1 and now - self._changes[1][0] > RISES_S:
+            self._changes.popleft()
+
+    def most(self, within_s: float) -> int:
+        """The most workers by which the number has risen within so many seconds."""
+        most, recent = 0, deque[tuple[float, int]]()
+        for at, wanted in self._changes:
+            while len(recent) > 1 and at - recent[1][0] >= within_s:
+                recent.popleft()
+            recent.append((at, wanted))
+            most = max(most, wanted - min(before for _, before in recent))
+        return most

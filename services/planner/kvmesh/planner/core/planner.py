@@ -121,13 +121,39 @@ class PlannerCore:
         for view in self.pools:
             view.parked.failed(instance)
 
-    def surplus(self, now: float) -> list[str]:
-        """Ready workers beyond those wanted, which are to drain: their place starts them parked."""
+    def surplus(self, now: float) -> list[tuple[str, bool]]:
+        """Ready workers beyond those wanted: each is to sleep if True, else to drain.
+
+        Those that drain are parked again by their place. Where it parks none and they cannot sleep,
+        they count as wanted, and may stop.
+        """
         now = self._seen(now)
-        found: list[str] = []
+        found: list[tuple[str, bool]] = []
         for view in self.pools:
-            found += self.worth.least(view.stoppable, now)[: view.surplus(now)]
+            for instance in self.worth.least(view.stoppable, now)[: view.surplus(now)]:
+                able = view.asleep.able(view.cards[instance], now)
+                if able or view.pool.parked:
+                    found.append((instance, able))
+                else:
+                    view.stays_awake(instance, now)
         return found
+
+    @property
+    def asleep(self) -> dict[str, int]:
+        """The number of workers of each pool that sleep in place of being stopped."""
+        return {view.pool.name: view.asleep.count for view in self.pools}
+
+    def restore_asleep(self, asleep: Mapping[str, int]) -> None:
+        """Take over `asleep` from before, or from another planner, before the place is observed."""
+        for view in self.pools:
+            most = view.pool.asleep
+            view.asleep.count = min(max(asleep.get(view.pool.name, 0), 0), most)
+
+    def stays_awake(self, instance: str, now: float) -> None:
+        """A worker that was told to sleep refuses, or does not reply."""
+        now = self._seen(now)
+        for view in self.pools:
+            view.stays_awake(instance, now)
 
     def _view(self, pool: str) -> PoolView:
         return next(view for view in self.pools if view.pool.name == pool)
@@ -293,6 +319,7 @@ class PlannerCore:
             given_up = view.give_up(now, self.options.manual_hold_s)
             if given_up:
                 reasons.append(f"{given_up} of {view.pool.name} never became ready")
+        before = {view.pool.name: view.wanted for view in self.pools}
         for instance in self.switches.overdue(now):
             self.switch_failed(instance, now - self._offset)
             reasons.append(f"{instance} did not change its role")
@@ -307,7 +334,10 @@ class PlannerCore:
         for group in self.groups:
             reasons += group.decide(now, forecast, plan)
         reasons += self._exchange(now, plan)
+        reasons += self._fall_asleep(now, plan, before)
         plan.wanted = {view.pool.name: view.wanted for view in self.pools}
+        for view in self.pools:
+            view.rises.note(view.wanted, now)
         plan.reason = "; ".join(dict.fromkeys(reasons)) or "no change"
         return plan
 
@@ -329,6 +359,14 @@ class PlannerCore:
             self._join(source.cards[switch.instance], switch.target, now)
             reasons.append(f"a worker of {switch.source} serves {switch.serves}")
         return reasons
+
+    def _fall_asleep(self, now: float, plan: Plan, before: Mapping[str, int]) -> list[str]:
+        """Let workers that would stop sleep where their pool may; growing pools wake theirs."""
+        for view in self.pools:
+            if view.pool.asleep:
+                plan.sleep += view.fall_asleep(plan.stop, before[view.pool.name], now)
+        plan.stop = [instance for instance in plan.stop if instance not in plan.sleep]
+        return [f"{len(plan.sleep)} sleep"] if plan.sleep else []
 
     # simulations
 

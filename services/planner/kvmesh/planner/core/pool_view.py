@@ -1,12 +1,13 @@
 """One pool as the planner sees it: its workers, their loads, starts and step times."""
 
+from collections.abc import Sequence
 from math import inf
 
 from kvmesh.bus.messages import Instance, Load, PoolPlan, StartPhase
 from kvmesh.planner.capacity.profiled_times import KnownTimes, ProfiledTimes
 from kvmesh.planner.capacity.queueing import ModelledEngine
 from kvmesh.planner.capacity.step_times import StepTimesFit
-from kvmesh.planner.core.parked import ParkedPool
+from kvmesh.planner.core.parked import ParkedPool, Rises, SleepingPool
 from kvmesh.planner.core.pools import Pool
 from kvmesh.planner.core.starts import Starts
 
@@ -18,6 +19,8 @@ class PoolView:
         self.pool = pool
         self.starts = Starts(startup_s)
         self.parked = ParkedPool()
+        self.asleep = SleepingPool()
+        self.rises = Rises()
         self.wanted = 0
         self.cards: dict[str, Instance] = {}
         self._loads: dict[tuple[str, int], Load] = {}
@@ -77,14 +80,27 @@ class PoolView:
 
     def promote(self, now: float) -> list[str]:
         """The parked workers to promote now."""
-        if not self.pool.parked:
+        if not self.pool.promotes:
             return []
         missing = self.wanted - len(self.ready)
         return self.parked.promote(missing, self.starts.promotion_s, now)
 
     def surplus(self, now: float) -> int:
-        """The number of ready workers to stop, which the place then starts again parked."""
-        return self.parked.surplus(self.ready, self.wanted, now) if self.pool.parked else 0
+        """The number of ready workers that are too many, and are to be parked or asleep."""
+        return self.parked.surplus(self.ready, self.wanted, now) if self.pool.promotes else 0
+
+    def fall_asleep(self, stop: Sequence[str], before: int, now: float) -> list[str]:
+        """Those of the workers to `stop` that sleep instead; `before` workers were wanted."""
+        self.asleep.rise(self.wanted - before)
+        if self.wanted >= before:
+            return []
+        leaving = [self.cards[instance] for instance in stop if instance in self.cards]
+        return self.asleep.fall(leaving, self.pool.asleep, now)
+
+    def stays_awake(self, instance: str, now: float) -> None:
+        """A worker that was told to sleep refuses: it counts as one that serves again."""
+        if instance in self.cards and self.asleep.refused(instance, now):
+            self.shift(1)
 
     def kind(self) -> ModelledEngine | None:
         """The engine of this pool's workers, as of its last worker; None until it is known."""
@@ -139,6 +155,7 @@ class PoolView:
 
     def left(self, instance: str) -> None:
         self.cards.pop(instance, None)
+        self.asleep.keep(self.cards)
         if self._fit is not None:
             self._fit.left(instance)
         for key in [key for key in self._loads if key[0] == instance]:

@@ -17,7 +17,7 @@ SERVES: tuple[Serves, ...] = ("aggregated", "prefill", "decode")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _KEYS = (
     *("serves", "min", "max", "cost", "devices", "model", "target", "kind", "profile"),
-    "parked",
+    *("parked", "asleep"),
 )
 
 
@@ -30,7 +30,8 @@ class Pool:
     connector's place knows it; empty stands for a default that depends on the place. Pools of one
     `kind` exchange workers, which change their role for it; empty: none. `profile` is the name or
     file of the step times of its workers, `step_profile` its content. `parked` workers of the pool
-    wait to be promoted, beside those that serve; all of its workers then start parked.
+    wait to be promoted, beside those that serve; all of its workers then start parked. Up to
+    `asleep` more sleep in place of being stopped.
     """
 
     name: str
@@ -45,6 +46,12 @@ class Pool:
     step_profile: StepProfile | None = None
     kind: str = ""
     parked: int = 0
+    asleep: int = 0
+
+    @property
+    def promotes(self) -> bool:
+        """True if workers of the pool wait to be promoted, or may."""
+        return self.parked > 0 or self.asleep > 0
 
 
 def parse_pools(texts: Iterable[str]) -> list[Pool]:
@@ -140,7 +147,10 @@ def _pool(name: str, pairs: list[str]) -> Pool:
         profile=values.get("profile", ""),
         kind=values.get("kind", ""),
         parked=_read(name, values, "parked", _count(0), 0),
+        asleep=_read(name, values, "asleep", _count(0), 0),
     )
+    if pool.asleep and pool.kind:
+        raise _error(name, "its workers change their role, so none of them sleep: remove asleep")
     if pool.min > pool.max:
         raise _error(name, f"min {pool.min} exceeds max {pool.max}")
     return pool

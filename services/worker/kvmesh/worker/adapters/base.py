@@ -28,10 +28,16 @@ class StreamingAdapter:
         if self._streams is not None:
             await self._streams.drain()
 
-    async def _stop_streams(self) -> None:
-        """Stop streams, feeds and tasks; the engine itself still runs."""
+    async def _pause_streams(self) -> None:
+        """Stop streams and tasks. Feeds go on, and tell nobody until they get another sink."""
         await self._tasks.close()
         if self._streams is not None:
             await self._streams.close()
+        for feed in self._feeds:
+            feed.sink = None
+
+    async def _stop_streams(self) -> None:
+        """Stop streams, feeds and tasks; the engine itself still runs."""
+        await self._pause_streams()
         for feed in self._feeds:
             await feed.close()

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class EventFeed:
-    """Follows `endpoint` and tracks the rank's blocks in `ledger`.
+    """Follows `endpoint` and tracks the rank's blocks in `ledger`, also while it has no sink.
 
     It requests missed messages from `replay`. Messages lost for good leave the ledger unchanged; a
     dump makes the index agree with it, and later events of the engine correct both.
@@ -28,7 +28,7 @@ class EventFeed:
     ) -> None:
         self.rank = rank
         self.ledger = ledger
-        self._sink = sink
+        self.sink: Sink | None = sink
         self._decoder = EventDecoder()
         self._subscriber = ZmqSubscriber(
             endpoint, replay, topic, self._on_payload, self.clear, self._on_gap
@@ -62,5 +62,5 @@ class EventFeed:
         self.dump()
 
     def _publish(self, events: list[KvEvent]) -> None:
-        if events:
-            self._sink.events(self.rank, events)
+        if events and self.sink is not None:
+            self.sink.events(self.rank, events)

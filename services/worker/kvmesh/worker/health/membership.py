@@ -69,6 +69,15 @@ class Membership:
                     log.debug("cannot read the instances on the mesh: %s", cause(error))
             await asyncio.sleep(self._interval_s)
 
+    async def others_serve(self, card: Instance) -> bool:
+        """True if another worker takes requests of the model, as far as one can tell."""
+        try:
+            others = await self._others(card)
+        except EngineError as error:
+            log.warning("%s", error)
+            return False
+        return any(not c.draining and c.serves == card.serves for c in others)
+
     def _update_warnings(self, card: Instance, cards: list[Instance]) -> None:
         """Update the warnings; a namesake counts when seen twice.
 

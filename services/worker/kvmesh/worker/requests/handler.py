@@ -1,5 +1,6 @@
 """Requests of one worker, from the receipt of work to the last chunk of output."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -112,10 +113,15 @@ class RequestHandler:
             self._drop_trace(request)
         self._outputs.drop_frontend(frontend)
 
-    async def drain(self) -> None:
-        """Return once every request has ended; the caller accepts no more."""
-        await self._compiler.drain()
-        await self._engine.drain()
+    async def drain(self, timeout_s: float) -> bool:
+        """True once every request has ended, False after `timeout_s`; the caller accepts none."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._compiler.drain()
+                await self._engine.drain()
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """Stop compiling constraints."""

@@ -42,6 +42,12 @@ class StartTimeline:
         self._entered: dict[str, list[tuple[str, float]]] = {}
         self._lock = Lock()
 
+    def begin_again(self) -> None:
+        """Forget the past: another start begins now, when a worker has fallen asleep."""
+        with self._lock:
+            self.created = monotonic()
+            self._reports.clear()
+
     @contextmanager
     def phase(self, phase: StartPhase, outer: bool = False) -> Iterator[None]:
         """The phase of this thread within the block."""

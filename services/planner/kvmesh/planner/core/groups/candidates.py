@@ -25,7 +25,7 @@ class Evaluated:
 class Plan:
     """The decision of one interval: workers wanted per pool, and the instances to stop first.
 
-    `wanted` holds once the workers of `switches` have changed their roles.
+    `wanted` holds once the workers of `switches` have changed their roles; those of `sleep` sleep.
     `level` and `forecast` are arrivals per second, now and when workers started now are ready.
     """
 
@@ -36,6 +36,7 @@ class Plan:
     forecast: float
     candidates: list[Evaluated]
     switches: list[PlannedSwitch] = field(default_factory=list)
+    sleep: list[str] = field(default_factory=list)
 
 
 class CandidateFleets:

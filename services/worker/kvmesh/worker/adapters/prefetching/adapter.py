@@ -61,10 +61,10 @@ class PrefetchingAdapter(StreamingAdapter):
         """The outputs of a caller's request, to whose speed prefetches adapt."""
         return _timed(self._pacers[rank], outputs) if self._pacers else outputs
 
-    async def _stop_streams(self) -> None:
+    async def _pause_streams(self) -> None:
         if self._prefetches is not None:
             await self._prefetches.close()
-        await super()._stop_streams()
+        await super()._pause_streams()
 
 
 async def _timed(

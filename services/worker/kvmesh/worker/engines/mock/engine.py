@@ -131,6 +131,18 @@ class MockEngine:
         self._loader = MockLoader(self._ranks, self._request)
         self._prefetches = PrefetchQueue(self._loader, block_size)
 
+    def cannot_sleep(self) -> str:
+        return ""
+
+    async def sleep(self) -> None:
+        self._sink = None
+        await self.close()
+        self._ranks.clear()
+        self._kvbms.clear()
+        self._live.clear()
+        self._loader = MockLoader(self._ranks, self._request)
+        self._prefetches = PrefetchQueue(self._loader, self._block_size)
+
     async def park(self) -> None:
         if self._writer is None:
             with self._timeline.phase(StartPhase.CONFIGURATION):

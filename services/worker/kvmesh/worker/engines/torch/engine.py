@@ -1,6 +1,7 @@
 """The torch engine: scheduling on the event loop, forward passes in one thread."""
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -293,7 +294,28 @@ class TorchEngine:
     async def hand_down(self, timeout_s: float) -> int:
         return await self._lower_tiers.hand_down(timeout_s) if self._lower_tiers else 0
 
+    def cannot_sleep(self) -> str:
+        return ""
+
+    async def sleep(self) -> None:
+        self._sink = None
+        await self._stop()
+        self._task = self._loader = self._prefetches = self._handoffs = self._lower_tiers = None
+        self._loaded = None
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, _free_memory)
+        self._close_weights()
+
     async def close(self) -> None:
+        await self._stop()
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._thread.shutdown), CLOSE_S)
+        except TimeoutError:
+            log.warning("the current step did not end within %g s", CLOSE_S)
+        self._close_weights()
+
+    async def _stop(self) -> None:
+        """Stop everything but the thread."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -305,12 +327,11 @@ class TorchEngine:
             await self._lower_tiers.close()
         if self._loaded is not None:
             self._loaded[1].close()
-        try:
-            await asyncio.wait_for(asyncio.to_thread(self._thread.shutdown), CLOSE_S)
-        except TimeoutError:
-            log.warning("the current step did not end within %g s", CLOSE_S)
-        if self._weights is not None:
-            self._weights.close()
+
+    def _close_weights(self) -> None:
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            weights.close()
 
     # steps
 
@@ -455,6 +476,13 @@ def _sampler(work: Work, model: PagedModel, grammars: GrammarCache) -> Sampler:
     constraint = grammars.constraint(sampling.guided) if sampling.guided is not None else None
     seed = secrets.randbits(64)
     return Sampler(sampling, tokens[:base], tokens[base:], model.stop_tokens, seed, constraint)
+
+
+def _free_memory() -> None:
+    """Return the memory of a model that nothing refers to any more: cycles hold it otherwise."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _default_threads() -> int:

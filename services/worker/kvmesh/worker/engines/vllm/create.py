@@ -18,6 +18,7 @@ from kvmesh.worker.engines.vllm.lora_arguments import lora_arguments
 from kvmesh.worker.engines.vllm.retaining_engine import RetainingVllmEngine
 from kvmesh.worker.engines.vllm.retention.internals import changed_internals, no_retention
 from kvmesh.worker.engines.vllm.retention.settings import retention_transfer_config
+from kvmesh.worker.engines.vllm.sleep_mode import sleep_mode
 from kvmesh.worker.engines.vllm.tracing import tracing_arguments
 from kvmesh.worker.engines.vllm.transfer_config import combined_config
 from kvmesh.worker.engines.vllm.weights.options import LOAD_FORMAT, loader_config
@@ -55,6 +56,7 @@ def create(context: EngineContext) -> "VllmEngine":
         ours.append(retention_transfer_config(retention_options(worker)))
     for connector in ours:
         _register(connector["kv_connector"], connector["kv_connector_module_path"])
+    holds_memory = configured is not None or vllm.kvbm
     if ours:
         arguments["kv_transfer_config"] = combined_config(configured, *ours)
     try:
@@ -72,6 +74,9 @@ def create(context: EngineContext) -> "VllmEngine":
         tiered=vllm.kvbm,
         warnings={NO_RETENTION: no_retention(changed)} if changed else {},
         timeline=context.timeline,
+        sleep_mode=sleep_mode(
+            arguments, vllm.sleep_level, current_platform.is_sleep_mode_available(), holds_memory
+        ),
         servers=context.begun,
     )
     engine.expects_returns = engine_type.retains and worker.eviction == "forecast"

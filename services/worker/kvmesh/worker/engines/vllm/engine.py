@@ -52,6 +52,7 @@ from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
+from kvmesh.worker.engines.vllm.sleep_mode import SleepMode, died
 from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 from kvmesh.worker.engines.vllm.tracing import ENDPOINT, trace_headers
@@ -87,9 +88,11 @@ class VllmEngine(PrefetchingAdapter):
         tiered: bool,
         warnings: dict[str, str],
         timeline: StartTimeline,
+        sleep_mode: SleepMode,
         servers: ForkServers | None = None,
     ) -> None:
         super().__init__()
+        self._sleep_mode = sleep_mode
         self._timeline = timeline
         self._servers = servers
         self._tiered = tiered
@@ -126,6 +129,8 @@ class VllmEngine(PrefetchingAdapter):
             raise await self.lost()
 
     async def lost(self) -> EngineError:
+        if self._llm is not None:
+            return await died(self._llm, HEALTH_S)
         try:
             await self._loaded()
         except EngineError as error:
@@ -156,6 +161,22 @@ class VllmEngine(PrefetchingAdapter):
             raise EngineError(f"vLLM failed to start: {_cause(error)}") from error
 
     async def start(self, sink: Sink) -> EngineInfo:
+        if self._llm is None:
+            await self._start_llm()
+        else:
+            with self._timeline.phase(StartPhase.WEIGHTS):
+                await self._sleep_mode.wake(self._llm)
+        return self._serve(sink)
+
+    def cannot_sleep(self) -> str:
+        return self._sleep_mode.problem
+
+    async def sleep(self) -> None:
+        await self._pause_streams()
+        self._streams = self._prefetches = None
+        await self._sleep_mode.sleep(self._llm)
+
+    async def _start_llm(self) -> None:
         if self._gate is not None:
             await self._gate.release()
         try:
@@ -173,9 +194,14 @@ class VllmEngine(PrefetchingAdapter):
         cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
         self._blocks, self._block_size = cache.num_gpu_blocks, cache.block_size
         self._salts = PromptSalts(self._served, cache.block_size)
-        self._streams = RequestStreams(sink, ranks, cache.block_size)
         self._stats = [self._collector.rank(rank) for rank in range(ranks)]
         self._ledgers = [CacheLedger(cache.block_size, self._salts.root_salt) for _ in range(ranks)]
+
+    def _serve(self, sink: Sink) -> EngineInfo:
+        """Pass requests to vLLM and its events to `sink`; the cache is empty."""
+        config = self._llm.vllm_config
+        cache = config.cache_config
+        self._streams = RequestStreams(sink, len(self._stats), cache.block_size)
         self._open_prefetches(
             self._streams,
             self._ledgers,
@@ -294,6 +320,11 @@ class VllmEngine(PrefetchingAdapter):
         )
 
     def _follow(self, sink: Sink) -> None:
+        for feed in self._feeds:  # of the life before
+            feed.ledger.clear()
+            feed.sink = sink
+        if self._feeds:
+            return
         for rank, source in self._llm.get_kv_event_sources().items():
             if source is None or not source.enable_kv_cache_events:
                 continue

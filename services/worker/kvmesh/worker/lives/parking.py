@@ -1,4 +1,4 @@
-"""A parked worker: all of its start that needs no device is done, and it waits to be promoted."""
+"""A worker that waits to be promoted: parked, short of taking its device, or asleep."""
 
 import asyncio
 import logging
@@ -22,11 +22,12 @@ from kvmesh.bus.messages import (
     StartPhase,
 )
 from kvmesh.bus.streams.configuration import StreamLimits
-from kvmesh.worker.capabilities import Parkable
-from kvmesh.worker.engine import Engine, EngineConfigError
+from kvmesh.worker.capabilities import Parkable, Sleeping
+from kvmesh.worker.engine import Engine, EngineConfigError, EngineError
 from kvmesh.worker.start.report import StartReport
 
 log = logging.getLogger(__name__)
+SLEEP_S = 120.0  # hundreds of gigabytes may move to the memory of the host
 _commands: MessageDecoder[Control] = MessageDecoder(Control)
 
 
@@ -109,14 +110,48 @@ async def wait_parked(
     with timeline.phase(StartPhase.ENGINE, outer=True):
         await engine.park()
     shown = replace(card, phases=timeline.row(), startup_s=time.monotonic() - timeline.created)
-    space = ParkingSpace(bus, shown, limits, stopping.set, stopping.is_set)
+    text = f"parked as {card.instance}, after {shown.startup_s:.1f} s"
+    return await _wait_promoted(bus, engine, shown, limits, report, stopping, text)
+
+
+async def wait_asleep(
+    bus: Bus,
+    engine: Sleeping,
+    card: Instance,
+    limits: StreamLimits,
+    report: StartReport,
+    stopping: asyncio.Event,
+) -> bool:
+    """Have `engine` sleep and wait, as `wait_parked` does; `report` is that of its next start."""
+    began = time.monotonic()
+    report.paused = True
+    try:
+        async with asyncio.timeout(SLEEP_S):
+            await engine.sleep()
+    except TimeoutError:
+        raise EngineError(f"the engine did not fall asleep within {SLEEP_S:g} s") from None
+    shown = replace(card, asleep=True)
+    text = f"asleep as {card.instance}, after {time.monotonic() - began:.1f} s"
+    return await _wait_promoted(bus, engine, shown, limits, report, stopping, text)
+
+
+async def _wait_promoted(
+    bus: Bus,
+    engine: Parkable,
+    card: Instance,
+    limits: StreamLimits,
+    report: StartReport,
+    stopping: asyncio.Event,
+    text: str,
+) -> bool:
+    space = ParkingSpace(bus, card, limits, stopping.set, stopping.is_set)
     report.paused = True
     began = time.monotonic()
     waits: list[asyncio.Task[object]] = []
-    with timeline.phase(StartPhase.PARKED):
+    with report.timeline.phase(StartPhase.PARKED):
         try:
             await space.open()
-            log.info("parked as %s, after %.1f s", card.instance, shown.startup_s)
+            log.info("%s", text)
             lost = asyncio.create_task(engine.lost())
             waits = [
                 asyncio.create_task(space.promoted.wait()),

@@ -1,0 +1,1 @@
+"""The lives of a worker on the mesh: parked, serving, asleep, serving again."""

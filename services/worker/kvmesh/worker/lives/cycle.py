@@ -1,0 +1,173 @@
+"""The lives of one worker process: a node for each, and what the worker does between them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import CompiledOffer, StartPhase, StartSource
+from kvmesh.runtime.service import Service
+from kvmesh.worker.capabilities import Sleeping
+from kvmesh.worker.engine import Engine, EngineError
+from kvmesh.worker.lives.parking import wait_asleep, wait_parked
+from kvmesh.worker.lora.copies import CopyExchange
+from kvmesh.worker.model_card import parked_card
+from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.start.earlier_life import EarlierLife
+from kvmesh.worker.start.report import StartReport
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLives:
+    """Serves with `engine` until `service.stopping`; in between it may sleep, again and again.
+
+    `node` is that of the present life, or of the one to come. `on_end` is that of `WorkerNode`;
+    `report` tells observers of the first start, on the `timeline` of all. Files of adapters travel
+    through the `exchange`, if any.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        engine: Engine,
+        folder: Path,
+        model: str,
+        on_end: Callable[[EngineError | None], None],
+        report: StartReport,
+        exchange: CopyExchange | None = None,
+    ) -> None:
+        self._service = service
+        self._engine = engine
+        self._folder = folder
+        self._model = model
+        self._on_end = on_end
+        self._report = report
+        self._exchange = exchange
+        self._weights = ""
+        self._slept = False
+        self._compiled: CompiledOffer | None = None
+        self.sources: Callable[[], list[StartSource]] = list  # of what the engine starts with
+        self.timeline = report.timeline
+        self.node = self._make_node(None)
+
+    async def run(self, started: Callable[[], None]) -> None:
+        """Serve; `started` is called when the worker has joined for the first time.
+
+        Raises EngineError, EngineConfigError and BusError.
+        """
+        service = self._service
+        if service.settings.worker.parked and not await self._wait_parked():
+            return
+        await self.node.start()
+        self._report.close()
+        started()
+        while await self._serve():
+            with StartReport(
+                service.bus, service.instance, self._model, self._name, self.timeline
+            ) as report:
+                report.paused = True
+                if not await self._sleep(report):
+                    return
+                await self.node.start()
+            if self._compiled is not None:
+                await self.node.publish_compiled(self._compiled)
+        await self.node.drain(0 if service.failed else service.settings.worker.drain_timeout_s)
+
+    async def close(self) -> None:
+        """Leave the mesh and stop the engine."""
+        await self.node.close()
+
+    def set_weights(self, digest: str) -> None:
+        """Put the digest of the weights on the cards, from now on."""
+        self._weights = digest
+        self.node.set_weights(digest)
+
+    async def publish_compiled(self, offer: CompiledOffer) -> None:
+        """Put the compile cache that the worker offers on the cards, from now on."""
+        self._compiled = offer
+        await self.node.publish_compiled(offer)
+
+    @property
+    def rest(self) -> str:
+        """The word for its state while the worker waits, "parked" or "asleep"; else empty."""
+        present = self.timeline.present()
+        if present is None or present[0] != StartPhase.PARKED:
+            return ""
+        return "asleep" if self._slept else "parked"
+
+    @property
+    def _name(self) -> str:
+        return self._service.settings.worker.engine
+
+    async def _wait_parked(self) -> bool:
+        service = self._service
+        card = parked_card(service.settings.worker, self._model, service.instance, service.name)
+        return await wait_parked(
+            service.bus, self._engine, card, service.limits, self._report, service.stopping
+        )
+
+    async def _serve(self) -> bool:
+        """Serve until the worker has dozed off: True; or is to end: False."""
+        node, stopping = self.node, self._service.stopping
+        while await _first(node.wants_sleep, stopping):
+            dozing = asyncio.create_task(
+                node.doze(self._service.settings.worker.drain_timeout_s), name="falling asleep"
+            )
+            ending = asyncio.create_task(stopping.wait())
+            await asyncio.wait([dozing, ending], return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if stopping.is_set():
+                dozing.cancel()
+                await asyncio.wait([dozing])
+                return False
+            if dozing.result():
+                return True
+        return False
+
+    async def _sleep(self, report: StartReport) -> bool:
+        """Leave the mesh and sleep; True once the worker is promoted, False if it is to end."""
+        service, engine = self._service, self._engine
+        assert isinstance(engine, Sleeping)
+        self._slept = True
+        report.timeline.begin_again()
+        earlier = await self.node.leave()
+        card = parked_card(service.settings.worker, self._model, service.instance, service.name)
+        card = replace(card, phases=earlier.phases, startup_s=earlier.startup_s)
+        self.node = self._make_node(earlier)
+        return await wait_asleep(
+            service.bus, engine, card, service.limits, report, service.stopping
+        )
+
+    def _make_node(self, earlier: EarlierLife | None) -> WorkerNode:
+        service = self._service
+        node = WorkerNode(
+            service.bus,
+            self._engine,
+            service.settings,
+            self._folder,
+            service.name,
+            service.instance,
+            service.limits,
+            self._on_end,
+            service.warnings,
+            self.timeline,
+            self._exchange,
+            earlier,
+        )
+        node.sources = lambda: self.sources()
+        node.set_weights(self._weights)
+        return node
+
+
+async def _first(wanted: asyncio.Event, stopping: asyncio.Event) -> bool:
+    """True once `wanted` is set, False once `stopping` is, which counts first."""
+    waits = [asyncio.create_task(event.wait()) for event in (wanted, stopping)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waits:
+            task.cancel()
+    return not stopping.is_set()

@@ -1,0 +1,18 @@
+"""Facts that a worker which wakes takes over from its life before it fell asleep."""
+
+from dataclasses import dataclass, field
+
+from kvmesh.bus.messages import Phase
+
+
+@dataclass(frozen=True)
+class EarlierLife:
+    """Facts of its card, and the id of each rank's next KV event.
+
+    Events of one instance never repeat an id: indexers would take them for old ones. `startup_s`
+    and `phases` are those of the start, which falling asleep does not change.
+    """
+
+    startup_s: float = 0.0
+    phases: list[Phase] = field(default_factory=list)
+    next_events: dict[int, int] = field(default_factory=dict)
