@@ -8,6 +8,7 @@ import mmap
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,16 @@ async def start_vllm(start: EngineStart) -> dict[str, float]:
     return {}
 
 
+def lower_priority(policy: str, nice: int) -> None:
+    """Run at the priority of a weights process."""
+    os.nice(nice)
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
+
+
 def send_raw(files: list[str]) -> None:
     """Serve the bytes of the files to one connection, from their page cache."""
+    lower_priority("SCHED_IDLE", 19)
     with socket.create_server(("127.0.0.1", 0)) as server:
         print(DONE + json.dumps({"port": server.getsockname()[1]}), flush=True)
         connection, _ = server.accept()
@@ -100,11 +109,18 @@ def send_raw(files: list[str]) -> None:
                     connection.sendall(memory)
 
 
-def receive_raw(port: int, size: int, directory: str) -> dict[str, float]:
-    """Receive `size` bytes into shared memory; seconds from the connection to the last byte."""
+def receive_raw(port: int, size: int, directory: str, fresh: bool = False) -> dict[str, float]:
+    """Receive `size` bytes into shared memory; seconds from the connection to the last byte.
+
+    `fresh`: the memory is taken from the system while the bytes arrive, as a new copy's is.
+    """
+    lower_priority("SCHED_BATCH", 10)
     path = Path(directory) / f"raw-{os.getpid()}"
     with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
+        if fresh:
+            os.ftruncate(file.fileno(), size)
+        else:
+            os.posix_fallocate(file.fileno(), 0, size)
         memory = memoryview(mmap.mmap(file.fileno(), size))
         path.unlink()
         began = time.perf_counter()

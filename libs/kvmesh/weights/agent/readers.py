@@ -27,7 +27,7 @@ class ChunkReader(Protocol):
     """Reads chunks of one copy from one source.
 
     `direct`: a read that is cancelled has ended, and writes no more into its target, when
-    `read` returns; so it may be the place where the chunk belongs.
+    `read` returns.
     """
 
     direct: bool
