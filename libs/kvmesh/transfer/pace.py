@@ -3,6 +3,7 @@
 import sys
 
 BURST_S = 0.1
+SOON_S = 0.5
 
 
 class SendingPace:
@@ -26,6 +27,10 @@ class SendingPace:
         begin = max(self._free_at, now - BURST_S)
         self._free_at = begin + size / self.rate
         return max(0.0, begin - now)
+
+    def is_soon(self, size: int) -> bool:
+        """True if `size` bytes need less than SOON_S at this rate."""
+        return not self.rate or size < self.rate * SOON_S
 
     def backlog(self, now: float) -> float:
         """Seconds until further bytes may be sent."""

@@ -37,7 +37,7 @@ class TransferServer:
         self._pace = pace
         self._tos = tos
         self._max_readers = max_readers
-        self._agent = agent
+        self.agent = agent
         self._listener: socket.socket | None = None
         self._tasks = BackgroundTasks()
         self._serving = 0
@@ -105,14 +105,15 @@ class TransferServer:
         async with asyncio.timeout(MESSAGE_S):
             want = await channel.receive(Want, lambda token: self._grants.find(token) is not None)
             grant, ranges, reply = self._check(want)
+            if reply.agent and want.checked:
+                reply = await self._in_turn(grant, ranges, reply)
             await channel.send(reply)
-        if grant is None:
+        if grant is None or reply.code:
             return False
-        if want.direct:
-            size = sum(length for _, length in ranges)
-            await asyncio.sleep(self._pace.delay(size, self._loop.time()))
-        else:
+        if not reply.agent:
             await self._send(channel, grant, ranges)
+        elif not want.checked:
+            await self._in_turn(grant, ranges, reply)
         if want.checked:
             return True
         async with asyncio.timeout_at(grant.deadline + MESSAGE_S):
@@ -137,11 +138,24 @@ class TransferServer:
         if refused is not None:
             reason = f"{refused.length} bytes at {refused.offset} were not granted"
             return None, [], TransferReply("refused", reason)
-        if not want.direct:
-            return grant, ranges, GOOD
         region = grant.region
-        known = TransferReply(agent=self._agent, base=region.address, metadata=region.metadata)
+        size = sum(length for _, length in ranges)
+        if not want.direct or (want.checked and not (region.direct and self._pace.is_soon(size))):
+            return grant, ranges, GOOD  # the bytes follow
+        known = TransferReply(agent=self.agent, base=region.address, metadata=region.metadata)
         return grant, ranges, known
+
+    async def _in_turn(
+        self, grant: Grant | None, ranges: list[Range], reply: TransferReply
+    ) -> TransferReply:
+        """Return the reply once a direct reader may read within the bound of the rate."""
+        size = sum(length for _, length in ranges)
+        await asyncio.sleep(self._pace.delay(size, self._loop.time()))
+        if grant is None or grant.ended is not None:
+            return REVOKED
+        for begin, length in ranges:
+            grant.region.was_read(begin, length)
+        return reply
 
     async def _send(self, channel: Channel, grant: Grant, ranges: list[Range]) -> None:
         """Send the bytes; the end of the grant cuts the channel at once."""
@@ -154,5 +168,6 @@ class TransferServer:
                     raise Closed("the grant has ended")
                 async with asyncio.timeout(STALL_S):
                     await grant.region.send(channel, begin, length)
+                grant.region.was_read(begin, length)
         finally:
             grant.readers.discard(channel)

@@ -68,6 +68,11 @@ class Transport:
             raise TransferError("unavailable", peer, f"cannot listen: {error.strerror}") from error
         return transport
 
+    async def use_nixl(self) -> None:
+        """Use NIXL from now on, after it has started; raises TransferError if it does not."""
+        self._agent = await asyncio.to_thread(NixlAgent)
+        self._server.agent = self._agent.name
+
     @property
     def direct(self) -> bool:
         """True if this side has NIXL."""
@@ -93,6 +98,40 @@ class Transport:
         shared memory, so that reading it never waits for a disk.
         """
         return LentFile(path, self._grants, in_memory, on_sent)
+
+    async def show_file(self, lent: LentFile, memory: "WriteableBuffer") -> None:
+        """Let NIXL read a lent file through `memory`, a mapping of it that stays.
+
+        Raises TransferError if NIXL cannot register it.
+        """
+        if self._agent is None:
+            raise TransferError("unavailable", "", "there is no NIXL")
+        await lent.show(memory, self._agent)
+
+    async def read_directly(
+        self, descriptor: Descriptor, reply: TransferReply, into: Region, offset: int, length: int
+    ) -> None:
+        """Fill the beginning of a region from a range that the owner's reply to a Line permits.
+
+        The caller verifies the bytes. A cancelled read ends first, within some seconds. Raises
+        TransferError.
+        """
+        if self._agent is None:
+            raise TransferError("unavailable", descriptor.address, "there is no NIXL")
+        pieces = [Piece(offset, 0, length)]
+        reading = asyncio.create_task(
+            self._agent.read(descriptor.address, reply, into, pieces), name="direct read"
+        )
+        cancelled = False
+        while not reading.done():
+            try:
+                await asyncio.wait([reading])
+            except asyncio.CancelledError:
+                if not cancelled:
+                    cancelled = reading.cancel()
+        if cancelled and (reading.cancelled() or reading.exception() is None):
+            raise asyncio.CancelledError
+        await reading
 
     def lend_view(self, size: int, content: Callable[[], bytes]) -> LentView:
         """`size` bytes to be lent over TCP until closed; `content` is called for each read."""

@@ -60,11 +60,15 @@ class WeightsKnown(Struct, frozen=True, tag="known"):
 
 
 class WeightsTaken(Struct, frozen=True, tag="taken"):
-    """A copy is complete: bytes by source, an instance or "disk", and the seconds that it took."""
+    """A copy is complete: bytes by source, an instance or "disk", and the seconds that it took.
+
+    `direct` of the bytes came through NIXL.
+    """
 
     digest: str
     seconds: float
     sources: dict[str, int]
+    direct: int = 0
 
 
 class WeightsFromDisk(Struct, frozen=True, tag="disk"):

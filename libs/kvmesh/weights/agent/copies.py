@@ -13,6 +13,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.settings.schema import WeightsSettings
+from kvmesh.transfer import Transport
 from kvmesh.weights.agent.fetching import DISK, WeightFetch
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.own_files import OwnFiles
@@ -49,6 +50,7 @@ class CopyTaker:
         offers: Offers,
         own: OwnFiles,
         send: Callable[[Struct], None],
+        transport: Transport,
     ) -> None:
         self._job = job
         self._settings = settings
@@ -56,6 +58,7 @@ class CopyTaker:
         self._store: WeightStore | None = None
         self._offers = offers
         self._own = own
+        self._transport = transport
         self._send = send
         self._copy: StoredCopy | None = None
         self._fetch: WeightFetch | None = None
@@ -176,7 +179,7 @@ class CopyTaker:
 
         self._search = SourceSearch(self._bus, manifest, instance, found)
         await self._search.open()
-        self._fetch = WeightFetch(copy, options, instance, self._search.ask)
+        self._fetch = WeightFetch(copy, options, instance, self._search.ask, self._transport)
         if on_disk:
             try:
                 self._fetch.add_disk(DiskReader(self._own.folder, manifest))
@@ -209,8 +212,9 @@ class CopyTaker:
             copy.end_fetch()
             if self._search is not None:
                 await self._search.close()
-        taken = dict(self._fetch.taken) if self._fetch is not None else {}
-        self._send(WeightsTaken(copy.manifest.digest, time.monotonic() - began, taken))
+        seconds, fetch = time.monotonic() - began, self._fetch
+        taken, direct = (dict(fetch.taken), fetch.direct_bytes) if fetch is not None else ({}, 0)
+        self._send(WeightsTaken(copy.manifest.digest, seconds, taken, direct))
         self._send(WeightsKnown(copy.manifest.digest))
 
     def _answer(self, answer: WeightsAnswer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
-from kvmesh.transfer import TransferError
+from kvmesh.transfer import TransferError, Transport
 from kvmesh.weights.agent.readers import LINES, ChunkReader, SourceReader, WrongDigest
 from kvmesh.weights.agent.staging import Staging
 from kvmesh.weights.errors import StoreFull, WeightsLost
@@ -26,7 +26,7 @@ class WeightFetch:
     """Fills one copy, whose fetch lock this process holds.
 
     `search` asks the mesh for sources; those that reply come through `offer`. A chunk is marked as
-    present once its digest is verified.
+    present once its digest is verified. NIXL is used if `transport` and the source have it.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class WeightFetch:
         options: FetchOptions,
         instance: str,
         search: Callable[[Callable[[], bool]], Coroutine[Any, Any, None]],
+        transport: Transport | None = None,
     ) -> None:
         manifest = copy.manifest
         self._copy = copy
@@ -46,7 +47,7 @@ class WeightFetch:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(_slots)
-        self._staging = Staging(max(chunk.size for chunk in manifest.chunks))
+        self._staging = Staging(max(chunk.size for chunk in manifest.chunks), transport)
         self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
         self._changed = asyncio.Event()
         self._arrived_at = 0.0
@@ -60,16 +61,21 @@ class WeightFetch:
         """The workers that are sources now."""
         return len(self._plan.sources.keys() - {DISK})
 
+    @property
+    def direct_bytes(self) -> int:
+        """Bytes that came through NIXL."""
+        return self._staging.direct_bytes
+
     def offer(self, offer: WeightOffer) -> None:
         """Take chunks from a worker; one that has started anew replaces its former self."""
         name, now = offer.instance, _now()
         known = self._readers.get(name)
         if isinstance(known, SourceReader) and name in self._plan.sources:
-            if known.offer.files == offer.files:
+            if known.renewed(offer):
                 return
             self._drop(name)
         try:
-            reader = SourceReader(offer, self._copy.manifest, self._pool)
+            reader = SourceReader(offer, self._copy.manifest, self._pool, self._staging)
         except TransferError as error:
             self._report(name, str(error))
             return
@@ -181,8 +187,7 @@ class WeightFetch:
             try:
                 await reader.read(chunk, buffer[:size])
             except BaseException as error:
-                if _has_ended(reader, error):
-                    self._staging.give(buffer)
+                (self._staging.give if _has_ended(reader, error) else self._staging.lose)(buffer)
                 raise
         try:
             await self._write(chunk, buffer[:size])
@@ -244,6 +249,7 @@ class WeightFetch:
             await asyncio.wait(tasks)
         for reader in self._readers.values():
             reader.close()
+        self._staging.close()
         self._pool.shutdown(wait=False)
 
 

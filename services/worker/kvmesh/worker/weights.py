@@ -140,4 +140,5 @@ def _taken_text(event: WeightsTaken) -> str:
         return f"weights {event.digest[:12]} were in this node's memory"
     total = sum(event.sources.values())
     parts = ", ".join(f"{name} {size(count)}" for name, count in sorted(event.sources.items()))
-    return f"weights {event.digest[:12]}: {size(total)} in {event.seconds:.1f} s ({parts})"
+    nixl = f", {size(event.direct)} of it through NIXL" if event.direct else ""
+    return f"weights {event.digest[:12]}: {size(total)} in {event.seconds:.1f} s ({parts}){nixl}"
