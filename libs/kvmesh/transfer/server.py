@@ -105,17 +105,19 @@ class TransferServer:
         async with asyncio.timeout(MESSAGE_S):
             want = await channel.receive(Want, lambda token: self._grants.find(token) is not None)
             grant, ranges, reply = self._check(want)
-            if reply.agent and want.checked:
+            if want.checked and reply.agent:
                 reply = await self._in_turn(grant, ranges, reply)
             await channel.send(reply)
         if grant is None or reply.code:
             return False
-        if not reply.agent:
-            await self._send(channel, grant, ranges)
-        elif not want.checked:
-            await self._in_turn(grant, ranges, reply)
         if want.checked:
+            if not reply.agent:
+                await self._send(channel, grant, ranges)
             return True
+        if want.direct:
+            await self._in_turn(grant, ranges, reply)
+        else:
+            await self._send(channel, grant, ranges)
         async with asyncio.timeout_at(grant.deadline + MESSAGE_S):
             got = await channel.receive(Got)
         good = grant.ended is None
