@@ -142,7 +142,9 @@ class TransferServer:
             return None, [], TransferReply("refused", reason)
         region = grant.region
         size = sum(length for _, length in ranges)
-        if not want.direct or (want.checked and not (region.direct and self._pace.is_soon(size))):
+        if not want.direct or (
+            want.checked and not (region.direct and self._pace.is_soon(size, self._loop.time()))
+        ):
             return grant, ranges, GOOD  # the bytes follow
         known = TransferReply(agent=self.agent, base=region.address, metadata=region.metadata)
         return grant, ranges, known

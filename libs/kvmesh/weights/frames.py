@@ -33,6 +33,18 @@ class EngineRuns(Struct, frozen=True, tag="runs"):
     """The parent's engine has loaded its weights and started."""
 
 
+class ServingReport(Struct, frozen=True, tag="serving"):
+    """What the parent has served since its last report.
+
+    `gaps` counts times between tokens of one request; a tenth of them were longer than `slow_s`
+    seconds. `transfers`: KV blocks are being read from or by the parent now.
+    """
+
+    gaps: int = 0
+    slow_s: float = 0.0
+    transfers: bool = False
+
+
 class CopyWanted(Struct, frozen=True, tag="want"):
     """The parent wants the copy with this digest in the node's store within `timeout_s` seconds."""
 
@@ -90,7 +102,7 @@ class WeightsCounts(Struct, frozen=True, kw_only=True, tag="counts"):
     sources: int = 0
 
 
-ParentMessage: TypeAlias = WeightsJob | EngineRuns | CopyWanted | CopyOffered
+ParentMessage: TypeAlias = WeightsJob | EngineRuns | ServingReport | CopyWanted | CopyOffered
 WeightsEvent: TypeAlias = WeightsKnown | WeightsTaken | WeightsFromDisk | WeightsCounts | CopyReady
 _encode = msgspec.msgpack.Encoder().encode
 decode_parent_message = msgspec.msgpack.Decoder(ParentMessage).decode

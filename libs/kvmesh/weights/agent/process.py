@@ -26,12 +26,14 @@ from kvmesh.weights.agent.copies import CopyTaker
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.other_copies import OtherCopies
 from kvmesh.weights.agent.own_files import OwnFiles
+from kvmesh.weights.agent.serving_guard import ServingGuard
 from kvmesh.weights.errors import WeightsError
 from kvmesh.weights.frames import (
     CopyOffered,
     CopyWanted,
     EngineRuns,
     ParentMessage,
+    ServingReport,
     WeightsCounts,
     WeightsJob,
     decode_parent_message,
@@ -53,7 +55,8 @@ class WeightsAgent:
         self._job = job
         self._settings = settings
         self._sink = sink
-        self._pace = SendingPace(settings.weights.upload_bytes_per_s)
+        self._guard = ServingGuard()
+        self._pace = SendingPace(settings.weights.upload_bytes_per_s, self._guard.rate)
         self._runs = asyncio.Event()
         self._wanted: asyncio.Queue[CopyWanted | CopyOffered] = asyncio.Queue()
         self._counts = WeightsCounts()
@@ -62,6 +65,8 @@ class WeightsAgent:
         """Carry out a message of the parent."""
         if isinstance(message, EngineRuns):
             self._runs.set()
+        elif isinstance(message, ServingReport):
+            self._guard.report(message, self._pace.sent, asyncio.get_running_loop().time())
         elif isinstance(message, CopyWanted | CopyOffered):
             self._wanted.put_nowait(message)
 

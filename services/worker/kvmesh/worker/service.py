@@ -226,6 +226,7 @@ async def _serve(
         start.close()
         if weights is not None:
             weights.engine_runs()
+            node.watch(weights.sample)
         service.start_watchdog()
         if cache is not None:
             cache.start_offering(node.publish_compiled)
