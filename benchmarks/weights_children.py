@@ -7,6 +7,8 @@ import logging
 import mmap
 import os
 import socket
+import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Any
 
 import msgspec
 
+from kvmesh.transfer import TransferError
+
 BUFFER = 8 << 20
+TAKERS = 2  # connections of a worker that takes weights
 DONE = "RESULT "
 
 
@@ -134,18 +139,67 @@ def receive_raw(port: int, size: int, directory: str, fresh: bool = False) -> di
         return {"seconds": time.perf_counter() - began}
 
 
+def read_nixl(size: int) -> dict[str, float]:
+    """GiB per second of one read of another process's memory through bare NIXL."""
+    from transfer import bare_nixl
+
+    lower_priority("SCHED_BATCH", 10)
+    return {"seconds": 0.0, "rate": max(bare_nixl(size, 2)) * 1e9 / (1 << 30)}
+
+
+def take_weights() -> None:
+    """Read chunks of a copy as a starting worker does, over and over, until the input ends."""
+    from kvmesh.transfer import Line
+    from kvmesh.transfer.transport import decode_descriptor
+
+    lower_priority("SCHED_BATCH", 10)
+    options = json.loads(sys.stdin.readline())
+    files = [decode_descriptor(bytes.fromhex(file)) for file in options["files"]]
+    taken = [0] * TAKERS
+    ended = threading.Event()
+
+    def take(number: int) -> None:
+        line, buffer = Line(files[0]), memoryview(bytearray(BUFFER))
+        while not ended.is_set():
+            for file, offset, size in options["chunks"][number::TAKERS]:
+                try:
+                    line.read(files[file].token, offset, buffer[:size])
+                except TransferError as error:
+                    if error.code != "busy":
+                        raise
+                    time.sleep(0.02)
+                    continue
+                taken[number] += size
+                if ended.is_set():
+                    return
+
+    threads = [threading.Thread(target=take, args=(n,), daemon=True) for n in range(TAKERS)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    sys.stdin.read()
+    ended.set()
+    seconds = time.perf_counter() - began
+    print(DONE + json.dumps({"rate": sum(taken) / seconds / (1 << 30)}), flush=True)
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("what", choices=["torch", "vllm", "send", "receive"])
+    arguments.add_argument("what", choices=["torch", "vllm", "send", "receive", "nixl", "take"])
     arguments.add_argument("options")
     chosen = arguments.parse_args()
     logging.basicConfig(level=logging.INFO)
+    if chosen.what == "take":
+        take_weights()
+        return
     options = json.loads(chosen.options)
     if chosen.what == "send":
         send_raw(options)
         return
     if chosen.what == "receive":
         result = receive_raw(**options)
+    elif chosen.what == "nixl":
+        result = read_nixl(**options)
     else:
         start = msgspec.convert(options, EngineStart)
         vllm = chosen.what == "vllm"
