@@ -35,6 +35,7 @@ from kvmesh.weights.answer import WeightsAnswer, read_answer, write_answer
 from kvmesh.weights.checkpoint import checkpoint_manifest, weight_files
 from kvmesh.weights.client import WorkersProcess
 from kvmesh.weights.frames import WeightsEvent, WeightsJob, WeightsKnown
+from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.store import WeightStore
 
 CHILD = Path(__file__).with_name("weights_children.py")
@@ -52,7 +53,13 @@ class Bench:
     """The model, its stores in shared memory, and the processes of one measurement."""
 
     def __init__(
-        self, folder: Path, memory: Path, device: str, quick: bool, engines: bool = True
+        self,
+        folder: Path,
+        memory: Path,
+        device: str,
+        quick: bool,
+        engines: bool = True,
+        size: int = PLAIN_BYTES,
     ) -> None:
         self.folder = folder
         self.memory = memory
@@ -60,7 +67,7 @@ class Bench:
         self.model = folder / "model"
         self.bare = folder / "bare" / "model"
         if not engines:
-            write_plain_weights(self.model, PLAIN_BYTES // 64 if quick else PLAIN_BYTES)
+            write_plain_weights(self.model, size)
         elif quick:
             from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
@@ -92,9 +99,9 @@ class Bench:
         write_answer(file, answer)
         return file
 
-    def remember(self, directory: Path) -> Path:
+    def remember(self, directory: Path, manifest: Manifest | None = None) -> Path:
         """Put a complete copy into a store, to be kept; the answer for it."""
-        manifest = checkpoint_manifest(self.model)
+        manifest = manifest or checkpoint_manifest(self.model)
         copy = WeightStore(directory, self.size * 8).create(manifest)
         copy.set_keep()
         for index, path in enumerate(self.files):
@@ -377,7 +384,8 @@ def main() -> None:
     ):
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         engines = bool(set(parts) & set(ENGINES))
-        bench = Bench(Path(folder), Path(memory), chosen.device, chosen.quick, engines)
+        size = PLAIN_BYTES // 64 if chosen.quick else PLAIN_BYTES
+        bench = Bench(Path(folder), Path(memory), chosen.device, chosen.quick, engines, size)
         print(f"a model of {bench.size / GIB:.2f} GiB", file=sys.stderr, flush=True)
         try:
             asyncio.run(measure(bench, parts, runs))
