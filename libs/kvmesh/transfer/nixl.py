@@ -1,7 +1,9 @@
 """Reads of another process's memory through NIXL: RDMA, or a copy by the kernel on one machine.
 
 On one machine NIXL copies while a transfer is posted and holds the GIL. Reads are therefore posted
-in batches, between which the event loop runs.
+in batches, between which the event loop runs. NIXL's own thread is off, since it would occupy a
+CPU: the reader makes progress as it waits, and the owner, where the network needs it, as `progress`
+is called.
 """
 
 import asyncio
@@ -91,6 +93,13 @@ class NixlAgent:
             self._forget(owner.agent)
             raise TransferError("failed", peer, "NIXL aborted the transfer")
 
+    def progress(self) -> None:
+        """Let reads by other processes go on."""
+        try:
+            self._agent.get_new_notifs()
+        except Exception as error:  # such as a peer that has gone
+            log.debug("NIXL makes no progress: %s", error)
+
     def forget(self, peer: str) -> None:
         """Drop the NIXL state of the process at this address, which has ended."""
         for agent in [agent for agent, known in self._peers.items() if known.address == peer]:
@@ -154,4 +163,5 @@ def _make(name: str) -> Any:
     api = importlib.import_module("nixl._api")
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs every start
     threads = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    return api.nixl_agent(name, api.nixl_agent_config(backends=[BACKEND], sync_mode=threads))
+    config = api.nixl_agent_config(backends=[BACKEND], enable_prog_thread=False, sync_mode=threads)
+    return api.nixl_agent(name, config)

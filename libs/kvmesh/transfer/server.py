@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from kvmesh.bus.errors import cause
 from kvmesh.runtime.background import BackgroundTasks
@@ -12,12 +13,17 @@ from kvmesh.transfer.grants import Grant, Grants
 from kvmesh.transfer.memory_ranges import Piece, Range, cut, unpack
 from kvmesh.transfer.pace import SendingPace
 
+if TYPE_CHECKING:
+    from kvmesh.transfer.nixl import NixlAgent
+
 log = logging.getLogger(__name__)
 MESSAGE_S = 10.0
 STALL_S = 30.0
 REFUSAL_S = 1.0
 BACKLOG_S = 0.5  # of bytes that wait for their turn; further readers are told to come back
 MAX_REFUSALS = 16  # at once; further connections are closed without a reply
+PROGRESS_S = 10.0  # for which a direct reader may need the owner's NIXL
+PROGRESS_EVERY_S = 0.001
 GOOD = TransferReply()
 REVOKED = TransferReply("revoked", "the grant is unknown or has ended")
 BUSY = TransferReply("busy", "too many readers")
@@ -26,18 +32,25 @@ BUSY = TransferReply("busy", "too many readers")
 class TransferServer:
     """Serves up to `max_readers` connected readers at once.
 
-    `agent` is the name of the NIXL agent for direct readers. `pace` bounds the bytes per second
+    `agent` is the NIXL agent for direct readers, or None. `pace` bounds the bytes per second
     of all readers together; `tos` is the IP type of service of their connections.
     """
 
     def __init__(
-        self, grants: Grants, max_readers: int, agent: str, pace: SendingPace, tos: int = 0
+        self,
+        grants: Grants,
+        max_readers: int,
+        agent: "NixlAgent | None",
+        pace: SendingPace,
+        tos: int = 0,
     ) -> None:
         self._grants = grants
         self._pace = pace
         self._tos = tos
         self._max_readers = max_readers
         self.agent = agent
+        self._progress_until = 0.0
+        self._progressing = False
         self._listener: socket.socket | None = None
         self._tasks = BackgroundTasks()
         self._serving = 0
@@ -146,8 +159,25 @@ class TransferServer:
             want.checked and not (region.direct and self._pace.is_soon(size, self._loop.time()))
         ):
             return grant, ranges, GOOD  # the bytes follow
-        known = TransferReply(agent=self.agent, base=region.address, metadata=region.metadata)
+        name = self.agent.name if self.agent is not None else ""
+        self._progress()
+        known = TransferReply(agent=name, base=region.address, metadata=region.metadata)
         return grant, ranges, known
+
+    def _progress(self) -> None:
+        """Let direct readers go on for a time."""
+        self._progress_until = self._loop.time() + PROGRESS_S
+        if self.agent is not None and not self._progressing:
+            self._progressing = True
+            self._tasks.start(self._keep_progress(self.agent), "progress of direct readers")
+
+    async def _keep_progress(self, agent: "NixlAgent") -> None:
+        try:
+            while self._loop.time() < self._progress_until:
+                agent.progress()
+                await asyncio.sleep(PROGRESS_EVERY_S)
+        finally:
+            self._progressing = False
 
     async def _in_turn(
         self, grant: Grant | None, ranges: list[Range], reply: TransferReply

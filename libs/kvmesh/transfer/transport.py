@@ -42,8 +42,7 @@ class Transport:
         self._options = options
         self._agent = agent
         self._grants = Grants(self._describe)
-        name = agent.name if agent else ""
-        self._server = TransferServer(self._grants, options.readers, name, pace, tos)
+        self._server = TransferServer(self._grants, options.readers, agent, pace, tos)
         self._regions: set[Region] = set()
         self._owners: WeakValueDictionary[str, _Owner] = WeakValueDictionary()
         self._port = 0
@@ -71,7 +70,7 @@ class Transport:
     async def use_nixl(self) -> None:
         """Use NIXL from now on, after it has started; raises TransferError if it does not."""
         self._agent = await asyncio.to_thread(NixlAgent)
-        self._server.agent = self._agent.name
+        self._server.agent = self._agent
 
     @property
     def direct(self) -> bool:
