@@ -370,6 +370,9 @@ def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--quick", action="store_true", help="a model of 3 MB, one run")
     arguments.add_argument("--runs", type=int, default=0, metavar="N", help="default: 3")
+    arguments.add_argument(
+        "--size", type=int, default=0, metavar="BYTES", help="of weights without an engine"
+    )
     arguments.add_argument("--only", default=",".join(PARTS), metavar="PART,…", help="of these")
     arguments.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     chosen = arguments.parse_args()
@@ -384,7 +387,7 @@ def main() -> None:
     ):
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         engines = bool(set(parts) & set(ENGINES))
-        size = PLAIN_BYTES // 64 if chosen.quick else PLAIN_BYTES
+        size = chosen.size or (PLAIN_BYTES // 64 if chosen.quick else PLAIN_BYTES)
         bench = Bench(Path(folder), Path(memory), chosen.device, chosen.quick, engines, size)
         print(f"a model of {bench.size / GIB:.2f} GiB", file=sys.stderr, flush=True)
         try:

@@ -102,7 +102,9 @@ async def _taken(
     finally:
         await target.close()
     sent = sum(cpu_seconds(each.process.pid) for each in sources) - before
-    bench.numbers[f"copy/{name}"].append(bench.size / taken.seconds / GIB)
+    rate = bench.size / taken.seconds / GIB
+    print(f"{name}: {rate:.2f} GiB/s", file=sys.stderr, flush=True)
+    bench.numbers[f"copy/{name}"].append(rate)
     bench.numbers[f"cpu/{name}"].append((spent + sent) / (bench.size / GIB))
     if name.endswith("nixl") and taken.direct < bench.size / 2:
         raise RuntimeError(f"only {taken.direct} bytes came through NIXL")
@@ -127,7 +129,9 @@ async def _plain(bench: Bench, run: int, fresh: bool, folder: Path | None = None
         log = bench.folder / f"raw-{run}.log"
         raw = await run_child("receive", {**options, "fresh": fresh}, log)
         await sender.wait()
-    return size / raw["seconds"] / GIB
+    rate = size / raw["seconds"] / GIB
+    print(f"plain: {rate:.2f} GiB/s", file=sys.stderr, flush=True)
+    return rate
 
 
 def _files_in(store: Path) -> list[Path]:

@@ -146,6 +146,9 @@ class LentBytes:
         """Send a granted range to its reader."""
         raise NotImplementedError
 
+    async def prepare(self, offset: int, length: int) -> None:
+        """Have a granted range at hand, so that `send` does not block."""
+
     def was_read(self, offset: int, length: int) -> None:
         """A granted range was sent, or a direct reader is about to read it."""
 
@@ -220,9 +223,11 @@ class LentFile(LentBytes):
     async def send(self, channel: Channel, offset: int, length: int) -> None:
         if self._file is None:
             raise Closed("the file is lent no more")
-        if not self._in_memory:
-            await asyncio.to_thread(_load, self._file, offset, length)
         await channel.send_file(self._file, offset, length)
+
+    async def prepare(self, offset: int, length: int) -> None:
+        if self._file is not None and not self._in_memory:
+            await asyncio.to_thread(_load, self._file, offset, length)
 
     def was_read(self, offset: int, length: int) -> None:
         self._on_sent(offset, length)

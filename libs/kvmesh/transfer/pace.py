@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 BURST_S = 0.1
 SOON_S = 0.5
-PIECE = 512 << 10  # sent at once while the bound may change
+PIECE = 2 << 20  # sent at once while the bound may change
 
 
 class SendingPace:
@@ -27,11 +27,12 @@ class SendingPace:
         bound = self._bound(now) if self._bound is not None else 0.0
         return min(self._fixed, bound) if self._fixed and bound else self._fixed or bound
 
-    @property
-    def piece(self) -> int:
+    def piece(self, now: float) -> int:
         """Most bytes to send at once, so that waiting readers alternate."""
-        most = sys.maxsize if self._bound is None else PIECE
-        return min(max(int(self._fixed * BURST_S), 1 << 10), most) if self._fixed else most
+        rate = self.rate(now)
+        if rate:
+            return max(int(rate * BURST_S), 1 << 10)
+        return sys.maxsize if self._bound is None else PIECE
 
     def delay(self, size: int, now: float) -> float:
         """Book `size` bytes; returns the seconds until they may be sent."""

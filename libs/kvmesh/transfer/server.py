@@ -22,6 +22,7 @@ STALL_S = 30.0
 REFUSAL_S = 1.0
 BACKLOG_S = 0.5  # of bytes that wait for their turn; further readers are told to come back
 MAX_REFUSALS = 16  # at once; further connections are closed without a reply
+PREPARED_BYTES = 8 << 20
 PROGRESS_S = 10.0  # for which a direct reader may need the owner's NIXL
 PROGRESS_EVERY_S = 0.001
 GOOD = TransferReply()
@@ -164,6 +165,23 @@ class TransferServer:
         known = TransferReply(agent=name, base=region.address, metadata=region.metadata)
         return grant, ranges, known
 
+    async def _send_range(self, channel: Channel, grant: Grant, whole: Range) -> None:
+        region = grant.region
+        for begin, _, size in cut([Piece(whole.offset, 0, whole.length)], PREPARED_BYTES):
+            async with asyncio.timeout(STALL_S):
+                await region.prepare(begin, size)
+            done = 0
+            while done < size:
+                now = self._loop.time()
+                length = min(self._pace.piece(now), size - done)
+                await asyncio.sleep(self._pace.delay(length, now))
+                if grant.ended is not None:
+                    raise Closed("the grant has ended")
+                async with asyncio.timeout(STALL_S):
+                    await region.send(channel, begin + done, length)
+                region.was_read(begin + done, length)
+                done += length
+
     def _progress(self) -> None:
         """Let direct readers go on for a time."""
         self._progress_until = self._loop.time() + PROGRESS_S
@@ -195,13 +213,7 @@ class TransferServer:
         """Send the bytes; the end of the grant cuts the channel at once."""
         grant.readers.add(channel)
         try:
-            whole = (Piece(offset, 0, length) for offset, length in ranges)
-            for begin, _, length in cut(whole, self._pace.piece):
-                await asyncio.sleep(self._pace.delay(length, self._loop.time()))
-                if grant.ended is not None:
-                    raise Closed("the grant has ended")
-                async with asyncio.timeout(STALL_S):
-                    await grant.region.send(channel, begin, length)
-                grant.region.was_read(begin, length)
+            for whole in ranges:
+                await self._send_range(channel, grant, whole)
         finally:
             grant.readers.discard(channel)

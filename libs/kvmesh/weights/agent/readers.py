@@ -20,7 +20,7 @@ from kvmesh.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
-LINES = 2  # connections to one source: one receives while the other one's bytes are digested
+LINES = 4  # connections to one source: some receive while others' bytes are digested
 DISK_THREADS = 2
 
 

@@ -133,7 +133,7 @@ class SourceChoice:
         if not state.pace:
             return 1
         wanted = self._options.depth_s / (state.pace * self._board.typical)
-        return min(max(wanted, 1 if busy > 1 else 2), self._options.depth)
+        return min(max(wanted, 1 if busy > 1 else 4), self._options.depth)
 
     def _chunk(self, state: SourceState, now: float) -> int | None:
         board, options, assumed = self._board, self._options, self.pace()
