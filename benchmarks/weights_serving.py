@@ -27,7 +27,7 @@ from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.manifest import Manifest
 
-STREAMS, TOKENS = 8, 150
+STREAMS, TOKENS = 8, 400
 KNOWN_S = 120.0
 _cards = MessageDecoder(Instance)
 

@@ -34,7 +34,7 @@ class EngineRuns(Struct, frozen=True, tag="runs"):
 
 
 class ServingReport(Struct, frozen=True, tag="serving"):
-    """What the parent has served since its last report.
+    """Summary of what the parent has served since its last report.
 
     `gaps` counts times between tokens of one request; a tenth of them were longer than `slow_s`
     seconds. `transfers`: KV blocks are being read from or by the parent now.

@@ -11,7 +11,7 @@ from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.weights.agent.readers import LINES, ChunkReader, SourceReader, WrongDigest
-from kvmesh.weights.agent.staging import Staging
+from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.errors import StoreFull, WeightsLost
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
@@ -47,7 +47,7 @@ class WeightFetch:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(_slots)
-        self._staging = Staging(max(chunk.size for chunk in manifest.chunks), transport)
+        self._staging = ChunkBuffers(max(chunk.size for chunk in manifest.chunks), transport)
         self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
         self._changed = asyncio.Event()
         self._arrived_at = 0.0

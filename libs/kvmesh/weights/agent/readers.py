@@ -14,7 +14,7 @@ from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import Line, TransferError, Transport
 from kvmesh.transfer.channel import Descriptor, TransferReply
 from kvmesh.transfer.transport import decode_descriptor
-from kvmesh.weights.agent.staging import Staging
+from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.errors import CheckpointError, WeightsError
 from kvmesh.weights.manifest import Manifest
 
@@ -57,7 +57,7 @@ class SourceReader:
     direct = True
 
     def __init__(
-        self, offer: WeightOffer, manifest: Manifest, pool: Executor, staging: Staging
+        self, offer: WeightOffer, manifest: Manifest, pool: Executor, staging: ChunkBuffers
     ) -> None:
         """Raises TransferError if a descriptor is malformed."""
         self._manifest = manifest

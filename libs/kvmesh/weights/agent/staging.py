@@ -7,7 +7,7 @@ from kvmesh.transfer import Region, Transport
 MOST_LOST = 4  # buffers into which transfers may still write; more mean that NIXL is not sound here
 
 
-class Staging:
+class ChunkBuffers:
     """Buffers for one chunk each; the one used last comes first, since the CPU's cache holds it.
 
     NIXL reads into them if `transport` has it.

@@ -9,7 +9,8 @@ class FetchOptions:
 
     `sources` have requests open at once, the node's own disk not counted; up to `candidates` are
     known. A source has so many requests open that it needs `depth_s` for them, at least one (two if
-    it is the only one, four if there is no other target either), at most `depth`. Chunks are chosen among the `window` ones from the first
+    it is the only one, four if there is no other target either), at most `depth`.
+    Chunks are chosen among the `window` ones from the first
     that is missing. The first `head` of those come first.
 
     An answer is late after `patience` times its expected time, but not before `floor_s` and not

@@ -1,4 +1,4 @@
-"""What a worker tells its weights process of its requests."""
+"""Reports of a worker's requests to its weights process."""
 
 from msgspec.structs import replace
 

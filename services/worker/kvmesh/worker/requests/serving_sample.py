@@ -1,4 +1,4 @@
-"""What a worker serves, for its weights process: token times and KV transfers. Pure."""
+"""Token times and KV transfers of a worker, for its weights process. Pure."""
 
 from collections.abc import Callable
 
