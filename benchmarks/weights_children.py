@@ -107,11 +107,13 @@ def send_raw(files: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         print(DONE + json.dumps({"port": server.getsockname()[1]}), flush=True)
         connection, _ = server.accept()
+        started = time.process_time()
         with connection:
             for name in files:
                 with open(name, "rb") as file:
                     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                     connection.sendall(memory)
+    print(DONE + json.dumps({"cpu": time.process_time() - started}), flush=True)
 
 
 def receive_raw(port: int, size: int, directory: str, fresh: bool = False) -> dict[str, float]:
@@ -128,7 +130,7 @@ def receive_raw(port: int, size: int, directory: str, fresh: bool = False) -> di
             os.posix_fallocate(file.fileno(), 0, size)
         memory = memoryview(mmap.mmap(file.fileno(), size))
         path.unlink()
-        began = time.perf_counter()
+        began, started = time.perf_counter(), time.process_time()
         with socket.create_connection(("127.0.0.1", port)) as connection:
             received = 0
             while received < size:
@@ -136,7 +138,8 @@ def receive_raw(port: int, size: int, directory: str, fresh: bool = False) -> di
                 if not count:
                     raise RuntimeError("the sender has ended")
                 received += count
-        return {"seconds": time.perf_counter() - began}
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "cpu": time.process_time() - started}
 
 
 def read_nixl(size: int) -> dict[str, float]:

@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from weights_children import DONE
 
 from kvmesh.bus.client import Bus
 from kvmesh.weights.agent.manifests import ManifestStore
+from kvmesh.weights.answer import read_answer
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.client import WorkersProcess
-from kvmesh.weights.frames import WeightsCounts, WeightsKnown, WeightsTaken
+from kvmesh.weights.frames import WeightsKnown, WeightsTaken
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NIXL_BYTES = 1 << 28  # of the plain read
@@ -39,13 +41,13 @@ class Holder(WeightsProcess):
         folder: Path,
         directory: Path | None = None,
         digest: str = "",
-        **env: str,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(bench, bus, name, folder)
         if directory is not None:
             self.directory = directory
-        env = {**self.job.env, "KVMESH_WEIGHTS_DIRECTORY": str(self.directory), **env}
-        self.job = replace(self.job, env=env, digest=digest)
+        place = {"KVMESH_WEIGHTS_DIRECTORY": str(self.directory)}
+        self.job = replace(self.job, env=self.job.env | place | dict(env or {}), digest=digest)
         self.process = WorkersProcess(self.job, self.events.append, print)
 
 
@@ -55,7 +57,7 @@ async def copies(bench: Bench, bus: Bus, source: WeightsProcess, runs: int) -> N
         bench.read()
         for what in ("ready", "fresh"):
             bench.numbers[f"raw/{what}"].append(await _plain(bench, run, fresh=what == "fresh"))
-        await _taken(bench, bus, "tcp", [source], KVMESH_TRANSFER_VIA="tcp")
+        await _taken(bench, bus, "tcp", [source], "tcp")
     if HAS_NIXL:
         await _through_nixl(bench, runs)
 
@@ -69,7 +71,7 @@ async def _through_nixl(bench: Bench, runs: int) -> None:
     nixl = {"KVMESH_TRANSFER_VIA": "nixl"}
     async with mesh(place) as bus:
         await ManifestStore(bus).put(manifest)
-        source = Holder(bench, bus, "kept", bench.bare, kept, manifest.digest, **nixl)
+        source = Holder(bench, bus, "kept", bench.bare, kept, manifest.digest, nixl)
         await source.process.start()
         await source.event(WeightsKnown)
         await source.join(manifest.digest)
@@ -80,22 +82,23 @@ async def _through_nixl(bench: Bench, runs: int) -> None:
                 bench.numbers["raw/nixl"].append(raw["rate"])
                 bench.numbers["raw/memory"].append(await _plain(bench, run, False, kept))
                 for via in ("tcp", "nixl"):
-                    env = {"KVMESH_TRANSFER_VIA": via}
-                    await _taken(bench, bus, f"memory/{via}", [source], **env)
+                    await _taken(bench, bus, f"memory/{via}", [source], via)
         finally:
             await source.close()
     shutil.rmtree(kept, ignore_errors=True)
 
 
 async def _taken(
-    bench: Bench, bus: Bus, name: str, sources: list[WeightsProcess], **env: str
+    bench: Bench, bus: Bus, name: str, sources: list[WeightsProcess], via: str
 ) -> None:
     """Have a new weights process take the copy; its CPU time is that of its whole life."""
-    target = Holder(bench, bus, "target", bench.bare, **env)
+    target = Holder(bench, bus, "target", bench.bare, env={"KVMESH_TRANSFER_VIA": via})
     before = sum(cpu_seconds(each.process.pid) for each in sources)
     await target.process.start()
     try:
-        await target.event(WeightsCounts)  # it runs
+        async with asyncio.timeout(START_S):
+            while read_answer(target.answer_file) is None:  # until it runs and has a source
+                await asyncio.sleep(0.005)
         started = cpu_seconds(target.process.pid)
         taken: WeightsTaken = await target.event(WeightsTaken)
         spent = cpu_seconds(target.process.pid) - started
@@ -128,7 +131,9 @@ async def _plain(bench: Bench, run: int, fresh: bool, folder: Path | None = None
         options: dict[str, Any] = {"port": port, "size": size, "directory": str(bench.memory)}
         log = bench.folder / f"raw-{run}.log"
         raw = await run_child("receive", {**options, "fresh": fresh}, log)
+        spent = json.loads((await sender.stdout.readline()).decode().partition(DONE)[2])["cpu"]
         await sender.wait()
+    bench.numbers["cpu/fresh" if fresh else "cpu/ready"].append((raw["cpu"] + spent) / size * GIB)
     rate = size / raw["seconds"] / GIB
     print(f"plain: {rate:.2f} GiB/s", file=sys.stderr, flush=True)
     return rate
@@ -148,6 +153,9 @@ def tell_copies(bench: Bench, report: Report) -> None:
     }
     if numbers["raw/fresh"]:
         report.add_runs("plain socket into fresh memory", numbers["raw/fresh"], "GiB/s")
+        for what in ("ready", "fresh"):
+            name = f"plain socket into {what} memory: CPU of both sides"
+            report.add_runs(name, numbers[f"cpu/{what}"], "s/GiB")
     for key, (name, raw) in shown.items():
         if not numbers[f"copy/{key}"]:
             continue

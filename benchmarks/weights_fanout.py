@@ -42,7 +42,9 @@ def real(given: argparse.Namespace) -> None:
         f"{given.link / 1e6:g} MB/s, {len(options.sizes)} chunks: one transfer takes {once:.1f} s",
         "simulated",
     )
-    last, middle, copies = [], [], []
+    last: list[float] = []
+    middle: list[float] = []
+    copies: list[float] = []
     for run in range(given.runs):
         found = asyncio.run(real_fanout(count, options.size, given.chunk, given.link))
         print(run + 1, *(f"{value:.2f}" for value in found), file=sys.stderr, flush=True)

@@ -63,8 +63,8 @@ def limit_receiving(rate: float) -> None:
             bound.wait(count)
             done += count
 
-    Line._connected = with_small_buffer  # type: ignore[method-assign]
-    Line._fill = fill  # type: ignore[method-assign]
+    setattr(Line, "_connected", with_small_buffer)  # noqa: B010 (mypy knows no new methods)
+    setattr(Line, "_fill", fill)  # noqa: B010
 
 
 async def real_fanout(
@@ -104,15 +104,13 @@ async def real_fanout(
             empty = WeightStore(place, bench.size * 8).create(manifest)
             cleanup.callback(empty.close)
             name = f"t{number}"
-            target = Holder(bench, bus, name, bench.bare, place, manifest.digest, **bound)
+            target = Holder(bench, bus, name, bench.bare, place, manifest.digest, bound)
             await target.process.start()
             cleanup.push_async_callback(target.close)
             started.append(target)
         for target in started:
             await target.event(WeightsCounts)
-        source = Holder(
-            bench, bus, "source", bench.bare, memory / "source", manifest.digest, **bound
-        )
+        source = Holder(bench, bus, "source", bench.bare, memory / "source", manifest.digest, bound)
         cleanup.push_async_callback(source.close)
         await source.process.start()
         await source.event(WeightsKnown)

@@ -45,7 +45,7 @@ async def serving(bench: Bench, runs: int) -> None:
     }
     ours, others = _cpus()
     os.sched_setaffinity(0, ours)
-    with running_mesh(1, speedup=1.0, **options) as mesh:
+    with running_mesh(1, 1.0, 1, Mesh, **options) as mesh:
         os.sched_setaffinity(0, others)
         bus = await Bus.connect(BusOptions(url=mesh.nats_url), "benchmark")
         offer, manifest = await asyncio.wait_for(_offer(bus), KNOWN_S)
@@ -61,7 +61,7 @@ async def serving(bench: Bench, runs: int) -> None:
 async def _round(
     bench: Bench,
     mesh: Mesh,
-    bodies: "itertools.chain[bytes] | map[bytes]",
+    bodies: "map[bytes]",
     offer: WeightOffer,
     manifest: Manifest,
     taking: bool,

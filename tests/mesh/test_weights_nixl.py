@@ -3,6 +3,7 @@
 import importlib.util
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,13 @@ async def sources(agents: Agents, model: Path, manifest: Manifest, count: int) -
             )
         )
     for agent in found:
-        await eventually(lambda agent=agent: agent.digest, what=f"{agent.job.name} offers its copy")
+        await eventually(partial(_digest, agent), what=f"{agent.job.name} offers its copy")
     await found[0].join()
     return found
+
+
+def _digest(agent: Agent) -> str:
+    return agent.digest
 
 
 async def taken_by(agent: Agent) -> WeightsTaken:

@@ -14,7 +14,7 @@ MIN_GAPS = 8  # between tokens that a window must have
 PROBE_S = 2.0  # between windows with little sending, which show the times without it
 KV_S = 0.5  # after a report of KV transfers, unless another one follows
 EXPIRES_S = 1.5  # after which a worker that reports nothing serves nobody
-FORGET = 0.98  # of the highest rate, per window
+FORGET = 0.98  # of the highest rate, per window without a bound
 
 
 class ServingGuard:
@@ -27,6 +27,7 @@ class ServingGuard:
         self._allowed = inf
         self._peak = 0.0
         self._quiet = self._loud = 0.0  # times between tokens with little and with much sending
+        self._noise = 0.0  # of the former, as a share: what differs without sending, too
         self._windows = 0
         self._sent = 0
         self._at = self._heard_at = self._probed_at = self._kv_until = -inf
@@ -43,8 +44,10 @@ class ServingGuard:
         self._sent = sent
         if fresh:  # the window began long ago
             return
-        self._peak = max(self._peak * FORGET, rate)
-        if rate <= 2 * self._least:
+        self._peak = max(self._peak * (FORGET if self._allowed == inf else 1.0), rate)
+        if self._probing or rate < self._least / 2:
+            if self._quiet:
+                self._noise = _mean(self._noise, abs(report.slow_s / self._quiet - 1))
             self._quiet = _mean(self._quiet, report.slow_s)
             self._probing = False
             self._probed_at = now
@@ -69,9 +72,10 @@ class ServingGuard:
         return max(self._peak * SHARE, LEAST_RATE)
 
     def _change(self, rate: float) -> None:
-        if self._loud > self._quiet * (1 + TOLERANCE):
+        tolerance = max(TOLERANCE, self._noise)
+        if self._loud > self._quiet * (1 + tolerance):
             self._allowed = max(min(self._allowed, rate) * SLOWER, self._least)
-        elif self._allowed < inf and self._loud < self._quiet * (1 + TOLERANCE / 2):
+        elif self._allowed < inf and self._loud < self._quiet * (1 + tolerance / 2):
             self._allowed *= FASTER
             if self._allowed > 2 * self._peak:
                 self._allowed = inf

@@ -1,5 +1,6 @@
 """The bound of sending by the times between tokens, against a worker in virtual time."""
 
+import random
 from collections.abc import Callable
 
 from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE, ServingGuard
@@ -42,6 +43,15 @@ def test_sending_that_slows_serving_is_bounded() -> None:
     rate, took = worker.run(30)
     assert took < BASE_S * 1.1
     assert rate > LINK / 50
+
+
+def test_noise_is_no_slowdown() -> None:
+    draws = random.Random(1)
+    worker = Worker(lambda rate: draws.uniform(-0.25, 0.25))
+    worker.run(5, sending=False)
+    worker.run(10)
+    rate, _ = worker.run(60)
+    assert rate > 0.3 * LINK
 
 
 def test_sending_that_slows_nothing_is_fast() -> None:
