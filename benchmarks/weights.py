@@ -373,6 +373,9 @@ def main() -> None:
     arguments.add_argument(
         "--size", type=int, default=0, metavar="BYTES", help="of weights without an engine"
     )
+    arguments.add_argument(
+        "--memory", default="/dev/shm", metavar="FOLDER", help="in a file system in memory"
+    )
     arguments.add_argument("--only", default=",".join(PARTS), metavar="PART,…", help="of these")
     arguments.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     chosen = arguments.parse_args()
@@ -383,7 +386,7 @@ def main() -> None:
     report = Report("Weights", "baseline")
     with (
         tempfile.TemporaryDirectory(prefix="kvmesh-weights-") as folder,
-        tempfile.TemporaryDirectory(prefix="kvmesh-weights-", dir="/dev/shm") as memory,
+        tempfile.TemporaryDirectory(prefix="kvmesh-weights-", dir=chosen.memory) as memory,
     ):
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         engines = bool(set(parts) & set(ENGINES))
