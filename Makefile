@@ -116,7 +116,8 @@ soak: $(ENGINES)
 vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -q -m vllm -W ignore --numprocesses 2 \
 	  --dist loadfile --no-loadscope-reorder tests/engines
-	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_transfer.py
+	$(VLLM_VENV)/bin/python -m pytest -q tests/mesh/test_transfer.py \
+	  tests/mesh/test_weights_nixl.py
 
 $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

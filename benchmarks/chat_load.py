@@ -138,7 +138,7 @@ class _Stream(asyncio.Protocol):
         now = time.perf_counter()
         if self._need == -1:
             self._head += data
-            self._read_head()
+            data = self._read_head()
         elif self._need:
             self._need -= len(data)
         if not self._timing.first_s and b'"content":"' in data:
@@ -151,17 +151,21 @@ class _Stream(asyncio.Protocol):
             self._timings.append(self._timing)
             self._send()
 
-    def _read_head(self) -> None:
-        """-2 for a chunked body, else the number of its bytes still to come."""
+    def _read_head(self) -> bytes:
+        """Set -2 for a chunked body, else the number of its bytes still to come.
+
+        Returns the part of the body that has come: a head may end like a chunked body.
+        """
         head, found, rest = self._head.partition(b"\r\n\r\n")
         if not found:
-            return
+            return b""
         if not head.startswith(b"HTTP/1.1 200"):
             self._fail(LoadError(self._head[:400].decode(errors="replace")))
-            return
+            return b""
         fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
         length = fields.get(b"content-length")
         self._need = int(length) - len(rest) if length else -2
+        return rest
 
     def _fail(self, error: LoadError) -> None:
         if not self.done.done():

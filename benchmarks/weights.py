@@ -1,8 +1,8 @@
 """Start of engines by the place of their weights: disk, page cache, another worker, node memory.
 
-Each start is a process of its own. The copy from another worker is measured beside a plain socket
-copy of the same bytes between two processes. vLLM starts with an empty and with a filled compile
-cache. `--device cuda` is for the torch engine.
+Each start is a process of its own. Copies from another worker are measured beside plain ones
+(weights_copy.py), and streams while others take weights (weights_serving.py). vLLM starts with an
+empty and with a filled compile cache. `--device cuda` is for the torch engine.
 """
 
 import asyncio
@@ -41,14 +41,17 @@ from kvmesh.weights.frames import (
     WeightsKnown,
     WeightsTaken,
 )
+from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.store import WeightStore
 
 CHILD = Path(__file__).with_name("weights_children.py")
-PARTS = ("copy", "torch", "vllm")
+PARTS = ("copy", "serving", "torch", "vllm")
+ENGINES = PARTS[2:]
 PLACES = ("disk", "page cache", "another worker", "node memory")
 START_S = 900.0
 T = TypeVar("T")
 GIB = 1 << 30
+PLAIN_BYTES = 1 << 30
 TOOK = re.compile(r"the weights took ([\d.]+) s")
 PROCESSED = re.compile(r"the weights' processing took ([\d.]+) s")
 
@@ -56,13 +59,23 @@ PROCESSED = re.compile(r"the weights' processing took ([\d.]+) s")
 class Bench:
     """The model, its stores in shared memory, and the processes of one measurement."""
 
-    def __init__(self, folder: Path, memory: Path, device: str, quick: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        memory: Path,
+        device: str,
+        quick: bool,
+        engines: bool = True,
+        size: int = PLAIN_BYTES,
+    ) -> None:
         self.folder = folder
         self.memory = memory
         self.device = device
         self.model = folder / "model"
         self.bare = folder / "bare" / "model"
-        if quick:
+        if not engines:
+            write_plain_weights(self.model, size)
+        elif quick:
             from kvmesh.worker.engines.torch.model.tiny import make_tiny_model
 
             make_tiny_model(self.model)
@@ -93,9 +106,9 @@ class Bench:
         write_answer(file, answer)
         return file
 
-    def remember(self, directory: Path) -> Path:
+    def remember(self, directory: Path, manifest: Manifest | None = None) -> Path:
         """Put a complete copy into a store, to be kept; the answer for it."""
-        manifest = checkpoint_manifest(self.model)
+        manifest = manifest or checkpoint_manifest(self.model)
         copy = WeightStore(directory, self.size * 8).create(manifest)
         copy.set_keep()
         for index, path in enumerate(self.files):
@@ -104,6 +117,21 @@ class Bench:
             copy.mark(chunk)
         copy.close()
         return self.answer("node", WeightsAnswer(digest=manifest.digest, directory=str(directory)))
+
+
+def write_plain_weights(folder: Path, size: int, tensors: int = 16) -> None:
+    """Write a folder with one file of random weights, for what needs no engine."""
+    folder.mkdir(parents=True)
+    each = size // tensors
+    header = {
+        f"tensor-{n}": {"dtype": "U8", "shape": [each], "data_offsets": [n * each, (n + 1) * each]}
+        for n in range(tensors)
+    }
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _ in range(tensors):
+            file.write(os.urandom(each))
 
 
 async def run_child(what: str, options: Any, log: Path, **env: str) -> dict[str, float]:
@@ -224,7 +252,11 @@ class WeightsProcess:
         await self.until(lambda: read_answer(self.answer_file), "answer")
         self.process.engine_runs()
         known = await self.event(WeightsKnown)
-        model = ModelCard(name="model", context=9, block_size=9, files="", weights=known.digest)
+        await self.join(known.digest)
+
+    async def join(self, digest: str) -> None:
+        """Show a card with the digest of the weights."""
+        model = ModelCard(name="model", context=9, block_size=9, files="", weights=digest)
         card = Instance(
             instance=self.job.instance,
             role=Role.WORKER,
@@ -241,35 +273,6 @@ class WeightsProcess:
             await self._lease.close()
         await self.process.close()
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-async def copies(bench: Bench, bus: Bus, runs: int) -> None:
-    """Bytes per second from another worker, and through a plain socket."""
-    numbers = bench.numbers
-    for run in range(runs):
-        bench.read()
-        log = bench.folder / f"raw-{run}.log"
-        sender = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(CHILD),
-            "send",
-            json.dumps([str(file) for file in bench.files]),
-            stdout=subprocess.PIPE,
-        )
-        assert sender.stdout is not None
-        told = (await sender.stdout.readline()).decode()
-        port = json.loads(told.partition(DONE)[2])["port"]
-        options = {"port": port, "size": bench.size, "directory": str(bench.memory)}
-        raw = await run_child("receive", options, log)
-        await sender.wait()
-        numbers["raw"].append(bench.size / raw["seconds"] / GIB)
-        target = WeightsProcess(bench, bus, "target", bench.bare)
-        await target.process.start()
-        try:
-            taken = await target.event(WeightsTaken)
-        finally:
-            await target.close()
-        numbers["copy"].append(bench.size / taken.seconds / GIB)
 
 
 async def starts(bench: Bench, bus: Bus, engine: str, runs: int) -> None:
@@ -344,10 +347,12 @@ async def start_engine(
 def tell(bench: Bench, report: Report) -> None:
     """Add the figures that were measured to the report."""
     numbers = bench.numbers
-    if numbers["raw"]:
-        raw = f"{median(numbers['raw']):.2f} raw socket"
-        report.add_runs("copy from another worker", numbers["copy"], "GiB/s", raw, "≥ 80 %")
-    for engine in PARTS[1:]:
+    from weights_copy import tell_copies
+    from weights_serving import tell_serving
+
+    tell_copies(bench, report)
+    tell_serving(bench, report)
+    for engine in ENGINES:
         cold = {
             what: median(numbers[f"{engine}/disk/{what}"])
             for what in ("weights", "post-processing", "start/", "start/empty", "start/filled")
@@ -370,14 +375,19 @@ def _shown(what: str) -> str:
 
 
 async def measure(bench: Bench, parts: list[str], runs: int) -> None:
+    from weights_copy import copies
+    from weights_serving import serving
+
+    if "serving" in parts:
+        await serving(bench, runs)
     async with mesh(bench.folder) as bus:
         source = WeightsProcess(bench, bus, "source", bench.model)
         await source.offer()
         try:
             if "copy" in parts:
-                await copies(bench, bus, runs)
-            for engine in parts:
-                if engine != "copy":
+                await copies(bench, bus, source, runs)
+            for engine in ENGINES:
+                if engine in parts:
                     await starts(bench, bus, engine, runs)
         finally:
             await source.close()
@@ -387,6 +397,12 @@ def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--quick", action="store_true", help="a model of 3 MB, one run")
     arguments.add_argument("--runs", type=int, default=0, metavar="N", help="default: 3")
+    arguments.add_argument(
+        "--size", type=int, default=0, metavar="BYTES", help="of weights without an engine"
+    )
+    arguments.add_argument(
+        "--memory", default="/dev/shm", metavar="FOLDER", help="in a file system in memory"
+    )
     arguments.add_argument("--only", default=",".join(PARTS), metavar="PART,…", help="of these")
     arguments.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     chosen = arguments.parse_args()
@@ -397,10 +413,12 @@ def main() -> None:
     report = Report("Weights", "baseline")
     with (
         tempfile.TemporaryDirectory(prefix="kvmesh-weights-") as folder,
-        tempfile.TemporaryDirectory(prefix="kvmesh-weights-", dir="/dev/shm") as memory,
+        tempfile.TemporaryDirectory(prefix="kvmesh-weights-", dir=chosen.memory) as memory,
     ):
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-        bench = Bench(Path(folder), Path(memory), chosen.device, chosen.quick)
+        engines = bool(set(parts) & set(ENGINES))
+        size = chosen.size or (PLAIN_BYTES // 64 if chosen.quick else PLAIN_BYTES)
+        bench = Bench(Path(folder), Path(memory), chosen.device, chosen.quick, engines, size)
         print(f"a model of {bench.size / GIB:.2f} GiB", file=sys.stderr, flush=True)
         try:
             asyncio.run(measure(bench, parts, runs))

@@ -76,6 +76,18 @@ async def test_a_request_gets_a_reply_no_responder_or_a_timeout(bus: Bus) -> Non
         await bus.request(bus.subjects.ping("b"), Ping(), CONTROL_REPLY, 0.05)
 
 
+async def test_a_query_that_nobody_receives_is_no_malformed_reply(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[ControlReply] = []
+    inbox = bus.new_inbox()
+    await bus.subscribe(inbox, CONTROL_REPLY, heard.append)
+    bus.post(bus.subjects.ping("nobody"), Ping(), reply=inbox)
+    bus.post(inbox, ControlReply(ok=True))
+    await eventually(lambda: heard)
+    assert "malformed" not in caplog.text
+
+
 async def test_a_malformed_request_gets_a_reply_and_the_server_continues(bus: Bus) -> None:
     async def answer(_: Ping, reply: Reply) -> None:
         reply(ControlReply(ok=True))

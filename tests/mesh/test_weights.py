@@ -15,9 +15,10 @@ from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 from kvmesh.bus.client import Bus
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.weights.agent.manifests import ManifestStore
+from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE
 from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
-from kvmesh.weights.frames import WeightsFromDisk, WeightsTaken
+from kvmesh.weights.frames import ServingReport, WeightsFromDisk, WeightsTaken
 from kvmesh.weights.manifest import Manifest
 
 
@@ -206,6 +207,28 @@ async def test_a_folder_with_other_weights_is_read_itself(
     target = await agents.start("other", larger)
     assert "has other weights" in (await answered(target)).disk
     assert first.counts.sent == 0
+
+
+async def test_transfers_of_kv_come_before_weights(
+    agents: Agents, tmp_path: Path, bus: Bus
+) -> None:
+    small = make_weights(tmp_path / "small", size=300_000)
+    manifest = checkpoint_manifest(small, model="m", chunk_bytes=CHUNK)
+    await ManifestStore(bus).put(manifest)
+    only = await source(agents, "only", small, manifest)
+    await only.join()
+    target = await agents.start("target")
+
+    async def transfer() -> None:
+        while True:
+            only.process.serving(ServingReport(transfers=True))
+            await asyncio.sleep(KV_S / 4)
+
+    transferring = asyncio.create_task(transfer())
+    taken = await eventually(lambda: target.event(WeightsTaken), what="a share flows")
+    transferring.cancel()
+    assert taken is not None
+    assert taken.seconds > manifest.size / LEAST_RATE / 2
 
 
 async def test_without_a_source_the_disk_is_read(

@@ -43,6 +43,7 @@ from kvmesh.bus.subjects import Subjects
 log = logging.getLogger(__name__)
 # asyncio logs this for every TLS connection that ends, and no action would help
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has" not in str(record.msg))
+NOBODY = "503"  # the status of the server's reply if no process listens
 T = TypeVar("T")
 Reply = Callable[[object], None]
 
@@ -267,6 +268,8 @@ class Bus:
         """Call `handler` with each message, in order. Malformed ones are logged and dropped."""
 
         def decode(msg: Msg) -> T | None:
+            if not msg.data and (msg.headers or {}).get("Status") == NOBODY:
+                return None  # the server's own reply to a query that nobody has received
             try:
                 return decoder.decode(msg.data)
             except msgspec.MsgspecError as error:

@@ -18,6 +18,8 @@ from kvmesh.transfer.memory_ranges import Allowed, Range, check_range
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+    from kvmesh.transfer.nixl import NixlAgent
+
 GRANT_TOKEN_BYTES = 16
 Ending: TypeAlias = Literal["read", "revoked", "expired"]
 
@@ -32,19 +34,24 @@ class Grant:
         self,
         region: "LentBytes",
         allowed: Allowed,
-        descriptor: bytes,
+        describe: Callable[[], bytes],
         forget: Callable[[], None],
         on_end: Callable[[Ending], None] | None,
     ) -> None:
         self.region = region
         self.allowed = allowed
-        self.descriptor = descriptor
         self.readers: set[Channel] = set()
         self.ended: Ending | None = None
         self.deadline = 0.0
+        self._describe = describe
         self._forget = forget
         self._on_end = on_end
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def descriptor(self) -> bytes:
+        """Address and token for the reader, and whether it may read through NIXL by now."""
+        return self._describe()
 
     def expire_in(self, seconds: float) -> None:
         """End the grant `seconds` from now, instead of when it would have ended."""
@@ -94,7 +101,10 @@ class Grants:
         def forget() -> None:
             del self._by_token[token]
 
-        grant = Grant(region, allowed, self._describe(token, region.direct), forget, on_end)
+        def describe() -> bytes:
+            return self._describe(token, region.direct)
+
+        grant = Grant(region, allowed, describe, forget, on_end)
         self._by_token[token] = grant
         return grant
 
@@ -135,6 +145,12 @@ class LentBytes:
     async def send(self, channel: Channel, offset: int, length: int) -> None:
         """Send a granted range to its reader."""
         raise NotImplementedError
+
+    async def prepare(self, offset: int, length: int) -> None:
+        """Have a granted range at hand, so that `send` does not block."""
+
+    def was_read(self, offset: int, length: int) -> None:
+        """A granted range was sent, or a direct reader is about to read it."""
 
     def close(self) -> None:
         """Revoke all grants."""
@@ -181,9 +197,10 @@ class Region(LentBytes):
 
 
 class LentFile(LentBytes):
-    """A file to be lent over TCP; it is sent without a copy through this process.
+    """A file to be lent; over TCP it is sent without a copy through this process.
 
-    Bytes that the file loses or changes meanwhile are the reader's to detect.
+    Direct readers may read a mapping of it once `show` has returned. Bytes that the file loses or
+    changes meanwhile are the reader's to detect.
     """
 
     def __init__(
@@ -199,21 +216,41 @@ class LentFile(LentBytes):
         """
         self._in_memory = in_memory
         self._on_sent = on_sent
+        self._agent: NixlAgent | None = None
         self._file: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         super().__init__(os.fstat(self._file).st_size, grants)
 
     async def send(self, channel: Channel, offset: int, length: int) -> None:
         if self._file is None:
             raise Closed("the file is lent no more")
-        if not self._in_memory:
-            await asyncio.to_thread(_load, self._file, offset, length)
         await channel.send_file(self._file, offset, length)
+
+    async def prepare(self, offset: int, length: int) -> None:
+        if self._file is not None and not self._in_memory:
+            await asyncio.to_thread(_load, self._file, offset, length)
+
+    def was_read(self, offset: int, length: int) -> None:
         self._on_sent(offset, length)
+
+    async def show(self, memory: "WriteableBuffer", agent: "NixlAgent") -> None:
+        """Let NIXL read the file through `memory`, its mapping; raises TransferError."""
+        view = memoryview(memory).cast("B")
+        if len(view) != self.size:
+            raise ValueError(f"{len(view)} bytes of memory for a file of {self.size}")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        await asyncio.to_thread(agent.register, self)
+        self._agent = agent
+        self.direct = self._file is not None
+        if not self.direct:
+            agent.deregister(self)
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             super().close()
+            if self.direct and self._agent is not None:
+                self.direct = False
+                self._agent.deregister(self)
             os.close(file)
 
 

@@ -34,33 +34,41 @@ class Line:
         self._socket: socket.socket | None = None
         self._cut = False
 
-    def read(self, token: bytes, offset: int, into: memoryview) -> None:
-        """Fill `into` from `offset` of a grant; blocks. Raises TransferError."""
-        want = encode_message(Want(token, pack([Piece(offset, 0, len(into))]), checked=True))
-        if self._socket is None or not self._asked_again(want):
-            with self._raising():
-                self._ask(want)
-        with self._raising():
-            assert self._socket is not None
-            self._fill(self._socket, into)
+    def read(
+        self, token: bytes, offset: int, into: memoryview, direct: bool = False
+    ) -> TransferReply:
+        """Fill `into` from `offset` of a grant; blocks. Raises TransferError.
 
-    def _asked_again(self, want: bytes) -> bool:
-        """Ask over the connection of the last read; False if its owner has closed it."""
+        With `direct` the owner may reply with its agent: then `into` is to be filled through NIXL.
+        """
+        ranges = pack([Piece(offset, 0, len(into))])
+        want = encode_message(Want(token, ranges, direct, checked=True))
+        reply = self._asked_again(want) if self._socket is not None else None
+        with self._raising():
+            if reply is None:
+                reply = self._ask(want)
+            assert self._socket is not None
+            if not reply.agent:
+                self._fill(self._socket, into)
+        return reply
+
+    def _asked_again(self, want: bytes) -> TransferReply | None:
+        """Ask over the connection of the last read; None if its owner has closed it."""
         try:
             with self._raising():
-                self._ask(want)
+                return self._ask(want)
         except TransferError as error:
             if error.code != "lost" or self._cut:
                 raise
-            return False
-        return True
+            return None
 
-    def _ask(self, want: bytes) -> None:
+    def _ask(self, want: bytes) -> TransferReply:
         sock = self._connected()
         sock.sendall(want)
         reply = self._reply(sock)
         if reply.code:
             raise TransferError(reply.code, self._owner.address, reply.detail)
+        return reply
 
     def cut(self) -> None:
         """End the line, and a read that runs in another thread; it connects no more."""

@@ -1,7 +1,9 @@
 """Reads of another process's memory through NIXL: RDMA, or a copy by the kernel on one machine.
 
 On one machine NIXL copies while a transfer is posted and holds the GIL. Reads are therefore posted
-in batches, between which the event loop runs.
+in batches, between which the event loop runs. NIXL's own thread is off, since it would occupy a
+CPU: the reader makes progress as it waits, and the owner, where the network needs it, as `progress`
+is called.
 """
 
 import asyncio
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvmesh.transfer.channel import TransferReply
 from kvmesh.transfer.errors import TransferError
-from kvmesh.transfer.grants import Region
+from kvmesh.transfer.grants import LentBytes, Region
 from kvmesh.transfer.memory_ranges import Piece, batches
 
 log = logging.getLogger(__name__)
@@ -44,22 +46,25 @@ class NixlAgent:
             self._agent = _make(self.name)
         except Exception as error:  # NIXL's errors have no common base class
             raise TransferError("unavailable", "", f"NIXL does not start: {error}") from error
-        self._registered: dict[Region, Any] = {}
+        self._registered: dict[LentBytes, Any] = {}
         # by agent, least recently read first
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
 
-    def register(self, region: Region) -> None:
-        """Make a region readable; sets its metadata. Raises TransferError."""
+    def register(self, region: LentBytes) -> None:
+        """Make a region readable, or writable for reads; sets its metadata.
+
+        Other threads may do it. Raises TransferError.
+        """
         agent = self._agent
         try:
-            handle = agent.register_memory([(region.address, len(region.view), 0, "")], MEMORY)
+            handle = agent.register_memory([(region.address, region.size, 0, "")], MEMORY)
             region.metadata = agent.get_partial_agent_metadata(handle, True, [BACKEND])
         except Exception as error:  # the limit of locked memory, for example
-            reason = f"NIXL does not register {len(region.view)} bytes: {error}"
+            reason = f"NIXL does not register {region.size} bytes: {error}"
             raise TransferError("unavailable", "", reason) from error
         self._registered[region] = handle
 
-    def deregister(self, region: Region) -> None:
+    def deregister(self, region: LentBytes) -> None:
         self._agent.deregister_memory(self._registered.pop(region))
 
     async def read(
@@ -87,6 +92,13 @@ class NixlAgent:
         if not good:
             self._forget(owner.agent)
             raise TransferError("failed", peer, "NIXL aborted the transfer")
+
+    def progress(self) -> None:
+        """Let reads by other processes go on."""
+        try:
+            self._agent.get_new_notifs()
+        except Exception as error:  # such as a peer that has gone
+            log.debug("NIXL makes no progress: %s", error)
 
     def forget(self, peer: str) -> None:
         """Drop the NIXL state of the process at this address, which has ended."""
@@ -150,4 +162,6 @@ class NixlAgent:
 def _make(name: str) -> Any:
     api = importlib.import_module("nixl._api")
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs every start
-    return api.nixl_agent(name, api.nixl_agent_config(backends=[BACKEND]))
+    threads = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    config = api.nixl_agent_config(backends=[BACKEND], enable_prog_thread=False, sync_mode=threads)
+    return api.nixl_agent(name, config)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from kvmesh.bus.errors import cause
 from kvmesh.runtime.background import BackgroundTasks
@@ -12,12 +13,18 @@ from kvmesh.transfer.grants import Grant, Grants
 from kvmesh.transfer.memory_ranges import Piece, Range, cut, unpack
 from kvmesh.transfer.pace import SendingPace
 
+if TYPE_CHECKING:
+    from kvmesh.transfer.nixl import NixlAgent
+
 log = logging.getLogger(__name__)
 MESSAGE_S = 10.0
 STALL_S = 30.0
 REFUSAL_S = 1.0
 BACKLOG_S = 0.5  # of bytes that wait for their turn; further readers are told to come back
 MAX_REFUSALS = 16  # at once; further connections are closed without a reply
+PREPARED_BYTES = 8 << 20
+PROGRESS_S = 10.0  # for which a direct reader may need the owner's NIXL
+PROGRESS_EVERY_S = 0.001
 GOOD = TransferReply()
 REVOKED = TransferReply("revoked", "the grant is unknown or has ended")
 BUSY = TransferReply("busy", "too many readers")
@@ -26,18 +33,25 @@ BUSY = TransferReply("busy", "too many readers")
 class TransferServer:
     """Serves up to `max_readers` connected readers at once.
 
-    `agent` is the name of the NIXL agent for direct readers. `pace` bounds the bytes per second
+    `agent` is the NIXL agent for direct readers, or None. `pace` bounds the bytes per second
     of all readers together; `tos` is the IP type of service of their connections.
     """
 
     def __init__(
-        self, grants: Grants, max_readers: int, agent: str, pace: SendingPace, tos: int = 0
+        self,
+        grants: Grants,
+        max_readers: int,
+        agent: "NixlAgent | None",
+        pace: SendingPace,
+        tos: int = 0,
     ) -> None:
         self._grants = grants
         self._pace = pace
         self._tos = tos
         self._max_readers = max_readers
-        self._agent = agent
+        self.agent = agent
+        self._progress_until = 0.0
+        self._progressing = False
         self._listener: socket.socket | None = None
         self._tasks = BackgroundTasks()
         self._serving = 0
@@ -105,16 +119,19 @@ class TransferServer:
         async with asyncio.timeout(MESSAGE_S):
             want = await channel.receive(Want, lambda token: self._grants.find(token) is not None)
             grant, ranges, reply = self._check(want)
+            if want.checked and reply.agent:
+                reply = await self._in_turn(grant, ranges, reply)
             await channel.send(reply)
-        if grant is None:
+        if grant is None or reply.code:
             return False
+        if want.checked:
+            if not reply.agent:
+                await self._send(channel, grant, ranges)
+            return True
         if want.direct:
-            size = sum(length for _, length in ranges)
-            await asyncio.sleep(self._pace.delay(size, self._loop.time()))
+            await self._in_turn(grant, ranges, reply)
         else:
             await self._send(channel, grant, ranges)
-        if want.checked:
-            return True
         async with asyncio.timeout_at(grant.deadline + MESSAGE_S):
             got = await channel.receive(Got)
         good = grant.ended is None
@@ -137,22 +154,66 @@ class TransferServer:
         if refused is not None:
             reason = f"{refused.length} bytes at {refused.offset} were not granted"
             return None, [], TransferReply("refused", reason)
-        if not want.direct:
-            return grant, ranges, GOOD
         region = grant.region
-        known = TransferReply(agent=self._agent, base=region.address, metadata=region.metadata)
+        size = sum(length for _, length in ranges)
+        if not want.direct or (
+            want.checked and not (region.direct and self._pace.is_soon(size, self._loop.time()))
+        ):
+            return grant, ranges, GOOD  # the bytes follow
+        name = self.agent.name if self.agent is not None else ""
+        self._progress()
+        known = TransferReply(agent=name, base=region.address, metadata=region.metadata)
         return grant, ranges, known
+
+    async def _send_range(self, channel: Channel, grant: Grant, whole: Range) -> None:
+        region = grant.region
+        for begin, _, size in cut([Piece(whole.offset, 0, whole.length)], PREPARED_BYTES):
+            async with asyncio.timeout(STALL_S):
+                await region.prepare(begin, size)
+            done = 0
+            while done < size:
+                now = self._loop.time()
+                length = min(self._pace.piece(now), size - done)
+                await asyncio.sleep(self._pace.delay(length, now))
+                if grant.ended is not None:
+                    raise Closed("the grant has ended")
+                async with asyncio.timeout(STALL_S):
+                    await region.send(channel, begin + done, length)
+                region.was_read(begin + done, length)
+                done += length
+
+    def _progress(self) -> None:
+        """Let direct readers go on for a time."""
+        self._progress_until = self._loop.time() + PROGRESS_S
+        if self.agent is not None and not self._progressing:
+            self._progressing = True
+            self._tasks.start(self._keep_progress(self.agent), "progress of direct readers")
+
+    async def _keep_progress(self, agent: "NixlAgent") -> None:
+        try:
+            while self._loop.time() < self._progress_until:
+                agent.progress()
+                await asyncio.sleep(PROGRESS_EVERY_S)
+        finally:
+            self._progressing = False
+
+    async def _in_turn(
+        self, grant: Grant | None, ranges: list[Range], reply: TransferReply
+    ) -> TransferReply:
+        """Return the reply once a direct reader may read within the bound of the rate."""
+        size = sum(length for _, length in ranges)
+        await asyncio.sleep(self._pace.delay(size, self._loop.time()))
+        if grant is None or grant.ended is not None:
+            return REVOKED
+        for begin, length in ranges:
+            grant.region.was_read(begin, length)
+        return reply
 
     async def _send(self, channel: Channel, grant: Grant, ranges: list[Range]) -> None:
         """Send the bytes; the end of the grant cuts the channel at once."""
         grant.readers.add(channel)
         try:
-            whole = (Piece(offset, 0, length) for offset, length in ranges)
-            for begin, _, length in cut(whole, self._pace.piece):
-                await asyncio.sleep(self._pace.delay(length, self._loop.time()))
-                if grant.ended is not None:
-                    raise Closed("the grant has ended")
-                async with asyncio.timeout(STALL_S):
-                    await grant.region.send(channel, begin, length)
+            for whole in ranges:
+                await self._send_range(channel, grant, whole)
         finally:
             grant.readers.discard(channel)

@@ -42,8 +42,7 @@ class Transport:
         self._options = options
         self._agent = agent
         self._grants = Grants(self._describe)
-        name = agent.name if agent else ""
-        self._server = TransferServer(self._grants, options.readers, name, pace, tos)
+        self._server = TransferServer(self._grants, options.readers, agent, pace, tos)
         self._regions: set[Region] = set()
         self._owners: WeakValueDictionary[str, _Owner] = WeakValueDictionary()
         self._port = 0
@@ -67,6 +66,11 @@ class Transport:
             peer = f"{options.host}:{options.port}"
             raise TransferError("unavailable", peer, f"cannot listen: {error.strerror}") from error
         return transport
+
+    async def use_nixl(self) -> None:
+        """Use NIXL from now on, after it has started; raises TransferError if it does not."""
+        self._agent = await asyncio.to_thread(NixlAgent)
+        self._server.agent = self._agent
 
     @property
     def direct(self) -> bool:
@@ -93,6 +97,40 @@ class Transport:
         shared memory, so that reading it never waits for a disk.
         """
         return LentFile(path, self._grants, in_memory, on_sent)
+
+    async def show_file(self, lent: LentFile, memory: "WriteableBuffer") -> None:
+        """Let NIXL read a lent file through `memory`, a mapping of it that stays.
+
+        Raises TransferError if NIXL cannot register it.
+        """
+        if self._agent is None:
+            raise TransferError("unavailable", "", "there is no NIXL")
+        await lent.show(memory, self._agent)
+
+    async def read_directly(
+        self, descriptor: Descriptor, reply: TransferReply, into: Region, offset: int, length: int
+    ) -> None:
+        """Fill the beginning of a region from a range that the owner's reply to a Line permits.
+
+        The caller verifies the bytes. A cancelled read ends first, within some seconds. Raises
+        TransferError.
+        """
+        if self._agent is None:
+            raise TransferError("unavailable", descriptor.address, "there is no NIXL")
+        pieces = [Piece(offset, 0, length)]
+        reading = asyncio.create_task(
+            self._agent.read(descriptor.address, reply, into, pieces), name="direct read"
+        )
+        cancelled = False
+        while not reading.done():
+            try:
+                await asyncio.wait([reading])
+            except asyncio.CancelledError:
+                if not cancelled:
+                    cancelled = reading.cancel()
+        if cancelled and (reading.cancelled() or reading.exception() is None):
+            raise asyncio.CancelledError
+        await reading
 
     def lend_view(self, size: int, content: Callable[[], bytes]) -> LentView:
         """`size` bytes to be lent over TCP until closed; `content` is called for each read."""

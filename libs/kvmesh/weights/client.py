@@ -21,6 +21,7 @@ from kvmesh.weights.frames import (
     CopyWanted,
     CopyWithdrawn,
     EngineRuns,
+    ServingReport,
     WeightsEvent,
     WeightsJob,
     decode_event,
@@ -129,6 +130,10 @@ class WorkersProcess:
         """The engine has loaded its weights and started."""
         self._runs = True
         self._send(EngineRuns())
+
+    def serving(self, report: ServingReport) -> None:
+        """Tell what the parent has served, so that sending weights does not slow it down."""
+        self._send(report)
 
     async def want_copy(self, digest: str, timeout_s: float) -> None:
         """Have the copy with this digest in the store, and offered to others.

@@ -37,6 +37,18 @@ class EngineRuns(Struct, frozen=True, tag="runs"):
     """The parent's engine has loaded its weights and started."""
 
 
+class ServingReport(Struct, frozen=True, tag="serving"):
+    """Summary of what the parent has served since its last report.
+
+    `gaps` counts times between tokens of one request; a tenth of them were longer than `slow_s`
+    seconds. `transfers`: KV blocks are being read from or by the parent now.
+    """
+
+    gaps: int = 0
+    slow_s: float = 0.0
+    transfers: bool = False
+
+
 class CopyWanted(Struct, frozen=True, tag="want"):
     """The parent wants the copy with this digest in the node's store within `timeout_s` seconds."""
 
@@ -72,13 +84,15 @@ class WeightsKnown(Struct, frozen=True, tag="known"):
 class WeightsTaken(Struct, frozen=True, tag="taken"):
     """A copy is complete: bytes by source, an instance, "disk" or "store", and its seconds.
 
-    What the sources have not sent of its `size` was in the node's memory.
+    What the sources have not sent of its `size` was in the node's memory. `direct`
+    of the bytes came through NIXL.
     """
 
     digest: str
     seconds: float
     sources: dict[str, int]
     size: int = 0
+    direct: int = 0
 
 
 class WeightsFromDisk(Struct, frozen=True, tag="disk"):
@@ -100,7 +114,9 @@ class WeightsCounts(Struct, frozen=True, kw_only=True, tag="counts"):
     sources: int = 0
 
 
-ParentMessage: TypeAlias = WeightsJob | EngineRuns | CopyWanted | CopyOffered | CopyWithdrawn
+ParentMessage: TypeAlias = (
+    WeightsJob | EngineRuns | ServingReport | CopyWanted | CopyOffered | CopyWithdrawn
+)
 WeightsEvent: TypeAlias = WeightsKnown | WeightsTaken | WeightsFromDisk | WeightsCounts | CopyReady
 _encode = msgspec.msgpack.Encoder().encode
 decode_parent_message = msgspec.msgpack.Decoder(ParentMessage).decode

@@ -283,7 +283,7 @@ def _manifest(folder: Path) -> Manifest:
 
 
 def _make_file(path: Path, size: int) -> None:
-    """Make a file without memory; `StoredCopy.allocate` reserves it for each chunk."""
+    """Make a file without memory; `StoredCopy.write` takes it for each chunk."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(file, size)

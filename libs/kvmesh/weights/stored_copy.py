@@ -93,17 +93,20 @@ class StoredCopy:
             self._maps[index, writable] = known
         return known
 
-    def allocate(self, chunk: int) -> None:
-        """Reserve the memory of a chunk, before it is written; raises StoreFull.
+    def write(self, chunk: int, data: memoryview) -> None:
+        """Write the bytes of a chunk; raises StoreFull.
 
-        A process that writes to memory which is not there would be killed.
+        It does so through the file: a process that writes to mapped memory which is not there
+        would be killed.
         """
-        index, offset, size = self.manifest.chunks[chunk]
+        index, offset, _ = self.manifest.chunks[chunk]
         path = self.folder / self.manifest.files[index].name
         try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                os.posix_fallocate(file, offset, size)
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(file, data[done:], offset + done)
             finally:
                 os.close(file)
         except OSError as error:

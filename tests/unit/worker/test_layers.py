@@ -47,7 +47,7 @@ ALLOWED = {
         *("control", "enginecore", "health", "lora", "model_card", "requests"),
         *("roles", "start"),
     },
-    "lives": {"lora", "model_card", "node", "start", *CONTRACT},
+    "lives": {"lora", "model_card", "node", "requests", "start", *CONTRACT},
     "weights": {"compiled", "model_card"},
     "service": {
         *("compiled", "engine", "lives", "metrics", "model_card", "model_folder", "models"),

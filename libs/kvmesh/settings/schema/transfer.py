@@ -11,7 +11,7 @@ from kvmesh.settings.schema.common import Count, Port, Seconds, Secret, Section
 class TransferSettings(Section, frozen=True, kw_only=True):
     via: Annotated[
         Literal["auto", "nixl", "tcp"],
-        Meta(description="transport of KV blocks between processes; auto: NIXL if both have it"),
+        Meta(description="transport of KV blocks and weights; auto: NIXL if both sides have it"),
     ] = "auto"
     host: Annotated[str, Meta(description="address on which blocks are served to others")] = (
         "127.0.0.1"

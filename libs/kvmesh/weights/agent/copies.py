@@ -13,6 +13,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.settings.schema import WeightsSettings
+from kvmesh.transfer import Transport
 from kvmesh.weights.agent.fetching import DISK, STORE, WeightFetch
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.own_files import OwnFiles
@@ -50,6 +51,7 @@ class CopyTaker:
         offers: Offers,
         own: OwnFiles,
         send: Callable[[Struct], None],
+        transport: Transport,
     ) -> None:
         self._job = job
         self._settings = settings
@@ -57,6 +59,7 @@ class CopyTaker:
         self._store: WeightStore | None = None
         self._offers = offers
         self._own = own
+        self._transport = transport
         self._send = send
         self._copy: StoredCopy | None = None
         self._fetch: WeightFetch | None = None
@@ -203,7 +206,7 @@ class CopyTaker:
 
         self._search = SourceSearch(self._bus, manifest, instance, found)
         await self._search.open()
-        self._fetch = WeightFetch(copy, options, instance, self._search.ask)
+        self._fetch = WeightFetch(copy, options, instance, self._search.ask, self._transport)
         if self._job.pinned == manifest.digest:
             self._fetch.add_store(StoreReader(self._bus, manifest))
         if on_disk:
@@ -239,9 +242,9 @@ class CopyTaker:
             if self._search is not None:
                 await self._search.close()
         await self._publish(copy.manifest)
-        taken = dict(self._fetch.taken) if self._fetch is not None else {}
-        manifest, took_s = copy.manifest, time.monotonic() - began
-        self._send(WeightsTaken(manifest.digest, took_s, taken, manifest.size))
+        manifest, took_s, fetch = copy.manifest, time.monotonic() - began, self._fetch
+        taken, direct = (dict(fetch.taken), fetch.direct_bytes) if fetch is not None else ({}, 0)
+        self._send(WeightsTaken(manifest.digest, took_s, taken, manifest.size, direct))
         self._send(WeightsKnown(manifest.digest))
 
     async def _publish(self, manifest: Manifest) -> None:

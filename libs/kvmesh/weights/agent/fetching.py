@@ -2,15 +2,16 @@
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
-from kvmesh.transfer import TransferError
-from kvmesh.weights.agent.readers import ChunkReader, SourceReader
+from kvmesh.transfer import TransferError, Transport
+from kvmesh.weights.agent.readers import LINES, ChunkReader, SourceReader
+from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.errors import StoreFull, WeightsLost, WrongDigest
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
@@ -26,7 +27,7 @@ class WeightFetch:
     """Fills one copy, whose fetch lock this process holds.
 
     `search` asks the mesh for sources; those that reply come through `offer`. A chunk is marked as
-    present once its digest is verified.
+    present once its digest is verified. NIXL is used if `transport` and the source have it.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class WeightFetch:
         options: FetchOptions,
         instance: str,
         search: Callable[[Callable[[], bool]], Coroutine[Any, Any, None]],
+        transport: Transport | None = None,
     ) -> None:
         manifest = copy.manifest
         self._copy = copy
@@ -46,9 +48,8 @@ class WeightFetch:
         self._store: ChunkReader | None = None
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
-        self._writing: dict[int, asyncio.Task[None]] = {}  # straight into the copy
-        self._overtaken: set[int] = set()  # whose first request gives way to a faster one
-        self._allocation = ThreadPoolExecutor(1, "allocation")
+        self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(_slots)
+        self._staging = ChunkBuffers(max(chunk.size for chunk in manifest.chunks), transport)
         self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
         self._changed = asyncio.Event()
         self._arrived_at = 0.0
@@ -62,16 +63,21 @@ class WeightFetch:
         """The workers that are sources now."""
         return len(self._plan.sources.keys() - {DISK, STORE})
 
+    @property
+    def direct_bytes(self) -> int:
+        """Bytes that came through NIXL."""
+        return self._staging.direct_bytes
+
     def offer(self, offer: WeightOffer) -> None:
         """Take chunks from a worker; one that has started anew replaces its former self."""
         name, now = offer.instance, _now()
         known = self._readers.get(name)
         if isinstance(known, SourceReader) and name in self._plan.sources:
-            if known.offer.files == offer.files:
+            if known.renewed(offer):
                 return
             self._drop(name)
         try:
-            reader = SourceReader(offer, self._copy.manifest, self._pool)
+            reader = SourceReader(offer, self._copy.manifest, self._pool, self._staging)
         except TransferError as error:
             self._report(name, str(error))
             return
@@ -150,14 +156,9 @@ class WeightFetch:
         """Carry out a request, and report to the plan."""
         name, chunk = request.source, request.chunk
         reason: Failure | None = None
-        overtaken = False
         try:
             async with asyncio.timeout_at(request.deadline):
-                await self._read(reader, chunk)
-        except asyncio.CancelledError:
-            if chunk not in self._overtaken:
-                raise
-            overtaken, reason = True, "busy"
+                await self._read(name, reader, chunk)
         except TimeoutError:
             reason = "timeout"
         except WrongDigest as error:
@@ -185,38 +186,36 @@ class WeightFetch:
                 self.taken[name] += self._copy.manifest.chunks[chunk].size
             self._arrived_at = now
         else:
-            self.failed[reason] += not overtaken
+            self.failed[reason] += 1
             self._end(self._plan.failed(name, chunk, reason, now), name)
         self._changed.set()
 
-    async def _read(self, reader: ChunkReader, chunk: int) -> None:
-        """Have a chunk in the copy, verified and marked.
-
-        Nothing writes into a chunk of the copy but the one read that is `_writing` it: a second
-        one of the same chunk fills memory of its own.
-        """
-        file, offset, size = self._copy.manifest.chunks[chunk]
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._allocation, self._copy.allocate, chunk)
-        place = memoryview(self._copy.file(file, writable=True))[offset : offset + size]
-        if reader.direct and chunk not in self._writing and not self._copy.has(chunk):
-            task = asyncio.current_task()
-            assert task is not None
-            self._writing[chunk] = task
+    async def _read(self, name: str, reader: ChunkReader, chunk: int) -> None:
+        """Have a chunk in the copy, verified and marked; other bytes never enter the copy."""
+        size = self._copy.manifest.chunks[chunk].size
+        async with self._slots[name]:
+            buffer = self._staging.take()
             try:
-                await reader.read(chunk, place)
-            finally:
-                del self._writing[chunk]
-        else:
-            data = bytearray(size)
-            await reader.read(chunk, memoryview(data))
-            while (writer := self._writing.get(chunk)) is not None:
-                self._overtaken.add(chunk)
-                writer.cancel()
-                await asyncio.wait([writer])
-                self._overtaken.discard(chunk)
-            if not self._copy.has(chunk):
-                place[:] = data
+                await reader.read(chunk, buffer[:size])
+            except BaseException as error:
+                (self._staging.give if _has_ended(reader, error) else self._staging.lose)(buffer)
+                raise
+        try:
+            await self._write(chunk, buffer[:size])
+        finally:
+            self._staging.give(buffer)
+
+    async def _write(self, chunk: int, data: memoryview) -> None:
+        """Put verified bytes into the copy; a write that has begun ends before this does."""
+        if self._copy.has(chunk):
+            return
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(self._pool, self._copy.write, chunk, data)
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing])
+            raise
         self._copy.mark(chunk)
 
     async def _poll(self, name: str, reader: ChunkReader) -> None:
@@ -261,8 +260,19 @@ class WeightFetch:
             await asyncio.wait(tasks)
         for reader in self._readers.values():
             reader.close()
-        for pool in (self._pool, self._allocation):
-            pool.shutdown(wait=False)
+        self._staging.close()
+        self._pool.shutdown(wait=False)
+
+
+def _has_ended(reader: ChunkReader, error: BaseException) -> bool:
+    """True if a read that failed so writes no more into its target."""
+    if isinstance(error, asyncio.CancelledError):
+        return reader.direct
+    return not isinstance(error, TransferError) or error.settled
+
+
+def _slots() -> asyncio.Semaphore:
+    return asyncio.Semaphore(LINES)
 
 
 def _now() -> float:

@@ -1,8 +1,10 @@
 """The copies that a weights process offers to others."""
 
 import asyncio
+import logging
 from functools import partial
 from hashlib import blake2b
+from mmap import mmap
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,11 @@ import numpy as np
 from kvmesh.bus.client import Bus, Reply, Subscription
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.runtime.background import BackgroundTasks
-from kvmesh.transfer import Grant, LentBytes, Transport
+from kvmesh.transfer import Grant, LentBytes, LentFile, TransferError, Transport
 from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.stored_copy import HELD, StoredCopy
 
+log = logging.getLogger(__name__)
 GRANT_S = 60.0  # after which no byte is sent if this process has stopped renewing
 RENEW_S = 20.0
 SENT = 3  # a chunk that is held, and was sent to another worker of late
@@ -32,11 +35,18 @@ class _Offered:
         self._copy = copy
         self._sent = np.zeros(count, np.bool_)
         self._sent_before = self._sent
+        self.shown = False
         self._held = np.full(count, HELD, np.uint8)
 
     @property
     def complete(self) -> bool:
         return self._copy is None or self._copy.complete
+
+    def memory(self, file: int) -> mmap | None:
+        """The memory of a file, if the copy is in memory."""
+        if self._copy is None or file >= len(self.manifest.files):
+            return None
+        return self._copy.file(file, writable=True)
 
     def sent(self, file: int, offset: int, length: int) -> None:
         """A range of a file was sent to another worker."""
@@ -87,6 +97,11 @@ class Offers:
             for lent in offered.lent:
                 lent.close()
 
+    async def nixl_runs(self) -> None:
+        """Let others read the copies in memory through NIXL, those added later too."""
+        for offered in list(self._offered.values()):
+            await self._show(offered)
+
     async def close(self) -> None:
         await self._tasks.close()
         for digest in list(self._offered):
@@ -102,6 +117,8 @@ class Offers:
         offered.lent.append(self._transport.lend_view(len(manifest.chunks), offered.marks))
         offered.grants = [each.grant([(0, each.size)], GRANT_S) for each in offered.lent]
         self._offered[manifest.digest] = offered
+        if self._transport.direct:
+            self._tasks.start(self._show(offered), "show weights to NIXL")
         if not self._renewing:
             self._renewing = True
             self._tasks.start(self._renew(), "renew offers of weights")
@@ -115,6 +132,21 @@ class Offers:
 
         subject = self._bus.subjects.weights(manifest.digest)
         offered.subscription = await self._bus.serve(subject, _queries, answer)
+
+    async def _show(self, offered: _Offered) -> None:
+        """Register a copy in memory, file by file; what fails is read over TCP."""
+        if offered.shown:
+            return
+        offered.shown = True
+        for index, lent in enumerate(offered.lent):
+            memory = offered.memory(index)
+            if not isinstance(lent, LentFile) or memory is None:
+                continue
+            try:
+                await self._transport.show_file(lent, memory)
+            except TransferError as error:
+                log.warning("weights are sent over TCP: %s", error)
+                return
 
     def _message(self, offered: _Offered) -> WeightOffer:
         *files, have = (grant.descriptor for grant in offered.grants)

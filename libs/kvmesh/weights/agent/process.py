@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import BinaryIO
 
 import msgspec
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.runtime import logs
+from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.service import bus_options
 from kvmesh.settings import Settings, load
 from kvmesh.transfer import SendingPace, TransferError, Transport
@@ -24,6 +26,7 @@ from kvmesh.weights.agent.copies import CopyTaker
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.other_copies import OtherCopies
 from kvmesh.weights.agent.own_files import OwnFiles
+from kvmesh.weights.agent.serving_guard import ServingGuard
 from kvmesh.weights.errors import WeightsError
 from kvmesh.weights.frames import (
     CopyOffered,
@@ -31,6 +34,7 @@ from kvmesh.weights.frames import (
     CopyWithdrawn,
     EngineRuns,
     ParentMessage,
+    ServingReport,
     WeightsCounts,
     WeightsJob,
     decode_parent_message,
@@ -53,7 +57,8 @@ class WeightsAgent:
         self._job = job
         self._settings = settings
         self._sink = sink
-        self._pace = SendingPace(settings.weights.upload_bytes_per_s)
+        self._guard = ServingGuard()
+        self._pace = SendingPace(settings.weights.upload_bytes_per_s, self._guard.rate)
         self._runs = asyncio.Event()
         self._wanted: asyncio.Queue[CopyWanted | CopyOffered | CopyWithdrawn] = asyncio.Queue()
         self._counts = WeightsCounts()
@@ -62,6 +67,8 @@ class WeightsAgent:
         """Carry out a message of the parent."""
         if isinstance(message, EngineRuns):
             self._runs.set()
+        elif isinstance(message, ServingReport):
+            self._guard.report(message, self._pace.sent, asyncio.get_running_loop().time())
         elif isinstance(message, CopyWanted | CopyOffered | CopyWithdrawn):
             self._wanted.put_nowait(message)
 
@@ -73,13 +80,18 @@ class WeightsAgent:
         )
         options = replace(transfer, via="tcp", port=weights.port)
         transport = await Transport.open(options, self._pace, LOWER_EFFORT)
+        if transfer.via == "nixl":
+            await transport.use_nixl()
         offers = Offers(bus, transport, self._job.instance, self._job.node)
         own = OwnFiles(self._job, bus, offers, self.send)
-        taker = CopyTaker(self._job, weights, bus, offers, own, self.send)
+        taker = CopyTaker(self._job, weights, bus, offers, own, self.send, transport)
         others = OtherCopies(bus, self._job.instance, weights, offers, self.send)
+        background = BackgroundTasks()
         reporting = asyncio.create_task(self._report(taker))
         listening = asyncio.create_task(self._pass_on(others))
-        tidying = asyncio.create_task(remove_regularly(bus, self._job.instance))
+        background.start(remove_regularly(bus, self._job.instance), "removal of former manifests")
+        if transfer.via == "auto":
+            background.start(_add_nixl(transport, offers), "start of NIXL")
         try:
             await taker.run()
             os.nice(NICE_SERVING - NICE_FETCHING)
@@ -90,7 +102,7 @@ class WeightsAgent:
         finally:
             reporting.cancel()
             listening.cancel()
-            tidying.cancel()
+            await background.close()
             await others.close()
             await taker.close()
             await offers.close()
@@ -138,6 +150,18 @@ def main() -> None:
     status = uvloop.run(_main(WeightsAgent(job, settings, sink), source))
     logging.shutdown()
     os._exit(status)  # a thread that hangs in a disk must not delay the end
+
+
+async def _add_nixl(transport: Transport, offers: Offers) -> None:
+    """Use NIXL once it has started, which takes seconds; TCP is used meanwhile."""
+    if find_spec("nixl") is None:
+        return
+    try:
+        await transport.use_nixl()
+    except TransferError as error:
+        log.info("weights move over TCP: %s", error)
+        return
+    await offers.nixl_runs()
 
 
 async def _main(agent: WeightsAgent, source: BinaryIO) -> int:

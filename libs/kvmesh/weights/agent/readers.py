@@ -1,21 +1,26 @@
 """Readers of chunks: from another worker over the network, or from this node's disk."""
 
 import asyncio
+import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from blake3 import blake3
 
 from kvmesh.bus.messages import WeightOffer
-from kvmesh.transfer import Line
-from kvmesh.transfer.channel import Descriptor
+from kvmesh.transfer import Line, TransferError, Transport
+from kvmesh.transfer.channel import Descriptor, TransferReply
 from kvmesh.transfer.transport import decode_descriptor
+from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.errors import CheckpointError, WrongDigest
 from kvmesh.weights.manifest import Manifest
 
-LINES = 2  # connections to one source: one receives while the other one's bytes are digested
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+LINES = 4  # connections to one source: some receive while others' bytes are digested
 DISK_THREADS = 2
 
 
@@ -23,7 +28,7 @@ class ChunkReader(Protocol):
     """Reads chunks of one copy from one source.
 
     `direct`: a read that is cancelled has ended, and writes no more into its target, when
-    `read` returns; so it may be the place where the chunk belongs.
+    `read` returns.
     """
 
     direct: bool
@@ -40,20 +45,36 @@ class ChunkReader(Protocol):
 
 
 class SourceReader:
-    """Reads from another worker, over a few connections that it uses in turn."""
+    """Reads from another worker, over a few connections that it uses in turn.
+
+    The owner checks each read. The bytes come through NIXL if both sides have it.
+    """
 
     direct = True
 
-    def __init__(self, offer: WeightOffer, manifest: Manifest, pool: Executor) -> None:
+    def __init__(
+        self, offer: WeightOffer, manifest: Manifest, pool: Executor, staging: ChunkBuffers
+    ) -> None:
         """Raises TransferError if a descriptor is malformed."""
         self._manifest = manifest
         self._pool = pool
-        self._files = [decode_descriptor(file) for file in offer.files]
-        self._have = decode_descriptor(offer.have)
+        self._staging = staging
+        self._nixl_fails = False
         self._lines: asyncio.LifoQueue[Line] = asyncio.LifoQueue()
-        self.offer = offer
+        self._take_over(offer)
         for _ in range(LINES):
             self._lines.put_nowait(Line(self._files[0]))
+
+    def renewed(self, offer: WeightOffer) -> bool:
+        """True if an offer is of the same process, which may have NIXL by now."""
+        try:
+            token = decode_descriptor(offer.have).token
+        except TransferError:
+            return False
+        if token != self._have.token:
+            return False
+        self._take_over(offer)
+        return True
 
     async def read(self, chunk: int, target: memoryview) -> None:
         file, offset, size = self._manifest.chunks[chunk]
@@ -69,22 +90,67 @@ class SourceReader:
         while not self._lines.empty():
             self._lines.get_nowait().close()
 
+    def _take_over(self, offer: WeightOffer) -> None:
+        files = [decode_descriptor(file) for file in offer.files]
+        self._have = decode_descriptor(offer.have)
+        self._files = files
+        self.offer = offer
+
     async def _run(self, owner: Descriptor, offset: int, target: memoryview, digest: bytes) -> None:
-        """Read in a thread; a cancelled read ends before this does."""
+        """Read and verify; a cancelled read ends before this does."""
         line = await self._lines.get()
-        loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(self._pool, _read, line, owner.token, offset, target, digest)
         try:
-            await asyncio.shield(reading)
+            nixl = self._staging.transport if owner.nixl and not self._nixl_fails else None
+            request = (line, owner.token, offset, target, digest)
+            reply = await self._in_thread(line, _read, *request, nixl is not None)
+            if nixl is not None and reply.agent:
+                if await self._through(nixl, reply, owner, offset, target):
+                    await self._in_thread(line, _verify, target, digest)
+                else:
+                    await self._in_thread(line, _read, *request, False)
         except asyncio.CancelledError:
-            line.cut()
-            await asyncio.wait([reading])
-            reading.exception()
             line.close()
             line = Line(self._files[0])
             raise
         finally:
             self._lines.put_nowait(line)
+
+    async def _through(
+        self,
+        nixl: Transport,
+        reply: TransferReply,
+        owner: Descriptor,
+        offset: int,
+        target: memoryview,
+    ) -> bool:
+        """Read as the owner has permitted; False if the bytes must come over TCP."""
+        try:
+            region = self._staging.region(target)
+            await nixl.read_directly(owner, reply, region, offset, len(target))
+        except TransferError as error:
+            self._nixl_fails = True
+            log.warning("weights from %s come over TCP: %s", self.offer.instance, error.detail)
+            if not error.settled:
+                raise
+            return False
+        self._staging.direct_bytes += len(target)
+        return True
+
+    async def _in_thread(self, line: Line, work: Callable[..., R], *arguments: Any) -> R:
+        """The result of work in a thread, which a cancellation ends by cutting its line."""
+        loop = asyncio.get_running_loop()
+        working = loop.run_in_executor(self._pool, work, *arguments)
+        cancelled = False
+        while not working.done():
+            try:
+                await asyncio.wait([working])
+            except asyncio.CancelledError:
+                cancelled = True
+                line.cut()
+        if cancelled:
+            working.exception()
+            raise asyncio.CancelledError
+        return working.result()
 
 
 class DiskReader:
@@ -126,9 +192,14 @@ class DiskReader:
             os.close(self._files.pop())
 
 
-def _read(line: Line, token: bytes, offset: int, target: memoryview, digest: bytes) -> None:
-    line.read(token, offset, target)
-    _verify(target, digest)
+def _read(
+    line: Line, token: bytes, offset: int, target: memoryview, digest: bytes, direct: bool
+) -> TransferReply:
+    """Read and verify, unless the reply permits a direct read."""
+    reply = line.read(token, offset, target, direct)
+    if not reply.agent:
+        _verify(target, digest)
+    return reply
 
 
 def _read_file(file: int, offset: int, target: memoryview, digest: bytes) -> None:

@@ -10,6 +10,7 @@ from kvmesh.weights.stream.source import SourceState
 
 _QUIET_CHUNKS = 8.0  # times a chunk's time without a chunk of another target
 QUIET_S = 0.1  # at least
+ALONE = 4  # requests, so that some come while others are verified and written
 
 
 class OpenRequests:
@@ -136,7 +137,8 @@ class SourceChoice:
         if state.spare:
             return self._options.spare_depth
         wanted = self._options.depth_s / (state.pace * self._board.typical)
-        return min(max(wanted, 1 if busy > 1 else 2), self._options.depth)
+        alone = 2 if self._board.targets else ALONE  # one target, one source
+        return min(max(wanted, 1 if busy > 1 else alone), self._options.depth)
 
     def _chunk(self, state: SourceState, now: float) -> int | None:
         board, options, assumed = self._board, self._options, self.pace()

@@ -67,6 +67,7 @@ from kvmesh.worker.model_card import instance_card, model_card
 from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.handler import RequestHandler
 from kvmesh.worker.requests.orphans import OrphanedRequests
+from kvmesh.worker.requests.serving_sample import ServingSample
 from kvmesh.worker.roles import RoleSwitch, role_problem
 from kvmesh.worker.start.earlier_life import EarlierLife
 from kvmesh.worker.start.timeline import StartTimeline
@@ -183,6 +184,10 @@ class WorkerNode:
         """Handoffs with other workers; None if the engine makes none itself."""
         engine = self._engine
         return engine.handoff_counts() if self.info and isinstance(engine, HandingOff) else None
+
+    def watch(self, sample: ServingSample) -> None:
+        """Tell `sample` of the requests and their output from now on."""
+        self._requests.sample = sample
 
     def set_weights(self, digest: str) -> None:
         """Put the digest of the weights on the card, now or when the worker joins."""

@@ -216,6 +216,7 @@ async def _serve(
     def started() -> None:
         if weights is not None:
             weights.engine_runs()
+            lives.watch(weights.sample)
         service.start_watchdog()
         if cache is not None:
             cache.start_offering(lives.publish_compiled)

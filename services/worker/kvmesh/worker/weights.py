@@ -29,12 +29,14 @@ from kvmesh.weights.frames import (
 from kvmesh.weights.store import WeightStore
 from kvmesh.worker.compiled.exchange import ProcessExchange
 from kvmesh.worker.model_card import node_name, weights_revision
+from kvmesh.worker.requests.serving_sample import ServingSample
 
 log = logging.getLogger(__name__)
 LOADERS = ("torch", "vllm", "sglang", "trtllm")  # that read the answer; others only offer files
 WEIGHTS, DISK, STORE = "weights", "disk", "store"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
 MAX_DEATHS = 5
+REPORT_S = 0.2
 
 
 class WorkerWeights:
@@ -78,6 +80,7 @@ class WorkerWeights:
             longest_s,
         )
         self._process = WorkersProcess(job, self._report, self._restart)
+        self.sample = ServingSample(self._report_serving)
         self.archives = ProcessExchange(self._process, weights)
 
     @property
@@ -106,8 +109,9 @@ class WorkerWeights:
             self._restart(f"the weights process does not start: {error}")
 
     def engine_runs(self) -> None:
-        """The engine has loaded its weights: offer them."""
+        """The engine has loaded its weights: offer them, and serving comes first."""
         self._process.engine_runs()
+        self._tasks.start(self._report_often(), "reports to the weights process")
 
     async def close(self) -> None:
         """End the process; its copy goes unless it is kept or used."""
@@ -131,6 +135,16 @@ class WorkerWeights:
                 log.info("%s", _taken_text(event))
                 if not self._sources:
                     self._sources = _sources(event)
+
+    async def _report_often(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._report_serving()
+
+    def _report_serving(self) -> None:
+        report = self.sample.take(asyncio.get_running_loop().time())
+        if report is not None:
+            self._process.serving(report)
 
     def _restart(self, reason: str) -> None:
         """Start another process after a while, a few times; the first death is logged."""
@@ -177,4 +191,5 @@ def _taken_text(event: WeightsTaken) -> str:
         return f"weights {event.digest[:12]} were in this node's memory"
     total = sum(event.sources.values())
     parts = ", ".join(f"{name} {size(count)}" for name, count in sorted(event.sources.items()))
-    return f"weights {event.digest[:12]}: {size(total)} in {event.seconds:.1f} s ({parts})"
+    nixl = f", {size(event.direct)} of it through NIXL" if event.direct else ""
+    return f"weights {event.digest[:12]}: {size(total)} in {event.seconds:.1f} s ({parts}){nixl}"

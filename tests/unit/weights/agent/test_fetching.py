@@ -128,10 +128,10 @@ async def test_without_a_source_the_fetch_ends(copy: StoredCopy, folder: Path, c
 async def test_a_full_memory_ends_the_fetch(
     copy: StoredCopy, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(chunk: int) -> None:
+    def refuse(chunk: int, data: memoryview) -> None:
         raise StoreFull("No space left on device")
 
-    monkeypatch.setattr(copy, "allocate", refuse)
+    monkeypatch.setattr(copy, "write", refuse)
     with pytest.raises(StoreFull, match="No space"):
         await fetch_of(copy, good=ScriptedReader(copy, folder)).run(10)
     assert not any(copy.have[:])

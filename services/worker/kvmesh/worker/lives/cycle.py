@@ -15,6 +15,7 @@ from kvmesh.worker.lives.parking import wait_asleep, wait_parked
 from kvmesh.worker.lora.copies import CopyExchange
 from kvmesh.worker.model_card import parked_card
 from kvmesh.worker.node import WorkerNode
+from kvmesh.worker.requests.serving_sample import ServingSample
 from kvmesh.worker.start.earlier_life import EarlierLife
 from kvmesh.worker.start.report import StartReport
 
@@ -47,6 +48,7 @@ class WorkerLives:
         self._report = report
         self._exchange = exchange
         self._weights = ""
+        self._sample: ServingSample | None = None
         self._slept = False
         self._compiled: CompiledOffer | None = None
         self.sources: Callable[[], list[StartSource]] = list  # of what the engine starts with
@@ -84,6 +86,11 @@ class WorkerLives:
         """Put the digest of the weights on the cards, from now on."""
         self._weights = digest
         self.node.set_weights(digest)
+
+    def watch(self, sample: ServingSample) -> None:
+        """Tell `sample` of the requests and their output, from now on."""
+        self._sample = sample
+        self.node.watch(sample)
 
     async def publish_compiled(self, offer: CompiledOffer) -> None:
         """Put the compile cache that the worker offers on the cards, from now on."""
@@ -159,6 +166,8 @@ class WorkerLives:
         )
         node.sources = lambda: self.sources()
         node.set_weights(self._weights)
+        if self._sample is not None:
+            node.watch(self._sample)
         return node
 
 

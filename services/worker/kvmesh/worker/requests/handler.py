@@ -13,6 +13,7 @@ from kvmesh.worker.engine import Engine, EngineInfo, OutputDelta, Rejected
 from kvmesh.worker.requests import admission
 from kvmesh.worker.requests.engine_trace import EngineTrace, engine_trace
 from kvmesh.worker.requests.output_buffer import OutputBuffer
+from kvmesh.worker.requests.serving_sample import ServingSample
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class RequestHandler:
         self._prompts = PromptCache()
         self._traces: dict[str, EngineTrace] = {}
         self._compiler = ConstraintCompiler(engine, self._submit, on_output)
+        self.sample: ServingSample | None = None
 
     @property
     def live(self) -> list[str]:
@@ -74,6 +76,8 @@ class RequestHandler:
         self._outputs.start(work, *default_outcomes(work, info), now)
         if work.traceparent and (trace := engine_trace(work)) is not None:
             self._traces[work.request] = trace
+        if self.sample is not None:
+            self.sample.accepted(work)
         if compiles:
             self._compiler.start(work)
             return admission.CHECKING
@@ -87,6 +91,8 @@ class RequestHandler:
         """Number the tokens of `deltas` and send them to their frontends."""
         if self._traces:
             self._trace(deltas)
+        if self.sample is not None:
+            self.sample.output(deltas, now)
         for frontend, chunks in self._outputs.add(deltas, now).items():
             self._send(frontend, chunks)
 

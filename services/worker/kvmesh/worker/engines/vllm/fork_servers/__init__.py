@@ -1,1 +1,1 @@
-"""Processes that have imported vLLM, and fork in place of new interpreters (ADR 62)."""
+"""Processes that have imported vLLM, and fork in place of new interpreters (ADR 63)."""
