@@ -47,10 +47,7 @@ test: lint .prometheus/.installed
 	$(MAKE) fidelity
 
 waiting:
-	$(MAKE) mesh
-	$(MAKE) chaos
-	$(MAKE) browser
-	$(MAKE) clients
+	failed=0; for part in mesh chaos browser clients; do $(MAKE) $$part || failed=1; done; exit $$failed
 
 # The compiler of the cores uses the cache of `types`, which only one process may.
 computing:
@@ -78,8 +75,8 @@ mesh chaos: PARALLEL := --numprocesses 4 --dist loadfile
 # Debian's browser; without it, the tests of the dashboard are skipped.
 .PHONY: chromium
 chromium:
-	command -v chromium > /dev/null || { { apt-get install -y -qq chromium || \
-	  { apt-get update -qq && apt-get install -y -qq chromium; }; } > /dev/null 2>&1; } || echo "no Chromium: its tests are skipped"
+	command -v chromium > /dev/null || { { timeout 300 apt-get install -y -qq chromium || \
+	  { timeout 300 apt-get update -qq && timeout 300 apt-get install -y -qq chromium; }; } > /dev/null 2>&1; } || echo "no Chromium: its tests are skipped"
 
 browser: chromium
 

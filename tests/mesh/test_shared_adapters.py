@@ -1,7 +1,6 @@
 """LoRA adapters that travel between workers, and that routers have loaded where they are wanted."""
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from support.adapter_folder import write_adapter
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.wait import PATIENCE_S, eventually
+from support.weights import weights_process
 
 MODEL = "kvmesh-demo"
 
@@ -142,23 +142,13 @@ async def test_requests_outlive_the_last_worker_that_had_their_adapter_loaded(
         mesh.restart("worker-1")
 
 
-def weights_process(mesh: Mesh, worker: str) -> int:
-    """The process id of a worker's weights process; 0 while there is none."""
-    pid = mesh.processes[worker].pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for child in children:
-        with contextlib.suppress(OSError):
-            if b"kvmesh.weights.agent.process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-    return 0
-
-
 async def test_a_weights_process_that_dies_offers_its_adapters_again(
     mesh: Mesh, tmp_path: Path
 ) -> None:
     await mesh.ready()
     await load_evictable(mesh, tmp_path, "bard", 11, "worker-0")
-    former = weights_process(mesh, "worker-0")
+    worker = mesh.processes["worker-0"].pid
+    former = await eventually(lambda: weights_process(worker))
     os.kill(former, signal.SIGKILL)
 
     async def loaded() -> bool:
@@ -166,4 +156,4 @@ async def test_a_weights_process_that_dies_offers_its_adapters_again(
         return done.returncode == 0
 
     await eventually(loaded, what="the other worker has it")
-    assert weights_process(mesh, "worker-0") not in (0, former)
+    assert weights_process(worker) not in (0, former)

@@ -83,7 +83,8 @@ async def test_a_worker_offers_its_files_and_outlives_its_weights_process(
     stored = 'kvmesh_worker_weights_stored_bytes{model="m",worker="w-0"}'
     assert scrape(mesh.worker_ports["w-0"])[stored] == 0, "it serves the files of its folder"
     worker = mesh.processes["w-0"].pid
-    os.kill(weights_process(worker), signal.SIGKILL)
+    former = await eventually(lambda: weights_process(worker))
+    os.kill(former, signal.SIGKILL)
     await target.close()
     again = await agents.start("again")
     await eventually(lambda: again.event(WeightsTaken), what="another process offers the files")

@@ -10,7 +10,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import ControlReply, MessageDecoder, TakeAdapter
 from kvmesh.router import metrics
-from kvmesh.router.placement.adapter_loads import AdapterLoad
+from kvmesh.router.placement.adapter_loads import LATE, AdapterLoad
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.runtime.background import BackgroundTasks
 
@@ -44,7 +44,7 @@ class AdapterOrders:
             adapter=order.adapter,
             files=order.files,
             idle_s=settings.adapter_idle_s,
-            timeout_s=settings.adapter_wait_s / TRIES,
+            timeout_s=max(settings.adapter_wait_s / TRIES, LATE * order.expected_s),
         )
         subject, timeout_s = (
             self._bus.subjects.adapters(order.instance),

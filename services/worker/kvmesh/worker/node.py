@@ -1,6 +1,7 @@
 """One worker on the mesh: an engine, its lease, and the worker's subjects on the bus."""
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -250,7 +251,8 @@ class WorkerNode:
         await self._show_draining(True)
         if not await self._requests.drain(timeout):
             left, lease = len(self._requests.live), self._lease
-            if lease is None or not await self._membership.others_serve(lease.card):
+            used = [each for each in self._adapters.admitted if self._requests.live_with(each)]
+            if lease is None or not await self._membership.others_serve(lease.card, used):
                 self.wants_sleep.clear()
                 await self._show_draining(False)
                 log.warning("not falling asleep: %d requests have no other worker", left)
@@ -291,6 +293,7 @@ class WorkerNode:
     async def leave(self) -> EarlierLife:
         """Leave the mesh after `doze`, and let the engine run; for the node of the next life."""
         card, publisher = (self._lease.card if self._lease else None), self._publisher
+        await self._adapters.leave()
         await self._withdraw()
         self.info, self._joined = None, False
         await self._stop_publishing()
@@ -298,8 +301,8 @@ class WorkerNode:
         if publisher is not None:
             next_events = earlier.next_events | publisher.next_events
         if card is None:
-            return EarlierLife(earlier.startup_s, earlier.phases, next_events)
-        return EarlierLife(card.startup_s, card.phases, next_events)
+            return dataclasses.replace(earlier, next_events=next_events)
+        return EarlierLife(card.serves, card.startup_s, card.phases, next_events)
 
     async def _withdraw(self) -> None:
         if self._lease is not None:

@@ -19,7 +19,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.cli.bus_session import run_on_bus
 from kvmesh.cli.status.adapter_places import adapter_lines, offered_files
-from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, send_command
+from kvmesh.cli.workers import WorkerChoiceError, chosen_workers, model_of, send_command
 from kvmesh.settings import Settings
 
 ARGUMENTS = {"load": (1, 2), "unload": (1, 1), "list": (0, 0)}
@@ -120,37 +120,39 @@ class _Command:
             _print(card, replies[card.instance], self._arguments.action)
         return 0 if all(reply.ok for reply in replies.values()) else 1
 
-    async def _cards(self, worker: str | None) -> list[Instance]:
-        return await chosen_workers(self._bus, self._settings, self._arguments.model, worker)
+    async def _cards(self, worker: str | None, model: str = "") -> list[Instance]:
+        wanted = model or self._arguments.model
+        return await chosen_workers(self._bus, self._settings, wanted, worker)
 
     async def _load(self, workers: list[Instance]) -> dict[str, ControlReply]:
         """Have workers read the folder, and those that cannot take the files from the others."""
         name, source = self._operands[0], self._arguments.source
+        model = model_of(workers[0])
         if not self._folder:
-            files = offered_files(await self._cards(source), name)
+            files = offered_files(await self._cards(source, model), name)
             if files is None:
                 raise WorkerChoiceError(f"no worker offers the files of {name}: name a FOLDER")
             return await self._send_all(workers, self._take(files))
         command = self._read(self._folder)
-        readers = workers if source is None else await self._cards(source)
+        readers = workers if source is None else await self._cards(source, model)
         replies = await self._send_all(readers, command)
         wanted = {card.instance for card in workers}
         left = [c for c in workers if c.instance not in replies or not replies[c.instance].ok]
         loaded = next((reply.adapter for reply in replies.values() if reply.ok), "")
         able = [c for c in left if c.adapters is not None and c.adapters.limit]
-        if loaded and able and (found := await self._offered(loaded)) is not None:
+        if loaded and able and (found := await self._offered(loaded, model)) is not None:
             replies |= await self._send_all(able, self._take(found))
         elif source is not None and not loaded:
             return dict.fromkeys(wanted, next(iter(replies.values())))
-        missing = "no worker offers the files" if able else "its weights.share is off"
+        missing = "no worker offers the files" if able else "weights.share or max_adapters is off"
         cannot = ControlReply(False, f"it cannot take the files: {missing}")
         return {instance: replies.get(instance, cannot) for instance in wanted}
 
-    async def _offered(self, identity: str) -> AdapterFiles | None:
+    async def _offered(self, identity: str, model: str) -> AdapterFiles | None:
         """The files of an adapter that a worker has just loaded; None if it offers none."""
         deadline = time.monotonic() + OFFER_S
         while time.monotonic() < deadline:
-            for card in await self._cards(None):
+            for card in await self._cards(None, model):
                 for files in card.adapters.files if card.adapters is not None else ():
                     if files.adapter == identity:
                         return files

@@ -39,10 +39,10 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     async def main(bus: Bus) -> int:
         try:
             workers = await chosen_workers(bus, settings, arguments.model, arguments.worker)
+            await _warn_of_last(bus, settings, workers)
         except WorkerChoiceError as error:
             print(f"kvmesh sleep: {error}", file=sys.stderr)
             return 1
-        await _warn_of_last(bus, settings, workers)
         if not await command_workers(bus, workers, Sleep(), REPLY_S, "falls asleep"):
             return 1
         if arguments.wait is None:

@@ -224,7 +224,7 @@ def _planner(settings: Settings) -> PlannerSettings:
         kind = ",kind=worker" if len(groups) > 1 else ""  # they differ in their role alone
 
         def waiting(group: WorkerGroup) -> str:
-            parked, asleep = group.parked, settings.up.asleep
+            parked, asleep = group.parked, 0 if kind else settings.up.asleep
             return f",parked={parked}" * (parked > 0) + f",asleep={asleep}" * (asleep > 0)
 
         pools = [

@@ -16,6 +16,7 @@ BYTES_PER_S = 200e6  # between workers, until a load from another worker was mea
 ROOM_S = 0.5  # in which an adapter makes room
 COOL_S, MAX_COOL_S = 15.0, 600.0  # after a failure, and after many
 ROOM_COOL_S = 1.0  # after a worker had no room
+LATE = 3.0  # times its expected time, and a load has failed
 CARD_S = 5.0  # after a load, until the worker's card tells of it
 CHECK_S = 0.5  # between looks at the queue of an adapter
 SPREAD_S = 10.0  # between loads of an adapter on one worker more
@@ -188,7 +189,8 @@ class AdapterLoads:
         if best is None:
             return None
         order = best[3]
-        self._on_its_way[adapter, order.instance] = now + self._settings.adapter_wait_s + CARD_S
+        longest_s = max(self._settings.adapter_wait_s, LATE * order.expected_s)
+        self._on_its_way[adapter, order.instance] = now + longest_s + CARD_S
         return order
 
     def _hosts(self, adapter: str, placement: Placement) -> Iterable[tuple[Instance, AdapterHost]]:

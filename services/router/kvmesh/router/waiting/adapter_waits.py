@@ -90,7 +90,7 @@ class AdapterWaits:
                 within = f" within {longest:g} s" if late else ""
                 reason = adapters.reason(each.adapter)
                 text = f"no worker has loaded the adapter {adapter_name(each.adapter)!r}{within}"
-                yield each.ticket, NoWorkers(f"{text}: {reason}" if reason else text)
+                yield each.ticket, NoWorkers(f"{text}: {reason}" if reason else text, unmet=True)
 
     def _lanes(self) -> Iterator[tuple[str, _Waiting]]:
         """One of the requests with equal constraints, for each of these."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
@@ -69,14 +69,26 @@ class Membership:
                     log.debug("cannot read the instances on the mesh: %s", cause(error))
             await asyncio.sleep(self._interval_s)
 
-    async def others_serve(self, card: Instance) -> bool:
-        """True if another worker takes requests of the model, as far as one can tell."""
+    async def others_serve(self, card: Instance, adapters: Collection[str] = ()) -> bool:
+        """True if others take requests of the model, and have these adapters, as far as known.
+
+        Workers that are not compatible with the oldest one take none.
+        """
         try:
             others = await self._others(card)
         except EngineError as error:
             log.warning("%s", error)
             return False
-        return any(not c.draining and c.serves == card.serves for c in others)
+        compatibility = Compatibility()
+        for each in (card, *others):
+            compatibility.join(each)
+        serving = [
+            c.model
+            for c in compatibility.fitting
+            if c.name != card.name and not c.draining and c.serves == card.serves
+        ]
+        found = {adapter for model in serving if model is not None for adapter in model.adapters}
+        return bool(serving) and found.issuperset(adapters)
 
     def _update_warnings(self, card: Instance, cards: list[Instance]) -> None:
         """Update the warnings; a namesake counts when seen twice.

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import CompiledOffer, StartPhase, StartSource
 from kvmesh.runtime.service import Service
+from kvmesh.settings import Settings
 from kvmesh.worker.capabilities import Sleeping
 from kvmesh.worker.engine import Engine, EngineError
 from kvmesh.worker.lives.parking import wait_asleep, wait_parked
@@ -140,20 +141,30 @@ class WorkerLives:
         assert isinstance(engine, Sleeping)
         self._slept = True
         report.timeline.begin_again()
-        earlier = await self.node.leave()
-        card = parked_card(service.settings.worker, self._model, service.instance, service.name)
-        card = replace(card, phases=earlier.phases, startup_s=earlier.startup_s)
-        self.node = self._make_node(earlier)
-        return await wait_asleep(
-            service.bus, engine, card, service.limits, report, service.stopping
-        )
+        with report.timeline.phase(StartPhase.PARKED):  # observers count it as waiting at once
+            earlier = await self.node.leave()
+            self.node = self._make_node(earlier)
+            worker = self._settings(earlier).worker
+            card = parked_card(worker, self._model, service.instance, service.name)
+            card = replace(card, phases=earlier.phases, startup_s=earlier.startup_s)
+            return await wait_asleep(
+                service.bus, engine, card, service.limits, report, service.stopping
+            )
+
+    def _settings(self, earlier: EarlierLife | None) -> Settings:
+        """The settings, with the role that the worker had last."""
+        settings = self._service.settings
+        serves = earlier.serves if earlier is not None else ""
+        if not serves:
+            return settings
+        return replace(settings, worker=replace(settings.worker, serves=serves))
 
     def _make_node(self, earlier: EarlierLife | None) -> WorkerNode:
         service = self._service
         node = WorkerNode(
             service.bus,
             self._engine,
-            service.settings,
+            self._settings(earlier),
             self._folder,
             service.name,
             service.instance,

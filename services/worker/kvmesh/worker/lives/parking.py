@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -124,12 +125,17 @@ async def wait_asleep(
 ) -> bool:
     """Have `engine` sleep and wait, as `wait_parked` does; `report` is that of its next start."""
     began = time.monotonic()
-    report.paused = True
-    try:
-        async with asyncio.timeout(SLEEP_S):
-            await engine.sleep()
-    except TimeoutError:
-        raise EngineError(f"the engine did not fall asleep within {SLEEP_S:g} s") from None
+    sleeping = asyncio.create_task(engine.sleep(), name="engine falls asleep")
+    ending = asyncio.create_task(stopping.wait())
+    await asyncio.wait({sleeping, ending}, timeout=SLEEP_S, return_when=FIRST_COMPLETED)
+    ending.cancel()
+    if not sleeping.done():
+        sleeping.cancel()
+        await asyncio.wait([sleeping])
+        if stopping.is_set():
+            return False
+        raise EngineError(f"the engine did not fall asleep within {SLEEP_S:g} s")
+    sleeping.result()
     shown = replace(card, asleep=True)
     text = f"asleep as {card.instance}, after {time.monotonic() - began:.1f} s"
     return await _wait_promoted(bus, engine, shown, limits, report, stopping, text)

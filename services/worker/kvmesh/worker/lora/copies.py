@@ -160,9 +160,9 @@ class AdapterCopies:
                 self._drop(other)
 
     def close(self) -> None:
-        """End the use of all copies."""
-        while self._held:
-            self._held.popitem()[1].copy.close()
+        """End the use of all copies, and offer them no more."""
+        for identity in list(self._held):
+            self._drop(identity)
 
     def _hold(self, identity: str, copy: StoredCopy, folder: AdapterFolder) -> None:
         manifest = copy.manifest

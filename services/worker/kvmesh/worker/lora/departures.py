@@ -59,6 +59,13 @@ class Departures:
         table.remove(identity)
         log.info("unloaded adapter %s to make room", identity)
 
+    async def unload_left(self) -> None:
+        """Unload those that the engine did not unload before; raises AdapterError."""
+        for identity in self._table.leaving:
+            if not self._users(identity):
+                await self._engine.unload(identity)
+                self._table.remove(identity)
+
     async def unload(self, name: str, deadline: float) -> str:
         """Unload the adapter that is served under a name, and return it; empty if there is none.
 

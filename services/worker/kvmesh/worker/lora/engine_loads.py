@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.worker.capabilities import AdapterLoading
@@ -18,6 +20,7 @@ class EngineLoads:
         self._engine = engine
         self._tasks = tasks
         self._late: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
 
     @property
     def max_rank(self) -> int:
@@ -33,10 +36,10 @@ class EngineLoads:
             raise AdapterError("the engine is still loading an adapter whose time was over")
         clock = asyncio.get_running_loop().time
         began = clock()
-        loading = self._tasks.start(self._engine.load_adapter(identity, folder.path), awaited=True)
+        loading = self._call(self._engine.load_adapter(identity, folder.path))
         done, _ = await asyncio.wait([loading], timeout=max(deadline - began, 0.0))
         if not done:
-            self._late = self._tasks.start(self._undo(identity, loading), "undo adapter load")
+            self._late = self._call(self._undo(identity, loading))
             raise AdapterError("the engine did not load it in time, and will unload it")
         loading.result()
         if not folder.is_unchanged():
@@ -48,9 +51,20 @@ class EngineLoads:
         """Unload an adapter without requests; raises AdapterError."""
         try:
             async with asyncio.timeout(UNLOAD_S):
-                await self._engine.unload_adapter(identity)
+                await asyncio.shield(self._call(self._engine.unload_adapter(identity)))
         except TimeoutError:
             raise AdapterError(f"the engine did not unload {identity} in {UNLOAD_S:g} s") from None
+
+    async def settle(self) -> None:
+        """Wait for calls that have begun, for at most UNLOAD_S seconds."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=UNLOAD_S)
+
+    def _call(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._tasks.start(call, awaited=True)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return task
 
     async def _undo(self, identity: str, loading: "asyncio.Task[None]") -> None:
         """Unload an adapter whose load ended after its command's timeout."""

@@ -129,6 +129,18 @@ class AdapterManager:
             offering = self._offer_all(self._copies, self._table, folders or {})
             self._tasks.start(offering, "offer adapters")
 
+    async def leave(self) -> None:
+        """Before the engine sleeps: unload what the settings do not name, as a restart would."""
+        if self._running is None:
+            return
+        engine, table, _ = self._running
+        await engine.settle()
+        for identity in table.added:
+            try:
+                await engine.unload(identity)
+            except AdapterError as error:
+                log.warning("an adapter stays in the engine: %s", error)
+
     async def close(self) -> None:
         """Stop what is in progress."""
         await self._tasks.close()
@@ -224,6 +236,7 @@ class AdapterManager:
             if table.is_full(identity):
                 await departures.make_room(terms.idle_s)
             if not table.can_load(identity):
+                await departures.unload_left()
                 return False
             if table.state(identity) in (None, State.LEAVING):
                 seconds = await engine.load(identity, folder, deadline)

@@ -31,6 +31,7 @@ class AdapterTable:
 
     def __init__(self, identities: list[str], limit: int) -> None:
         self._states = dict.fromkeys(identities, State.SERVED)
+        self._first = frozenset(identities)
         self._pinned = set(identities)
         self._used_at: dict[str, float] = {}
         self._yielded: OrderedDict[str, None] = OrderedDict()
@@ -53,6 +54,16 @@ class AdapterTable:
         """The served adapters that may be unloaded for others."""
         served = [i for i, state in self._states.items() if state is State.SERVED]
         return [identity for identity in served if identity not in self._pinned]
+
+    @property
+    def leaving(self) -> list[str]:
+        """The adapters that are off the card, and not yet out of the engine."""
+        return [i for i, state in self._states.items() if state is State.LEAVING]
+
+    @property
+    def added(self) -> list[str]:
+        """The adapters that were loaded since, in any state."""
+        return [identity for identity in self._states if identity not in self._first]
 
     def pin(self, identity: str) -> None:
         """Keep an adapter loaded until it is withdrawn."""

@@ -10,9 +10,11 @@ class EarlierLife:
     """Facts of its card, and the id of each rank's next KV event.
 
     Events of one instance never repeat an id: indexers would take them for old ones. `startup_s`
-    and `phases` are those of the start, which falling asleep does not change.
+    and `phases` are those of the start, which falling asleep does not change. `serves` is the role
+    that the worker had last, empty for that of its settings.
     """
 
+    serves: str = ""
     startup_s: float = 0.0
     phases: list[Phase] = field(default_factory=list)
     next_events: dict[int, int] = field(default_factory=dict)

@@ -1,6 +1,5 @@
 """Imports of vLLM's processes, before they know the model."""
 
-import sys
 from importlib import import_module
 
 MODULES = (
@@ -26,4 +25,4 @@ def import_vllm() -> None:
 
     import_module(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        sys.exit("an import has initialised CUDA, which a fork cannot use")
+        raise RuntimeError("an import has initialised CUDA, which a fork cannot use")

@@ -6,6 +6,7 @@ wait status in decimal digits.
 """
 
 import json
+import os
 import socket
 from typing import NamedTuple
 
@@ -40,6 +41,15 @@ def send_request(channel: socket.socket, request: ForkRequest) -> None:
 def receive_request(channel: socket.socket) -> ForkRequest:
     """Raises OSError, or ValueError for nonsense."""
     header, descriptors, _, _ = socket.recv_fds(channel, HEADER_BYTES, MAX_DESCRIPTORS)
+    try:
+        return _request(channel, header, descriptors)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _request(channel: socket.socket, header: bytes, descriptors: list[int]) -> ForkRequest:
     size = int.from_bytes(header, "big")
     if len(header) != HEADER_BYTES or size > MAX_REQUEST:
         raise ValueError("a malformed request")

@@ -148,6 +148,8 @@ class ForkServer:
                 return
             if not child:
                 return
+            if child not in self._channels:  # of an imported module
+                continue
             if os.WIFSTOPPED(status):
                 self._tell(child, STOPPED)
             elif os.WIFCONTINUED(status):
@@ -221,6 +223,9 @@ def _import(names: Iterable[str]) -> None:
             imported = import_module(module)
             if function:
                 getattr(imported, function)()
+        except RuntimeError as error:
+            log.warning("the fork server ends: %s", error)
+            sys.exit(1)
         except Exception as error:  # a module may raise any type
             log.warning("not imported ahead: %s: %r", name, error)
 

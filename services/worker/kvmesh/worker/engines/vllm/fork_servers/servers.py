@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -93,24 +94,28 @@ class ForkServers:
             with suppress(OSError, ValueError):
                 environment: dict[str, str] = json.loads(file.read_bytes())
                 found[fingerprint(environment)] = difference(environment, self._base)
-        if not found or list(found.values()) == self._recorded():
+        new_record = [found[name] for name in sorted(found)][: _processors()]
+        if not found or new_record == self._recorded():
             return
         new = self._record.with_name(f"new.{os.getpid()}.tmp")
         try:
             self._record.parent.mkdir(mode=0o700, exist_ok=True)
-            new.write_text(json.dumps([found[name] for name in sorted(found)]))
+            new.write_text(json.dumps(new_record))
             new.rename(self._record)
         except OSError as error:
             log.info("the next start of vLLM has no fork servers: %s", error)
 
     def close(self) -> None:
-        """End the servers, whose processes have ended; others end with their processes."""
+        """End the servers; processes of theirs that still run end with them."""
         for server in self._servers:
             assert server.stdin is not None
             server.stdin.close()
+        deadline = time.monotonic() + STOP_S
         for server in self._servers:
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(STOP_S)
+            try:
+                server.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:  # it imports, or has processes that end after it
+                server.terminate()
         self._servers.clear()
         if self._scratch is not None:
             self._scratch.close()
@@ -127,7 +132,7 @@ class ForkServers:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.info("%s is not used: %s", self._record, error)
             return []
-        return found[: os.cpu_count() or 1]
+        return found[: _processors()]
 
     def _start_server(self, folder: Path, changes: Changes) -> None:
         environment = changed(self._base, decisive(changes))
@@ -156,6 +161,10 @@ def adopt() -> None:
     """In a process of vLLM: let those that it spawns come from the same servers."""
     if executable := os.environ.get(EXECUTABLE_VARIABLE):
         multiprocessing.set_executable(executable)
+
+
+def _processors() -> int:
+    return os.cpu_count() or 1
 
 
 def _script(folder: Path) -> str:
