@@ -224,18 +224,25 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "process", "reason"),
     [
-        (["--model", "nothing"], "worker-0", "nothing is not a Hugging Face model folder"),
+        (["--model", "damaged"], "worker-0", "cannot read the tokenizer in damaged"),
         (["--frontend-keys-file", "none.toml"], "frontend-0", "none.toml: No such file"),
         (["--kvbm", "--kvbm-key-file", __file__], "kvbm-0", "kvbm.key must be"),
     ],
 )
 async def test_a_setting_that_a_process_refuses_ends_the_start(
-    make: Factory, options: list[str], process: str, reason: str
+    damaged: None, make: Factory, options: list[str], process: str, reason: str
 ) -> None:
     up = make("--workers", "1", *options)
     assert await up.ended(60) == 1
     assert f"kvmesh up: {process} exited with status 2" in up.output
     assert up.output.count(reason) == 1
+
+
+async def test_a_model_that_is_nowhere_ends_the_start(make: Factory) -> None:
+    up = make("--workers", "1", "--model", "nothing")
+    assert await up.ended(60) == 1
+    assert "kvmesh up: worker-0 exited with status 1" in up.output
+    assert "nothing is no folder, and cannot come from the mesh" in up.output
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ async def test_a_source_that_is_killed_is_left_in_mid_tensor(
     sources[0].signal(signal.SIGKILL)
     found = await sources_of(target)
     assert has_copy(target, manifest, model)
-    assert found[sources[1].job.instance] > manifest.size // 2
+    assert found[sources[1].job.instance] > manifest.size // 4
     assert sources[0].deaths
 
 

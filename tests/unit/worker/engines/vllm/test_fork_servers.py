@@ -1,53 +1,20 @@
 """Processes of multiprocessing come from fork servers, and behave as spawned ones."""
 
 import json
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked_processes import AHEAD, SPAWN, tell, tell_of_child
 from support.wait import PATIENCE_S
 
 from kvmesh.worker.engines.vllm.fork_servers.environments import changed, difference, fingerprint
-from kvmesh.worker.engines.vllm.fork_servers.servers import RECORD, ForkServers, adopt
+from kvmesh.worker.engines.vllm.fork_servers.servers import RECORD, ForkServers
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
-
-AHEAD = "colorsys"  # a module that nothing else imports
-SPAWN = multiprocessing.get_context("spawn")
-
-
-def tell(channel: Connection) -> None:
-    """Send facts about this process, then wait for an exit code."""
-    channel.send(
-        {
-            "pid": os.getpid(),
-            "parent": os.getppid(),
-            "ahead": AHEAD in sys.modules,
-            "folder": os.getcwd(),
-            "name": multiprocessing.current_process().name,
-            "value": os.environ.get("VALUE"),
-            "executable": multiprocessing.spawn.get_executable(),
-        }
-    )
-    sys.exit(channel.recv())
-
-
-def tell_of_child(channel: Connection) -> None:
-    """Be a process of vLLM: adopt the servers, and pass on what a process of one's own tells."""
-    adopt()
-    here, there = SPAWN.Pipe()
-    child = SPAWN.Process(target=tell, args=(there,))
-    child.start()
-    channel.send({**here.recv(), "of": os.getpid()})
-    here.send(0)
-    child.join()
-    sys.exit(channel.recv())
 
 
 class Spawned:

@@ -114,8 +114,9 @@ class ForkServers:
         for server in self._servers:
             try:
                 server.wait(max(deadline - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:  # it imports, or has processes that end after it
-                server.terminate()
+            except subprocess.TimeoutExpired:  # it imports, or has processes that do not end
+                server.kill()
+                server.wait()
         self._servers.clear()
         if self._scratch is not None:
             self._scratch.close()
