@@ -61,8 +61,8 @@ lint: $(ENGINES)
 types: $(ENGINES)
 	$(BIN)/mypy
 
-unit clients: PARALLEL := --numprocesses 2 --dist loadfile
-mesh chaos: PARALLEL := --numprocesses 4 --dist loadfile
+unit clients chaos: PARALLEL := --numprocesses 2 --dist loadfile
+mesh: PARALLEL := --numprocesses 4 --dist loadfile
 
 # Debian's package, unpacked here unless it is installed; without it, the tests of rules and boards are skipped.
 .prometheus/.installed:
