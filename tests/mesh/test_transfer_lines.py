@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Grant, Line, SendingPace, TransferError, Transport
-from kvmesh.transfer.channel import Descriptor
+from kvmesh.transfer.channel import Descriptor, TransferReply, encode_message
 
 SIZE = 3 << 20
 CONTENT = bytes(range(256)) * (SIZE // 256)
@@ -137,6 +137,23 @@ async def test_a_silent_owner_is_noticed() -> None:
     with pytest.raises(TransferError) as caught:
         await asyncio.to_thread(gone.read, b"t" * 16, 0, memoryview(bytearray(1)))
     assert caught.value.code == "unreachable"
+
+
+async def test_a_direct_read_that_was_not_asked_for_is_refused() -> None:
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4)
+        writer.write(encode_message(TransferReply(agent="x")))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    line = Line(Descriptor("127.0.0.1", port, b"t" * 16, True))
+    with pytest.raises(TransferError, match="not asked for") as caught:
+        await asyncio.to_thread(line.read, b"t" * 16, 0, memoryview(bytearray(1)))
+    assert caught.value.code == "failed"
+    server.close()
+    await server.wait_closed()
 
 
 async def test_readers_beyond_the_rate_come_back_later(file: Path) -> None:

@@ -47,6 +47,9 @@ class Line:
         with self._raising():
             if reply is None:
                 reply = self._ask(want)
+            if reply.agent and not direct:
+                reason = "permission for a direct read that was not asked for"
+                raise TransferError("failed", self._owner.address, reason)
             assert self._socket is not None
             if not reply.agent:
                 self._fill(self._socket, into)
