@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from kvmesh.runtime.background import ended
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer.channel import Channel, Closed, Descriptor, Got, Silent, TransferReply, Want
 from kvmesh.transfer.errors import TransferError
@@ -121,16 +122,13 @@ class Transport:
         reading = asyncio.create_task(
             self._agent.read(descriptor.address, reply, into, pieces), name="direct read"
         )
-        cancelled = False
-        while not reading.done():
-            try:
-                await asyncio.wait([reading])
-            except asyncio.CancelledError:
-                if not cancelled:
-                    cancelled = reading.cancel()
-        if cancelled and (reading.cancelled() or reading.exception() is None):
-            raise asyncio.CancelledError
-        await reading
+        try:
+            await ended(reading, reading.cancel)
+        except asyncio.CancelledError:
+            error = None if reading.cancelled() else reading.exception()
+            if isinstance(error, TransferError) and not error.settled:
+                raise error from None  # the caller must not use the region again
+            raise
 
     def lend_view(self, size: int, content: Callable[[], bytes]) -> LentView:
         """`size` bytes to be lent over TCP until closed; `content` is called for each read."""

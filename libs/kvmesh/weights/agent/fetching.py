@@ -9,6 +9,7 @@ from typing import Any
 
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
+from kvmesh.runtime.background import ended
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.weights.agent.readers import LINES, ChunkReader, SourceReader
 from kvmesh.weights.agent.staging import ChunkBuffers
@@ -158,7 +159,8 @@ class WeightFetch:
         reason: Failure | None = None
         try:
             async with asyncio.timeout_at(request.deadline):
-                await self._read(name, reader, chunk)
+                buffer = await self._read(name, reader, chunk)
+            await self._write(chunk, buffer)
         except TimeoutError:
             reason = "timeout"
         except WrongDigest as error:
@@ -190,8 +192,8 @@ class WeightFetch:
             self._end(self._plan.failed(name, chunk, reason, now), name)
         self._changed.set()
 
-    async def _read(self, name: str, reader: ChunkReader, chunk: int) -> None:
-        """Have a chunk in the copy, verified and marked; other bytes never enter the copy."""
+    async def _read(self, name: str, reader: ChunkReader, chunk: int) -> memoryview:
+        """A buffer that begins with the verified bytes of a chunk."""
         size = self._copy.manifest.chunks[chunk].size
         async with self._slots[name]:
             buffer = self._staging.take()
@@ -200,23 +202,18 @@ class WeightFetch:
             except BaseException as error:
                 (self._staging.give if _has_ended(reader, error) else self._staging.lose)(buffer)
                 raise
+        return buffer
+
+    async def _write(self, chunk: int, buffer: memoryview) -> None:
+        """Put verified bytes into the copy, and return their buffer."""
         try:
-            await self._write(chunk, buffer[:size])
+            if not self._copy.has(chunk):
+                data = buffer[: self._copy.manifest.chunks[chunk].size]
+                loop = asyncio.get_running_loop()
+                await ended(loop.run_in_executor(self._pool, self._copy.write, chunk, data))
+                self._copy.mark(chunk)
         finally:
             self._staging.give(buffer)
-
-    async def _write(self, chunk: int, data: memoryview) -> None:
-        """Put verified bytes into the copy; a write that has begun ends before this does."""
-        if self._copy.has(chunk):
-            return
-        loop = asyncio.get_running_loop()
-        writing = loop.run_in_executor(self._pool, self._copy.write, chunk, data)
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            raise
-        self._copy.mark(chunk)
 
     async def _poll(self, name: str, reader: ChunkReader) -> None:
         """Read a source's list of chunks."""

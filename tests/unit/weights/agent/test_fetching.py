@@ -1,6 +1,7 @@
 """Fetches of a copy from scripted sources."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,6 +136,29 @@ async def test_a_full_memory_ends_the_fetch(
     with pytest.raises(StoreFull, match="No space"):
         await fetch_of(copy, good=ScriptedReader(copy, folder)).run(10)
     assert not any(copy.have[:])
+
+
+async def test_a_buffer_is_free_only_after_its_write(
+    copy: StoredCopy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def write(chunk: int, data: memoryview) -> None:
+        writing.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(copy, "write", write)
+    fetch = fetch_of(copy)
+    task = asyncio.create_task(fetch._write(0, fetch._staging.take()))
+    await asyncio.to_thread(writing.wait, 10)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not fetch._staging._free
+    go_on.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert len(fetch._staging._free) == 1
 
 
 async def test_a_disk_with_other_files_is_no_source(copy: StoredCopy, folder: Path) -> None:
