@@ -19,6 +19,7 @@ from kvmesh.weights.checkpoint import weight_files
 from kvmesh.weights.client import WorkersProcess, access
 from kvmesh.weights.errors import CheckpointError, StoreError
 from kvmesh.weights.frames import (
+    ServingReport,
     WeightsCounts,
     WeightsEvent,
     WeightsFromDisk,
@@ -80,7 +81,7 @@ class WorkerWeights:
             longest_s,
         )
         self._process = WorkersProcess(job, self._report, self._restart)
-        self.sample = ServingSample(self._report_serving)
+        self.sample = ServingSample(self._report_transfers)
         self.archives = ProcessExchange(self._process, weights)
 
     @property
@@ -140,6 +141,9 @@ class WorkerWeights:
         while True:
             await asyncio.sleep(REPORT_S)
             self._report_serving()
+
+    def _report_transfers(self) -> None:
+        self._process.serving(ServingReport(transfers=True))
 
     def _report_serving(self) -> None:
         report = self.sample.take(asyncio.get_running_loop().time())
