@@ -31,6 +31,7 @@ from kvmesh.weights.frames import (
 COMMAND = (sys.executable, "-m", "kvmesh.weights.agent.process")
 STOP_S = 5.0
 OFFER_S = 30.0
+MOST_UNREAD = 64 << 10  # bytes in the pipe's buffer
 ANSWER_MARGIN_S = 30.0  # for its imports, and its connection to NATS
 
 
@@ -132,8 +133,14 @@ class WorkersProcess:
         self._send(EngineRuns())
 
     def serving(self, report: ServingReport) -> None:
-        """Tell what the parent has served, so that sending weights does not slow it down."""
-        self._send(report)
+        """Tell what the parent has served, so that sending weights does not slow it down.
+
+        A process that does not read is told nothing more.
+        """
+        if self._process is None or self._process.stdin is None:
+            return
+        if self._process.stdin.transport.get_write_buffer_size() <= MOST_UNREAD:
+            self._send(report)
 
     async def want_copy(self, digest: str, timeout_s: float) -> None:
         """Have the copy with this digest in the store, and offered to others.
