@@ -12,6 +12,7 @@ import pytest_asyncio
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Grant, Line, SendingPace, TransferError, Transport
 from kvmesh.transfer.channel import Descriptor, TransferReply, encode_message
+from kvmesh.transfer.transport import decode_descriptor
 
 SIZE = 3 << 20
 CONTENT = bytes(range(256)) * (SIZE // 256)
@@ -154,6 +155,12 @@ async def test_a_direct_read_that_was_not_asked_for_is_refused() -> None:
     assert caught.value.code == "failed"
     server.close()
     await server.wait_closed()
+
+
+def test_a_malformed_descriptor_is_refused() -> None:
+    for data in (b"", b"nonsense", b"\x94\xa2\xff\xff\x01\xc4\x01t\xc2"):  # the last: no UTF-8
+        with pytest.raises(TransferError, match="malformed"):
+            decode_descriptor(data)
 
 
 async def test_readers_beyond_the_rate_come_back_later(file: Path) -> None:

@@ -69,12 +69,11 @@ class SourceReader:
     def renewed(self, offer: WeightOffer) -> bool:
         """True if an offer is of the same process, which may have NIXL by now."""
         try:
-            token = decode_descriptor(offer.have).token
+            if decode_descriptor(offer.have).token != self._have.token:
+                return False
+            self._take_over(offer)
         except TransferError:
             return False
-        if token != self._have.token:
-            return False
-        self._take_over(offer)
         return True
 
     async def read(self, chunk: int, target: memoryview) -> None:
