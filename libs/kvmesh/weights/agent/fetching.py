@@ -49,9 +49,10 @@ class WeightFetch:
         self._store: ChunkReader | None = None
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
+        self._searching: asyncio.Task[None] | None = None
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(_slots)
         self._staging = ChunkBuffers(max(chunk.size for chunk in manifest.chunks), transport)
-        self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
+        self._pool = ThreadPoolExecutor((LINES + 1) * options.sources + 4, "weights")
         self._changed = asyncio.Event()
         self._arrived_at = 0.0
         self._full: StoreFull | None = None
@@ -72,6 +73,9 @@ class WeightFetch:
     def offer(self, offer: WeightOffer) -> None:
         """Take chunks from a worker; one that has started anew replaces its former self."""
         name, now = offer.instance, _now()
+        if name in (DISK, STORE):
+            self._report(name, "a worker offers them under this name, and is not asked")
+            return
         known = self._readers.get(name)
         if isinstance(known, SourceReader) and name in self._plan.sources:
             if known.renewed(offer):
@@ -107,7 +111,6 @@ class WeightFetch:
         Raises WeightsLost if nothing arrives for `patience_s` seconds, or StoreFull.
         """
         self._arrived_at = search_at = _now()
-        searching: asyncio.Task[None] | None = None
         try:
             while not self._plan.done:
                 now = _now()
@@ -116,15 +119,28 @@ class WeightFetch:
                 if now - self._arrived_at > patience_s:
                     raise WeightsLost(f"no chunk has arrived for {patience_s:g} s")
                 if self.peers < self._options.sources and now >= search_at:
-                    if searching is None or searching.done():
-                        searching = asyncio.create_task(self._search(self._has_enough))
+                    if self._searching is None or self._searching.done():
+                        self._searching = asyncio.create_task(self._search(self._has_enough))
                     search_at = now + SEARCH_S
                 if self._store is not None and STORE not in self._readers:
                     self.add_store(self._store)
                 self._start(now)
                 await self._wait(now, search_at)
         finally:
-            await self._close(searching)
+            await self.close()
+
+    async def close(self) -> None:
+        """End all requests, and close the sources; also of a fetch that has not run."""
+        tasks = [*self._tasks.values(), *self._polls.values()]
+        tasks += [self._searching] if self._searching is not None else []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for reader in self._readers.values():
+            reader.close()
+        self._staging.close()
+        self._pool.shutdown(wait=False)
 
     def _has_enough(self) -> bool:
         return self.peers >= self._options.sources
@@ -200,7 +216,10 @@ class WeightFetch:
             try:
                 await reader.read(chunk, buffer[:size])
             except BaseException as error:
-                (self._staging.give if _has_ended(reader, error) else self._staging.lose)(buffer)
+                if isinstance(error, TransferError) and not error.settled:
+                    self._staging.lose(buffer)
+                elif reader.direct or not isinstance(error, asyncio.CancelledError):
+                    self._staging.give(buffer)  # else a thread may still write into it
                 raise
         return buffer
 
@@ -218,10 +237,13 @@ class WeightFetch:
     async def _poll(self, name: str, reader: ChunkReader) -> None:
         """Read a source's list of chunks."""
         try:
-            have = await reader.have()
+            async with asyncio.timeout(self._options.ceiling_s):
+                have = await reader.have()
             self._plan.learn(name, have, _now())
         except (TransferError, OSError) as error:
             code = error.code if isinstance(error, TransferError) else "lost"
+            if isinstance(error, TimeoutError):
+                code = "timeout"
             if code in ("revoked", "refused"):
                 self._end(self._plan.leave(name), name)
             else:
@@ -247,25 +269,6 @@ class WeightFetch:
     def _report(self, source: str, reason: str) -> None:
         if self._logged.first(source, reason.partition(":")[0]):
             log.warning("weights from %s: %s", source, reason)
-
-    async def _close(self, searching: "asyncio.Task[None] | None") -> None:
-        tasks = [*self._tasks.values(), *self._polls.values()]
-        tasks += [searching] if searching is not None else []
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        for reader in self._readers.values():
-            reader.close()
-        self._staging.close()
-        self._pool.shutdown(wait=False)
-
-
-def _has_ended(reader: ChunkReader, error: BaseException) -> bool:
-    """True if a read that failed so writes no more into its target."""
-    if isinstance(error, asyncio.CancelledError):
-        return reader.direct
-    return not isinstance(error, TransferError) or error.settled
 
 
 def _slots() -> asyncio.Semaphore:
