@@ -97,7 +97,7 @@ class WorkersProcess:
         self._reading: asyncio.Task[None] | None = None
         self._runs = False
         self._offered: set[str] = set()
-        self._waiting: dict[str, asyncio.Future[str]] = {}
+        self._waiting: dict[str, list[asyncio.Future[str]]] = {}
 
     async def start(self) -> None:
         """Start it, to go on with the answer of one that has died; raises OSError."""
@@ -163,23 +163,28 @@ class WorkersProcess:
     async def _ask(self, message: CopyWanted | CopyOffered, timeout_s: float) -> None:
         if self._process is None:
             raise WeightsLost("there is no weights process")
-        answer = self._waiting[message.digest] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(message.digest, [])
+        waiting.append(answer)
         try:
             async with asyncio.timeout(timeout_s):
-                self._send(message)
+                if len(waiting) == 1:  # else the answer to an earlier message is this one's, too
+                    self._send(message)
                 if reason := await answer:
                     raise WeightsLost(reason)
         except TimeoutError as error:
             reason = f"the weights process has not answered in {timeout_s:g} s"
             raise WeightsLost(reason) from error
         finally:
-            self._waiting.pop(message.digest, None)
+            waiting.remove(answer)
+            if not waiting:
+                self._waiting.pop(message.digest, None)
 
     def _receive(self, event: WeightsEvent) -> None:
         if not isinstance(event, CopyReady):
             self._on_event(event)
-        elif (answer := self._waiting.get(event.digest)) is not None and not answer.done():
-            answer.set_result(event.reason)
+        else:
+            _answer_all(self._waiting.get(event.digest, []), event.reason)
 
     async def close(self) -> None:
         """End the process; its copy goes unless it is kept or used."""
@@ -225,13 +230,18 @@ class WorkersProcess:
                 process.kill()
                 await process.wait()
                 reason = f"the weights process sends nonsense: {error}"
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_result(reason)
+        for answers in self._waiting.values():
+            _answer_all(answers, reason)
         if self._process is not process:
             return
         self._process = None
         self._on_death(reason)
+
+
+def _answer_all(answers: "list[asyncio.Future[str]]", reason: str) -> None:
+    for answer in answers:
+        if not answer.done():
+            answer.set_result(reason)
 
 
 def access(
