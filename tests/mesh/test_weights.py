@@ -18,7 +18,7 @@ from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE
 from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
-from kvmesh.weights.frames import ServingReport, WeightsFromDisk, WeightsTaken
+from kvmesh.weights.frames import ServingReport, WeightsTaken
 from kvmesh.weights.manifest import Manifest
 
 
@@ -155,7 +155,7 @@ async def test_wrong_bytes_are_refused(agents: Agents, model: Path, manifest: Ma
     await liar.join()
     target = await agents.start("target", wait_s=2)
     await answered(target)
-    await eventually(lambda: target.event(WeightsFromDisk))
+    await eventually(lambda: not target.store().list(), what="the copy is given up")
     await eventually(lambda: target.counts.failed.get("corrupt"))
     assert target.counts.taken["peer"] == 0
     assert target.event(WeightsTaken) is None

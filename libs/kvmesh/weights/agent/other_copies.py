@@ -65,8 +65,8 @@ class OtherCopies:
 
     async def close(self) -> None:
         await self._tasks.close()
-        while self._copies:
-            self._copies.popitem()[1].close()
+        for digest in list(self._copies):
+            await self._drop(digest)
 
     def _store(self) -> WeightStore:
         return WeightStore(self._settings.directory, self._settings.max_bytes)
