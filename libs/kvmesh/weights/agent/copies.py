@@ -14,7 +14,7 @@ from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.transfer import Transport
-from kvmesh.weights.agent.fetching import DISK, STORE, WeightFetch
+from kvmesh.weights.agent.fetching import WeightFetch
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.own_files import OwnFiles
 from kvmesh.weights.agent.readers import DiskReader
@@ -23,6 +23,8 @@ from kvmesh.weights.agent.target import digest_on_cards, stored_manifest
 from kvmesh.weights.answer import WeightsAnswer, write_answer
 from kvmesh.weights.errors import CheckpointError, ManifestError, WeightsError, WeightsLost
 from kvmesh.weights.frames import (
+    DISK,
+    STORE,
     WeightsCounts,
     WeightsFromDisk,
     WeightsJob,

@@ -14,12 +14,11 @@ from kvmesh.transfer import TransferError, Transport
 from kvmesh.weights.agent.readers import LINES, ChunkReader, SourceReader
 from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.errors import StoreFull, WeightsLost, WrongDigest
+from kvmesh.weights.frames import DISK, STORE
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 
 log = logging.getLogger(__name__)
-DISK = "disk"
-STORE = "store"
 SEARCH_S = 2.0  # between queries while there are fewer sources than there may be
 _FAILURES: dict[str, Failure] = {"busy": "busy", "timeout": "timeout"}
 

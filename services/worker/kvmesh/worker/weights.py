@@ -19,6 +19,8 @@ from kvmesh.weights.checkpoint import weight_files
 from kvmesh.weights.client import WorkersProcess, access
 from kvmesh.weights.errors import CheckpointError, StoreError
 from kvmesh.weights.frames import (
+    DISK,
+    STORE,
     ServingReport,
     WeightsCounts,
     WeightsEvent,
@@ -34,7 +36,7 @@ from kvmesh.worker.requests.serving_sample import ServingSample
 
 log = logging.getLogger(__name__)
 LOADERS = ("torch", "vllm", "sglang", "trtllm")  # that read the answer; others only offer files
-WEIGHTS, DISK, STORE = "weights", "disk", "store"
+WEIGHTS = "weights"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
 MAX_DEATHS = 5
 REPORT_S = 0.2
