@@ -82,7 +82,7 @@ class CopyTaker:
         if reason:
             await self._drop()
             if self._answered:
-                log.warning("the copy that the engine loads is not completed: %s", reason)
+                log.warning("the engine's copy of the weights is given up: %s", reason)
             else:
                 self._answer(WeightsAnswer(disk=reason))
                 self._send(WeightsFromDisk(reason))
