@@ -18,6 +18,7 @@ from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE
 from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
+from kvmesh.weights.client import MOST_UNREAD
 from kvmesh.weights.frames import ServingReport, WeightsTaken
 from kvmesh.weights.manifest import Manifest
 
@@ -409,6 +410,27 @@ async def test_a_copy_that_is_withdrawn_while_it_arrives_leaves_no_trace(
     await source(agents, "third", model, manifest)
     await target.process.want_copy(manifest.digest, 60)
     assert has_copy(target, manifest, model)
+
+
+async def test_several_askers_get_the_answer_of_one_copy(
+    agents: Agents, manifest: Manifest, model: Path
+) -> None:
+    await source(agents, "first", model, manifest)
+    target = await agents.start("second")
+    await asyncio.gather(*(target.process.want_copy(manifest.digest, 60) for _ in range(3)))
+    assert has_copy(target, manifest, model)
+
+
+async def test_a_frozen_process_is_told_a_bounded_amount(agents: Agents) -> None:
+    frozen = await agents.start("frozen")
+    frozen.signal(signal.SIGSTOP)
+    for _ in range(20_000):
+        frozen.process.serving(ServingReport(transfers=True))
+    process = frozen.process._process
+    assert process is not None
+    assert process.stdin is not None
+    assert MOST_UNREAD <= process.stdin.transport.get_write_buffer_size() < MOST_UNREAD + 1000
+    frozen.signal(signal.SIGCONT)
 
 
 def arrived(agent: Agent, manifest: Manifest) -> int:

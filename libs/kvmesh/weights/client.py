@@ -168,8 +168,7 @@ class WorkersProcess:
         waiting.append(answer)
         try:
             async with asyncio.timeout(timeout_s):
-                if len(waiting) == 1:  # else the answer to an earlier message is this one's, too
-                    self._send(message)
+                self._send(message)
                 if reason := await answer:
                     raise WeightsLost(reason)
         except TimeoutError as error:
