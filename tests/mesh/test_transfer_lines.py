@@ -163,6 +163,36 @@ def test_a_malformed_descriptor_is_refused() -> None:
             decode_descriptor(data)
 
 
+class StubbornAgent:
+    """Fails as soon as its read is cancelled."""
+
+    def __init__(self, settled: bool) -> None:
+        self._settled = settled
+
+    async def read(self, *arguments: object) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise TransferError("failed", "peer", "NIXL", settled=self._settled)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+async def test_a_cancelled_direct_read_fails_only_if_its_memory_is_lost(
+    owner: Transport, settled: bool
+) -> None:
+    region = owner.register(bytearray(8))
+    owner._agent = StubbornAgent(settled)  # type: ignore[assignment]
+    descriptor = Descriptor("127.0.0.1", 1, b"t" * 16, True)
+    read = owner.read_directly(descriptor, TransferReply(agent="x"), region, 0, 8)
+    reading = asyncio.create_task(read)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError if settled else TransferError):
+        await reading
+    region.close()  # it was registered before there was an agent
+
+
 async def test_readers_beyond_the_rate_come_back_later(file: Path) -> None:
     slow = await Transport.open(TransferSettings(via="tcp"), SendingPace(100_000))
     grant = described(slow.lend_file(file, sent).grant([(0, SIZE)], 30))
