@@ -4,18 +4,26 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.wait import eventually
 from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import WeightOffer
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.settings.schema import TransferSettings
+from kvmesh.transfer import TransferError, Transport
+from kvmesh.transfer.channel import Descriptor, TransferReply, encode_message
 from kvmesh.weights.agent.manifests import ManifestStore
+from kvmesh.weights.agent.readers import SourceReader
 from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE
+from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.client import MOST_UNREAD
@@ -431,6 +439,30 @@ async def test_a_frozen_process_is_told_a_bounded_amount(agents: Agents) -> None
     assert process.stdin is not None
     assert MOST_UNREAD <= process.stdin.transport.get_write_buffer_size() < MOST_UNREAD + 1000
     frozen.signal(signal.SIGCONT)
+
+
+async def test_a_source_that_permits_more_than_was_asked_is_refused(manifest: Manifest) -> None:
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4)
+        writer.write(encode_message(TransferReply(agent="x")))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    owner = msgspec.msgpack.encode(Descriptor("127.0.0.1", port, b"t" * 16, True))
+    files = [owner] * len(manifest.files)
+    offer = WeightOffer("liar", manifest.digest, files, owner, complete=False)
+    transport = await Transport.open(TransferSettings(via="tcp"))
+    transport._agent = object()  # type: ignore[assignment]
+    with ThreadPoolExecutor() as pool:
+        reader = SourceReader(offer, manifest, pool, ChunkBuffers(CHUNK, transport))
+        with pytest.raises(TransferError, match="not asked for"):
+            await reader.have()
+        reader.close()
+    await transport.close()
+    server.close()
+    await server.wait_closed()
 
 
 def arrived(agent: Agent, manifest: Manifest) -> int:
