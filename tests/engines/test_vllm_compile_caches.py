@@ -10,10 +10,10 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import worker_cards
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import CompiledOffer
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.worker.compiled.start import worker_cards
 
 pytestmark = [
     pytest.mark.vllm,

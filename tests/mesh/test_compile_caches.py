@@ -14,6 +14,7 @@ from support.wait import eventually
 from support.weights import Agent, Agents, make_weights
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import worker_cards
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import CompiledOffer, Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
@@ -21,7 +22,6 @@ from kvmesh.settings.schema import WeightsSettings
 from kvmesh.worker.compiled.cache import VARIABLES, CompileCache
 from kvmesh.worker.compiled.environment import CompileEnvironment
 from kvmesh.worker.compiled.exchange import ProcessExchange
-from kvmesh.worker.compiled.start import worker_cards
 
 KEY = b"k" * 32
 ENVIRONMENT = CompileEnvironment({"torch": "2.13"})

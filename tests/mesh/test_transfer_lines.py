@@ -11,7 +11,8 @@ import pytest_asyncio
 
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import Grant, Line, SendingPace, TransferError, Transport
-from kvmesh.transfer.channel import Descriptor
+from kvmesh.transfer.channel import Descriptor, TransferReply, encode_message
+from kvmesh.transfer.transport import decode_descriptor
 
 SIZE = 3 << 20
 CONTENT = bytes(range(256)) * (SIZE // 256)
@@ -137,6 +138,59 @@ async def test_a_silent_owner_is_noticed() -> None:
     with pytest.raises(TransferError) as caught:
         await asyncio.to_thread(gone.read, b"t" * 16, 0, memoryview(bytearray(1)))
     assert caught.value.code == "unreachable"
+
+
+async def test_a_direct_read_that_was_not_asked_for_is_refused() -> None:
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4)
+        writer.write(encode_message(TransferReply(agent="x")))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    line = Line(Descriptor("127.0.0.1", port, b"t" * 16, True))
+    with pytest.raises(TransferError, match="not asked for") as caught:
+        await asyncio.to_thread(line.read, b"t" * 16, 0, memoryview(bytearray(1)))
+    assert caught.value.code == "failed"
+    server.close()
+    await server.wait_closed()
+
+
+def test_a_malformed_descriptor_is_refused() -> None:
+    for data in (b"", b"nonsense", b"\x94\xa2\xff\xff\x01\xc4\x01t\xc2"):  # the last: no UTF-8
+        with pytest.raises(TransferError, match="malformed"):
+            decode_descriptor(data)
+
+
+class StubbornAgent:
+    """Fails as soon as its read is cancelled."""
+
+    def __init__(self, settled: bool) -> None:
+        self._settled = settled
+
+    async def read(self, *arguments: object) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise TransferError("failed", "peer", "NIXL", settled=self._settled)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+async def test_a_cancelled_direct_read_fails_only_if_its_memory_is_lost(
+    owner: Transport, settled: bool
+) -> None:
+    region = owner.register(bytearray(8))
+    owner._agent = StubbornAgent(settled)  # type: ignore[assignment]
+    descriptor = Descriptor("127.0.0.1", 1, b"t" * 16, True)
+    read = owner.read_directly(descriptor, TransferReply(agent="x"), region, 0, 8)
+    reading = asyncio.create_task(read)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError if settled else TransferError):
+        await reading
+    region.close()  # it was registered before there was an agent
 
 
 async def test_readers_beyond_the_rate_come_back_later(file: Path) -> None:

@@ -4,21 +4,30 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.wait import eventually
 from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.messages import WeightOffer
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.settings.schema import TransferSettings
+from kvmesh.transfer import TransferError, Transport
+from kvmesh.transfer.channel import Descriptor, TransferReply, encode_message
 from kvmesh.weights.agent.manifests import ManifestStore
+from kvmesh.weights.agent.readers import SourceReader
 from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE
+from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.answer import WeightsAnswer
 from kvmesh.weights.checkpoint import checkpoint_manifest
-from kvmesh.weights.frames import ServingReport, WeightsFromDisk, WeightsTaken
+from kvmesh.weights.client import MOST_UNREAD
+from kvmesh.weights.frames import ServingReport, WeightsTaken
 from kvmesh.weights.manifest import Manifest
 
 
@@ -130,7 +139,7 @@ async def test_a_source_that_is_killed_is_left_in_mid_tensor(
     sources = [await source(agents, f"s{n}", model, manifest, **rate) for n in range(2)]
     await sources[0].join()
     target = await agents.start("target")
-    await eventually(lambda: sum(target.counts.taken.values()) > manifest.size // 8)
+    await eventually(lambda: arrived(target, manifest) > len(manifest.chunks) // 8)
     sources[0].signal(signal.SIGKILL)
     found = await sources_of(target)
     assert has_copy(target, manifest, model)
@@ -155,7 +164,7 @@ async def test_wrong_bytes_are_refused(agents: Agents, model: Path, manifest: Ma
     await liar.join()
     target = await agents.start("target", wait_s=2)
     await answered(target)
-    await eventually(lambda: target.event(WeightsFromDisk))
+    await eventually(lambda: not target.store().list(), what="the copy is given up")
     await eventually(lambda: target.counts.failed.get("corrupt"))
     assert target.counts.taken["peer"] == 0
     assert target.event(WeightsTaken) is None
@@ -409,6 +418,51 @@ async def test_a_copy_that_is_withdrawn_while_it_arrives_leaves_no_trace(
     await source(agents, "third", model, manifest)
     await target.process.want_copy(manifest.digest, 60)
     assert has_copy(target, manifest, model)
+
+
+async def test_several_askers_get_the_answer_of_one_copy(
+    agents: Agents, manifest: Manifest, model: Path
+) -> None:
+    await source(agents, "first", model, manifest)
+    target = await agents.start("second")
+    await asyncio.gather(*(target.process.want_copy(manifest.digest, 60) for _ in range(3)))
+    assert has_copy(target, manifest, model)
+
+
+async def test_a_frozen_process_is_told_a_bounded_amount(agents: Agents) -> None:
+    frozen = await agents.start("frozen")
+    frozen.signal(signal.SIGSTOP)
+    for _ in range(20_000):
+        frozen.process.serving(ServingReport(transfers=True))
+    process = frozen.process._process
+    assert process is not None
+    assert process.stdin is not None
+    assert MOST_UNREAD <= process.stdin.transport.get_write_buffer_size() < MOST_UNREAD + 1000
+    frozen.signal(signal.SIGCONT)
+
+
+async def test_a_source_that_permits_more_than_was_asked_is_refused(manifest: Manifest) -> None:
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4)
+        writer.write(encode_message(TransferReply(agent="x")))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    owner = msgspec.msgpack.encode(Descriptor("127.0.0.1", port, b"t" * 16, True))
+    files = [owner] * len(manifest.files)
+    offer = WeightOffer("liar", manifest.digest, files, owner, complete=False)
+    transport = await Transport.open(TransferSettings(via="tcp"))
+    transport._agent = object()  # type: ignore[assignment]
+    with ThreadPoolExecutor() as pool:
+        reader = SourceReader(offer, manifest, pool, ChunkBuffers(CHUNK, transport))
+        with pytest.raises(TransferError, match="not asked for"):
+            await reader.have()
+        reader.close()
+    await transport.close()
+    server.close()
+    await server.wait_closed()
 
 
 def arrived(agent: Agent, manifest: Manifest) -> int:

@@ -1,8 +1,8 @@
-"""Background tasks of one component."""
+"""Background tasks of one component, and work that must end before its caller does."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -52,3 +52,23 @@ class BackgroundTasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background task %s failed", task.get_name(), exc_info=error)
+
+
+async def ended(work: "asyncio.Future[T]", on_cancel: Callable[[], object] = lambda: None) -> T:
+    """The result of work, which has always ended when this does.
+
+    The first cancellation calls `on_cancel`; it is raised after the end of the work.
+    """
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            if not cancelled:
+                cancelled = True
+                on_cancel()
+    if not cancelled:
+        return work.result()
+    if not work.cancelled():
+        work.exception()  # so that it is not reported as one that nobody has seen
+    raise asyncio.CancelledError

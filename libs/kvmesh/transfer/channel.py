@@ -119,7 +119,7 @@ class Channel:
             body += await self._exactly(size - MAX_UNAUTHENTICATED)
         try:
             return msgspec.msgpack.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise Closed(str(error)) from error
 
     async def send_bytes(self, data: memoryview) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.transfer.channel import (
     LENGTH_BYTES,
     MAX_UNAUTHENTICATED,
@@ -18,6 +19,7 @@ from kvmesh.transfer.channel import (
 from kvmesh.transfer.errors import Code, TransferError
 from kvmesh.transfer.memory_ranges import Piece, pack
 
+_replies = MessageDecoder(TransferReply)
 QUIET_S = 3.0  # an owner that sends nothing for so long is frozen or gone
 
 
@@ -47,6 +49,9 @@ class Line:
         with self._raising():
             if reply is None:
                 reply = self._ask(want)
+            if reply.agent and not direct:
+                reason = "permission for a direct read that was not asked for"
+                raise TransferError("failed", self._owner.address, reason)
             assert self._socket is not None
             if not reply.agent:
                 self._fill(self._socket, into)
@@ -106,7 +111,7 @@ class Line:
             raise TransferError("failed", self._owner.address, f"a reply of {size} bytes")
         body = bytearray(size)
         self._fill(sock, memoryview(body))
-        return msgspec.msgpack.decode(body, type=TransferReply)
+        return _replies.decode(body)
 
     def _fill(self, sock: socket.socket, target: memoryview) -> None:
         done = 0

@@ -63,7 +63,7 @@ class TransferServer:
         family, _, _, _, address = found[0]
         self._listener = socket.create_server(address[:2], family=family, backlog=self._max_readers)
         self._listener.setblocking(False)
-        self._tasks.start(self._accept(self._listener), "block server")
+        self._tasks.start(self._accept(self._listener), "transfer server")
         bound: int = self._listener.getsockname()[1]
         return bound
 
@@ -79,13 +79,13 @@ class TransferServer:
                 self._mark(sock)
                 channel = Channel(sock)
             except OSError as error:
-                log.warning("cannot accept a reader of KV blocks: %s", error)
+                log.warning("cannot accept a reader: %s", error)
                 await asyncio.sleep(1.0)
                 continue
             if self._serving < self._max_readers + MAX_REFUSALS:
                 self._serving += 1
                 handle = self._refuse if self._serving > self._max_readers else self._serve_reader
-                self._tasks.start(self._serve(channel, handle), "block reader")
+                self._tasks.start(self._serve(channel, handle), "reader")
             else:
                 channel.close()
 
@@ -99,7 +99,7 @@ class TransferServer:
         try:
             await handle(channel)
         except (Closed, TimeoutError) as error:
-            log.debug("a reader of KV blocks has disconnected: %s", cause(error))
+            log.debug("a reader has disconnected: %s", cause(error))
         finally:
             self._serving -= 1
             channel.close()

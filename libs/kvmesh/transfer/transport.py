@@ -9,6 +9,8 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from kvmesh.bus.messages import MessageDecoder
+from kvmesh.runtime.background import ended
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer.channel import Channel, Closed, Descriptor, Got, Silent, TransferReply, Want
 from kvmesh.transfer.errors import TransferError
@@ -26,6 +28,7 @@ WILDCARDS = ("0.0.0.0", "::")
 MAX_READS = 8  # of one owner at once
 QUIET_S = 1.0  # owners reply and send at once: one that does not is frozen
 Via: TypeAlias = Literal["nixl", "tcp"]
+_descriptors = MessageDecoder(Descriptor)
 
 
 class Transport:
@@ -121,16 +124,13 @@ class Transport:
         reading = asyncio.create_task(
             self._agent.read(descriptor.address, reply, into, pieces), name="direct read"
         )
-        cancelled = False
-        while not reading.done():
-            try:
-                await asyncio.wait([reading])
-            except asyncio.CancelledError:
-                if not cancelled:
-                    cancelled = reading.cancel()
-        if cancelled and (reading.cancelled() or reading.exception() is None):
-            raise asyncio.CancelledError
-        await reading
+        try:
+            await ended(reading, reading.cancel)
+        except asyncio.CancelledError:
+            error = None if reading.cancelled() else reading.exception()
+            if isinstance(error, TransferError) and not error.settled:
+                raise error from None  # the caller must not use the region again
+            raise
 
     def lend_view(self, size: int, content: Callable[[], bytes]) -> LentView:
         """`size` bytes to be lent over TCP until closed; `content` is called for each read."""
@@ -204,7 +204,7 @@ class Transport:
 
     def _release(self, region: Region) -> None:
         self._regions.discard(region)
-        if self._agent is not None:
+        if region.direct and self._agent is not None:
             self._agent.deregister(region)
 
 
@@ -273,7 +273,7 @@ def _agent(via: str) -> NixlAgent | None:
 def decode_descriptor(descriptor: bytes) -> Descriptor:
     """Decode the descriptor of a grant; raises TransferError if it is malformed."""
     try:
-        return msgspec.msgpack.decode(descriptor, type=Descriptor)
+        return _descriptors.decode(descriptor)
     except msgspec.MsgspecError as error:
         raise TransferError("refused", "", f"malformed descriptor of a grant: {error}") from error
 

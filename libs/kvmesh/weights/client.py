@@ -31,6 +31,7 @@ from kvmesh.weights.frames import (
 COMMAND = (sys.executable, "-m", "kvmesh.weights.agent.process")
 STOP_S = 5.0
 OFFER_S = 30.0
+MOST_UNREAD = 64 << 10  # bytes in the pipe's buffer
 ANSWER_MARGIN_S = 30.0  # for its imports, and its connection to NATS
 
 
@@ -96,7 +97,7 @@ class WorkersProcess:
         self._reading: asyncio.Task[None] | None = None
         self._runs = False
         self._offered: set[str] = set()
-        self._waiting: dict[str, asyncio.Future[str]] = {}
+        self._waiting: dict[str, list[asyncio.Future[str]]] = {}
 
     async def start(self) -> None:
         """Start it, to go on with the answer of one that has died; raises OSError."""
@@ -132,8 +133,14 @@ class WorkersProcess:
         self._send(EngineRuns())
 
     def serving(self, report: ServingReport) -> None:
-        """Tell what the parent has served, so that sending weights does not slow it down."""
-        self._send(report)
+        """Tell what the parent has served, so that sending weights does not slow it down.
+
+        A process that does not read is told nothing more.
+        """
+        if self._process is None or self._process.stdin is None:
+            return
+        if self._process.stdin.transport.get_write_buffer_size() <= MOST_UNREAD:
+            self._send(report)
 
     async def want_copy(self, digest: str, timeout_s: float) -> None:
         """Have the copy with this digest in the store, and offered to others.
@@ -156,7 +163,9 @@ class WorkersProcess:
     async def _ask(self, message: CopyWanted | CopyOffered, timeout_s: float) -> None:
         if self._process is None:
             raise WeightsLost("there is no weights process")
-        answer = self._waiting[message.digest] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(message.digest, [])
+        waiting.append(answer)
         try:
             async with asyncio.timeout(timeout_s):
                 self._send(message)
@@ -166,13 +175,15 @@ class WorkersProcess:
             reason = f"the weights process has not answered in {timeout_s:g} s"
             raise WeightsLost(reason) from error
         finally:
-            self._waiting.pop(message.digest, None)
+            waiting.remove(answer)
+            if not waiting:
+                self._waiting.pop(message.digest, None)
 
     def _receive(self, event: WeightsEvent) -> None:
         if not isinstance(event, CopyReady):
             self._on_event(event)
-        elif (answer := self._waiting.get(event.digest)) is not None and not answer.done():
-            answer.set_result(event.reason)
+        else:
+            _answer_all(self._waiting.get(event.digest, []), event.reason)
 
     async def close(self) -> None:
         """End the process; its copy goes unless it is kept or used."""
@@ -218,13 +229,18 @@ class WorkersProcess:
                 process.kill()
                 await process.wait()
                 reason = f"the weights process sends nonsense: {error}"
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_result(reason)
+        for answers in self._waiting.values():
+            _answer_all(answers, reason)
         if self._process is not process:
             return
         self._process = None
         self._on_death(reason)
+
+
+def _answer_all(answers: "list[asyncio.Future[str]]", reason: str) -> None:
+    for answer in answers:
+        if not answer.done():
+            answer.set_result(reason)
 
 
 def access(

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 HEADER_BYTES = 4
 MAX_FRAME = 4 << 20
+DISK, STORE = "disk", "store"  # sources that are no workers
 
 
 class WeightsJob(Struct, frozen=True, kw_only=True, tag="job"):

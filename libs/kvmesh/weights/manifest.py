@@ -1,7 +1,6 @@
 """Manifest of a copy of weights: its files, its tensors, and a digest of each chunk."""
 
 import hmac
-from bisect import bisect_right
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, pairwise
@@ -128,9 +127,10 @@ class Manifest(Struct, frozen=True, dict=True, kw_only=True):
         """The chunks of one file."""
         return self.chunks_in(file, 0, self.files[file].size)
 
-    def file_of(self, chunk: int) -> int:
-        """The index of the file that holds a chunk."""
-        return bisect_right(self._first_chunks, chunk) - 1
+    def file_digests(self, file: int) -> bytes:
+        """The digests of the chunks of one file, one after another."""
+        chunks = self.file_chunks(file)
+        return self.digests[chunks.start * DIGEST_BYTES : chunks.stop * DIGEST_BYTES]
 
     def chunk_digest(self, chunk: int) -> bytes:
         return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]

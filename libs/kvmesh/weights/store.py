@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 LOCK = "lock"
 NEW, SCRATCH = ".new-", ".scratch-"
 LOCK_S = 30.0
-OPENINGS = 3  # a copy may be removed between finding and locking it
+OPENINGS, OPENING_S = 3, 0.005  # a copy may be removed between finding and locking it
 
 
 class WeightStore:
@@ -119,6 +120,7 @@ class WeightStore:
             if use.share():
                 return _opened(folder, use)
             use.close()
+            time.sleep(OPENING_S)
         return None
 
     def list(self) -> list[Manifest]:

@@ -52,8 +52,13 @@ class StoredCopy:
     def complete(self) -> bool:
         """True once every chunk is present."""
         if not self._complete:
-            self._complete = self._have[:].count(HELD) == len(self._have)
+            self._complete = self.present == len(self._have)
         return self._complete
+
+    @property
+    def present(self) -> int:
+        """The number of chunks that are there."""
+        return self._have[:].count(HELD)
 
     @property
     def keep(self) -> bool:
@@ -156,7 +161,7 @@ class StoredCopy:
             time.sleep(poll)
             poll = min(poll * 1.5, MAX_POLL_S)
             missing = [chunk for chunk in missing if not self.has(chunk)]
-            now, count = time.monotonic(), self._have[:].count(HELD)
+            now, count = time.monotonic(), self.present
             if count != present:
                 present, arrived_at, fetched_at, poll = count, now, now, POLL_S
             elif now - arrived_at > timeout:

@@ -1,10 +1,10 @@
-"""BackgroundTasks: logged failures, cancellation at close, bounded waiting."""
+"""Background tasks: logged failures, cancellation at close, bounded waiting, work that ends."""
 
 import asyncio
 
 import pytest
 
-from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.runtime.background import BackgroundTasks, ended
 
 
 async def fail() -> None:
@@ -52,3 +52,24 @@ async def test_waits_at_most_a_time() -> None:
     assert len(tasks) == 1
     await tasks.close()
     await tasks.close()
+
+
+async def test_work_outlives_every_cancellation() -> None:
+    work = asyncio.get_running_loop().create_future()
+    cancellations: list[bool] = []
+    waiting = asyncio.create_task(ended(work, lambda: cancellations.append(True)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    work.set_exception(ValueError("broken"))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert cancellations == [True]
+
+
+async def test_the_result_of_work_is_passed_on() -> None:
+    assert await ended(asyncio.create_task(asyncio.sleep(0, "done"))) == "done"
+    with pytest.raises(ValueError, match="broken"):
+        await ended(asyncio.create_task(fail()))

@@ -12,6 +12,7 @@ from kvmesh.bus.discovery.leases import LeaseDuration
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, MessageDecoder, Role
+from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import name_of
@@ -128,3 +129,15 @@ class Directory:
             now = asyncio.get_running_loop().time()
             for key in [k for k, seen in self._renewed_at.items() if now - seen > limit_s]:
                 self._drop(key)
+
+
+async def worker_cards(bus: Bus) -> list[Instance]:
+    """The cards of all workers now, without unreadable ones; raises BusError."""
+    found = await read_bucket(bus, bus.subjects.instances_bucket, f"{Role.WORKER}.>")
+    cards: list[Instance] = []
+    for key, data in found.items():
+        try:
+            cards.append(_card_decoder.decode(data))
+        except msgspec.MsgspecError as error:  # routers report it
+            log.debug("ignored an unreadable card at %s: %s", key, error)
+    return cards

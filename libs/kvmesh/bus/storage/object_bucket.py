@@ -159,9 +159,12 @@ class ObjectBucket:
         if len(target) != obj.size:
             raise ObjectUnreadable(f"{obj.name} has {obj.size} bytes, not {len(target)}")
         at, parts, moved, done = 0, 0, asyncio.Event(), asyncio.Event()
+        closing = False
 
         def receive(message: StreamMessage) -> None:
             nonlocal at, parts
+            if closing:
+                return
             end = at + len(message.data)
             if end <= len(target):
                 target[at:end] = message.data
@@ -182,6 +185,7 @@ class ObjectBucket:
                         await moved.wait()
                 moved.clear()
         finally:
+            closing = True  # a second cancellation may end `close`: the target is not ours any more
             await reader.close()
         if at != obj.size:
             raise ObjectUnreadable(f"{obj.name} has {at} bytes, not {obj.size}")

@@ -14,15 +14,17 @@ from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import WeightOffer
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.transfer import Transport
-from kvmesh.weights.agent.fetching import DISK, STORE, WeightFetch
+from kvmesh.weights.agent.fetching import WeightFetch
 from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.own_files import OwnFiles
 from kvmesh.weights.agent.readers import DiskReader
 from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.agent.target import digest_on_cards, stored_manifest
 from kvmesh.weights.answer import WeightsAnswer, write_answer
-from kvmesh.weights.errors import CheckpointError, ManifestError, WeightsError
+from kvmesh.weights.errors import CheckpointError, ManifestError, WeightsError, WeightsLost
 from kvmesh.weights.frames import (
+    DISK,
+    STORE,
     WeightsCounts,
     WeightsFromDisk,
     WeightsJob,
@@ -79,8 +81,11 @@ class CopyTaker:
             reason = cause(error)
         if reason:
             await self._drop()
-            self._answer(WeightsAnswer(disk=reason))
-            self._send(WeightsFromDisk(reason))
+            if self._answered:
+                log.warning("the engine's copy of the weights is given up: %s", reason)
+            else:
+                self._answer(WeightsAnswer(disk=reason))
+                self._send(WeightsFromDisk(reason))
             if (known := await self._own.known()) is not None:
                 await self._own.publish(known)
 
@@ -106,7 +111,8 @@ class CopyTaker:
         if self._job.pinned:
             taken[STORE] = fetch.taken[STORE]
         taken["peer"] -= fetch.taken[DISK] + fetch.taken[STORE]
-        return WeightsCounts(taken=taken, failed=dict(fetch.failed), sources=fetch.peers)
+        sources = 0 if self._copy is None or self._copy.complete else fetch.peers
+        return WeightsCounts(taken=taken, failed=dict(fetch.failed), sources=sources)
 
     async def close(self) -> None:
         """End the use of the copy."""
@@ -228,6 +234,7 @@ class CopyTaker:
         copy, began = self._copy, time.monotonic()
         assert copy is not None
         await self._offers.add_copy(copy)
+        present, moved_at = copy.present, began
         try:
             while not copy.complete:
                 if copy.fetch():
@@ -235,8 +242,12 @@ class CopyTaker:
                         await self._begin_fetch(copy, self._own.present())
                     assert self._fetch is not None
                     await self._fetch.run(patience)
-                else:
-                    await asyncio.sleep(LOOK_S)
+                    continue
+                await asyncio.sleep(LOOK_S)
+                if present != copy.present:
+                    present, moved_at = copy.present, time.monotonic()
+                elif time.monotonic() - moved_at > patience:
+                    raise WeightsLost(f"another process has fetched no chunk for {patience:g} s")
         finally:
             copy.end_fetch()
             if self._search is not None:
@@ -262,6 +273,10 @@ class CopyTaker:
 
     async def _drop(self) -> None:
         copy, self._copy = self._copy, None
+        if self._fetch is not None:
+            await self._fetch.close()
+        if self._search is not None:
+            await self._search.close()
         if copy is not None:
             await self._offers.remove(copy.manifest.digest)
             copy.close()

@@ -9,16 +9,16 @@ from typing import Any
 
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import WeightOffer
+from kvmesh.runtime.background import ended
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.weights.agent.readers import LINES, ChunkReader, SourceReader
 from kvmesh.weights.agent.staging import ChunkBuffers
 from kvmesh.weights.errors import StoreFull, WeightsLost, WrongDigest
+from kvmesh.weights.frames import DISK, STORE
 from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 
 log = logging.getLogger(__name__)
-DISK = "disk"
-STORE = "store"
 SEARCH_S = 2.0  # between queries while there are fewer sources than there may be
 _FAILURES: dict[str, Failure] = {"busy": "busy", "timeout": "timeout"}
 
@@ -48,9 +48,10 @@ class WeightFetch:
         self._store: ChunkReader | None = None
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
+        self._searching: asyncio.Task[None] | None = None
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(_slots)
         self._staging = ChunkBuffers(max(chunk.size for chunk in manifest.chunks), transport)
-        self._pool = ThreadPoolExecutor(2 * options.sources + 4, "weights")
+        self._pool = ThreadPoolExecutor((LINES + 1) * options.sources + 4, "weights")
         self._changed = asyncio.Event()
         self._arrived_at = 0.0
         self._full: StoreFull | None = None
@@ -71,6 +72,9 @@ class WeightFetch:
     def offer(self, offer: WeightOffer) -> None:
         """Take chunks from a worker; one that has started anew replaces its former self."""
         name, now = offer.instance, _now()
+        if name in (DISK, STORE):
+            self._report(name, "a worker offers them under this name, and is not asked")
+            return
         known = self._readers.get(name)
         if isinstance(known, SourceReader) and name in self._plan.sources:
             if known.renewed(offer):
@@ -106,7 +110,6 @@ class WeightFetch:
         Raises WeightsLost if nothing arrives for `patience_s` seconds, or StoreFull.
         """
         self._arrived_at = search_at = _now()
-        searching: asyncio.Task[None] | None = None
         try:
             while not self._plan.done:
                 now = _now()
@@ -115,15 +118,28 @@ class WeightFetch:
                 if now - self._arrived_at > patience_s:
                     raise WeightsLost(f"no chunk has arrived for {patience_s:g} s")
                 if self.peers < self._options.sources and now >= search_at:
-                    if searching is None or searching.done():
-                        searching = asyncio.create_task(self._search(self._has_enough))
+                    if self._searching is None or self._searching.done():
+                        self._searching = asyncio.create_task(self._search(self._has_enough))
                     search_at = now + SEARCH_S
                 if self._store is not None and STORE not in self._readers:
                     self.add_store(self._store)
                 self._start(now)
                 await self._wait(now, search_at)
         finally:
-            await self._close(searching)
+            await self.close()
+
+    async def close(self) -> None:
+        """End all requests, and close the sources; also of a fetch that has not run."""
+        tasks = [*self._tasks.values(), *self._polls.values()]
+        tasks += [self._searching] if self._searching is not None else []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for reader in self._readers.values():
+            reader.close()
+        self._staging.close()
+        self._pool.shutdown(wait=False)
 
     def _has_enough(self) -> bool:
         return self.peers >= self._options.sources
@@ -158,7 +174,8 @@ class WeightFetch:
         reason: Failure | None = None
         try:
             async with asyncio.timeout_at(request.deadline):
-                await self._read(name, reader, chunk)
+                buffer = await self._read(name, reader, chunk)
+            await self._write(chunk, buffer)
         except TimeoutError:
             reason = "timeout"
         except WrongDigest as error:
@@ -190,41 +207,42 @@ class WeightFetch:
             self._end(self._plan.failed(name, chunk, reason, now), name)
         self._changed.set()
 
-    async def _read(self, name: str, reader: ChunkReader, chunk: int) -> None:
-        """Have a chunk in the copy, verified and marked; other bytes never enter the copy."""
+    async def _read(self, name: str, reader: ChunkReader, chunk: int) -> memoryview:
+        """A buffer that begins with the verified bytes of a chunk."""
         size = self._copy.manifest.chunks[chunk].size
         async with self._slots[name]:
             buffer = self._staging.take()
             try:
                 await reader.read(chunk, buffer[:size])
             except BaseException as error:
-                (self._staging.give if _has_ended(reader, error) else self._staging.lose)(buffer)
+                if isinstance(error, TransferError) and not error.settled:
+                    self._staging.lose(buffer)
+                elif reader.direct or not isinstance(error, asyncio.CancelledError):
+                    self._staging.give(buffer)  # else a thread may still write into it
                 raise
+        return buffer
+
+    async def _write(self, chunk: int, buffer: memoryview) -> None:
+        """Put verified bytes into the copy, and return their buffer."""
         try:
-            await self._write(chunk, buffer[:size])
+            if not self._copy.has(chunk):
+                data = buffer[: self._copy.manifest.chunks[chunk].size]
+                loop = asyncio.get_running_loop()
+                await ended(loop.run_in_executor(self._pool, self._copy.write, chunk, data))
+                self._copy.mark(chunk)
         finally:
             self._staging.give(buffer)
-
-    async def _write(self, chunk: int, data: memoryview) -> None:
-        """Put verified bytes into the copy; a write that has begun ends before this does."""
-        if self._copy.has(chunk):
-            return
-        loop = asyncio.get_running_loop()
-        writing = loop.run_in_executor(self._pool, self._copy.write, chunk, data)
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            raise
-        self._copy.mark(chunk)
 
     async def _poll(self, name: str, reader: ChunkReader) -> None:
         """Read a source's list of chunks."""
         try:
-            have = await reader.have()
+            async with asyncio.timeout(self._options.ceiling_s):
+                have = await reader.have()
             self._plan.learn(name, have, _now())
         except (TransferError, OSError) as error:
             code = error.code if isinstance(error, TransferError) else "lost"
+            if isinstance(error, TimeoutError):
+                code = "timeout"
             if code in ("revoked", "refused"):
                 self._end(self._plan.leave(name), name)
             else:
@@ -250,25 +268,6 @@ class WeightFetch:
     def _report(self, source: str, reason: str) -> None:
         if self._logged.first(source, reason.partition(":")[0]):
             log.warning("weights from %s: %s", source, reason)
-
-    async def _close(self, searching: "asyncio.Task[None] | None") -> None:
-        tasks = [*self._tasks.values(), *self._polls.values()]
-        tasks += [searching] if searching is not None else []
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        for reader in self._readers.values():
-            reader.close()
-        self._staging.close()
-        self._pool.shutdown(wait=False)
-
-
-def _has_ended(reader: ChunkReader, error: BaseException) -> bool:
-    """True if a read that failed so writes no more into its target."""
-    if isinstance(error, asyncio.CancelledError):
-        return reader.direct
-    return not isinstance(error, TransferError) or error.settled
 
 
 def _slots() -> asyncio.Semaphore:

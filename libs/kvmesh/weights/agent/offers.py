@@ -139,12 +139,11 @@ class Offers:
             return
         offered.shown = True
         for index, lent in enumerate(offered.lent):
-            memory = offered.memory(index)
-            if not isinstance(lent, LentFile) or memory is None:
-                continue
             try:
-                await self._transport.show_file(lent, memory)
-            except TransferError as error:
+                memory = offered.memory(index)
+                if isinstance(lent, LentFile) and memory is not None:
+                    await self._transport.show_file(lent, memory)
+            except (TransferError, OSError) as error:
                 log.warning("weights are sent over TCP: %s", error)
                 return
 

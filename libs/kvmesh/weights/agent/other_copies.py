@@ -12,6 +12,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.settings.schema import WeightsSettings
+from kvmesh.transfer import Transport
 from kvmesh.weights.agent.fetching import WeightFetch
 from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.offers import Offers
@@ -36,12 +37,14 @@ class OtherCopies:
         settings: WeightsSettings,
         offers: Offers,
         send: Callable[[Struct], None],
+        transport: Transport,
     ) -> None:
         self._bus = bus
         self._instance = instance
         self._settings = settings
         self._offers = offers
         self._send = send
+        self._transport = transport
         self._manifests = ManifestStore(bus)
         self._copies: dict[str, StoredCopy] = {}
         self._working: dict[str, asyncio.Task[None]] = {}
@@ -62,8 +65,8 @@ class OtherCopies:
 
     async def close(self) -> None:
         await self._tasks.close()
-        while self._copies:
-            self._copies.popitem()[1].close()
+        for digest in list(self._copies):
+            await self._drop(digest)
 
     def _store(self) -> WeightStore:
         return WeightStore(self._settings.directory, self._settings.max_bytes)
@@ -125,7 +128,7 @@ class OtherCopies:
         search = SourceSearch(
             self._bus, copy.manifest, self._instance, lambda offer: fetch.offer(offer)
         )
-        fetch = WeightFetch(copy, options, self._instance, search.ask)
+        fetch = WeightFetch(copy, options, self._instance, search.ask, self._transport)
         await search.open()
         try:
             await fetch.run(patience_s)

@@ -60,7 +60,8 @@ class WeightsAgent:
         self._guard = ServingGuard()
         self._pace = SendingPace(settings.weights.upload_bytes_per_s, self._guard.rate)
         self._runs = asyncio.Event()
-        self._wanted: asyncio.Queue[CopyWanted | CopyOffered | CopyWithdrawn] = asyncio.Queue()
+        self._others: OtherCopies | None = None
+        self._early: list[CopyWanted | CopyOffered | CopyWithdrawn] = []  # while there is no NATS
         self._counts = WeightsCounts()
 
     def handle(self, message: ParentMessage) -> None:
@@ -70,7 +71,10 @@ class WeightsAgent:
         elif isinstance(message, ServingReport):
             self._guard.report(message, self._pace.sent, asyncio.get_running_loop().time())
         elif isinstance(message, CopyWanted | CopyOffered | CopyWithdrawn):
-            self._wanted.put_nowait(message)
+            if self._others is None:
+                self._early.append(message)
+            else:
+                self._others.handle(message)
 
     async def run(self) -> None:
         """Take weights, then offer them, until cancelled."""
@@ -85,10 +89,13 @@ class WeightsAgent:
         offers = Offers(bus, transport, self._job.instance, self._job.node)
         own = OwnFiles(self._job, bus, offers, self.send)
         taker = CopyTaker(self._job, weights, bus, offers, own, self.send, transport)
-        others = OtherCopies(bus, self._job.instance, weights, offers, self.send)
+        self._others = others = OtherCopies(
+            bus, self._job.instance, weights, offers, self.send, transport
+        )
+        while self._early:
+            others.handle(self._early.pop(0))
         background = BackgroundTasks()
         reporting = asyncio.create_task(self._report(taker))
-        listening = asyncio.create_task(self._pass_on(others))
         background.start(remove_regularly(bus, self._job.instance), "removal of former manifests")
         if transfer.via == "auto":
             background.start(_add_nixl(transport, offers), "start of NIXL")
@@ -101,7 +108,7 @@ class WeightsAgent:
             await asyncio.Event().wait()
         finally:
             reporting.cancel()
-            listening.cancel()
+            self._others = None
             await background.close()
             await others.close()
             await taker.close()
@@ -114,10 +121,6 @@ class WeightsAgent:
         with suppress(OSError, ValueError):
             self._sink.write(frame(event))
             self._sink.flush()
-
-    async def _pass_on(self, others: OtherCopies) -> None:
-        while True:
-            others.handle(await self._wanted.get())
 
     async def _report(self, taker: CopyTaker) -> None:
         """Send changed counts, and remove what other processes left."""

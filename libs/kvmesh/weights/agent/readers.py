@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from blake3 import blake3
 
 from kvmesh.bus.messages import WeightOffer
+from kvmesh.runtime.background import ended
 from kvmesh.transfer import Line, TransferError, Transport
 from kvmesh.transfer.channel import Descriptor, TransferReply
 from kvmesh.transfer.transport import decode_descriptor
@@ -68,12 +69,11 @@ class SourceReader:
     def renewed(self, offer: WeightOffer) -> bool:
         """True if an offer is of the same process, which may have NIXL by now."""
         try:
-            token = decode_descriptor(offer.have).token
+            if decode_descriptor(offer.have).token != self._have.token:
+                return False
+            self._take_over(offer)
         except TransferError:
             return False
-        if token != self._have.token:
-            return False
-        self._take_over(offer)
         return True
 
     async def read(self, chunk: int, target: memoryview) -> None:
@@ -100,7 +100,7 @@ class SourceReader:
         """Read and verify; a cancelled read ends before this does."""
         line = await self._lines.get()
         try:
-            nixl = self._staging.transport if owner.nixl and not self._nixl_fails else None
+            nixl = self._transport(owner) if digest else None
             request = (line, owner.token, offset, target, digest)
             reply = await self._in_thread(line, _read, *request, nixl is not None)
             if nixl is not None and reply.agent:
@@ -114,6 +114,9 @@ class SourceReader:
             raise
         finally:
             self._lines.put_nowait(line)
+
+    def _transport(self, owner: Descriptor) -> Transport | None:
+        return self._staging.transport if owner.nixl and not self._nixl_fails else None
 
     async def _through(
         self,
@@ -139,18 +142,7 @@ class SourceReader:
     async def _in_thread(self, line: Line, work: Callable[..., R], *arguments: Any) -> R:
         """The result of work in a thread, which a cancellation ends by cutting its line."""
         loop = asyncio.get_running_loop()
-        working = loop.run_in_executor(self._pool, work, *arguments)
-        cancelled = False
-        while not working.done():
-            try:
-                await asyncio.wait([working])
-            except asyncio.CancelledError:
-                cancelled = True
-                line.cut()
-        if cancelled:
-            working.exception()
-            raise asyncio.CancelledError
-        return working.result()
+        return await ended(loop.run_in_executor(self._pool, work, *arguments), line.cut)
 
 
 class DiskReader:

@@ -25,7 +25,8 @@ async def offered(bus: Bus, digest: str) -> bool:
     def receive(message: RawMessage) -> None:
         nonlocal found
         found = found or _offer(message, logged) is not None
-        settled.set()  # also if the server says that nobody listens
+        if found or not message.data:  # without data the server says that nobody listens
+            settled.set()
 
     inbox = bus.new_inbox()
     subscription = await bus.subscribe_raw(inbox, receive)
@@ -81,8 +82,9 @@ class SourceSearch:
             above = share
 
     async def close(self) -> None:
-        if self._subscription is not None:
-            await self._subscription.unsubscribe()
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            await subscription.unsubscribe()
 
     def _receive(self, message: RawMessage) -> None:
         offer = _offer(message, self._logged)

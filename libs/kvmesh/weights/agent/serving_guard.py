@@ -39,10 +39,10 @@ class ServingGuard:
         if report.gaps < MIN_GAPS:
             return
         rate = (sent - self._sent) / max(now - self._at, 1e-3)
-        fresh = now - self._heard_at > EXPIRES_S
+        fresh, shared = now - self._heard_at > EXPIRES_S, self._kv_until > self._at
         self._heard_at = self._at = now
         self._sent = sent
-        if fresh:  # the window began long ago
+        if fresh or shared:  # the window began long ago, or KV blocks had the network
             return
         self._peak = max(self._peak * (FORGET if self._allowed == inf else 1.0), rate)
         if self._probing or rate < self._least / 2:

@@ -1,8 +1,11 @@
 """Memory for chunks on their way: read, verified, and only then copied into the store."""
 
+import logging
 import mmap
 
 from kvmesh.transfer import Region, Transport
+
+log = logging.getLogger(__name__)
 
 MOST_LOST = 4  # buffers into which transfers may still write; more mean that NIXL is not sound here
 
@@ -38,8 +41,12 @@ class ChunkBuffers:
         self._free.append(buffer)
 
     def lose(self, buffer: memoryview) -> None:
-        """Leave a buffer, which something may still write into, for ever."""
+        """Leave a buffer, into which NIXL may still write, for ever."""
         self._lost.add(_memory(buffer))
+        if len(self._lost) == MOST_LOST + 1:
+            log.warning(
+                "these weights come over TCP: %d transfers by NIXL do not end", MOST_LOST + 1
+            )
 
     def region(self, buffer: memoryview) -> Region:
         """The registered memory that begins with `buffer`; raises TransferError."""

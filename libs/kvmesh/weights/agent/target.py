@@ -1,17 +1,11 @@
 """The choice of the copy of weights that a starting worker takes. No transfer happens here."""
 
-import logging
-
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import Compatibility
-from kvmesh.bus.messages import Instance, MessageDecoder, Role
-from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.bus.discovery.directory import worker_cards
 from kvmesh.weights.frames import WeightsJob
 from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.store import WeightStore
-
-log = logging.getLogger(__name__)
-_cards = MessageDecoder(Instance)
 
 
 async def digest_on_cards(bus: Bus, job: WeightsJob) -> str:
@@ -19,11 +13,9 @@ async def digest_on_cards(bus: Bus, job: WeightsJob) -> str:
 
     A worker that is pinned to a revision follows no card with another one.
     """
-    found = await read_bucket(bus, bus.subjects.instances_bucket, f"{Role.WORKER}.>")
     workers = Compatibility()
-    for data in found.values():
-        card = _card(data)
-        if card is not None and card.model is not None and card.model.name == job.model:
+    for card in await worker_cards(bus):
+        if card.model is not None and card.model.name == job.model:
             workers.join(card)
     for card in workers.fitting:
         model = card.model
@@ -46,11 +38,3 @@ def stored_manifest(store: WeightStore, job: WeightsJob) -> Manifest | None:
                 if complete:
                     return manifest
     return None
-
-
-def _card(data: bytes) -> Instance | None:
-    try:
-        return _cards.decode(data)
-    except ValueError as error:  # routers report it
-        log.debug("ignored an unreadable card: %s", error)
-        return None

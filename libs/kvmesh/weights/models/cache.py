@@ -10,10 +10,9 @@ from typing import NamedTuple
 from kvmesh.runtime.quantities import size
 from kvmesh.weights.errors import ModelStoreError
 from kvmesh.weights.locks import FileLock
-from kvmesh.weights.stored_copy import remove_tree, remove_unused
+from kvmesh.weights.stored_copy import FILES, REMOVED, USE_LOCK, remove_tree, remove_unused
 
-LOCK, USE_LOCK, FILES, NAME = "lock", "use.lock", "files", "name"
-REMOVED = ".removed-*"
+LOCK, NAME = "lock", "name"
 LOCK_S = 30.0
 
 
@@ -100,7 +99,7 @@ class ModelCache:
             raise ModelStoreError(f"cannot remove {digest[:12]}: {error.strerror}") from error
 
     def _make_room(self, count: int, digest: str) -> None:
-        for left in self._directory.glob(REMOVED):  # by a process that died meanwhile
+        for left in self._directory.glob(f"{REMOVED}*"):  # by a process that died meanwhile
             with suppress(OSError):
                 remove_tree(left)
         models = self.list()

@@ -90,13 +90,9 @@ def weights_of(folder: Manifest, weights: Manifest) -> list[int] | None:
     if len(indices) != len(found):
         return None
     for mine, other in zip(indices, range(len(weights.files)), strict=True):
-        if _digests(folder, mine) != _digests(weights, other):
+        if folder.file_digests(mine) != weights.file_digests(other):
             return None
     return indices
-
-
-def _digests(manifest: Manifest, file: int) -> list[bytes]:
-    return [manifest.chunk_digest(chunk) for chunk in manifest.file_chunks(file)]
 
 
 def _reason(path: Path, weights: list[Path], with_code: bool) -> str:

@@ -5,11 +5,9 @@ import logging
 import random
 import time
 
-import msgspec
-
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import worker_cards
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import Instance, MessageDecoder, Role
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.stored_object import StoredObject
@@ -20,7 +18,6 @@ from kvmesh.weights.models.catalog import ModelCatalog
 log = logging.getLogger(__name__)
 GRACE_S = 3600.0  # from the last use of a manifest
 EVERY_S = 3600.0
-_cards = MessageDecoder(Instance)
 
 
 async def remove_regularly(bus: Bus, instance: str) -> None:
@@ -64,12 +61,5 @@ async def remove_former_manifests(bus: Bus, grace_s: float = GRACE_S) -> int:
 
 
 async def _is_oldest(bus: Bus, instance: str) -> bool:
-    found = await read_bucket(bus, bus.subjects.instances_bucket, f"{Role.WORKER}.>")
-    ages = []
-    for data in found.values():
-        try:
-            card = _cards.decode(data)
-        except msgspec.MsgspecError:  # of another version
-            continue
-        ages.append((card.started, card.instance))
+    ages = [(card.started, card.instance) for card in await worker_cards(bus)]
     return bool(ages) and min(ages)[1] == instance

@@ -19,10 +19,11 @@ from kvmesh.bus.errors import (
     cause,
 )
 from kvmesh.runtime.quantities import size
-from kvmesh.weights.agent.fetching import STORE, WeightFetch
+from kvmesh.weights.agent.fetching import WeightFetch
 from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.agent.search import SourceSearch
 from kvmesh.weights.errors import ManifestError, ModelStoreError
+from kvmesh.weights.frames import STORE
 from kvmesh.weights.locks import FileLock
 from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.models.cache import ModelPlace

@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from kvmesh.weights.checkpoint import cache_folder, file_digests, keep_digests
 from kvmesh.weights.errors import CheckpointError, ModelStoreError
-from kvmesh.weights.manifest import DIGEST_BYTES, Manifest
+from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.models.cache import ModelPlace
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import ABSENT, HELD, remove_tree
@@ -26,7 +26,7 @@ def is_verified(path: Path, manifest: Manifest, index: int) -> bool:
         return False
     with suppress(CheckpointError), ThreadPoolExecutor(THREADS, "digests") as pool:
         found = file_digests(path, manifest.chunk_bytes, cache_folder(), pool)
-        return found == _digests(manifest, index)
+        return found == manifest.file_digests(index)
     return False
 
 
@@ -36,7 +36,7 @@ def write_verified(new: Path, path: Path, manifest: Manifest, index: int) -> Non
         os.fsync(file.fileno())
     new.rename(path)
     _sync_folder(path.parent)
-    keep_digests(path, manifest.chunk_bytes, cache_folder(), _digests(manifest, index))
+    keep_digests(path, manifest.chunk_bytes, cache_folder(), manifest.file_digests(index))
 
 
 class StagedWeights:
@@ -102,11 +102,6 @@ class StagedWeights:
 def left_over(place: ModelPlace) -> bool:
     """True if a place has weights on their way."""
     return (place.root / COPY).exists()
-
-
-def _digests(manifest: Manifest, index: int) -> bytes:
-    chunks = manifest.file_chunks(index)
-    return manifest.digests[chunks.start * DIGEST_BYTES : chunks.stop * DIGEST_BYTES]
 
 
 def _sync_folder(folder: Path) -> None:

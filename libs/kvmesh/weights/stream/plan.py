@@ -54,11 +54,6 @@ class StreamPlan:
         return self._board.missing == 0
 
     @property
-    def missing(self) -> int:
-        """Chunks that have not arrived."""
-        return self._board.missing
-
-    @property
     def sources(self) -> Mapping[str, SourceState]:
         """Those which may be asked, now or after a rest."""
         return MappingProxyType(self._sources)

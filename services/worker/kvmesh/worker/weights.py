@@ -19,6 +19,9 @@ from kvmesh.weights.checkpoint import weight_files
 from kvmesh.weights.client import WorkersProcess, access
 from kvmesh.weights.errors import CheckpointError, StoreError
 from kvmesh.weights.frames import (
+    DISK,
+    STORE,
+    ServingReport,
     WeightsCounts,
     WeightsEvent,
     WeightsFromDisk,
@@ -33,7 +36,7 @@ from kvmesh.worker.requests.serving_sample import ServingSample
 
 log = logging.getLogger(__name__)
 LOADERS = ("torch", "vllm", "sglang", "trtllm")  # that read the answer; others only offer files
-WEIGHTS, DISK, STORE = "weights", "disk", "store"
+WEIGHTS = "weights"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 30.0
 MAX_DEATHS = 5
 REPORT_S = 0.2
@@ -80,7 +83,7 @@ class WorkerWeights:
             longest_s,
         )
         self._process = WorkersProcess(job, self._report, self._restart)
-        self.sample = ServingSample(self._report_serving)
+        self.sample = ServingSample(self._report_transfers)
         self.archives = ProcessExchange(self._process, weights)
 
     @property
@@ -140,6 +143,9 @@ class WorkerWeights:
         while True:
             await asyncio.sleep(REPORT_S)
             self._report_serving()
+
+    def _report_transfers(self) -> None:
+        self._process.serving(ServingReport(transfers=True))
 
     def _report_serving(self) -> None:
         report = self.sample.take(asyncio.get_running_loop().time())

@@ -1,12 +1,14 @@
 """Fetches of a copy from scripted sources."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.weights import CHUNK, make_weights
 
+from kvmesh.bus.messages import WeightOffer
 from kvmesh.transfer import TransferError
 from kvmesh.weights.agent import fetching
 from kvmesh.weights.agent.fetching import WeightFetch
@@ -135,6 +137,69 @@ async def test_a_full_memory_ends_the_fetch(
     with pytest.raises(StoreFull, match="No space"):
         await fetch_of(copy, good=ScriptedReader(copy, folder)).run(10)
     assert not any(copy.have[:])
+
+
+async def test_a_buffer_is_free_only_after_its_write(
+    copy: StoredCopy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def write(chunk: int, data: memoryview) -> None:
+        writing.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(copy, "write", write)
+    fetch = fetch_of(copy)
+    task = asyncio.create_task(fetch._write(0, fetch._staging.take()))
+    await asyncio.to_thread(writing.wait, 10)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not fetch._staging._free
+    go_on.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert len(fetch._staging._free) == 1
+
+
+async def test_a_cancelled_read_of_a_disk_does_not_count_against_nixl(
+    copy: StoredCopy, folder: Path
+) -> None:
+    disk = ScriptedReader(copy, folder, range(len(copy.manifest.chunks)))
+    disk.direct = False
+    fetch = fetch_of(copy)
+    for chunk in range(6):
+        task = asyncio.create_task(fetch._read("disk", disk, chunk))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+    assert disk.cancelled == 6
+    assert not fetch._staging._lost
+    assert not fetch._staging._free
+
+
+@pytest.mark.parametrize("name", ["disk", "store"])
+async def test_a_worker_cannot_pass_for_another_kind_of_source(
+    copy: StoredCopy, folder: Path, name: str
+) -> None:
+    fetch = fetch_of(copy)
+    own = ScriptedReader(copy, folder)
+    (fetch.add_disk if name == "disk" else fetch.add_store)(own)
+    fetch.offer(WeightOffer(name, copy.manifest.digest, [], b"", complete=True, node="n"))
+    assert fetch._readers == {name: own}
+
+
+async def test_a_source_that_does_not_list_its_chunks_is_left_alone(
+    copy: StoredCopy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mute = ScriptedReader(copy, folder)
+    monkeypatch.setattr(mute, "have", asyncio.Event().wait)
+    options = FetchOptions(floor_s=0.1, ceiling_s=0.1)
+    fetch = WeightFetch(copy, options, "me", nobody)
+    assert fetch._plan.join("mute", fetching._now(), complete=False)
+    fetch._polls["mute"] = task = asyncio.create_task(fetch._poll("mute", mute))
+    await task
+    assert fetch._plan.sources["mute"].failures == 1
 
 
 async def test_a_disk_with_other_files_is_no_source(copy: StoredCopy, folder: Path) -> None:

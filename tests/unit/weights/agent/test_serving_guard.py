@@ -95,3 +95,17 @@ def test_transfers_of_kv_come_first_for_a_bounded_time() -> None:
     guard.report(ServingReport(transfers=True), int(LINK), 11.4)
     assert guard.rate(11.4 + KV_S - 0.01) == LINK / 16
     assert guard.rate(20.0) == 0.0
+
+
+def test_nothing_is_learned_while_kv_is_transferred() -> None:
+    guard = ServingGuard()
+    sent = 0
+    for step in range(100):
+        now = 10.0 + step * STEP_S
+        transfers = step > 1
+        sent += int((LINK if not transfers else guard.rate(now)) * STEP_S)
+        guard.report(ServingReport(50, BASE_S, transfers), sent, now)
+    assert guard.rate(now) == LINK / 16
+    guard.report(ServingReport(50, BASE_S), sent, now + STEP_S)  # its window had transfers, too
+    guard.report(ServingReport(transfers=True), sent, now + 2 * STEP_S)
+    assert guard.rate(now + 2 * STEP_S) == LINK / 16

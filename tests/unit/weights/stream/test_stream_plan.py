@@ -34,7 +34,7 @@ def test_a_sole_source_brings_each_chunk_once() -> None:
     asked = answer_all(plan, 0.0)
     assert sorted(chunk for _, chunk in asked) == list(range(100))
     assert plan.done
-    assert plan.missing == 0
+    assert plan._board.missing == 0
     assert plan.requests(9.0) == []
 
 
@@ -194,7 +194,7 @@ def test_a_chunk_that_a_source_holds_up_is_requested_again_of_a_faster_one() -> 
     plan.join("b", 0.0, complete=True)
     now, held = 0.0, None
     again: list[str] = []
-    while plan.missing > 1 or not again:
+    while plan._board.missing > 1 or not again:
         for request in plan.requests(now):
             now += 0.001
             if request.source == "b" and held is None:

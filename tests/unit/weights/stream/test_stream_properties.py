@@ -41,7 +41,7 @@ class Caller:
     def arrive(self, source: str, chunk: int) -> None:
         assert self.plan.arrived(source, chunk, self.now) == (chunk not in self.there)
         self.there.add(chunk)
-        assert self.plan.missing == self.chunks - len(self.there)
+        assert self.plan._board.missing == self.chunks - len(self.there)
 
     def fail(self, source: str, chunk: int, reason: Failure) -> None:
         for dropped in self.plan.failed(source, chunk, reason, self.now):

@@ -36,10 +36,11 @@ def test_times_between_tokens_are_reported_once_there_are_enough() -> None:
 def test_transfers_of_kv_are_told_at_once() -> None:
     told: list[str] = []
     sample = ServingSample(lambda: told.append("now"))
-    sample.accepted(work("plain"))
+    sample.submitted(work("plain"))
     assert told == []
-    sample.accepted(work("a", {"grant": b""}))
+    sample.submitted(work("a", {"grant": b""}))
     assert told == ["now"]
+    sample.output([OutputDelta("a", [])], 1.0)  # its constraint is compiled
     report = sample.take(1.0)
     assert report is not None
     assert report.transfers

@@ -6,11 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
-
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import Instance, MessageDecoder, Role
-from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.bus.discovery.directory import worker_cards
 from kvmesh.bus.storage.shared_secret import SecretUnusable, parse_secret
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import Settings
@@ -21,7 +18,6 @@ from kvmesh.worker.compiled.exchange import ArchiveExchange
 log = logging.getLogger(__name__)
 ENGINES = ("vllm",)  # the others compile nothing, or in a process that the worker does not start
 KEY_BYTES = 32
-_cards = MessageDecoder(Instance)
 
 
 @asynccontextmanager
@@ -49,18 +45,6 @@ async def compile_cache(
         raise
     finally:
         await cache.close(failed)
-
-
-async def worker_cards(bus: Bus) -> list[Instance]:
-    """The cards of all workers, without unreadable ones; raises BusError."""
-    found = await read_bucket(bus, bus.subjects.instances_bucket, f"{Role.WORKER}.>")
-    cards: list[Instance] = []
-    for key, data in found.items():
-        try:
-            cards.append(_cards.decode(data))
-        except msgspec.MsgspecError as error:  # routers report it
-            log.debug("ignored an unreadable card at %s: %s", key, error)
-    return cards
 
 
 def _domain_key(text: str) -> bytes:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.discovery.directory import worker_cards
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import StartPhase
 from kvmesh.runtime.quantities import size
@@ -20,7 +21,6 @@ from kvmesh.weights.models.pull import ModelPull, pulled_text
 from kvmesh.weights.models.reference import ModelReference, parse_reference
 from kvmesh.weights.models.store import ModelStore
 from kvmesh.weights.store import WeightStore
-from kvmesh.worker.compiled.start import worker_cards
 from kvmesh.worker.start.timeline import StartTimeline
 from kvmesh.worker.weights import LOADERS
 

@@ -76,8 +76,6 @@ class RequestHandler:
         self._outputs.start(work, *default_outcomes(work, info), now)
         if work.traceparent and (trace := engine_trace(work)) is not None:
             self._traces[work.request] = trace
-        if self.sample is not None:
-            self.sample.accepted(work)
         if compiles:
             self._compiler.start(work)
             return admission.CHECKING
@@ -143,6 +141,8 @@ class RequestHandler:
             # a defect of the engine, which the same request would meet on every worker
             log.exception("the engine failed to accept request %s", work.request)
             return "the engine failed on this request; see the worker's log"
+        if self.sample is not None:
+            self.sample.submitted(work)
         return ""
 
     def _trace(self, deltas: list[OutputDelta]) -> None:

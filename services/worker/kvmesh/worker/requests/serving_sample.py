@@ -24,8 +24,8 @@ class ServingSample:
         self._lent_until = 0.0
         self._began = 0.0
 
-    def accepted(self, work: Work) -> None:
-        """A request begins; with a handoff its KV is fetched until its first token."""
+    def submitted(self, work: Work) -> None:
+        """The engine has a request; with a handoff its KV is fetched until its first token."""
         if work.handoff is not None and len(self._fetching) < MOST:
             self._fetching.add(work.request)
             if len(self._fetching) == 1:
@@ -34,15 +34,17 @@ class ServingSample:
     def output(self, deltas: list[OutputDelta], now: float) -> None:
         """Take in what the engine has produced."""
         for delta in deltas:
+            if delta.handoff is not None:
+                self._lent_until = now + LENT_S
+                self._on_transfer()
+            if not delta.tokens and delta.finish is None:
+                continue
             self._fetching.discard(delta.request)
             before = self._last.pop(delta.request, None)
             if delta.finish is None and len(self._last) < MOST:
                 self._last[delta.request] = now
             if before is not None and delta.tokens and len(self._gaps) < MOST:
                 self._gaps.append(now - before)
-            if delta.handoff is not None:
-                self._lent_until = now + LENT_S
-                self._on_transfer()
 
     def take(self, now: float) -> ServingReport | None:
         """The report of the time since the last one; None while there is little to tell."""
