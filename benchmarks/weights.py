@@ -45,8 +45,8 @@ from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.store import WeightStore
 
 CHILD = Path(__file__).with_name("weights_children.py")
-PARTS = ("copy", "serving", "torch", "vllm")
-ENGINES = PARTS[2:]
+PARTS = ("copy", "serving", "torch", "vllm", "routable")
+ENGINES = PARTS[2:4]
 PLACES = ("disk", "page cache", "another worker", "node memory")
 START_S = 900.0
 T = TypeVar("T")
@@ -348,10 +348,12 @@ def tell(bench: Bench, report: Report) -> None:
     """Add the figures that were measured to the report."""
     numbers = bench.numbers
     from weights_copy import tell_copies
+    from weights_routable import tell_routable
     from weights_serving import tell_serving
 
     tell_copies(bench, report)
     tell_serving(bench, report)
+    tell_routable(bench, report)
     for engine in ENGINES:
         cold = {
             what: median(numbers[f"{engine}/disk/{what}"])
@@ -376,10 +378,13 @@ def _shown(what: str) -> str:
 
 async def measure(bench: Bench, parts: list[str], runs: int) -> None:
     from weights_copy import copies
+    from weights_routable import routable
     from weights_serving import serving
 
     if "serving" in parts:
         await serving(bench, runs)
+    if "routable" in parts:
+        await routable(bench, runs)
     async with mesh(bench.folder) as bus:
         source = WeightsProcess(bench, bus, "source", bench.model)
         await source.offer()
@@ -416,7 +421,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="kvmesh-weights-", dir=chosen.memory) as memory,
     ):
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-        engines = bool(set(parts) & set(ENGINES))
+        engines = bool(set(parts) & {*ENGINES, "routable"})
         size = chosen.size or (PLAIN_BYTES // 64 if chosen.quick else PLAIN_BYTES)
         bench = Bench(Path(folder), Path(memory), chosen.device, chosen.quick, engines, size)
         print(f"a model of {bench.size / GIB:.2f} GiB", file=sys.stderr, flush=True)
