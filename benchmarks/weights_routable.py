@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from common import Report, median
@@ -78,6 +78,7 @@ class _Workers:
         self._bus = bus
         self._folder = folder
         self._key = secrets.token_hex(32)
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
 
     @asynccontextmanager
     async def started(self, name: str, share: bool = True, **env: str) -> AsyncIterator[None]:
@@ -87,9 +88,10 @@ class _Workers:
         settings = {
             "KVMESH_NATS_URL": self._bus.options.url,
             "KVMESH_WORKER_ENGINE": "vllm",
+            "KVMESH_WORKER_BLOCK_SIZE": "32",
             "KVMESH_WORKER_MODEL": str(bench.model),
             "KVMESH_WORKER_NAME": name,
-            "KVMESH_VLLM_ARGS": f"{arguments},enforce_eager=false",
+            "KVMESH_VLLM_ARGS": f"{arguments},gpu_memory_utilization=0.3,enforce_eager=false",
             "KVMESH_WEIGHTS_SHARE": str(share).lower(),
             "KVMESH_WEIGHTS_COMPILE_CACHE": "true",
             "KVMESH_WEIGHTS_CACHE_WAIT_S": "60",
@@ -107,10 +109,12 @@ class _Workers:
                 stderr=log,
                 env={**os.environ, **settings, **env},
             )
+        self._processes[name] = process
         try:
             yield
         finally:
-            process.terminate()
+            with suppress(ProcessLookupError):
+                process.terminate()
             try:
                 await asyncio.wait_for(process.wait(), STOP_S)
             except TimeoutError:
@@ -121,14 +125,15 @@ class _Workers:
         """The card of a worker once it has the role; raises RuntimeError if it does not come."""
         try:
             async with asyncio.timeout(START_S):
-                while True:
+                while self._processes[name].returncode is None:
                     for card in await self._present(role):
                         if card.name == name and (role is Role.PARKED or card.startup_s):
                             return card
                     await asyncio.sleep(0.2)
         except TimeoutError:
-            log = (self._folder / f"{name}.log").read_text(errors="replace")
-            raise RuntimeError(f"{name} did not start:\n{log[-3000:]}") from None
+            pass
+        log = (self._folder / f"{name}.log").read_text(errors="replace")
+        raise RuntimeError(f"{name} did not start:\n{log[-3000:]}")
 
     async def offering(self) -> None:
         """Return once a worker offers its weights and its code."""

@@ -191,6 +191,7 @@ def main() -> None:
     request = server.serve()
     if request is not None:
         run(request)
+    os._exit(0)  # modules that nothing used have nothing to end, and would log that
 
 
 def run(request: ForkRequest) -> NoReturn:
