@@ -10,6 +10,7 @@ from support.kvbm_node import DISK_BYTES, HOST_BYTES, Node
 from support.mesh import Mesh, stream_env
 from support.nats import NatsServer
 from support.up import Up
+from support.weights import Agents
 from support.worker import ScriptedFrontend, Workers
 
 from kvmesh.bus.client import Bus, BusOptions
@@ -67,6 +68,17 @@ async def directory(up_bus: Bus) -> AsyncIterator[Directory]:
     await directory.open()
     yield directory
     await directory.close()
+
+
+@pytest_asyncio.fixture
+async def agents(
+    bus: Bus, limits: StreamLimits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Agents]:
+    """Weights processes, each as on a node of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    agents = Agents(bus, limits, tmp_path)
+    yield agents
+    await agents.close()
 
 
 @pytest_asyncio.fixture

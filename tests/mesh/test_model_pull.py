@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-import pytest_asyncio
 from support.mesh import Mesh
 from support.nats import NatsServer
 from support.tiny import tiny_model
@@ -48,13 +47,6 @@ def model(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelCache:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return ModelCache(None, 64 << 20)
-
-
-@pytest_asyncio.fixture
-async def agents(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[Agents]:
-    agents = Agents(bus, limits, tmp_path)
-    yield agents
-    await agents.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,6 @@ from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.client import MOST_UNREAD
 from kvmesh.weights.frames import ServingReport, WeightsTaken
 from kvmesh.weights.manifest import Manifest
-
-
-@pytest_asyncio.fixture
-async def agents(
-    bus: Bus, limits: StreamLimits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Agents]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    agents = Agents(bus, limits, tmp_path)
-    yield agents
-    await agents.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import importlib.util
 import signal
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from support.wait import eventually
 from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.weights.agent.manifests import ManifestStore
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.frames import WeightsTaken
@@ -22,16 +20,6 @@ HAS_NIXL = importlib.util.find_spec("nixl") is not None
 pytestmark = pytest.mark.skipif(not HAS_NIXL, reason="needs the extra: pip install '.[nixl]'")
 NIXL = {"KVMESH_TRANSFER_VIA": "nixl"}
 RATE = 4_000_000  # bytes/s, so that a transfer takes a while
-
-
-@pytest_asyncio.fixture
-async def agents(
-    bus: Bus, limits: StreamLimits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Agents]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    agents = Agents(bus, limits, tmp_path)
-    yield agents
-    await agents.close()
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from support.mesh import Mesh, scrape
 from support.nats import NatsServer
 from support.wait import eventually
@@ -16,7 +15,6 @@ from support.weights import Agents, make_weights, weights_process
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Instance, MessageDecoder
 from kvmesh.bus.storage.buckets import read_bucket
-from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.demo import model_dir
 from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.frames import WeightsTaken
@@ -48,13 +46,6 @@ def mesh(
     mesh = Mesh(nats_server.url, tmp_path, env, bus.options.namespace)
     yield mesh
     mesh.stop()
-
-
-@pytest_asyncio.fixture
-async def agents(bus: Bus, limits: StreamLimits, tmp_path: Path) -> AsyncIterator[Agents]:
-    agents = Agents(bus, limits, tmp_path)
-    yield agents
-    await agents.close()
 
 
 async def digest_on_card(bus: Bus) -> str:
