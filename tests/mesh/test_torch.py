@@ -89,8 +89,8 @@ async def test_the_phases_of_a_start_add_up(up: Up) -> None:
     for card in cards:
         took = {phase.name: phase.seconds for phase in card.phases}
         assert list(took) == [
-            *("process", "imports", "configuration", "weights", "KV allocation", "engine"),
-            *("registration", "routable"),
+            *("process", "imports", "configuration", "weights", "KV allocation", "warm-up"),
+            *("engine", "registration", "routable"),
         ]
         assert min(took.values()) >= 0
         assert took["imports"] > 0.5, "torch is large"

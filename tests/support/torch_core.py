@@ -27,7 +27,7 @@ PASS_TOKENS = 32
 
 def load(folder: Path, block_size: int = BLOCK) -> PagedModel:
     torch.set_num_threads(1)
-    return load_model(folder, "auto", "cpu", block_size, PASS_TOKENS)
+    return PagedModel(load_model(folder, "auto", "cpu"), block_size, PASS_TOKENS)
 
 
 def make_core(model: PagedModel, blocks: int = 64, budget: int = 256, batch: int = 8) -> TorchCore:

@@ -438,14 +438,9 @@ class TorchEngine:
         if self._access is not None:
             self._weights = TorchWeights(self._access, self._folder)
         with self._timeline.phase(StartPhase.WEIGHTS):
-            model = load_model(
-                self._folder,
-                options.dtype,
-                options.device,
-                block_size,
-                options.pass_tokens,
-                self._weights,
-            )
+            loaded = load_model(self._folder, options.dtype, options.device, self._weights)
+        with self._timeline.phase(StartPhase.WARM_UP):
+            model = PagedModel(loaded, block_size, options.pass_tokens)
         blocks = options.blocks or options.kv_bytes // model.layout.block_bytes
         if not blocks:
             size = model.layout.block_bytes

@@ -48,7 +48,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(folder: Path, weights: TorchWeights | None = None, dtype: str = "auto") -> PagedModel:
-    return load_model(folder, dtype, "cpu", BLOCK, PASS_TOKENS, weights)
+    return PagedModel(load_model(folder, dtype, "cpu", weights), BLOCK, PASS_TOKENS)
 
 
 def alike(one: PagedModel, other: PagedModel) -> bool:

@@ -2,17 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from kvmesh.worker.engine import EngineConfigError, EngineError
 from kvmesh.worker.engines.torch.model.attention import NAME
 from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
-from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FILES = "*.safetensors"
@@ -20,14 +20,16 @@ _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 _VARYING_ROPE = {"dynamic", "longrope"}
 
 
+class LoadedModel(NamedTuple):
+    """A model with its weights on its device, and the tokens that end an output."""
+
+    module: nn.Module
+    stop_tokens: frozenset[int]
+
+
 def load_model(
-    folder: Path,
-    dtype: str,
-    device: str,
-    block_size: int,
-    pass_tokens: int,
-    weights: TorchWeights | None = None,
-) -> PagedModel:
+    folder: Path, dtype: str, device: str, weights: TorchWeights | None = None
+) -> LoadedModel:
     """Load a model folder; raises EngineError with the reason.
 
     `dtype` is a key of DTYPES or "auto" (float32 on the CPU, else the model's own dtype). `device`
@@ -51,7 +53,7 @@ def load_model(
             weights.keep(module)
     _check_supported(module.config)
     module.eval().to(target)
-    return PagedModel(module, _stop_tokens(folder), block_size, pass_tokens)
+    return LoadedModel(module, _stop_tokens(folder))
 
 
 def _from_files(source: Path, folder: Path, dtype: object) -> Any:

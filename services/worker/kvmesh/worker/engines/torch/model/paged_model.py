@@ -11,6 +11,7 @@ from kvmesh.worker.engine import EngineConfigError
 from kvmesh.worker.engines.torch.blocks.kv_pool import KvPool
 from kvmesh.worker.engines.torch.model.attention import LayoutProbe, PagedAttention, attach
 from kvmesh.worker.engines.torch.model.batch import Batch, BatchRow, split_rows
+from kvmesh.worker.engines.torch.model.loading import LoadedModel
 
 FINGERPRINT_VALUES = 256
 
@@ -18,14 +19,13 @@ FINGERPRINT_VALUES = 256
 class PagedModel:
     """A model and, after `allocate`, its KV pool.
 
-    `stop_tokens` end an output; every forward pass has exactly `pass_tokens` tokens.
+    The constructor runs one token through the model, to learn the layout of its KV. Every forward
+    pass has exactly `pass_tokens` tokens.
     """
 
-    def __init__(
-        self, module: nn.Module, stop_tokens: frozenset[int], block_size: int, pass_tokens: int
-    ) -> None:
-        self.module = module
-        self.stop_tokens = stop_tokens
+    def __init__(self, loaded: LoadedModel, block_size: int, pass_tokens: int) -> None:
+        self.module, self.stop_tokens = loaded
+        module = self.module
         self.pass_tokens = pass_tokens
         first = next(module.parameters())
         self.device, self.dtype = first.device, first.dtype
