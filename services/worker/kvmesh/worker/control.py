@@ -32,6 +32,7 @@ from kvmesh.worker.roles import RoleSwitch
 
 log = logging.getLogger(__name__)
 MAX_COMMANDS = 256
+MAX_TAKES = 64
 MAX_FORECASTS = 8192
 FORECASTS = 16  # of a call: each takes up to milliseconds, in which vLLM takes no step
 
@@ -40,8 +41,8 @@ class ControlHandler:
     """Executes commands on requests, adapters, the role, the engine called `name`, and drains it.
 
     `on_drain` is called by `Drain`; `on_sleep` by `Sleep`, and returns the reason if the worker
-    refuses. An engine may take seconds for a command; other commands are
-    executed meanwhile.
+    refuses. A worker that `is_leaving` loads no adapters for routers. An engine may take seconds
+    for a command; other commands are executed meanwhile.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ControlHandler:
         roles: RoleSwitch,
         on_drain: Callable[[], None],
         on_sleep: Callable[[], str],
+        is_leaving: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._name = name
@@ -61,7 +63,9 @@ class ControlHandler:
         self._roles = roles
         self._on_drain = on_drain
         self._on_sleep = on_sleep
+        self._is_leaving = is_leaving
         self._tasks = BackgroundTasks()
+        self._takes = BackgroundTasks()
         self._forecasts = ForecastFeed(engine) if isinstance(engine, Expecting) else None
 
     def handle(self, command: Control, reply: Reply) -> None:
@@ -90,10 +94,12 @@ class ControlHandler:
 
     def take(self, command: TakeAdapter, reply: Reply) -> None:
         """Load an adapter that a router wants, and reply."""
-        if len(self._tasks) >= MAX_COMMANDS:
-            reply(ControlReply(False, "the engine is busy with other commands"))
+        if self._is_leaving():
+            reply(ControlReply(False, "it is leaving"))
+        elif len(self._takes) >= MAX_TAKES:
+            reply(ControlReply(False, "it loads many other adapters"))
         else:
-            self._tasks.start(self._adapt(command, reply), "adapter for a router")
+            self._takes.start(self._adapt(command, reply), "adapter for a router")
 
     def expect(self, message: ExpectReturns) -> None:
         """Pass forecasts of returns to the engine, if it orders eviction by them."""
@@ -102,6 +108,7 @@ class ControlHandler:
 
     async def close(self) -> None:
         """Cancel the commands in execution."""
+        await self._takes.close()
         await self._tasks.close()
         await self._adapters.close()
         if self._forecasts is not None:

@@ -140,6 +140,7 @@ class WorkerNode:
             self._roles,
             lambda: self._on_end(None),
             self._sleep,
+            lambda: self.draining,
         )
         self._orphans = OrphanedRequests(
             bus, limits, instance, lambda: self._requests.frontends, self._requests.abandon
