@@ -22,7 +22,7 @@ from kvmesh.settings.schema import RouterSettings
 
 POET, CRITIC = "poet@" + "1" * 16, "critic@" + "2" * 16
 ANYWHERE = Placement()
-WANTED = {POET: ANYWHERE}
+WANTED = [(POET, ANYWHERE)]
 
 
 def files(adapter: str = POET, size: int = 200_000_000, load_s: float = 0.5) -> AdapterFiles:
@@ -107,9 +107,9 @@ def test_one_load_of_an_adapter_and_of_a_worker_is_on_its_way() -> None:
     loads = Loads(host("a", offers=[POET, CRITIC]))
     assert len(loads.orders()) == 1
     assert loads.orders(1.0) == []
-    assert loads.core.missing({CRITIC: ANYWHERE}, 1.0) == [], "the worker is loading"
+    assert loads.core.missing([(CRITIC, ANYWHERE)], 1.0) == [], "the worker is loading"
     loads.table.join(host("a", POET, offers=[POET, CRITIC]))
-    assert [o.adapter for o in loads.core.missing({CRITIC: ANYWHERE}, 2.0)] == [CRITIC]
+    assert [o.adapter for o in loads.core.missing([(CRITIC, ANYWHERE)], 2.0)] == [CRITIC]
 
 
 def test_a_lost_order_is_given_up_and_a_card_may_come_late() -> None:

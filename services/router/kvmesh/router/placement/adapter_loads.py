@@ -102,16 +102,16 @@ class AdapterLoads:
         found = [failed for (name, _), failed in self._failed.items() if name == adapter]
         return max(found, key=lambda failed: failed.until).reason if found else ""
 
-    def missing(self, waiting: Mapping[str, Placement], now: float) -> list[AdapterLoad]:
+    def missing(self, waiting: Iterable[tuple[str, Placement]], now: float) -> list[AdapterLoad]:
         """Loads to order for requests that wait, whose adapters no worker has that may run them.
 
-        `waiting` are these adapters, with the constraints of the first request of each. A load
-        counts as on its way until `ended`.
+        `waiting` are these adapters, once for each of their requests' constraints. A load counts
+        as on its way until `ended`.
         """
         self._forget(now)
         orders = (
             self._cheapest(adapter, placement, now, inf, "no worker has it")
-            for adapter, placement in waiting.items()
+            for adapter, placement in waiting
         )
         return [order for order in orders if order is not None]
 

@@ -1,6 +1,7 @@
 """Requests that wait until a worker has loaded their adapter (ADR 60)."""
 
 from collections.abc import Iterator
+from math import inf
 from typing import NamedTuple
 
 from kvmesh.bus.messages import Placement, RouteRequest, adapter_name
@@ -8,6 +9,8 @@ from kvmesh.router.errors import NoWorkers
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.waiting.free_capacity import lane_of
 from kvmesh.router.waiting.ticket import Ticket
+
+LOOK_S = 0.5
 
 
 class _Waiting(NamedTuple):
@@ -24,6 +27,7 @@ class AdapterWaits:
         self._core = core
         self._waiting: dict[str, _Waiting] = {}
         self._seen_version = -1
+        self._looked_at = -inf
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -36,12 +40,9 @@ class AdapterWaits:
         return [each.ticket for each in self._waiting.values()]
 
     @property
-    def wanted(self) -> dict[str, Placement]:
-        """The adapters that are waited for, with the constraints of the first request of each."""
-        found: dict[str, Placement] = {}
-        for each in self._waiting.values():
-            found.setdefault(each.adapter, each.ticket.request.placement)
-        return found
+    def wanted(self) -> list[tuple[str, Placement]]:
+        """The adapters that are waited for, once for each of their requests' constraints."""
+        return [(each.adapter, each.ticket.request.placement) for _, each in self._lanes()]
 
     def begin(self, ticket: Ticket, now: float) -> bool:
         """Let a ticket wait if its adapter is missing, and some worker may load it; else False."""
@@ -76,13 +77,7 @@ class AdapterWaits:
     def take_vain(self, now: float) -> Iterator[tuple[Ticket, NoWorkers]]:
         """Take the tickets that have waited for long enough, or for which no worker is left."""
         adapters, longest = self._core.adapters, self._core.settings.adapter_wait_s
-        hopeless = set()
-        for lane, each in self._lanes():
-            request = each.ticket.request
-            if adapters.may_load(each.adapter, request.placement, now):
-                continue
-            if not self._is_loaded(request):
-                hopeless.add(lane)
+        hopeless = self._hopeless(now)
         for name, each in list(self._waiting.items()):
             late = now - each.since >= longest
             if late or each.lane in hopeless:
@@ -91,6 +86,18 @@ class AdapterWaits:
                 reason = adapters.reason(each.adapter)
                 text = f"no worker has loaded the adapter {adapter_name(each.adapter)!r}{within}"
                 yield each.ticket, NoWorkers(f"{text}: {reason}" if reason else text, unmet=True)
+
+    def _hopeless(self, now: float) -> set[str]:
+        """The lanes that no worker is left for; looks at all workers, so only now and then."""
+        if 0 <= now - self._looked_at < LOOK_S:
+            return set()
+        self._looked_at = now
+        return {
+            lane
+            for lane, each in self._lanes()
+            if not self._core.adapters.may_load(each.adapter, each.ticket.request.placement, now)
+            and not self._is_loaded(each.ticket.request)
+        }
 
     def _lanes(self) -> Iterator[tuple[str, _Waiting]]:
         """One of the requests with equal constraints, for each of these."""

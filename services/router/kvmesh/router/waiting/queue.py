@@ -405,8 +405,8 @@ class PlacementQueue:
         """
         if isinstance(error, NoWorkers) and self._adapters.begin(ticket, now):
             request, ticket.waiting = ticket.request, None
-            wanted = {request.adapter or "": request.placement}
-            actions.loads += self.core.adapters.missing(wanted, now)
+            wanted = request.adapter or "", request.placement
+            actions.loads += self.core.adapters.missing([wanted], now)
             actions.parked.append(ticket)
             return
         if isinstance(error, RouteError):
