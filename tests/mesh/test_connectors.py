@@ -118,7 +118,7 @@ async def test_workers_that_wait_run_beside_those_that_serve(
 ) -> None:
     """Every place can park: it runs more workers, and knows no difference."""
     driver = FleetDriver(connector, Warnings(), advisory=False, parked={"east": 1, "west": 1})
-    driver.asleep["east"] = 1
+    driver.sleepers["east"] = 1
 
     async def serving() -> dict[str, int]:
         found = await driver.state()
@@ -139,7 +139,7 @@ async def test_workers_that_wait_run_beside_those_that_serve(
     assert len(await place.running("east")) == 3
     if connector.chooses:
         assert names[0] not in await place.running("east")
-    driver.asleep["east"] = 2  # one falls asleep instead of being stopped
+    driver.sleepers["east"] = 2  # one falls asleep instead of being stopped
     changes = place.changes
     await change({"east": 0})
     assert place.changes == changes

@@ -228,7 +228,7 @@ def test_sleeping_workers_wake_for_the_next_burst() -> None:
     record = simulation.fleet.record
     assert record.waited_s > 0
     assert record.promotions > 0
-    assert planner.core.asleep["p"] <= 8
+    assert planner.core.sleepers["p"] <= 8
     slept = [instance for _, plan in planner.plans for instance in plan.sleep]
     assert slept
     assert len(simulation.fleet.wanted) == 1

@@ -63,5 +63,5 @@ class SimulatedPlanner:
 
     def _waiting(self) -> list[int]:
         """Workers of each group that the fleet runs beside those that serve."""
-        asleep = self.core.asleep
+        asleep = self.core.sleepers
         return [view.pool.parked + asleep[view.pool.name] for view in self.core.pools]

@@ -19,7 +19,7 @@ class FleetDriver:
 
     A failed change is a warning until one succeeds, the place shows what was asked for, or none
     has failed for FORGET_S seconds; the next interval tries again. The place runs the `parked` and
-    the `asleep` workers of each pool beside those that serve, and knows no difference: here,
+    the `sleepers` of each pool beside those that serve, and knows no difference: here,
     numbers are those of workers that are to serve.
     """
 
@@ -32,7 +32,7 @@ class FleetDriver:
     ) -> None:
         self._connector = connector
         self._parked = parked or {}
-        self.asleep: dict[str, int] = {}
+        self.sleepers: dict[str, int] = {}
         self._warnings = warnings
         self._tasks = BackgroundTasks()
         self._changing = False
@@ -97,7 +97,7 @@ class FleetDriver:
             self._changing = False
 
     def _waiting(self, pool: str) -> int:
-        return self._parked.get(pool, 0) + self.asleep.get(pool, 0)
+        return self._parked.get(pool, 0) + self.sleepers.get(pool, 0)
 
     @staticmethod
     def _now() -> float:

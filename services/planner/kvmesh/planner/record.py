@@ -78,7 +78,7 @@ def pool_plan(view: PoolView, before: int, changed_at: float) -> PoolPlan:
         startup_s=view.starts.startup_s,
         failed=view.starts.failed,
         parked=len(view.parked.waiting),
-        asleep=view.asleep.count,
+        asleep=view.sleepers.count,
         may_wait=view.pool.parked + view.pool.asleep,
         rise=view.rises.most(view.starts.startup_s),
         promotion_s=view.starts.promotion_s if view.pool.promotes else 0.0,

@@ -247,7 +247,7 @@ class PlannerService:
     async def _decide_once(self) -> None:
         if self._adopt and not await self._read_idle():
             return
-        self._note_asleep()
+        self._note_sleepers()
         state = await self._driver.state()
         now = time.time()
         if state is not None:
@@ -264,7 +264,7 @@ class PlannerService:
                 await self._idle.update(model, may_be_idle, self._models.card(model), now)
             others = (each for each in self._models.cores.values() if each is not core)
             core.devices_elsewhere = sum(each.devices for each in others)
-            asleep = core.asleep
+            sleepers = core.sleepers
             plan = self._plan(model, core, now)
             if plan is None:
                 continue
@@ -274,7 +274,7 @@ class PlannerService:
             changes = {pool: n for pool, n in plan.wanted.items() if n != before[pool]}
             if may_be_idle and not any(plan.wanted.values()) and model not in self._idle.listed:
                 refused |= bool(changes)  # without an entry, frontends would forget the model
-                core.restore_asleep(asleep)  # none is told to sleep
+                core.restore_sleepers(sleepers)  # none is told to sleep
                 continue
             sleeping.append((model, core, plan.sleep))
             switching += [(model, core, switch) for switch in plan.switches]
@@ -283,7 +283,7 @@ class PlannerService:
         self._adopt = refused or state is None
         if wanted and state is not None:
             if self.leads:  # the process may have been frozen meanwhile
-                self._note_asleep()
+                self._note_sleepers()
                 self._switch_roles(switching)
                 self._have_asleep(sleeping)
                 self._start_change(wanted, stop, state)
@@ -309,13 +309,13 @@ class PlannerService:
                 else:
                     self._promotions.drain(instance)
 
-    def _note_asleep(self) -> None:
+    def _note_sleepers(self) -> None:
         """Tell the driver how many workers of each pool sleep; another planner has recorded it."""
         for model, core in self._models.cores.items():
             latest = self._latest.get(model)
             if self._adopt and latest is not None and latest.planner != self._service.instance:
-                core.restore_asleep({name: plan.asleep for name, plan in latest.pools.items()})
-            self._driver.asleep |= core.asleep
+                core.restore_sleepers({name: plan.asleep for name, plan in latest.pools.items()})
+            self._driver.sleepers |= core.sleepers
 
     def _have_asleep(self, sleeping: list[tuple[str, PlannerCore, list[str]]]) -> None:
         for model, core, instances in sleeping:

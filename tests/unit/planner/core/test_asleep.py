@@ -43,7 +43,7 @@ def test_workers_sleep_up_to_the_bound_and_the_others_stop() -> None:
     one.want(1, START + 100)
     stop = ["w-0", "w-1", "w-2", "w-3"]
     assert one.fall_asleep(stop, before=5, now=START + 100) == ["w-0", "w-1"]
-    assert one.asleep.count == 2
+    assert one.sleepers.count == 2
     one.want(0, START + 200)
     assert one.fall_asleep(["w-4"], before=1, now=START + 200) == []
 
@@ -57,11 +57,11 @@ def test_a_growing_pool_wakes_those_that_sleep_before_it_starts_any() -> None:
     assert one.promote(START + 2) == []
     one.want(2, START + 10)
     assert one.fall_asleep([], 1, START + 10) == []
-    assert one.asleep.count == 1, "the place runs as many as before"
+    assert one.sleepers.count == 1, "the place runs as many as before"
     assert one.promote(START + 10) == ["w-0"]
     one.want(5, START + 20)
     one.fall_asleep([], 2, START + 20)
-    assert one.asleep.count == 0, "the other two are started"
+    assert one.sleepers.count == 0, "the other two are started"
     assert one.promote(START + 20) == ["w-1"]
 
 
@@ -77,13 +77,35 @@ def test_a_worker_that_refuses_counts_as_one_that_serves_and_may_stop() -> None:
     one.want(1, START)
     assert one.fall_asleep(["w-0"], 2, START) == ["w-0"]
     one.stays_awake("w-0", START + 1)
-    assert (one.wanted, one.asleep.count) == (2, 0)
+    assert (one.wanted, one.sleepers.count) == (2, 0)
     assert not one.observe_wanted(2, START + 2), "nobody has set it by hand"
     one.want(1, START + 3)
     assert one.fall_asleep(["w-0"], 2, START + 3) == []
     one.want(2, START + 4)
     one.want(1, START + REFUSED_S + 2)
     assert one.fall_asleep(["w-0"], 2, START + REFUSED_S + 2) == ["w-0"]
+
+
+def test_a_worker_that_cannot_leave_its_requests_is_not_told_to_sleep_again() -> None:
+    one = view(2)
+    one.want(1, START)
+    assert one.fall_asleep(["w-0"], 2, START) == ["w-0"]
+    draining = replace(able("w-0"), draining=True)
+    one.joined(draining, START + 1, begun=True)
+    assert one.sleepers.count == 1
+    one.joined(able("w-0"), START + 30, begun=True)
+    assert (one.wanted, one.sleepers.count) == (2, 0)
+    one.want(1, START + 31)
+    assert one.fall_asleep(["w-0"], 2, START + 31) == []
+
+
+def test_an_end_of_draining_that_nobody_here_has_asked_for_changes_nothing() -> None:
+    one = view(3)
+    one.want(1, START)
+    assert one.fall_asleep(["w-0"], 2, START) == ["w-0"]
+    one.joined(replace(able("w-1"), draining=True), START + 1, begun=True)
+    one.joined(able("w-1"), START + 2, begun=True)
+    assert (one.wanted, one.sleepers.count) == (1, 1)
 
 
 def test_a_worker_that_cannot_sleep_stops() -> None:
@@ -105,7 +127,7 @@ def core(pool: Pool, *cards: Instance) -> PlannerCore:
 def test_a_worker_that_was_restarted_instead_of_sleeping_is_told_again() -> None:
     made = core(Pool("p", asleep=1), able("a"), able("b"))
     made.observe_wanted({"p": 1}, START + 1)
-    made.restore_asleep({"p": 1})
+    made.restore_sleepers({"p": 1})
     assert made.surplus(START + 2) == []
     ((_, sleeps),) = made.surplus(START + 2 + SURPLUS_S)
     assert sleeps
@@ -114,23 +136,23 @@ def test_a_worker_that_was_restarted_instead_of_sleeping_is_told_again() -> None
 def test_surplus_workers_that_cannot_sleep_drain_where_others_park() -> None:
     parking = core(Pool("p", parked=1), worker_card("a"), worker_card("b"))
     other = core(Pool("p", asleep=1), worker_card("a"), worker_card("b"))
-    other.restore_asleep({"p": 1})
+    other.restore_sleepers({"p": 1})
     for made in (parking, other):
         made.observe_wanted({"p": 1}, START + 1)
         assert made.surplus(START + 2) == []
     ((_, sleeps),) = parking.surplus(START + 2 + SURPLUS_S)
     assert not sleeps
     assert other.surplus(START + 2 + SURPLUS_S) == []
-    assert other.asleep == {"p": 0}
+    assert other.sleepers == {"p": 0}
     assert other.pools[0].wanted == 2, "it counts, and the next decision stops it"
 
 
 def test_another_planner_takes_over_what_sleeps_within_its_own_bound() -> None:
     made = core(Pool("p", asleep=2), able("a"))
-    made.restore_asleep({"p": 5, "other": 1})
-    assert made.asleep == {"p": 2}
-    made.restore_asleep({})
-    assert made.asleep == {"p": 0}
+    made.restore_sleepers({"p": 5, "other": 1})
+    assert made.sleepers == {"p": 2}
+    made.restore_sleepers({})
+    assert made.sleepers == {"p": 0}
 
 
 def test_pools_that_exchange_workers_let_none_sleep() -> None:

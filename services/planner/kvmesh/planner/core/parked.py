@@ -81,6 +81,7 @@ class SleepingPool:
 
     def __init__(self) -> None:
         self.count = 0
+        self.told: set[str] = set()  # instances that are about to sleep
         self._refused: dict[str, float] = {}
 
     def fall(self, leaving: Iterable[Instance], most: int, now: float) -> list[str]:
@@ -88,6 +89,7 @@ class SleepingPool:
         chosen = [card.instance for card in leaving if self.able(card, now)]
         chosen = chosen[: max(most - self.count, 0)]
         self.count += len(chosen)
+        self.told.update(chosen)
         return chosen
 
     def able(self, card: Instance, now: float) -> bool:
@@ -102,12 +104,14 @@ class SleepingPool:
     def refused(self, instance: str, now: float) -> bool:
         """A worker that was told to sleep refuses, or does not reply; True if it counted."""
         self._refused[instance] = now
+        self.told.discard(instance)
         counted = self.count > 0
         self.count -= counted
         return counted
 
     def keep(self, instances: Collection[str]) -> None:
-        """Forget the refusals of workers that are gone."""
+        """Forget what is known of workers that are gone."""
+        self.told.intersection_update(instances)
         self._refused = {i: at for i, at in self._refused.items() if i in instances}
 
 

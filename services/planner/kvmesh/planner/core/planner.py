@@ -131,7 +131,9 @@ class PlannerCore:
         found: list[tuple[str, bool]] = []
         for view in self.pools:
             for instance in self.worth.least(view.stoppable, now)[: view.surplus(now)]:
-                able = view.asleep.able(view.cards[instance], now)
+                able = view.sleepers.able(view.cards[instance], now)
+                if able:
+                    view.sleepers.told.add(instance)
                 if able or view.pool.parked:
                     found.append((instance, able))
                 else:
@@ -139,15 +141,15 @@ class PlannerCore:
         return found
 
     @property
-    def asleep(self) -> dict[str, int]:
+    def sleepers(self) -> dict[str, int]:
         """The number of workers of each pool that sleep in place of being stopped."""
-        return {view.pool.name: view.asleep.count for view in self.pools}
+        return {view.pool.name: view.sleepers.count for view in self.pools}
 
-    def restore_asleep(self, asleep: Mapping[str, int]) -> None:
-        """Take over `asleep` from before, or from another planner, before the place is observed."""
+    def restore_sleepers(self, sleepers: Mapping[str, int]) -> None:
+        """Take over `sleepers` of before, or of another planner, before the place is observed."""
         for view in self.pools:
             most = view.pool.asleep
-            view.asleep.count = min(max(asleep.get(view.pool.name, 0), 0), most)
+            view.sleepers.count = min(max(sleepers.get(view.pool.name, 0), 0), most)
 
     def stays_awake(self, instance: str, now: float) -> None:
         """A worker that was told to sleep refuses, or does not reply."""

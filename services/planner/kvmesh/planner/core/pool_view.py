@@ -19,7 +19,7 @@ class PoolView:
         self.pool = pool
         self.starts = Starts(startup_s)
         self.parked = ParkedPool()
-        self.asleep = SleepingPool()
+        self.sleepers = SleepingPool()
         self.rises = Rises()
         self.wanted = 0
         self.cards: dict[str, Instance] = {}
@@ -91,15 +91,15 @@ class PoolView:
 
     def fall_asleep(self, stop: Sequence[str], before: int, now: float) -> list[str]:
         """Those of the workers to `stop` that sleep instead; `before` workers were wanted."""
-        self.asleep.rise(self.wanted - before)
+        self.sleepers.rise(self.wanted - before)
         if self.wanted >= before:
             return []
         leaving = [self.cards[instance] for instance in stop if instance in self.cards]
-        return self.asleep.fall(leaving, self.pool.asleep, now)
+        return self.sleepers.fall(leaving, self.pool.asleep, now)
 
     def stays_awake(self, instance: str, now: float) -> None:
         """A worker that was told to sleep refuses: it counts as one that serves again."""
-        if instance in self.cards and self.asleep.refused(instance, now):
+        if instance in self.cards and self.sleepers.refused(instance, now):
             self.shift(1)
 
     def kind(self) -> ModelledEngine | None:
@@ -143,7 +143,11 @@ class PoolView:
         return None
 
     def joined(self, card: Instance, now: float, begun: bool) -> None:
+        known = self.cards.get(card.instance)
         self.cards[card.instance] = card
+        told = known is not None and known.draining and card.instance in self.sleepers.told
+        if told and not card.draining:  # it has tried, and cannot leave its requests
+            self.stays_awake(card.instance, now)
         if not begun and not card.draining:
             self.starts.ready(now, _start_s(card), card.promoted_s)
         self.parked.ready(card.instance)
@@ -155,7 +159,7 @@ class PoolView:
 
     def left(self, instance: str) -> None:
         self.cards.pop(instance, None)
-        self.asleep.keep(self.cards)
+        self.sleepers.keep(self.cards)
         if self._fit is not None:
             self._fit.left(instance)
         for key in [key for key in self._loads if key[0] == instance]:
