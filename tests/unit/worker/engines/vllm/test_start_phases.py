@@ -78,6 +78,20 @@ def test_the_log_of_a_worker_on_the_cpu() -> None:
     ]
 
 
+def test_the_log_of_a_worker_on_the_cpu_that_compiles_nothing_ahead_of_time() -> None:
+    assert told(
+        [
+            ("Loading weights took 2.00 seconds", 13.0),
+            ("Warming up model for the compilation...", 14.0),
+            ("Warming up done.", 27.0),
+        ]
+    ) == [
+        ("weights", 11.0, 13.0, False),
+        ("post-processing", 13.0, 14.0, False),
+        ("compile", 14.0, 27.0, False),
+    ]
+
+
 def test_the_log_of_a_worker_on_a_gpu() -> None:
     assert told(
         [

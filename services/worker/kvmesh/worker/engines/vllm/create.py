@@ -26,6 +26,7 @@ from kvmesh.worker.lora.folder import AdapterError, configured_adapters
 
 log = logging.getLogger(__name__)
 PLUGIN = "kvmesh"
+AOT = "VLLM_USE_AOT_COMPILE"
 
 
 def create(context: EngineContext) -> "VllmEngine":
@@ -65,6 +66,8 @@ def create(context: EngineContext) -> "VllmEngine":
         raise EngineConfigError(str(error)) from error
     _use_weights(arguments, context)
     on_cpu = current_platform.is_cpu()
+    if on_cpu:  # what it compiles ahead of time there it cannot load, and compiles again
+        os.environ.setdefault(AOT, "0")
     arguments = lora_arguments(arguments, len(adapters), worker.max_adapters, on_cpu)
     engine = engine_type(
         arguments,

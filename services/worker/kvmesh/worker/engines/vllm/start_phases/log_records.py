@@ -23,6 +23,7 @@ class PhasesOfRecords:
     def __init__(self) -> None:
         self._loaded: float | None = None
         self._warming: float | None = None  # on CPUs, where this compiles, untimed
+        self._has_code = False
         self._sized: float | None = None
 
     def take(self, message: str, created: float) -> None:
@@ -49,14 +50,14 @@ class PhasesOfRecords:
 
     def warm_up_begins(self, created: float, _: float) -> None:
         self.load_ends(created)
-        self._warming = created
+        self._warming, self._has_code = created, False
         enter(StartPhase.COMPILE)
 
     def cache_used(self, created: float, seconds: float = 0.0) -> None:
         """The compiled code was stored or loaded, `seconds` ago."""
         if self._warming is not None:
             record(StartPhase.COMPILE, self._warming, created - seconds)
-            self._warming = created
+            self._warming, self._has_code = created, True
             enter(StartPhase.WARM_UP)
 
     def profiled(self, created: float, seconds: float) -> None:
@@ -65,7 +66,8 @@ class PhasesOfRecords:
 
     def warm_up_ends(self, created: float, _: float) -> None:
         if self._warming is not None:
-            record(StartPhase.WARM_UP, self._warming, created)
+            phase = StartPhase.WARM_UP if self._has_code else StartPhase.COMPILE
+            record(phase, self._warming, created)
             self._warming = None
 
     def compile_begins(self, created: float, _: float) -> None:
