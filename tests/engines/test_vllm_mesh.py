@@ -114,6 +114,20 @@ async def test_a_killed_worker_leaves_no_engine_behind(mesh: Mesh) -> None:
     await eventually(lambda: not any(map(_runs, started)), what="all its processes have ended")
 
 
+async def test_a_worker_that_is_killed_in_its_start_leaves_no_engine_behind(mesh: Mesh) -> None:
+    psutil = pytest.importorskip("psutil")
+    mesh.start("worker", "worker-9")
+    worker = psutil.Process(mesh.processes["worker-9"].pid)
+
+    def started() -> list[Any]:
+        found: list[Any] = worker.children(recursive=True)
+        return found if any("EngineCore" in child.name() for child in found) else []
+
+    processes = await eventually(started, START_S, what="its engine's process is there")
+    mesh.kill("worker-9")
+    await eventually(lambda: not any(map(_runs, processes)), what="all its processes have ended")
+
+
 def _runs(process: Any) -> bool:
     return bool(process.is_running()) and process.status() != "zombie"
 

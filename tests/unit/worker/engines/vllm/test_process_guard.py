@@ -4,49 +4,91 @@ import asyncio
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import TypeAlias
 
+import psutil
 import pytest
 from support.wait import PATIENCE_S, eventually
 
-from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
+from kvmesh.worker.engines.vllm.process_guard import ProcessGuard, process_trees
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 
 PARENT = """
-import subprocess, time
+import asyncio, subprocess
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
-guard = ProcessGuard([subprocess.Popen(["sleep", "1000"]).pid])
-print("guarded", flush=True)
-time.sleep(1000)
+async def main():
+    guard = ProcessGuard()
+    guard.follow(lambda: roots)
+    roots = []
+    await asyncio.sleep(0)
+    child = subprocess.Popen(["sh", "-c", "sleep 1000 & echo; wait"], stdout=subprocess.PIPE)
+    child.stdout.read(1)
+    roots.append(child.pid)
+    while len(guard._pids) < 2:
+        await asyncio.sleep(0.01)
+    print("guarded", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
 """
 
 
-def test_guarded_processes_die_with_a_killed_process() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == b"guarded\n"
-    parent.kill()
-    parent.communicate(timeout=PATIENCE_S)  # ends when nobody has its output open any more
+Child: TypeAlias = "subprocess.Popen[bytes]"
 
 
-def test_a_dismissed_guard_kills_nothing() -> None:
-    child = subprocess.Popen(["sleep", "1000"])
-    ProcessGuard([child.pid]).dismiss()
+@pytest.fixture
+def child() -> Iterator[Child]:
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        yield child
+        child.kill()
+
+
+def test_guarded_processes_and_their_children_die_with_a_killed_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"guarded\n"
+        children = psutil.Process(parent.pid).children(recursive=True)
+        parent.kill()
+    assert psutil.wait_procs(children, PATIENCE_S)[1] == []
+
+
+async def test_a_closed_guard_kills_nothing(child: Child) -> None:
+    guard = ProcessGuard()
+    guard.follow(lambda: [child.pid])
+    await eventually(lambda: guard._pids == [child.pid])
+    await guard.close()
     assert child.poll() is None
+
+
+async def test_processes_that_have_ended_are_guarded_no_more(child: Child) -> None:
+    guard = ProcessGuard()
+    guard.follow(lambda: [child.pid])
+    await eventually(lambda: guard._pids == [child.pid])
     child.kill()
     child.wait(PATIENCE_S)
+    await eventually(lambda: guard._pids == [])
+    assert process_trees([child.pid]) == []
+    await guard.close()
 
 
-def test_a_stopped_guard_can_be_dismissed() -> None:
-    psutil = pytest.importorskip("psutil")
-    child = subprocess.Popen(["sleep", "1000"])
-    guard = ProcessGuard([child.pid])
-    [shell] = [p for p in psutil.Process().children() if str(child.pid) in p.cmdline()]
+async def test_a_guard_that_was_killed_is_told_of(
+    child: Child, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = ProcessGuard()
+    guard._watcher.kill()
+    guard._watcher.wait(PATIENCE_S)
+    guard.follow(lambda: [child.pid])
+    await eventually(lambda: "will outlive a killed worker" in caplog.text)
+    await guard.close()
+
+
+async def test_a_stopped_guard_can_be_closed(child: Child) -> None:
+    guard = ProcessGuard()
+    shell = psutil.Process(guard._watcher.pid)
     shell.suspend()
-    guard.dismiss()
+    await guard.close()
     assert not shell.is_running()
     assert child.poll() is None
-    child.kill()
-    child.wait(PATIENCE_S)
 
 
 def test_a_stopped_process_is_detected() -> None:

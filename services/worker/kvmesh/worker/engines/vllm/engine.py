@@ -50,7 +50,7 @@ from kvmesh.worker.engines.vllm.constraints import Constraints
 from kvmesh.worker.engines.vllm.fork_servers.servers import ForkServers
 from kvmesh.worker.engines.vllm.parking.configuration import park_ranks
 from kvmesh.worker.engines.vllm.parking.gate import ParkingGate
-from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
+from kvmesh.worker.engines.vllm.process_guard import ProcessGuard, spawned
 from kvmesh.worker.engines.vllm.scheduler_stats import RankStats, StatsCollector
 from kvmesh.worker.engines.vllm.sleep_mode import SleepMode, died
 from kvmesh.worker.engines.vllm.start_phases.listener import imports_follow, start_phases_told
@@ -138,7 +138,14 @@ class VllmEngine(PrefetchingAdapter):
         return EngineError("vLLM did not wait to be promoted")
 
     def _begin_load(self) -> asyncio.Task[AsyncLLM]:
+        if self._guard is None:
+            self._guard = ProcessGuard()
+            self._guard.follow(self._roots)
         return asyncio.create_task(self._load_told(), name="vllm start")
+
+    def _roots(self) -> list[int]:
+        servers = self._servers.processes if self._servers is not None else []
+        return spawned() + servers
 
     async def _load_told(self) -> AsyncLLM:
         async with start_phases_told(self._folder.path, self._timeline):
@@ -184,8 +191,7 @@ class VllmEngine(PrefetchingAdapter):
         except EngineError:
             self._folder.close()
             raise
-        self._processes = [c.pid for c in active_children() if c.pid is not None]
-        self._guard = ProcessGuard(self._processes)
+        self._processes = spawned()
         await self._adapters.open(self._llm)
         config = self._llm.vllm_config
         self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)
@@ -277,7 +283,7 @@ class VllmEngine(PrefetchingAdapter):
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
         if self._guard is not None:
-            self._guard.dismiss()
+            await self._guard.close()
             self._guard = None
         if self._servers is not None:
             await asyncio.to_thread(self._servers.close)

@@ -70,6 +70,11 @@ class ForkServers:
             log.info("vLLM's processes import everything themselves: %s", error)
             self.close()
 
+    @property
+    def processes(self) -> list[int]:
+        """The servers."""
+        return [server.pid for server in self._servers]
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """Within the block, processes that multiprocessing spawns come from the servers."""
