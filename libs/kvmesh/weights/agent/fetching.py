@@ -19,7 +19,10 @@ from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 
 log = logging.getLogger(__name__)
-SEARCH_S = 2.0  # between queries while there are fewer sources than there may be
+SEARCH_S, FIRST_SEARCH_S = (
+    2.0,
+    0.25,
+)  # between queries while few sources are known: twice as long each time
 _FAILURES: dict[str, Failure] = {"busy": "busy", "timeout": "timeout"}
 
 
@@ -110,6 +113,7 @@ class WeightFetch:
         Raises WeightsLost if nothing arrives for `patience_s` seconds, or StoreFull.
         """
         self._arrived_at = search_at = _now()
+        search_s = FIRST_SEARCH_S
         try:
             while not self._plan.done:
                 now = _now()
@@ -117,10 +121,10 @@ class WeightFetch:
                     raise self._full
                 if now - self._arrived_at > patience_s:
                     raise WeightsLost(f"no chunk has arrived for {patience_s:g} s")
-                if self.peers < self._options.sources and now >= search_at:
+                if self.peers < self._options.known and now >= search_at:
                     if self._searching is None or self._searching.done():
-                        self._searching = asyncio.create_task(self._search(self._has_enough))
-                    search_at = now + SEARCH_S
+                        self._searching = asyncio.create_task(self._search(self._knows_many))
+                    search_at, search_s = now + search_s, min(2 * search_s, SEARCH_S)
                 if self._store is not None and STORE not in self._readers:
                     self.add_store(self._store)
                 self._start(now)
@@ -141,8 +145,9 @@ class WeightFetch:
         self._staging.close()
         self._pool.shutdown(wait=False)
 
-    def _has_enough(self) -> bool:
-        return self.peers >= self._options.sources
+    def _knows_many(self) -> bool:
+        """Of thousands of workers, the first few replies nearly always suffice."""
+        return self.peers >= self._options.known // 2
 
     def _start(self, now: float) -> None:
         """Start the requests and polls that the plan wants now."""
@@ -173,8 +178,7 @@ class WeightFetch:
         name, chunk = request.source, request.chunk
         reason: Failure | None = None
         try:
-            async with asyncio.timeout_at(request.deadline):
-                buffer = await self._read(name, reader, chunk)
+            buffer = await self._read(name, reader, chunk, request.deadline)
             await self._write(chunk, buffer)
         except TimeoutError:
             reason = "timeout"
@@ -207,19 +211,24 @@ class WeightFetch:
             self._end(self._plan.failed(name, chunk, reason, now), name)
         self._changed.set()
 
-    async def _read(self, name: str, reader: ChunkReader, chunk: int) -> memoryview:
-        """A buffer that begins with the verified bytes of a chunk."""
+    async def _read(
+        self, name: str, reader: ChunkReader, chunk: int, deadline: float
+    ) -> memoryview:
+        """A buffer that begins with the verified bytes of a chunk; raises TimeoutError."""
         size = self._copy.manifest.chunks[chunk].size
-        async with self._slots[name]:
-            buffer = self._staging.take()
-            try:
+        buffer: memoryview | None = None
+        try:
+            async with asyncio.timeout_at(deadline), self._slots[name]:
+                buffer = self._staging.take()
                 await reader.read(chunk, buffer[:size])
-            except BaseException as error:
+        except BaseException as error:
+            ended_early = isinstance(error, asyncio.CancelledError | TimeoutError)
+            if buffer is not None:
                 if isinstance(error, TransferError) and not error.settled:
                     self._staging.lose(buffer)
-                elif reader.direct or not isinstance(error, asyncio.CancelledError):
+                elif reader.direct or not ended_early:
                     self._staging.give(buffer)  # else a thread may still write into it
-                raise
+            raise
         return buffer
 
     async def _write(self, chunk: int, buffer: memoryview) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ async def test_a_cancelled_read_of_a_disk_does_not_count_against_nixl(
     disk.direct = False
     fetch = fetch_of(copy)
     for chunk in range(6):
-        task = asyncio.create_task(fetch._read("disk", disk, chunk))
+        task = asyncio.create_task(fetch._read("disk", disk, chunk, inf))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])

@@ -31,7 +31,7 @@ class FanoutOptions:
     latency_s: float = 0.0002
     discovery_s: float = 0.15
     refresh_s: float = 2.0
-    sample: int = 16
+    sample: int = FetchOptions.known
     slots: int = 4
     queue: int = 4
     wave: int = 0
