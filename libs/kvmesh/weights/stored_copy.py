@@ -199,6 +199,16 @@ def remove_unused(folder: Path) -> bool:
         return True
 
 
+def disk_bytes(folder: Path) -> int:
+    """Bytes that the files below a folder take on the disk."""
+    found = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return found
+
+
 def remove_tree(folder: Path) -> None:
     """Remove a folder of the store with its files; raises OSError."""
     for path in folder.iterdir():

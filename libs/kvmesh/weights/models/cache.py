@@ -10,7 +10,14 @@ from typing import NamedTuple
 from kvmesh.runtime.quantities import size
 from kvmesh.weights.errors import ModelStoreError
 from kvmesh.weights.locks import FileLock
-from kvmesh.weights.stored_copy import FILES, REMOVED, USE_LOCK, remove_tree, remove_unused
+from kvmesh.weights.stored_copy import (
+    FILES,
+    REMOVED,
+    USE_LOCK,
+    disk_bytes,
+    remove_tree,
+    remove_unused,
+)
 
 LOCK, NAME = "lock", "name"
 LOCK_S = 30.0
@@ -66,7 +73,7 @@ class ModelCache:
         root = self._directory / digest
         try:
             with self._locked():
-                present = _size(root)
+                present = disk_bytes(root)
                 self._make_room(count - present, digest)
                 (root / FILES).mkdir(mode=0o700, parents=True, exist_ok=True)
                 (root / NAME).write_text(name)
@@ -87,7 +94,7 @@ class ModelCache:
             with suppress(OSError):
                 reference = f"{(root / NAME).read_text()}@{root.name[:12]}"
                 used_at = lock.stat().st_mtime
-                found.append(CachedModel(reference, root.name, _size(root), used_at))
+                found.append(CachedModel(reference, root.name, disk_bytes(root), used_at))
         return sorted(found, key=lambda model: model.used_at)
 
     def evict(self, digest: str) -> bool:
@@ -133,13 +140,3 @@ class ModelCache:
             if not lock.wait(LOCK_S):
                 raise ModelStoreError(f"another process changes {self._directory}")
             yield
-
-
-def _size(root: Path) -> int:
-    """Bytes that the files below a folder take on the disk."""
-    found = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with suppress(OSError):
-                found += os.lstat(os.path.join(folder, name)).st_blocks * 512
-    return found

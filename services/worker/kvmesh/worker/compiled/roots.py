@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.weights.locks import FileLock
+from kvmesh.weights.stored_copy import disk_bytes
 from kvmesh.worker.compiled.errors import CompileCacheError
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class CompileCacheRoots:
         for removed in self._directory.glob(f"{REMOVED}*"):
             shutil.rmtree(removed, ignore_errors=True)
         roots = sorted(self._directory.glob(f"[0-9a-f]*/{USE_LOCK}"), key=_used_at)
-        sizes = {lock.parent: _size(lock.parent) for lock in roots}
+        sizes = {lock.parent: disk_bytes(lock.parent) for lock in roots}
         total = sum(sizes.values())
         for folder, size in sizes.items():
             if total <= self._max_bytes:
@@ -184,15 +185,6 @@ def _read_state(folder: Path) -> RootState:
     except (OSError, msgspec.MsgspecError) as error:
         log.warning("%s has an unreadable state and starts anew: %s", folder, error)
         return RootState(starting=True)
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
-    return total
 
 
 def _used_at(lock: Path) -> float:
