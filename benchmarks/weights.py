@@ -1,14 +1,14 @@
-"""Start of engines by the place of their weights: disk, page cache, another worker, node memory.
+"""Weights between workers: copies, serving meanwhile, and starts by the place of the weights.
 
-Each start is a process of its own. Copies from another worker are measured beside plain ones
-(weights_copy.py), and streams while others take weights (weights_serving.py). vLLM starts with an
-empty and with a filled compile cache. `--device cuda` is for the torch engine.
+Copies from another worker are measured beside plain ones (weights_copy.py), streams of a worker
+while others take its weights (weights_serving.py), and whole starts of torch and vLLM workers from
+the disk, the page cache, the node's memory and another worker (weights_starts.py). `--device cuda`
+is for the torch engine.
 """
 
 import asyncio
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -17,12 +17,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common import Report, median, parser
+from common import Report, parser
 from gpu_model import make_random_model
 from local_mesh import free_port, nats_command, wait_for_port
 from weights_children import DONE
@@ -45,15 +45,12 @@ from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.store import WeightStore
 
 CHILD = Path(__file__).with_name("weights_children.py")
-PARTS = ("copy", "serving", "torch", "vllm", "routable")
-ENGINES = PARTS[2:4]
-PLACES = ("disk", "page cache", "another worker", "node memory")
+PARTS = ("copy", "serving", "torch", "vllm")
+ENGINES = PARTS[2:]
 START_S = 900.0
 T = TypeVar("T")
 GIB = 1 << 30
 PLAIN_BYTES = 1 << 30
-TOOK = re.compile(r"the weights took ([\d.]+) s")
-PROCESSED = re.compile(r"the weights' processing took ([\d.]+) s")
 
 
 class Bench:
@@ -101,6 +98,18 @@ class Bench:
                 while file.read(8 << 20):
                     pass
 
+    @contextmanager
+    def without_files(self) -> Iterator[None]:
+        """The model has no weight files in the block; who has opened them keeps them."""
+        moved = {path: self.folder / f"away-{path.name}" for path in self.files}
+        for path, hidden in moved.items():
+            path.rename(hidden)
+        try:
+            yield
+        finally:
+            for path, hidden in moved.items():
+                hidden.rename(path)
+
     def answer(self, name: str, answer: WeightsAnswer) -> Path:
         file = self.folder / f"answer-{name}"
         write_answer(file, answer)
@@ -136,7 +145,6 @@ def write_plain_weights(folder: Path, size: int, tensors: int = 16) -> None:
 
 async def run_child(what: str, options: Any, log: Path, **env: str) -> dict[str, float]:
     """The results of a process, with the times that its log tells; raises RuntimeError."""
-    began = time.time()
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -164,12 +172,8 @@ async def run_child(what: str, options: Any, log: Path, **env: str) -> dict[str,
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     said = "".join(lines) + await asyncio.to_thread(log.read_text, errors="replace")
-    if "ready" not in found and "seconds" not in found:
+    if "seconds" not in found:
         raise RuntimeError(f"{what} failed; the end of its log:\n{said[-3000:]}")
-    for name, pattern in (("weights", TOOK), ("post-processing", PROCESSED)):
-        if times := pattern.findall(said):
-            found[name] = max(map(float, times))
-    found["start"] = found.get("ready", began) - began
     return found
 
 
@@ -275,127 +279,30 @@ class WeightsProcess:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-async def starts(bench: Bench, bus: Bus, engine: str, runs: int) -> None:
-    """Starts of one engine from each place."""
-    caches = ("empty", "filled") if engine == "vllm" else ("",)
-    kept = bench.memory / f"kept-{engine}"
-    node = bench.remember(kept)
-    disk = bench.answer("disk", WeightsAnswer(disk="measured"))
-    warm = str(bench.folder / "compiled")
-    await start_engine(bench, engine, bench.bare, node, kept, True, VLLM_CACHE_ROOT=warm)
-    for run in range(runs):
-        for place in PLACES:
-            for cache in caches:
-                root = warm if cache == "filled" else str(bench.folder / secrets.token_hex(4))
-                if place == "another worker":
-                    bench.read()
-                    target = WeightsProcess(bench, bus, "target", bench.bare)
-                    await target.process.start()
-                    try:
-                        found = await start_engine(
-                            bench,
-                            engine,
-                            bench.bare,
-                            target.answer_file,
-                            target.directory,
-                            VLLM_CACHE_ROOT=root,
-                        )
-                    finally:
-                        await target.close()
-                elif place == "node memory":
-                    found = await start_engine(
-                        bench, engine, bench.bare, node, kept, True, VLLM_CACHE_ROOT=root
-                    )
-                else:
-                    (bench.evict if place == "disk" else bench.read)()
-                    unused = bench.memory / "unused"
-                    found = await start_engine(
-                        bench, engine, bench.model, disk, unused, VLLM_CACHE_ROOT=root
-                    )
-                for phase in ("weights", "post-processing"):
-                    if phase in found:
-                        bench.numbers[f"{engine}/{place}/{phase}"].append(found[phase])
-                bench.numbers[f"{engine}/{place}/start/{cache}"].append(found["start"])
-                shown = {name: round(value, 3) for name, value in found.items() if name != "ready"}
-                print(run + 1, engine, place, cache, shown, file=sys.stderr, flush=True)
-    shutil.rmtree(kept, ignore_errors=True)
-
-
-async def start_engine(
-    bench: Bench,
-    engine: str,
-    folder: Path,
-    answer_file: Path,
-    directory: Path,
-    keep: bool = False,
-    **env: str,
-) -> dict[str, float]:
-    options = {
-        "engine": engine,
-        "folder": str(folder),
-        "answer_file": str(answer_file),
-        "directory": str(directory),
-        "keep": keep,
-        "device": bench.device,
-        "max_bytes": bench.size * 8,
-    }
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    log = bench.folder / f"{engine}-{secrets.token_hex(4)}.log"
-    return await run_child(engine, options, log, **{**quiet, **env})
-
-
 def tell(bench: Bench, report: Report) -> None:
     """Add the figures that were measured to the report."""
-    numbers = bench.numbers
     from weights_copy import tell_copies
-    from weights_routable import tell_routable
     from weights_serving import tell_serving
+    from weights_starts import tell_starts
 
     tell_copies(bench, report)
     tell_serving(bench, report)
-    tell_routable(bench, report)
     for engine in ENGINES:
-        cold = {
-            what: median(numbers[f"{engine}/disk/{what}"])
-            for what in ("weights", "post-processing", "start/", "start/empty", "start/filled")
-        }
-        for what, baseline in cold.items():
-            for place in PLACES:
-                runs = numbers[f"{engine}/{place}/{what}"]
-                if not runs:
-                    continue
-                share = f"{100 * median(runs) / baseline:.0f} % of {baseline:.2f}"
-                at_most = place == "node memory" and what == "weights"
-                name = f"{engine}, {place}: {_shown(what)}"
-                report.add_runs(name, runs, "s", share, "≤ 10 %" if at_most else "")
-
-
-def _shown(what: str) -> str:
-    phase, _, cache = what.partition("/")
-    whole = "whole start" if phase == "start" else phase
-    return f"{whole}, {cache} compile cache" if cache else whole
+        tell_starts(bench, report, engine)
 
 
 async def measure(bench: Bench, parts: list[str], runs: int) -> None:
     from weights_copy import copies
-    from weights_routable import routable
     from weights_serving import serving
+    from weights_starts import starts
 
     if "serving" in parts:
         await serving(bench, runs)
-    if "routable" in parts:
-        await routable(bench, runs)
-    async with mesh(bench.folder) as bus:
-        source = WeightsProcess(bench, bus, "source", bench.model)
-        await source.offer()
-        try:
-            if "copy" in parts:
-                await copies(bench, bus, source, runs)
-            for engine in ENGINES:
-                if engine in parts:
-                    await starts(bench, bus, engine, runs)
-        finally:
-            await source.close()
+    if "copy" in parts:
+        await copies(bench, runs)
+    for engine in ENGINES:
+        if engine in parts:
+            await starts(bench, engine, runs)
 
 
 def main() -> None:
@@ -421,7 +328,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="kvmesh-weights-", dir=chosen.memory) as memory,
     ):
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-        engines = bool(set(parts) & {*ENGINES, "routable"})
+        engines = bool(set(parts) & set(ENGINES))
         size = chosen.size or (PLAIN_BYTES // 64 if chosen.quick else PLAIN_BYTES)
         bench = Bench(Path(folder), Path(memory), chosen.device, chosen.quick, engines, size)
         print(f"a model of {bench.size / GIB:.2f} GiB", file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
-"""Processes of benchmarks/weights.py: starts of engines, and plain copies through a socket."""
+"""Processes of benchmarks/weights.py: plain copies, and one that takes weights without end."""
 
 import argparse
-import asyncio
 import json
 import logging
 import mmap
@@ -12,86 +11,12 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from kvmesh.transfer import TransferError
 
 BUFFER = 8 << 20
 TAKERS = 2  # connections of a worker that takes weights
 DONE = "RESULT "
-
-
-class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
-    """A start of an engine; without `answer_file` it reads the folder as it always does."""
-
-    engine: str
-    folder: str
-    answer_file: str
-    directory: str
-    keep: bool = False
-    device: str = "cpu"
-    max_bytes: int = 0
-
-
-class NoSink:
-    """An engine's output, which nobody reads."""
-
-    def output(self, deltas: Any) -> None: ...
-    def events(self, rank: int, events: Any) -> None: ...
-    def events_lost(self, rank: int, count: int) -> None: ...
-    def failed(self, error: Any) -> None:
-        raise error
-
-
-def start_torch(start: EngineStart) -> dict[str, float]:
-    """Load the model and read each page of its parameters once."""
-    import torch
-
-    from kvmesh.weights.answer import WeightsAccess
-    from kvmesh.worker.engines.torch.model.loading import load_model
-    from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    if start.device == "cuda":
-        torch.zeros(1, device="cuda")  # the device's own start is not part of the weights
-    began = time.perf_counter()
-    access = WeightsAccess(
-        Path(start.answer_file), Path(start.directory), start.max_bytes, start.keep, 120.0
-    )
-    weights = TorchWeights(access, Path(start.folder))
-    model = load_model(Path(start.folder), "auto", start.device, 16, 32, weights)
-    for parameter in model.module.parameters():
-        content = parameter.detach().reshape(-1).view(torch.uint8)
-        content[:: mmap.PAGESIZE].sum().item()
-    seconds = time.perf_counter() - began
-    weights.close()
-    return {"weights": seconds}
-
-
-async def start_vllm(start: EngineStart) -> dict[str, float]:
-    """Start vLLM as a worker does; its weights' times are in its log."""
-    from kvmesh.settings import Settings
-    from kvmesh.settings.schema import VllmSettings, WorkerSettings
-    from kvmesh.weights.answer import WeightsAccess
-    from kvmesh.worker.engine import EngineContext, create_engine
-
-    args = ["max_model_len=512", "max_num_seqs=4", "max_num_batched_tokens=512"]
-    if start.device == "cpu":
-        args += ["num_gpu_blocks_override=64", "dtype=bfloat16"]
-    settings = Settings(
-        vllm=VllmSettings(args=args, retention=False),
-        worker=WorkerSettings(engine="vllm", block_size=32),
-    )
-    access = WeightsAccess(
-        Path(start.answer_file), Path(start.directory), start.max_bytes, start.keep, 120.0
-    )
-    engine = create_engine(EngineContext(settings, Path(start.folder), weights=access))
-    await engine.start(NoSink())
-    print(DONE + json.dumps({"ready": time.time()}), flush=True)
-    await engine.close()
-    return {}
 
 
 def lower_priority(policy: str, nice: int) -> None:
@@ -188,7 +113,7 @@ def take_weights() -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("what", choices=["torch", "vllm", "send", "receive", "nixl", "take"])
+    arguments.add_argument("what", choices=["send", "receive", "nixl", "take"])
     arguments.add_argument("options")
     chosen = arguments.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -199,15 +124,7 @@ def main() -> None:
     if chosen.what == "send":
         send_raw(options)
         return
-    if chosen.what == "receive":
-        result = receive_raw(**options)
-    elif chosen.what == "nixl":
-        result = read_nixl(**options)
-    else:
-        start = msgspec.convert(options, EngineStart)
-        vllm = chosen.what == "vllm"
-        result = asyncio.run(start_vllm(start)) if vllm else start_torch(start)
-    result.setdefault("ready", time.time())
+    result = receive_raw(**options) if chosen.what == "receive" else read_nixl(**options)
     print(DONE + json.dumps(result), flush=True)
 
 

@@ -51,13 +51,20 @@ class Holder(WeightsProcess):
         self.process = WorkersProcess(self.job, self.events.append, print)
 
 
-async def copies(bench: Bench, bus: Bus, source: WeightsProcess, runs: int) -> None:
+async def copies(bench: Bench, runs: int) -> None:
     """Bytes per second from another worker, and through a plain socket."""
-    for run in range(runs):
-        bench.read()
-        for what in ("ready", "fresh"):
-            bench.numbers[f"raw/{what}"].append(await _plain(bench, run, fresh=what == "fresh"))
-        await _taken(bench, bus, "tcp", [source], "tcp")
+    async with mesh(bench.folder) as bus:
+        source = WeightsProcess(bench, bus, "source", bench.model)
+        await source.offer()
+        try:
+            for run in range(runs):
+                bench.read()
+                for what in ("ready", "fresh"):
+                    rate = await _plain(bench, run, fresh=what == "fresh")
+                    bench.numbers[f"raw/{what}"].append(rate)
+                await _taken(bench, bus, "tcp", [source], "tcp")
+        finally:
+            await source.close()
     if HAS_NIXL:
         await _through_nixl(bench, runs)
 
