@@ -10,9 +10,9 @@ from support.nats import NatsServer
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import worker_cards
+from kvmesh.bus.discovery.directory import read_cards
 from kvmesh.bus.errors import BusError
-from kvmesh.bus.messages import CompiledOffer
+from kvmesh.bus.messages import CompiledOffer, Role
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 pytestmark = [
@@ -65,7 +65,7 @@ async def offers(bus: Bus, count: int) -> list[CompiledOffer]:
 
     async def found() -> list[CompiledOffer]:
         try:
-            offers = [card.compiled for card in await worker_cards(bus)]
+            offers = [card.compiled for card in await read_cards(bus, Role.WORKER)]
         except BusError:  # while two vLLMs compile, a server may be late
             return []
         made = [offer for offer in offers if offer is not None]

@@ -14,7 +14,7 @@ from support.wait import eventually
 from support.weights import Agent, Agents, make_weights
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import worker_cards
+from kvmesh.bus.discovery.directory import read_cards
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import CompiledOffer, Instance, Role
 from kvmesh.bus.streams.configuration import StreamLimits
@@ -88,7 +88,7 @@ class CachingWorkers:
         )
         exchange = ProcessExchange(agent.process, settings)
         cache = CompileCache(
-            settings, "vllm", ENVIRONMENT, lambda: worker_cards(self._bus), exchange, key
+            settings, "vllm", ENVIRONMENT, lambda: read_cards(self._bus, Role.WORKER), exchange, key
         )
         worker = CachingWorker(self._bus, self._limits, agent, cache)
         self._started.append(worker)

@@ -101,7 +101,7 @@ async def test_a_worker_sleeps_and_wakes_with_the_same_answers(
         await seen.until([], ["worker-0"])
         asleep = seen.card("worker-0")
         assert (asleep.instance, asleep.asleep, asleep.parked_for) == (first.instance, True, model)
-        assert asleep.phases == first.phases
+        assert (asleep.phases, asleep.served) == (first.phases, first.model)
         assert "asleep" in (await mesh.command("status")).stdout
         assert not any(
             value

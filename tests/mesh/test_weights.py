@@ -100,6 +100,28 @@ async def test_the_second_worker_takes_the_files_of_the_first(agents: Agents, mo
     await eventually(lambda: second.counts.taken == {"peer": manifest.size, "disk": 0})
 
 
+async def test_workers_that_are_asleep_decide_where_none_serves(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    for digest in (manifest.digest, "0" * 64):  # the first is older
+        agent = await source(agents, f"asleep-{digest[:4]}", model, manifest)
+        await agent.join(digest=digest, asleep=True)
+    target = await agents.start("target")
+    await sources_of(target)
+    assert has_copy(target, manifest, model)
+
+
+async def test_a_worker_that_serves_decides_before_those_that_are_asleep(
+    agents: Agents, model: Path, manifest: Manifest
+) -> None:
+    serving = await source(agents, "serving", model, manifest)
+    asleep = await source(agents, "asleep", model, manifest)
+    await asleep.join(digest="0" * 64, asleep=True)
+    await serving.join()
+    target = await agents.start("target")
+    assert (await answered(target)).digest == manifest.digest
+
+
 async def test_a_kept_copy_brings_its_manifest_back(agents: Agents, bus: Bus, model: Path) -> None:
     manifest = checkpoint_manifest(model, model="m", chunk_bytes=CHUNK)
     stored_copy(agents.directory("a"), model, manifest)

@@ -125,18 +125,20 @@ class Agent:
     async def start(self) -> None:
         await self.process.start()
 
-    async def join(self, digest: str = "", started: float = 0.0) -> None:
+    async def join(self, digest: str = "", started: float = 0.0, asleep: bool = False) -> None:
         """Publish a card that states the digest of the worker's weights."""
         model = ModelCard(
             name=self.job.model, context=9, block_size=9, files="", weights=digest or self.digest
         )
         card = Instance(
             instance=self.job.instance,
-            role=Role.WORKER,
+            role=Role.PARKED if asleep else Role.WORKER,
             name=self.job.name,
             version="",
             started=started,
-            model=model,
+            model=None if asleep else model,
+            served=model if asleep else None,
+            asleep=asleep,
         )
         self._lease = Lease(self._bus, card, self._limits)
         await self._lease.open()

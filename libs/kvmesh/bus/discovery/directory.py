@@ -131,9 +131,11 @@ class Directory:
                 self._drop(key)
 
 
-async def worker_cards(bus: Bus) -> list[Instance]:
-    """The cards of all workers now, without unreadable ones; raises BusError."""
-    found = await read_bucket(bus, bus.subjects.instances_bucket, f"{Role.WORKER}.>")
+async def read_cards(bus: Bus, *roles: Role) -> list[Instance]:
+    """The present cards of these roles, without unreadable ones; raises BusError."""
+    found: dict[str, bytes] = {}
+    for role in roles:
+        found |= await read_bucket(bus, bus.subjects.instances_bucket, f"{role}.>")
     cards: list[Instance] = []
     for key, data in found.items():
         try:

@@ -202,7 +202,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     any. `adapters` says which LoRA adapters it can load for routers; it is None if it loads none.
     `sources` tells where a worker's weights and compiled code came from, as far as known. A worker
     that `sleeps` can free its device and wait to be promoted again; a parked one is `asleep` if it
-    has served before, and its `phases` and `startup_s` are those of its start.
+    has `served` a model before, whose weights it still offers, and its `phases` and `startup_s` are
+    those of its start.
     """
 
     instance: str
@@ -231,6 +232,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     sources: list[StartSource] = []
     sleeps: bool = False
     asleep: bool = False
+    served: ModelCard | None = None
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

@@ -2,7 +2,8 @@
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.compatibility import Compatibility
-from kvmesh.bus.discovery.directory import worker_cards
+from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.messages import Instance, Role
 from kvmesh.weights.frames import WeightsJob
 from kvmesh.weights.manifest import Manifest
 from kvmesh.weights.store import WeightStore
@@ -11,14 +12,18 @@ from kvmesh.weights.store import WeightStore
 async def digest_on_cards(bus: Bus, job: WeightsJob) -> str:
     """The digest on the oldest card of the model; empty if no card has one. Raises BusError.
 
-    A worker that is pinned to a revision follows no card with another one.
+    Workers that are asleep decide where none that serves does. A worker that is pinned to a
+    revision follows no card with another one.
     """
-    workers = Compatibility()
-    for card in await worker_cards(bus):
+    workers, asleep = Compatibility(), list[Instance]()
+    for card in await read_cards(bus, Role.WORKER, Role.PARKED):
         if card.model is not None and card.model.name == job.model:
             workers.join(card)
-    for card in workers.fitting:
-        model = card.model
+        elif card.served is not None and card.served.name == job.model:
+            asleep.append(card)
+    asleep.sort(key=lambda card: (card.started, card.instance))
+    for card in (*workers.fitting, *asleep):
+        model = card.model or card.served
         if model is not None and model.weights and card.instance != job.instance:
             if job.revision and model.revision and model.revision != job.revision:
                 continue

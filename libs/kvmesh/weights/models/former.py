@@ -6,8 +6,9 @@ import random
 import time
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import worker_cards
+from kvmesh.bus.discovery.directory import read_cards
 from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.messages import Role
 from kvmesh.bus.storage.buckets import read_bucket
 from kvmesh.bus.storage.object_bucket import ObjectBucket
 from kvmesh.bus.storage.stored_object import StoredObject
@@ -61,5 +62,5 @@ async def remove_former_manifests(bus: Bus, grace_s: float = GRACE_S) -> int:
 
 
 async def _is_oldest(bus: Bus, instance: str) -> bool:
-    ages = [(card.started, card.instance) for card in await worker_cards(bus)]
+    ages = [(card.started, card.instance) for card in await read_cards(bus, Role.WORKER)]
     return bool(ages) and min(ages)[1] == instance

@@ -303,7 +303,7 @@ class WorkerNode:
             next_events = earlier.next_events | publisher.next_events
         if card is None:
             return dataclasses.replace(earlier, next_events=next_events)
-        return EarlierLife(card.serves, card.startup_s, card.phases, next_events)
+        return EarlierLife(card.serves, card.model, card.startup_s, card.phases, next_events)
 
     async def _withdraw(self) -> None:
         if self._lease is not None:

@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import worker_cards
+from kvmesh.bus.discovery.directory import read_cards
+from kvmesh.bus.messages import Role
 from kvmesh.bus.storage.shared_secret import SecretUnusable, parse_secret
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import Settings
@@ -35,7 +37,8 @@ async def compile_cache(
         return
     key = _domain_key(weights.domain_key)
     environment = await asyncio.to_thread(engine_environment, settings, folder)
-    cache = CompileCache(weights, engine, environment, lambda: worker_cards(bus), exchange, key)
+    cards = partial(read_cards, bus, Role.WORKER, Role.PARKED)
+    cache = CompileCache(weights, engine, environment, cards, exchange, key)
     failed = False
     try:
         await cache.open()

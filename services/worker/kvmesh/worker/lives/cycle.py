@@ -146,7 +146,13 @@ class WorkerLives:
             self.node = self._make_node(earlier)
             worker = self._settings(earlier).worker
             card = parked_card(worker, self._model, service.instance, service.name)
-            card = replace(card, phases=earlier.phases, startup_s=earlier.startup_s)
+            card = replace(
+                card,
+                phases=earlier.phases,
+                startup_s=earlier.startup_s,
+                served=earlier.model,
+                compiled=self._compiled,
+            )
             return await wait_asleep(
                 service.bus, engine, card, service.limits, report, service.stopping
             )

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.discovery.directory import worker_cards
+from kvmesh.bus.discovery.directory import read_cards
 from kvmesh.bus.errors import BusError, cause
-from kvmesh.bus.messages import StartPhase
+from kvmesh.bus.messages import Role, StartPhase
 from kvmesh.runtime.quantities import size
 from kvmesh.settings.schema import Settings, WorkerSettings
 from kvmesh.weights.errors import ModelStoreError, StoreError
@@ -97,7 +97,8 @@ async def _entry(bus: Bus, reference: ModelReference, served_name: str) -> Model
     try:
         if not reference.digest:
             found = {e.digest: e for e in await ModelCatalog(bus).find(reference)}
-            for card in sorted(await worker_cards(bus), key=lambda c: (c.started, c.instance)):
+            cards = await read_cards(bus, Role.WORKER)
+            for card in sorted(cards, key=lambda c: (c.started, c.instance)):
                 model = card.model
                 if model is not None and model.name == served_name and model.revision in found:
                     return found[model.revision]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvmesh.bus.messages import Phase
+from kvmesh.bus.messages import ModelCard, Phase
 
 
 @dataclass(frozen=True)
@@ -11,10 +11,11 @@ class EarlierLife:
 
     Events of one instance never repeat an id: indexers would take them for old ones. `startup_s`
     and `phases` are those of the start, which falling asleep does not change. `serves` is the role
-    that the worker had last, empty for that of its settings.
+    that the worker had last, empty for that of its settings, and `model` is what it has served.
     """
 
     serves: str = ""
+    model: ModelCard | None = None
     startup_s: float = 0.0
     phases: list[Phase] = field(default_factory=list)
     next_events: dict[int, int] = field(default_factory=dict)
