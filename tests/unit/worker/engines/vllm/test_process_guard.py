@@ -14,25 +14,31 @@ from support.wait import PATIENCE_S, eventually
 from kvmesh.worker.engines.vllm.process_guard import ProcessGuard, process_trees
 from kvmesh.worker.engines.vllm.stopped_processes import any_stopped
 
-PARENT = """
-import asyncio, subprocess
-from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
-async def main():
-    guard = ProcessGuard()
-    guard.follow(lambda: roots)
-    roots = []
-    await asyncio.sleep(0)
+SPAWNED = """
     child = subprocess.Popen(["sh", "-c", "sleep 1000 & echo; wait"], stdout=subprocess.PIPE)
     child.stdout.read(1)
     roots.append(child.pid)
+"""
+FORKED = """
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=subprocess.run, args=(["sleep", "1000"],))
+    child.start()
+    roots.append(child.pid)
+"""
+PARENT = """
+import asyncio, multiprocessing, subprocess
+from kvmesh.worker.engines.vllm.process_guard import ProcessGuard
+async def main():
+    roots = []
+    guard = ProcessGuard(lambda: roots)
+    await asyncio.sleep(0)
+    %s
     while len(guard._pids) < 2:
         await asyncio.sleep(0.01)
     print("guarded", flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
 """
-
-
 Child: TypeAlias = "subprocess.Popen[bytes]"
 
 
@@ -43,8 +49,10 @@ def child() -> Iterator[Child]:
         child.kill()
 
 
-def test_guarded_processes_and_their_children_die_with_a_killed_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+@pytest.mark.parametrize("begin", [SPAWNED, FORKED], ids=["spawned", "forked"])
+def test_guarded_processes_and_their_children_die_with_a_killed_process(begin: str) -> None:
+    program = [sys.executable, "-W", "ignore", "-c", PARENT % begin.strip()]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"guarded\n"
         children = psutil.Process(parent.pid).children(recursive=True)
@@ -53,16 +61,14 @@ def test_guarded_processes_and_their_children_die_with_a_killed_process() -> Non
 
 
 async def test_a_closed_guard_kills_nothing(child: Child) -> None:
-    guard = ProcessGuard()
-    guard.follow(lambda: [child.pid])
+    guard = ProcessGuard(lambda: [child.pid])
     await eventually(lambda: guard._pids == [child.pid])
     await guard.close()
     assert child.poll() is None
 
 
 async def test_processes_that_have_ended_are_guarded_no_more(child: Child) -> None:
-    guard = ProcessGuard()
-    guard.follow(lambda: [child.pid])
+    guard = ProcessGuard(lambda: [child.pid])
     await eventually(lambda: guard._pids == [child.pid])
     child.kill()
     child.wait(PATIENCE_S)
@@ -71,19 +77,44 @@ async def test_processes_that_have_ended_are_guarded_no_more(child: Child) -> No
     await guard.close()
 
 
+async def test_processes_are_guarded_where_none_can_be_listed(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "children", refuse)
+    assert process_trees([child.pid]) == [child.pid]
+
+
+async def test_a_process_that_is_forgotten_meanwhile_ends_no_guard(child: Child) -> None:
+    forgotten = [child.pid]
+
+    def roots() -> list[int]:
+        if forgotten:
+            forgotten.clear()
+            raise ValueError("process object is closed")
+        return [child.pid]
+
+    guard = ProcessGuard(roots)
+    await eventually(lambda: guard._pids == [child.pid])
+    await guard.close()
+
+
 async def test_a_guard_that_was_killed_is_told_of(
     child: Child, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guard = ProcessGuard()
+    pids: list[int] = []
+    guard = ProcessGuard(lambda: pids)
     guard._watcher.kill()
     guard._watcher.wait(PATIENCE_S)
-    guard.follow(lambda: [child.pid])
+    pids.append(child.pid)
     await eventually(lambda: "will outlive a killed worker" in caplog.text)
     await guard.close()
 
 
 async def test_a_stopped_guard_can_be_closed(child: Child) -> None:
-    guard = ProcessGuard()
+    guard = ProcessGuard(lambda: [child.pid])
     shell = psutil.Process(guard._watcher.pid)
     shell.suspend()
     await guard.close()

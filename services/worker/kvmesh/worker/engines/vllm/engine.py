@@ -139,8 +139,7 @@ class VllmEngine(PrefetchingAdapter):
 
     def _begin_load(self) -> asyncio.Task[AsyncLLM]:
         if self._guard is None:
-            self._guard = ProcessGuard()
-            self._guard.follow(self._roots)
+            self._guard = ProcessGuard(self._roots)
         return asyncio.create_task(self._load_told(), name="vllm start")
 
     def _roots(self) -> list[int]:
@@ -192,6 +191,8 @@ class VllmEngine(PrefetchingAdapter):
             self._folder.close()
             raise
         self._processes = spawned()
+        if self._guard is not None:
+            self._guard.settled()
         await self._adapters.open(self._llm)
         config = self._llm.vllm_config
         self._constraints = Constraints(config, self._folder.path, self._compile_timeout_s)

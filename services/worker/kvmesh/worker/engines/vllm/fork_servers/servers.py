@@ -72,7 +72,7 @@ class ForkServers:
 
     @property
     def processes(self) -> list[int]:
-        """The servers."""
+        """The servers' process ids."""
         return [server.pid for server in self._servers]
 
     @contextmanager
