@@ -247,6 +247,7 @@ class PlannerService:
     async def _decide_once(self) -> None:
         if self._adopt and not await self._read_idle():
             return
+        self._note_awake()
         self._note_sleepers()
         state = await self._driver.state()
         now = time.time()
@@ -317,11 +318,19 @@ class PlannerService:
                 core.restore_sleepers({name: plan.asleep for name, plan in latest.pools.items()})
             self._driver.sleepers |= core.sleepers
 
+    def _note_awake(self) -> None:
+        """Count workers as serving again that could not fall asleep."""
+        for model, core in self._models.cores.items():
+            for instance in core.take_awake():
+                log.warning("%s serves on: nobody else can continue its requests", instance)
+                self._stays_awake(model, core, instance, time.time())
+
     def _have_asleep(self, sleeping: list[tuple[str, PlannerCore, list[str]]]) -> None:
         for model, core, instances in sleeping:
             for instance in instances:
                 pool = core.serving(instance) or ""
                 awake = partial(self._stays_awake, model, core)
+                core.told_to_sleep(instance)
                 self._promotions.sleep(model, pool, instance, awake)
 
     def _stays_awake(self, model: str, core: PlannerCore, instance: str, now: float) -> None:

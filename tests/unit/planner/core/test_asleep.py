@@ -90,10 +90,13 @@ def test_a_worker_that_cannot_leave_its_requests_is_not_told_to_sleep_again() ->
     one = view(2)
     one.want(1, START)
     assert one.fall_asleep(["w-0"], 2, START) == ["w-0"]
+    one.sleepers.told.add("w-0")
     draining = replace(able("w-0"), draining=True)
     one.joined(draining, START + 1, begun=True)
-    assert one.sleepers.count == 1
+    assert one.take_awake() == []
     one.joined(able("w-0"), START + 30, begun=True)
+    assert (one.take_awake(), one.take_awake()) == (["w-0"], [])
+    one.stays_awake("w-0", START + 30)
     assert (one.wanted, one.sleepers.count) == (2, 0)
     one.want(1, START + 31)
     assert one.fall_asleep(["w-0"], 2, START + 31) == []
@@ -105,7 +108,19 @@ def test_an_end_of_draining_that_nobody_here_has_asked_for_changes_nothing() -> 
     assert one.fall_asleep(["w-0"], 2, START) == ["w-0"]
     one.joined(replace(able("w-1"), draining=True), START + 1, begun=True)
     one.joined(able("w-1"), START + 2, begun=True)
-    assert (one.wanted, one.sleepers.count) == (1, 1)
+    assert one.take_awake() == []
+
+
+def test_a_worker_that_stays_awake_counts_only_beside_those_asleep() -> None:
+    one = view(3)
+    one.want(1, START)
+    assert one.fall_asleep(["w-0", "w-1"], 3, START) == ["w-0", "w-1"]
+    one.sleepers.told.update(["w-0", "w-1"])
+    one.want(2, START + 5)
+    assert one.fall_asleep([], 1, START + 5) == []
+    sleep(one, "w-0", START + 6)
+    one.stays_awake("w-1", START + 7)
+    assert (one.wanted, one.sleepers.count) == (2, 1)
 
 
 def test_a_worker_that_cannot_sleep_stops() -> None:

@@ -81,7 +81,7 @@ class SleepingPool:
 
     def __init__(self) -> None:
         self.count = 0
-        self.told: set[str] = set()  # instances that are about to sleep
+        self.told: set[str] = set()  # instances told to sleep, and not gone yet
         self._refused: dict[str, float] = {}
 
     def fall(self, leaving: Iterable[Instance], most: int, now: float) -> list[str]:
@@ -89,7 +89,6 @@ class SleepingPool:
         chosen = [card.instance for card in leaving if self.able(card, now)]
         chosen = chosen[: max(most - self.count, 0)]
         self.count += len(chosen)
-        self.told.update(chosen)
         return chosen
 
     def able(self, card: Instance, now: float) -> bool:
@@ -101,11 +100,11 @@ class SleepingPool:
         """The pool wants `more` workers: those that sleep count among them first."""
         self.count -= min(max(more, 0), self.count)
 
-    def refused(self, instance: str, now: float) -> bool:
-        """A worker that was told to sleep refuses, or does not reply; True if it counted."""
+    def refused(self, instance: str, asleep: int, now: float) -> bool:
+        """A worker that was told to sleep serves on; True if it counted, beside those `asleep`."""
         self._refused[instance] = now
         self.told.discard(instance)
-        counted = self.count > 0
+        counted = self.count > asleep + len(self.told)
         self.count -= counted
         return counted
 

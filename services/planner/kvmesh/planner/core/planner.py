@@ -132,8 +132,6 @@ class PlannerCore:
         for view in self.pools:
             for instance in self.worth.least(view.stoppable, now)[: view.surplus(now)]:
                 able = view.sleepers.able(view.cards[instance], now)
-                if able:
-                    view.sleepers.told.add(instance)
                 if able or view.pool.parked:
                     found.append((instance, able))
                 else:
@@ -151,8 +149,18 @@ class PlannerCore:
             most = view.pool.asleep
             view.sleepers.count = min(max(sleepers.get(view.pool.name, 0), 0), most)
 
+    def told_to_sleep(self, instance: str) -> None:
+        """A worker is told to sleep; `take_awake` says if it serves on."""
+        view = self._pool_of.get(instance)
+        if view is not None:
+            view.sleepers.told.add(instance)
+
+    def take_awake(self) -> list[str]:
+        """Workers that were told to sleep, have drained, and serve on; each is named once."""
+        return [instance for view in self.pools for instance in view.take_awake()]
+
     def stays_awake(self, instance: str, now: float) -> None:
-        """A worker that was told to sleep refuses, or does not reply."""
+        """A worker that was told to sleep refuses, does not reply, or serves on."""
         now = self._seen(now)
         for view in self.pools:
             view.stays_awake(instance, now)

@@ -20,6 +20,7 @@ class PoolView:
         self.starts = Starts(startup_s)
         self.parked = ParkedPool()
         self.sleepers = SleepingPool()
+        self._awake: list[str] = []
         self.rises = Rises()
         self.wanted = 0
         self.cards: dict[str, Instance] = {}
@@ -99,8 +100,14 @@ class PoolView:
 
     def stays_awake(self, instance: str, now: float) -> None:
         """A worker that was told to sleep refuses: it counts as one that serves again."""
-        if instance in self.cards and self.sleepers.refused(instance, now):
+        asleep = sum(self.parked.cards[each].asleep for each in self.parked.waiting)
+        if instance in self.cards and self.sleepers.refused(instance, asleep, now):
             self.shift(1)
+
+    def take_awake(self) -> list[str]:
+        """Workers that were told to sleep and serve on; each is named once."""
+        awake, self._awake = self._awake, []
+        return [instance for instance in awake if instance in self.cards]
 
     def kind(self) -> ModelledEngine | None:
         """The engine of this pool's workers, as of its last worker; None until it is known."""
@@ -147,7 +154,7 @@ class PoolView:
         self.cards[card.instance] = card
         told = known is not None and known.draining and card.instance in self.sleepers.told
         if told and not card.draining:  # it has tried, and cannot leave its requests
-            self.stays_awake(card.instance, now)
+            self._awake.append(card.instance)
         if not begun and not card.draining:
             self.starts.ready(now, _start_s(card), card.promoted_s)
         self.parked.ready(card.instance)
