@@ -27,7 +27,7 @@ class AdapterWaits:
         self._core = core
         self._waiting: dict[str, _Waiting] = {}
         self._seen_version = -1
-        self._looked_at = -inf
+        self._looked_at = self._wanted_at = -inf
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,9 +39,14 @@ class AdapterWaits:
     def tickets(self) -> list[Ticket]:
         return [each.ticket for each in self._waiting.values()]
 
-    @property
-    def wanted(self) -> list[tuple[str, Placement]]:
-        """The adapters that are waited for, once for each of their requests' constraints."""
+    def take_wanted(self, now: float) -> list[tuple[str, Placement]]:
+        """The adapters that are waited for, once for each of their requests' constraints.
+
+        None more often than every LOOK_S seconds: for each, the caller looks at all workers.
+        """
+        if 0 <= now - self._wanted_at < LOOK_S:
+            return []
+        self._wanted_at = now
         return [(each.adapter, each.ticket.request.placement) for _, each in self._lanes()]
 
     def begin(self, ticket: Ticket, now: float) -> bool:

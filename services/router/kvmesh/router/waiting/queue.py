@@ -215,7 +215,7 @@ class PlacementQueue:
             if (adapter := ticket.request.adapter) is not None:
                 queued[adapter] = queued.get(adapter, 0.0) + ticket.request.tokens
         adapters = self.core.adapters
-        actions.loads += adapters.missing(self._adapters.wanted, now)
+        actions.loads += adapters.missing(self._adapters.take_wanted(now), now)
         actions.loads += adapters.spread(queued, now)
 
     def retain_routers(self, routers: Collection[str], now: float) -> None:
