@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.nats import NatsServer
 from support.random_models import (
     make_attention_model,
     make_experts_model,
@@ -15,8 +16,11 @@ from support.stored_weights import StoredWeights
 from support.vllm import VllmRun, prompt, work
 from support.vllm_server import vllm_server
 from support.wait import eventually
+from support.weights import Agents
 
+from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Sampling
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.weights.answer import WeightsAccess
 
 pytestmark = [
@@ -97,6 +101,34 @@ async def test_the_answer_may_be_the_disk(tmp_path: Path) -> None:
     first = await logprobs(tmp_path / "model", weights=stored.access(keep=True))
     assert first == await logprobs(tmp_path / "model", weights=stored.access(keep=True))
     assert [m.form for m in stored.store.list()].count("engine") == 1
+
+
+async def test_a_server_takes_its_weights_from_the_mesh(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_tied_model(tmp_path / "model")
+    bare = without_weights(tmp_path / "model", tmp_path)
+    bus = await Bus.connect(BusOptions(url=nats_server.url, namespace="weights"), "test")
+    limits = StreamLimits()
+    await ensure_streams(bus, limits)
+    agents = Agents(bus, limits, tmp_path)
+    worker = await agents.start("worker", tmp_path / "model")
+    worker.process.engine_runs()
+    await eventually(lambda: worker.digest, what="the worker knows its weights")
+    await worker.join()
+    env = {
+        "KVMESH_NATS_URL": nats_server.url,
+        "KVMESH_NATS_NAMESPACE": "weights",
+        "KVMESH_WORKER_SERVED_NAME": worker.job.model,
+        "KVMESH_WEIGHTS_DIRECTORY": str(tmp_path / "store"),
+    }
+    arguments = ("--load-format", "kvmesh", "--max-model-len", "512")
+    with vllm_server(bare, tmp_path, *arguments, env=env) as server:
+        await server.ready()
+        await eventually(lambda: worker.counts.sent > 0, what="the worker has sent its weights")
+    await agents.close()
+    await bus.close()
 
 
 async def test_a_server_without_variables_reads_the_folder(tmp_path: Path) -> None:

@@ -122,6 +122,20 @@ async def test_a_worker_that_serves_decides_before_those_that_are_asleep(
     assert (await answered(target)).digest == manifest.digest
 
 
+async def test_a_worker_of_a_revision_follows_no_card_of_another(
+    agents: Agents, model: Path
+) -> None:
+    first = await agents.start("first", model, revision="v1")
+    first.process.engine_runs()
+    await eventually(lambda: first.digest)
+    await first.join()
+    bare: dict[str, Any] = {"wait_s": 0.5}
+    other = await agents.start("other", revision="v2", **bare)
+    assert "tells the digest" in (await answered(other)).disk
+    same = await agents.start("same", revision="v1", **bare)
+    assert (await answered(same)).digest == first.digest
+
+
 async def test_a_kept_copy_brings_its_manifest_back(agents: Agents, bus: Bus, model: Path) -> None:
     manifest = checkpoint_manifest(model, model="m", chunk_bytes=CHUNK)
     stored_copy(agents.directory("a"), model, manifest)

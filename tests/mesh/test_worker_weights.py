@@ -3,10 +3,12 @@
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from support.api_server import ApiServer
 from support.mesh import Mesh, scrape
 from support.nats import NatsServer
 from support.wait import eventually
@@ -48,10 +50,37 @@ def mesh(
     mesh.stop()
 
 
+@pytest_asyncio.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ApiServer]:
+    """An inference server, which a sidecar connects to the mesh."""
+    made = ApiServer(tmp_path, "vllm")
+    await made.start()
+    yield made
+    await made.close()
+
+
 async def digest_on_card(bus: Bus) -> str:
     found = await read_bucket(bus, bus.subjects.instances_bucket, "worker.>")
     cards = [CARDS.decode(data) for data in found.values()]
     return next((card.model.weights for card in cards if card.model is not None), "")
+
+
+async def test_a_sidecar_offers_the_files_of_its_folder(
+    mesh: Mesh, bus: Bus, agents: Agents, model: Path, server: ApiServer
+) -> None:
+    mesh.start(
+        "worker",
+        "sidecar",
+        KVMESH_WORKER_ENGINE="openai",
+        KVMESH_REMOTE_URL=server.url,
+        KVMESH_REMOTE_KV_EVENTS=server.publisher.endpoint,
+        KVMESH_REMOTE_KV_REPLAY=server.publisher.replay,
+    )
+    await eventually(lambda: digest_on_card(bus), what="the sidecar's card has the digest")
+    target = await agents.start("target")
+    taken = await eventually(lambda: target.event(WeightsTaken))
+    assert taken is not None
+    assert taken.digest == checkpoint_manifest(model).digest
 
 
 async def test_a_worker_offers_its_files_and_outlives_its_weights_process(

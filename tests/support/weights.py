@@ -128,7 +128,12 @@ class Agent:
     async def join(self, digest: str = "", started: float = 0.0, asleep: bool = False) -> None:
         """Publish a card that states the digest of the worker's weights."""
         model = ModelCard(
-            name=self.job.model, context=9, block_size=9, files="", weights=digest or self.digest
+            name=self.job.model,
+            context=9,
+            block_size=9,
+            files="",
+            revision=self.job.revision,
+            weights=digest or self.digest,
         )
         card = Instance(
             instance=self.job.instance,
@@ -167,6 +172,7 @@ class Agents:
         model_folder: Path | None = None,
         digest: str = "",
         pinned: str = "",
+        revision: str = "",
         node: str = "",
         env: Mapping[str, str] | None = None,
         bus: Bus | None = None,
@@ -195,6 +201,7 @@ class Agents:
             answer_file=str(own / "answer"),
             digest=digest,
             pinned=pinned,
+            revision=revision,
         )
         agent = Agent(bus or self._bus, self._limits, own, job)
         self._started.append(agent)

@@ -49,7 +49,6 @@ from kvmesh.worker.weights import WorkerWeights, kept_access
 log = logging.getLogger(__name__)
 # libraries that may install signal handlers when they are imported
 IMPORTED_BY_MAIN_THREAD = ("sglang", "trtllm")
-WITHOUT_FILES = ("openai",)  # engines whose weights are elsewhere
 NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 
 
@@ -129,7 +128,7 @@ async def _weights(
     `pinned` is the digest of the weights of a model of the mesh.
     """
     settings = service.settings
-    if not settings.weights.share or settings.worker.engine in WITHOUT_FILES:
+    if not settings.weights.share:
         yield None
         return
     weights = WorkerWeights(settings, folder, service.name, service.instance, pinned)

@@ -13,9 +13,10 @@ import pytest
 from kvmesh.settings import SettingsError
 from kvmesh.weights import client
 from kvmesh.weights.answer import wait_for_answer
+from kvmesh.weights.frames import WeightsJob
 from kvmesh.weights.locks import FileLock
 from kvmesh.worker.engines.vllm.weights import server_weights
-from kvmesh.worker.engines.vllm.weights.server_weights import server_options
+from kvmesh.worker.engines.vllm.weights.server_weights import ServersProcess, server_options
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,16 @@ def test_a_process_that_dies_leaves_the_disk(
 ) -> None:
     monkeypatch.setenv("KVMESH_WEIGHTS_KEEP", "true")
     monkeypatch.setenv("KVMESH_WEIGHTS_DIRECTORY", "/somewhere")
+    monkeypatch.setenv("KVMESH_WORKER_REVISION", "v1")
+    jobs: list[WeightsJob] = []
+
+    def noted(job: WeightsJob, lock: FileLock) -> ServersProcess:
+        jobs.append(job)
+        return ServersProcess(job, lock)
+
+    monkeypatch.setattr(server_weights, "ServersProcess", noted)
     options = server_options(config(tmp_path))
+    assert [job.revision for job in jobs] == ["v1"]
     assert options is not None
     assert (options.keep, options.directory, options.folder) == (True, "/somewhere", str(tmp_path))
     assert "died" in wait_for_answer(options.access.answer_file, 30).disk

@@ -20,6 +20,7 @@ from kvmesh.weights.client import LoadersProcess, access
 from kvmesh.weights.frames import WeightsJob
 from kvmesh.weights.locks import FileLock
 from kvmesh.worker.engines.vllm.weights.options import LoaderOptions, loader_options
+from kvmesh.worker.model_card import weights_revision
 
 log = logging.getLogger(__name__)
 PREFIX = "KVMESH_"
@@ -110,6 +111,7 @@ def _job(
         instance=f"vllm-{identity}",
         model=worker.served_name or folder.name,
         folder=str(folder),
+        revision=weights_revision(worker, folder),
         node=worker.node or os.uname().nodename,
         answer_file=str(answer_file),
     )
