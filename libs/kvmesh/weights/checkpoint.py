@@ -16,6 +16,7 @@ from kvmesh.weights.manifest import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     MAX_TENSORS,
+    MAX_TEXT,
     FileEntry,
     Form,
     Manifest,
@@ -23,6 +24,7 @@ from kvmesh.weights.manifest import (
     check,
 )
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 PATTERN = "*.safetensors"
 CONSOLIDATED = "consolidated"  # a second copy of the same weights, in another layout
@@ -53,7 +55,6 @@ def checkpoint_manifest(
     *,
     model: str = "",
     revision: str = "",
-    quantization: str = "",
     form: Form = "checkpoint",
     engine: str = "",
     engine_version: str = "",
@@ -86,7 +87,7 @@ def checkpoint_manifest(
     manifest = Manifest(
         model=model,
         revision=revision,
-        quantization=quantization,
+        quantization=_quantization(folder),
         form=form,
         rank=rank,
         ranks=ranks,
@@ -112,6 +113,16 @@ def known_manifest(folder: Path, cache: Path, model: str, revision: str) -> Mani
         if paths and all(_cached(*_cache_entry(path, CHUNK_BYTES, cache)) for path in paths):
             return checkpoint_manifest(folder, model=model, revision=revision, cache=cache)
     return None
+
+
+def _quantization(folder: Path) -> str:
+    """The method by which the weights are quantised, as in the model's configuration; or empty."""
+    try:
+        with (folder / CONFIG).open("rb") as file:
+            found = json.loads(file.read(MAX_INDEX))["quantization_config"]["quant_method"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    return found if isinstance(found, str) and len(found) <= MAX_TEXT else ""
 
 
 def cache_folder() -> Path:

@@ -70,11 +70,13 @@ class Manifest(Struct, frozen=True, dict=True, kw_only=True):
     """Content of one copy of weights.
 
     `form` is "checkpoint" for the files of a model folder, "engine" for the parameters of one rank
-    of an engine, of `engine_version`, after (`processed`) or before it has processed them, and
-    "compiled" for an archive of the code that an engine has compiled, "adapter" for the files of a
-    LoRA adapter, and "folder" for all files of a model folder, these three without tensors.
+    of an engine, after (`processed`, which none is so far) or before it has processed them, where
+    `engine_version` is a hash of all that shapes them, such as versions and layouts; "compiled" for
+    an archive of the code that an engine has compiled, "adapter" for the files of a LoRA adapter,
+    and "folder" for all files of a model folder, these three without tensors.
     `digests` holds the BLAKE3 digest, 32 bytes, of each chunk of `chunk_bytes`, file by file.
-    `model` and `revision` are labels: equal files have the same `digest` under any name.
+    `model`, `revision` and `quantization`, the method that the model's configuration names, are
+    labels: equal files have the same `digest` under any name.
     """
 
     model: str = ""
@@ -94,7 +96,7 @@ class Manifest(Struct, frozen=True, dict=True, kw_only=True):
     @cached_property
     def digest(self) -> str:
         """Content address: SHA-256 of everything but the labels, in hexadecimal."""
-        return sha256(_encode(replace(self, model="", revision=""))).hexdigest()
+        return sha256(_encode(replace(self, model="", revision="", quantization=""))).hexdigest()
 
     @cached_property
     def size(self) -> int:

@@ -35,6 +35,24 @@ def test_the_same_files_elsewhere_have_the_same_digest(tmp_path: Path) -> None:
     assert checkpoint_manifest(other, chunk_bytes=CHUNK).digest not in digests
 
 
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": ["awq"]}}, ""),
+        ({"quantization_config": None}, ""),
+        ([], ""),
+    ],
+)
+def test_the_quantisation_is_a_label(tmp_path: Path, config: object, method: str) -> None:
+    folder = make_weights(tmp_path / "model")
+    plain = checkpoint_manifest(folder, chunk_bytes=CHUNK)
+    (folder / "config.json").write_text(json.dumps(config))
+    manifest = checkpoint_manifest(folder, chunk_bytes=CHUNK)
+    assert (plain.quantization, manifest.quantization) == ("", method)
+    assert plain.digest == manifest.digest
+
+
 def test_digests_of_unchanged_files_are_kept(tmp_path: Path) -> None:
     folder, cache = make_weights(tmp_path / "model", files=1), tmp_path / "cache"
     (file,) = weight_files(folder)
