@@ -19,10 +19,8 @@ from kvmesh.weights.stored_copy import StoredCopy
 from kvmesh.weights.stream import ChunkRequest, Failure, FetchOptions, StreamPlan
 
 log = logging.getLogger(__name__)
-SEARCH_S, FIRST_SEARCH_S = (
-    2.0,
-    0.25,
-)  # between queries while few sources are known: twice as long each time
+FIRST_SEARCH_S = 0.25  # between queries while few sources are known; twice as long each time,
+SEARCH_S = 2.0  # up to this
 _FAILURES: dict[str, Failure] = {"busy": "busy", "timeout": "timeout"}
 
 
@@ -146,7 +144,7 @@ class WeightFetch:
         self._pool.shutdown(wait=False)
 
     def _knows_many(self) -> bool:
-        """Of thousands of workers, the first few replies nearly always suffice."""
+        """A search ends at half of those to know: few reply at once, the next asks others."""
         return self.peers >= self._options.known // 2
 
     def _start(self, now: float) -> None:

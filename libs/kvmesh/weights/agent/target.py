@@ -12,8 +12,8 @@ from kvmesh.weights.store import WeightStore
 async def digest_on_cards(bus: Bus, job: WeightsJob) -> str:
     """The digest on the oldest card of the model; empty if no card has one. Raises BusError.
 
-    Workers that are asleep decide where none that serves does. A worker that is pinned to a
-    revision follows no card with another one.
+    Where none that serves decides, the worker that has been asleep longest does. A worker that is
+    pinned to a revision follows no card with another one.
     """
     workers, asleep = Compatibility(), list[Instance]()
     for card in await read_cards(bus, Role.WORKER, Role.PARKED):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 class FetchOptions:
     """Counts are at least 1, times are in seconds.
 
-    `sources` have requests open at once, the node's own disk not counted. A target looks for others
-    until it knows `known`, and takes up to `candidates`. A source has so many requests open that it
-    needs `depth_s` for them, at least one (two if it is the only one, four if there is no other
-    target either), at most `depth`; a spare one `spare_depth`. Chunks are chosen among the `window`
-    ones from the first that is missing. The first `head` of those come first.
+    `sources` have requests open at once, the node's own disk not counted. A target looks for
+    others until it knows `known` sources, and takes up to `candidates`. A source has so many
+    requests open that it needs `depth_s` for them, at least one (two if it is the only one, four if
+    there is no other target either), at most `depth`; a spare one `spare_depth`. Chunks are chosen
+    among the `window` ones from the first that is missing. The first `head` of those come first.
 
     An answer is late after `patience` times its expected time, but not before `floor_s` and not
     after `ceiling_s`; a source of unknown rate gets `first_s`. A source rests `rest_s` after its

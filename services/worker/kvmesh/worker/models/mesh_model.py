@@ -90,16 +90,16 @@ async def mesh_model(
 
 
 async def _entry(bus: Bus, reference: ModelReference, served_name: str) -> ModelEntry:
-    """The revision that the oldest worker serves, if none is named; else the newest one.
+    """The revision that the oldest worker serves or, asleep, has served; else the newest one.
 
     So a worker that restarts after a push serves together with the others.
     """
     try:
         if not reference.digest:
             found = {e.digest: e for e in await ModelCatalog(bus).find(reference)}
-            cards = await read_cards(bus, Role.WORKER)
-            for card in sorted(cards, key=lambda c: (c.started, c.instance)):
-                model = card.model
+            cards = await read_cards(bus, Role.WORKER, Role.PARKED)
+            for card in sorted(cards, key=lambda c: (c.model is None, c.started, c.instance)):
+                model = card.model or card.served
                 if model is not None and model.name == served_name and model.revision in found:
                     return found[model.revision]
         return await ModelCatalog(bus).newest(reference)
