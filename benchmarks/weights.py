@@ -143,8 +143,8 @@ def write_plain_weights(folder: Path, size: int, tensors: int = 16) -> None:
             file.write(os.urandom(each))
 
 
-async def run_child(what: str, options: Any, log: Path, **env: str) -> dict[str, float]:
-    """The results of a process, with the times that its log tells; raises RuntimeError."""
+async def run_child(what: str, options: Any, log: Path) -> dict[str, float]:
+    """The results of a process; raises RuntimeError."""
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -153,7 +153,6 @@ async def run_child(what: str, options: Any, log: Path, **env: str) -> dict[str,
             json.dumps(options),
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**os.environ, **env},
             start_new_session=True,
             limit=1 << 20,
         )

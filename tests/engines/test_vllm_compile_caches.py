@@ -1,6 +1,8 @@
 """Code that vLLM has compiled on one worker runs on another one without being compiled again."""
 
+import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from kvmesh.bus.discovery.directory import read_cards
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import CompiledOffer, Role
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.weights.checkpoint import weight_files
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,10 +29,16 @@ COMPILED = (".so", ".cpp", ".py")  # what the CPU's compiler reads and writes
 
 
 @pytest.fixture
-def mesh(nats_server: NatsServer, tiny_model: Path, tmp_path: Path) -> Iterator[Mesh]:
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A folder of its own, from which weights may be taken away."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "tiny"))
+
+
+@pytest.fixture
+def mesh(nats_server: NatsServer, model: Path, tmp_path: Path) -> Iterator[Mesh]:
     settings = {
         "KVMESH_WORKER_ENGINE": "vllm",
-        "KVMESH_WORKER_MODEL": str(tiny_model),
+        "KVMESH_WORKER_MODEL": str(model),
         "KVMESH_WORKER_BLOCK_SIZE": "32",
         "KVMESH_VLLM_ARGS": "num_gpu_blocks_override=64,max_model_len=512,max_num_seqs=4",
         "KVMESH_WEIGHTS_SHARE": "true",
@@ -60,6 +69,17 @@ def compiled(folder: Path) -> set[str]:
     return {f.name for f in folder.rglob("*") if f.is_file() and f.name.endswith(COMPILED)}
 
 
+def take_away_weights(model: Path) -> None:
+    """Move the weight files out of their folder; who has opened them keeps them."""
+    for file in weight_files(model):
+        file.rename(model.parent / file.name)
+
+
+async def weights_on_card(bus: Bus) -> bool:
+    cards = await read_cards(bus, Role.WORKER)
+    return any(card.model is not None and card.model.weights for card in cards)
+
+
 async def offers(bus: Bus, count: int) -> list[CompiledOffer]:
     """Wait until so many workers offer their code."""
 
@@ -74,15 +94,21 @@ async def offers(bus: Bus, count: int) -> list[CompiledOffer]:
     return await eventually(found, timeout=START_S, what=f"{count} workers offer their code")
 
 
-async def test_the_second_worker_compiles_nothing(mesh: Mesh) -> None:
+async def test_the_second_worker_compiles_nothing_and_takes_its_weights_from_the_first(
+    mesh: Mesh, model: Path
+) -> None:
     bus = await Bus.connect(mesh.options, "test")
     await ensure_streams(bus, LIMITS)
     first = start(mesh, "first")
     (offer,) = await offers(bus, 1)
     kernels = compiled(first)
     assert any(name.endswith(".so") for name in kernels)
+    await eventually(lambda: weights_on_card(bus), what="the first offers its weights")
+    take_away_weights(model)
     second = start(mesh, "second")
     assert await offers(bus, 2) == [offer, offer]
     assert compiled(second) == kernels
-    assert "came from other workers" in (mesh.folder / "second.log").read_text()
+    log = (mesh.folder / "second.log").read_text()
+    assert "came from other workers" in log
+    assert re.search(r"weights [0-9a-f]{12}: .* in .* s \(first-", log)
     await bus.close()

@@ -25,6 +25,7 @@ def card(worker_name: str, started: float = 0.0, engine: str = "mock", **facts: 
         ("template", "9f3a", "77b1", "chat template 77b1 differs from 9f3a"),
         ("config", "9f3a", "77b1", "config.json 77b1 differs from 9f3a"),
         ("revision", "v1", "v2", "model revision v2 differs from v1"),
+        ("weights", "9f3a", "77b1", "digest of the weights 77b1 differs from 9f3a"),
         ("kv_layout", "bf16", "fp8", "KV layout fp8 differs from bf16"),
         ("context", 8192, 4096, "context 4096 differs from 8192"),
     ],

@@ -56,7 +56,8 @@ def test_a_lost_copy_leaves_the_folder(
     assert resolve(stored, stored.source)[1] == stored.source
 
 
-def test_a_load_format_of_the_user_is_respected(stored: StoredWeights) -> None:
+@pytest.mark.parametrize("load_format", ["dummy", "remote_instance"])
+def test_a_load_format_of_the_user_is_respected(stored: StoredWeights, load_format: str) -> None:
     stored.answer()
     stored.arrive()
-    assert resolve(stored, stored.source, load_format="dummy")[1] == stored.source
+    assert resolve(stored, stored.source, load_format=load_format)[1] == stored.source
