@@ -225,7 +225,8 @@ async def test_a_burst_is_sent_in_turn(mesh: Mesh) -> None:
         assert {decision.request for decision in decisions} == {each["id"] for each in answers}
         assert {decision.chosen.worker for decision in decisions} == set(WORKERS)
         shortest_s = answers[0]["usage"]["prompt_tokens"] * TOKEN_S
-        assert sum(decision.wait_s > shortest_s / 2 for decision in decisions) >= 2
+        # the router sends the next prompt while vLLM computes the last steps of one
+        assert sum(decision.wait_s > shortest_s / 4 for decision in decisions) >= 2
 
 
 async def test_agents_rest_while_contexts_exceed_the_memory(mesh: Mesh) -> None:

