@@ -11,7 +11,7 @@ from kvmesh.hashing import HASH_VERSION
 from kvmesh.runtime.service import VERSION
 from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineConfigError, EngineInfo
-from kvmesh.worker.model_folder import read_json
+from kvmesh.worker.model_folder import read_json, weights_revision
 
 DIGITS = 12
 _TEMPLATE = (
@@ -63,17 +63,6 @@ def _digest(folder: Path, *names: str) -> str:
 def _content(file: Path) -> bytes:
     content = {key: value for key, value in read_json(file).items() if key not in _NOTES}
     return json.dumps(content, sort_keys=True).encode()
-
-
-def weights_revision(worker: WorkerSettings, folder: Path) -> str:
-    """The revision of the weights as far as it is known; else empty."""
-    return worker.revision or _snapshot(folder)
-
-
-def _snapshot(folder: Path) -> str:
-    """The revision of a folder in the Hugging Face cache; empty for any other folder."""
-    real = folder.resolve()
-    return real.name if real.parent.name == "snapshots" else ""
 
 
 def instance_card(

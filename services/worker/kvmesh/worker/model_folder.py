@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvmesh.settings.schema import WorkerSettings
 from kvmesh.worker.engine import EngineConfigError
 
 DEFAULT_CONTEXT = 131072
@@ -28,6 +29,17 @@ def has_chat_template(folder: Path) -> bool:
     return (folder / "chat_template.jinja").is_file() or any(
         read_json(folder / name).get("chat_template") for name in older
     )
+
+
+def weights_revision(worker: WorkerSettings, folder: Path) -> str:
+    """The revision of the weights as far as it is known; else empty."""
+    return worker.revision or _snapshot(folder)
+
+
+def _snapshot(folder: Path) -> str:
+    """The revision of a folder in the Hugging Face cache; empty for any other folder."""
+    real = folder.resolve()
+    return real.name if real.parent.name == "snapshots" else ""
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from kvmesh.weights.frames import (
 )
 from kvmesh.weights.store import WeightStore
 from kvmesh.worker.compiled.exchange import ProcessExchange
-from kvmesh.worker.model_card import node_name, weights_revision
+from kvmesh.worker.model_card import node_name
+from kvmesh.worker.model_folder import weights_revision
 from kvmesh.worker.requests.serving_sample import ServingSample
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from kvmesh.weights.client import LoadersProcess, access
 from kvmesh.weights.frames import WeightsJob
 from kvmesh.weights.locks import FileLock
 from kvmesh.worker.engines.vllm.weights.options import LoaderOptions, loader_options
-from kvmesh.worker.model_card import weights_revision
+from kvmesh.worker.model_folder import weights_revision
 
 log = logging.getLogger(__name__)
 PREFIX = "KVMESH_"
