@@ -31,7 +31,7 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import Instance, ModelCard, Role
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.weights.answer import WeightsAnswer, read_answer, write_answer
+from kvmesh.weights.answer import read_answer
 from kvmesh.weights.checkpoint import checkpoint_manifest, weight_files
 from kvmesh.weights.client import WorkersProcess
 from kvmesh.weights.frames import (
@@ -110,13 +110,8 @@ class Bench:
             for path, hidden in moved.items():
                 hidden.rename(path)
 
-    def answer(self, name: str, answer: WeightsAnswer) -> Path:
-        file = self.folder / f"answer-{name}"
-        write_answer(file, answer)
-        return file
-
-    def remember(self, directory: Path, manifest: Manifest | None = None) -> Path:
-        """Put a complete copy into a store, to be kept; the answer for it."""
+    def remember(self, directory: Path, manifest: Manifest | None = None) -> None:
+        """Put a complete copy into a store, to be kept."""
         manifest = manifest or checkpoint_manifest(self.model)
         copy = WeightStore(directory, self.size * 8).create(manifest)
         copy.set_keep()
@@ -125,7 +120,6 @@ class Bench:
         for chunk in range(len(manifest.chunks)):
             copy.mark(chunk)
         copy.close()
-        return self.answer("node", WeightsAnswer(digest=manifest.digest, directory=str(directory)))
 
 
 def write_plain_weights(folder: Path, size: int, tensors: int = 16) -> None:

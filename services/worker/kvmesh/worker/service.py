@@ -49,6 +49,7 @@ from kvmesh.worker.weights import WorkerWeights, kept_access
 log = logging.getLogger(__name__)
 # libraries that may install signal handlers when they are imported
 IMPORTED_BY_MAIN_THREAD = ("sglang", "trtllm")
+ELSEWHERE = ("openai",)  # engines that may not reach the files which this process stores
 NO_TEMPLATE = "%s has no chat template: the model serves plain completions only"
 
 
@@ -110,9 +111,9 @@ async def _serve_model(
         except EngineError as error:
             raise StartError(str(error), permanent=True) from error
         try:
-            lives = WorkerLives(
-                service, engine, folder, model, on_end, start, weights.archives if weights else None
-            )
+            local = weights if settings.worker.engine not in ELSEWHERE else None
+            exchange = local.archives if local is not None else None
+            lives = WorkerLives(service, engine, folder, model, on_end, start, exchange)
             await _serve(service, lives, WorkerLabels(model, service.name), weights, cache)
         except (EngineError, ModelFilesError) as error:
             permanent = isinstance(error, EngineConfigError)
