@@ -181,7 +181,7 @@ async def test_a_frozen_source_is_left(agents: Agents, model: Path, manifest: Ma
     sources[0].signal(signal.SIGSTOP)
     found = await sources_of(target)
     assert has_copy(target, manifest, model)
-    assert found[sources[1].job.instance] > manifest.size // 2
+    assert found[sources[1].job.instance] > manifest.size // 4
 
 
 async def test_wrong_bytes_are_refused(agents: Agents, model: Path, manifest: Manifest) -> None:
