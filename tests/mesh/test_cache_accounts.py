@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,25 @@ from support.wait import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = " ".join(f"word{number}" for number in range(150))  # about 24 blocks
 BLOCKS = 120
+NUMBERS = count()
 TEAMS = {"ann": "red", "bob": "blue"}
 Turns = list[dict[str, str]]
 
 
 class Agents:
-    """Sessions of chat requests on one mesh; each turn returns the account of its prompt."""
+    """Sessions of one test on a mesh that all share; each turn returns the account of its prompt.
+
+    A test that runs again has other prompts and sessions.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.last = ""
+        self._number = next(NUMBERS)
+
+    def named(self, session: str) -> str:
+        """The name that the mesh knows a session by."""
+        return f"{session} {self._number}"
 
     async def turn(
         self,
@@ -35,10 +45,12 @@ class Agents:
         messages: Turns,
         *,
         key: str = "ann",
-        system: str = "Be brief. " + TEXT,
+        system: str | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
         """Send a turn, append the answer to `messages`, and return the account."""
+        if system is None:
+            system = f"Be brief in test {self._number}. {TEXT}"
         body = {
             "model": MODEL,
             "messages": [{"role": "system", "content": system}, *messages],
@@ -48,7 +60,7 @@ class Agents:
         }
         headers = {"Authorization": f"Bearer {key}"}
         if session is not None:
-            headers["x-session-id"] = session
+            headers["x-session-id"] = self.named(session)
         async with client_session() as session_of_one:
             client = Client(self.mesh.url, session_of_one)
             status, answer = await client.post("/v1/chat/completions", body, **headers)
@@ -75,7 +87,8 @@ class Agents:
 
 
 def question(text: str = "The question is this.") -> Turns:
-    return [{"role": "user", "content": text}]
+    """Turns that begin with a question that was never asked before."""
+    return [{"role": "user", "content": f"{text} It is number {next(NUMBERS)}."}]
 
 
 def reasons(account: dict[str, Any]) -> set[str]:
@@ -83,9 +96,9 @@ def reasons(account: dict[str, Any]) -> set[str]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def agents(
+async def mesh(
     nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Agents]:
+) -> AsyncIterator[Mesh]:
     folder: Path = tmp_path_factory.mktemp("mesh")
     keys = folder / "keys.toml"
     keys.write_text("\n".join(map(_key, TEAMS)))
@@ -97,8 +110,13 @@ async def agents(
     mesh = Mesh(nats_server.url, folder, env)
     mesh.start_all(workers=1)
     await mesh.ready()
-    yield Agents(mesh)
+    yield mesh
     mesh.stop()
+
+
+@pytest.fixture
+def agents(mesh: Mesh) -> Agents:
+    return Agents(mesh)
 
 
 def _key(name: str) -> str:
@@ -116,7 +134,7 @@ async def test_a_session_reuses_its_own_tokens_and_those_of_others(agents: Agent
     assert (account["lost"], account["change"]) == ([], None)
     shared = await agents.turn("two", second)
     assert shared["reused"]["shared"] > 0
-    has = ["of other requests", f"(first {begun} (session one))"]
+    has = ["of other requests", f"(first {begun} (session {agents.named('one')}))"]
     await agents.explained(agents.last, has=has)
 
 
@@ -144,7 +162,7 @@ async def test_an_evicted_prompt_names_the_worker_and_for_whom(agents: Agents) -
 
 
 async def test_a_prompt_that_moves_every_turn_is_named(agents: Agents) -> None:
-    messages = question()
+    messages, name = question(), agents.named("moving")
     account: dict[str, Any] = {}
     for minute in range(4):
         account = await agents.turn("moving", messages, system=f"It is 12:0{minute}. " + TEXT)
@@ -153,10 +171,10 @@ async def test_a_prompt_that_moves_every_turn_is_named(agents: Agents) -> None:
     assert (change["part"], change["way"], change["turns"]) == ("system", "changed", 3)
     assert change["offset"] == len("It is 12:0")
     assert "3." in change["after"]
-    has = ["system prompt changed at character 10, for the 3rd turn in a row", "session moving"]
-    await agents.explained("--session", "moving", has=has)
+    has = ["system prompt changed at character 10, for the 3rd turn in a row", f"session {name}"]
+    await agents.explained("--session", name, has=has)
     log = (agents.mesh.folder / "frontend-0.log").read_text()
-    assert log.count("session moving changes its prompt every turn, in the system prompt") == 1
+    assert log.count(f"session {name} changes its prompt every turn, in the system prompt") == 1
 
 
 async def test_a_session_that_the_caller_does_not_name_is_compared_too(agents: Agents) -> None:
@@ -199,7 +217,7 @@ async def test_the_accounts_are_counted_by_class_and_reason(agents: Agents) -> N
 
 async def test_anthropic_clients_get_cache_diagnostics(agents: Agents) -> None:
     client = anthropic.AsyncAnthropic(base_url=agents.mesh.url, api_key="ann", max_retries=0)
-    messages: list[Any] = [{"role": "user", "content": "An Anthropic question. " + TEXT}]
+    messages: list[Any] = [{"role": "user", "content": f"Question {next(NUMBERS)}. " + TEXT}]
 
     async def ask(previous: str | None, system: str) -> Any:
         answer = await client.messages.create(
@@ -239,7 +257,7 @@ async def test_anthropic_clients_get_cache_diagnostics(agents: Agents) -> None:
 
 async def test_explain_prints_a_session_as_json(agents: Agents) -> None:
     await agents.turn("json", question())
-    output = await agents.explained("--session", "json", "--json", has=[agents.last])
+    output = await agents.explained("--session", agents.named("json"), "--json", has=[agents.last])
     outcome = json.loads(output.splitlines()[-1])
     cache = outcome["cache"]
     lost = sum(loss["tokens"] for loss in cache.get("losses", []))
