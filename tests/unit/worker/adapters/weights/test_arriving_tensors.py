@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from support.weights import CHUNK, make_weights, write_safetensors
 from torch import Tensor
 
 from kvmesh.weights.errors import WeightsLost
-from kvmesh.worker.adapters.weights.arriving_tensors import arriving_tensors
+from kvmesh.worker.adapters.weights.arriving_tensors import ArrivingTensors
+
+Named = tuple[str, Tensor]
 
 
-def everything(name: str) -> bool:
-    return True
+def read_all(stored: StoredWeights, stall_s: float, folder: Path | None = None) -> list[Named]:
+    tensors = ArrivingTensors(stored.copy, folder or stored.source, stall_s)
+    return [(entry.name, tensors.read(entry)) for entry in tensors.entries]
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
@@ -41,16 +45,22 @@ def stored(tmp_path: Path) -> Iterator[StoredWeights]:
 
 def test_tensors_come_in_the_order_of_the_files_while_they_arrive(stored: StoredWeights) -> None:
     with stored.arriving(pace_s=0.002):
-        found = list(arriving_tensors(stored.copy, stored.source, everything, 10))
+        found = read_all(stored, 10)
     assert [name for name, _ in found] == [f"layer.{f}.{t}" for f in range(2) for t in range(4)]
     assert equal(dict(found), contents(stored.source))
 
 
 def test_each_tensor_waits_only_for_its_own_chunks(stored: StoredWeights) -> None:
-    first = stored.manifest.tensors[0]
+    first, *_, last = stored.manifest.tensors
     stored.arrive(stored.manifest.chunks_of(first))
-    tensors = arriving_tensors(stored.copy, stored.source, everything, 10)
-    assert next(tensors)[0] == first.name
+    tensors = ArrivingTensors(stored.copy, stored.source, 0.01)
+    assert tensors.entries[0] == first
+    tensors.read(first)
+    with ThreadPoolExecutor(1) as threads:
+        later = threads.submit(ArrivingTensors(stored.copy, stored.source, 10).read, last)
+        assert not later.done()
+        stored.arrive(stored.manifest.chunks_of(last))
+        assert later.result(10).nbytes == last.size
 
 
 def test_what_a_loader_writes_changes_neither_the_copy_nor_its_neighbours(
@@ -58,25 +68,28 @@ def test_what_a_loader_writes_changes_neither_the_copy_nor_its_neighbours(
 ) -> None:
     expected, found = contents(stored.source), {}
     with stored.arriving(pace_s=0.002):
-        for name, tensor in arriving_tensors(stored.copy, stored.source, everything, 10):
-            found[name] = tensor.clone()
+        tensors = ArrivingTensors(stored.copy, stored.source, 10)
+        for entry in tensors.entries:
+            tensor = tensors.read(entry)
+            found[entry.name] = tensor.clone()
             tensor.zero_()
     assert equal(found, expected)
     assert equal(contents(stored.copy.folder), expected)
 
 
-def test_unwanted_tensors_are_not_waited_for(stored: StoredWeights) -> None:
-    last = stored.manifest.tensors[-1]
-    stored.arrive(stored.manifest.chunks_of(last))
-    wanted = arriving_tensors(stored.copy, stored.source, lambda name: name == last.name, 10)
-    assert [name for name, _ in wanted] == [last.name]
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_copy_that_fails_is_completed_from_the_folder(stored: StoredWeights, seed: int) -> None:
     stored.arrive(range(random.Random(seed).randrange(len(stored.chunks))))
-    found = dict(arriving_tensors(stored.copy, stored.source, everything, 0.01))
+    found = dict(read_all(stored, 0.01))
     assert equal(found, contents(stored.source))
+
+
+def test_several_threads_read_a_copy_that_fails(stored: StoredWeights) -> None:
+    stored.arrive(range(len(stored.chunks) // 2))
+    tensors = ArrivingTensors(stored.copy, stored.source, 0.01)
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda entry: (entry.name, tensors.read(entry)), tensors.entries)
+        assert equal(dict(found), contents(stored.source))
 
 
 def test_other_weights_in_the_folder_are_never_mixed_with_a_copy(stored: StoredWeights) -> None:
@@ -84,12 +97,12 @@ def test_other_weights_in_the_folder_are_never_mixed_with_a_copy(stored: StoredW
     file = sorted(stored.source.glob("*.safetensors"))[1]
     write_safetensors(file, {f"layer.1.{n}": 200_000 for n in range(4)}, seed=99)
     with pytest.raises(WeightsLost, match="other weights"):
-        list(arriving_tensors(stored.copy, stored.source, everything, 0.01))
+        read_all(stored, 0.01)
 
 
 def test_a_folder_without_the_files_does_not_help(stored: StoredWeights, tmp_path: Path) -> None:
     with pytest.raises(WeightsLost, match="cannot read"):
-        list(arriving_tensors(stored.copy, tmp_path, everything, 0.01))
+        read_all(stored, 0.01, tmp_path)
 
 
 def test_tensors_at_odd_places_and_without_elements(tmp_path: Path) -> None:
@@ -105,6 +118,6 @@ def test_tensors_at_odd_places_and_without_elements(tmp_path: Path) -> None:
     )
     stored = StoredWeights(tmp_path, source)
     stored.arrive()
-    found = dict(arriving_tensors(stored.copy, source, everything, 1))
+    found = dict(read_all(stored, 1))
     assert equal(found, contents(source))
     stored.copy.close()

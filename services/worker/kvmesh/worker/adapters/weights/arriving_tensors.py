@@ -2,8 +2,8 @@
 
 import logging
 import mmap
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 
 from blake3 import blake3
 from torch import Tensor
@@ -11,37 +11,54 @@ from torch import Tensor
 from kvmesh.weights.errors import WeightsLost
 from kvmesh.weights.manifest import Manifest, TensorEntry, WeightChunk
 from kvmesh.weights.stored_copy import StoredCopy
-from kvmesh.worker.adapters.weights.mapped_tensors import MappedFiles, in_order, view
+from kvmesh.worker.adapters.weights.mapped_tensors import MappedFiles, view
 
 log = logging.getLogger(__name__)
 STALL_S = 30.0  # without a new chunk
 PAGE = mmap.PAGESIZE
 
 
-def arriving_tensors(
-    copy: StoredCopy, folder: Path, wanted: Callable[[str], bool], stall_s: float = STALL_S
-) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a copy in the order of its files; blocks until each is there.
+class ArrivingTensors:
+    """Tensors of a copy that may still be on its way; several threads may read them.
 
-    If the copy fails, the others are read from the model's `folder`, if it holds the same bytes.
-    Raises WeightsLost if it does not.
+    If the copy fails, the tensors that are still to be read come from the model's `folder`, if it
+    holds the same bytes.
     """
-    files, disk = MappedFiles(copy.folder, copy.manifest), None
-    for entry in in_order(copy.manifest.tensors):
-        if not wanted(entry.name):
-            continue
-        if disk is None:
+
+    def __init__(self, copy: StoredCopy, folder: Path, stall_s: float = STALL_S) -> None:
+        self._copy = copy
+        self._folder = folder
+        self._stall_s = stall_s
+        self._files = MappedFiles(copy.folder, copy.manifest)
+        self._disk: VerifiedFolder | None = None
+        self._lock = Lock()
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """All tensors in the order of the files and of their bytes, in which they arrive."""
+        return sorted(self._copy.manifest.tensors, key=lambda entry: (entry.file, entry.offset))
+
+    def read(self, entry: TensorEntry) -> Tensor:
+        """A tensor; blocks until it is there. Raises WeightsLost if it comes from nowhere."""
+        if self._disk is None:
             try:
-                copy.wait(_chunks(copy.manifest, entry), stall_s)
+                self._copy.wait(_chunks(self._copy.manifest, entry), self._stall_s)
             except WeightsLost as error:
-                log.warning(
-                    "the copy of the weights stopped at %s (%s): the others come from %s",
-                    entry.name,
-                    error,
-                    folder,
-                )
-                disk = VerifiedFolder(copy.manifest, folder)
-        yield entry.name, disk.tensor(entry) if disk is not None else files.tensor(entry)
+                self._read_folder(entry, error)
+        with self._lock:
+            return (self._disk or self._files).tensor(entry)
+
+    def _read_folder(self, entry: TensorEntry, error: WeightsLost) -> None:
+        with self._lock:
+            if self._disk is not None:
+                return
+            log.warning(
+                "the copy of the weights stopped at %s (%s): the others come from %s",
+                entry.name,
+                error,
+                self._folder,
+            )
+            self._disk = VerifiedFolder(self._copy.manifest, self._folder)
 
 
 def _chunks(manifest: Manifest, entry: TensorEntry) -> range:

@@ -1,7 +1,6 @@
 """Tensors in the memory of stored copies: mapped privately, never copied, free to be changed."""
 
 import mmap
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -83,8 +82,3 @@ def stored_tensors(copy: StoredCopy) -> dict[str, Tensor]:
     """All tensors of a complete copy."""
     files = MappedFiles(copy.folder, copy.manifest)
     return {entry.name: files.tensor(entry) for entry in copy.manifest.tensors}
-
-
-def in_order(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    """The tensors in the order of the files and of their bytes, in which they arrive."""
-    return iter(sorted(entries, key=lambda entry: (entry.file, entry.offset)))

@@ -1,5 +1,6 @@
 """Models of the torch engine from a copy in the node's memory, and from an earlier start."""
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from kvmesh.settings.schema import WeightsSettings
 from kvmesh.worker.engine import EngineConfigError, EngineError
 from kvmesh.worker.engines.torch.model.loading import load_model
-from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
+from kvmesh.worker.engines.torch.model.node_weights import ArrivingTensor, TorchWeights
 from kvmesh.worker.engines.torch.model.paged_model import PagedModel
 from kvmesh.worker.weights import kept_access
 
@@ -118,7 +119,30 @@ def test_a_folder_without_weights_gets_them_from_a_copy(folder: Path, tmp_path: 
         load(bare, None)
 
 
-def test_a_lost_copy_leaves_the_folder(
+def test_tensors_are_read_while_others_are_on_their_way(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, missing = StoredWeights(tmp_path, folder), []
+    stored.answer()
+    read = ArrivingTensor.__getitem__
+
+    def noted(tensor: ArrivingTensor, place: Any) -> torch.Tensor:
+        found = read(tensor, place)
+        missing.append(not stored.copy.complete)
+        stored.arrive([last])
+        return found
+
+    monkeypatch.setattr(ArrivingTensor, "__getitem__", noted)
+    weights = TorchWeights(stored.access(), folder)
+    *others, last = range(len(stored.chunks))
+    stored.arrive(others)
+    assert alike(load(folder, weights), load(folder))
+    weights.close()
+    assert any(missing)
+    assert len(missing) == len(stored.manifest.tensors)
+
+
+def test_a_lost_copy_is_completed_from_the_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmesh.weights.stored_copy.ORPHANED_S", 0.05)
@@ -129,7 +153,43 @@ def test_a_lost_copy_leaves_the_folder(
     weights = TorchWeights(stored.access(keep=True), folder)
     assert alike(load(folder, weights), load(folder))
     weights.close()
+    assert sorted(m.form for m in stored.store.list()) == ["checkpoint", "engine"]
+
+
+def test_a_folder_of_other_weights_is_not_mixed_with_a_lost_copy(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.weights.stored_copy.ORPHANED_S", 0.05)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (file,) = other.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1000:] = bytes(1000)
+    file.write_bytes(content)
+    stored = StoredWeights(tmp_path, folder)
+    stored.answer()
+    stored.arrive([0])
+    stored.abandon()
+    weights = TorchWeights(stored.access(keep=True), other)
+    assert alike(load(other, weights), load(other))
+    weights.close()
     assert [m.form for m in stored.store.list()] == ["checkpoint"]
+
+
+def test_a_transformers_that_reads_otherwise_waits_for_all(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delattr(ArrivingTensor, "__getitem__")
+    stored = StoredWeights(tmp_path, folder)
+    stored.answer()
+    weights = TorchWeights(stored.access(), folder)
+    with stored.arriving(pace_s=0.001):
+        assert alike(load(folder, weights), load(folder))
+    weights.close()
+    assert "the model waits for all of them" in caplog.text
 
 
 def test_no_answer_means_the_folder(tmp_path: Path) -> None:

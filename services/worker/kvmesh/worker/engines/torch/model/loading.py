@@ -1,21 +1,34 @@
 """Loads a Hugging Face causal LM from a folder, or from the memory of the node."""
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
+from kvmesh.weights.errors import WeightsLost
 from kvmesh.worker.engine import EngineConfigError, EngineError
 from kvmesh.worker.engines.torch.model.attention import NAME
-from kvmesh.worker.engines.torch.model.node_weights import TorchWeights
+from kvmesh.worker.engines.torch.model.node_weights import TorchWeights, plain_config
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FILES = "*.safetensors"
+ARGUMENTS: dict[str, Any] = {
+    "attn_implementation": NAME,
+    "local_files_only": True,
+    "trust_remote_code": False,
+    "use_safetensors": True,
+    "output_loading_info": True,
+}
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 _VARYING_ROPE = {"dynamic", "longrope"}
 
@@ -45,10 +58,9 @@ def load_model(
     chosen = DTYPES.get(dtype) or (torch.float32 if target.type == "cpu" else "auto")
     module = weights.from_memory(chosen) if weights is not None else None
     if module is None:
-        source = weights.folder() if weights is not None else folder
-        if weights is not None and weights.shared and not any(source.glob(FILES)):
-            raise EngineError(f"no other worker gave the weights that {folder} lacks")
-        module = _from_files(source, folder, chosen)
+        module = _from_copy(weights, folder, chosen) if weights is not None else None
+        if module is None:
+            module = _from_files(weights, folder, chosen)
         if weights is not None:
             weights.keep(module)
     _check_supported(module.config)
@@ -56,14 +68,51 @@ def load_model(
     return LoadedModel(module, _stop_tokens(folder))
 
 
-def _from_files(source: Path, folder: Path, dtype: object) -> Any:
-    """Load the files in `source`, which are those of the model in `folder`."""
+def _from_copy(weights: TorchWeights, folder: Path, dtype: object) -> Any:
+    """The model from tensors that may still be on their way; None if only files serve."""
+    tensors = weights.arriving()
+    if not tensors:
+        return None
+    with _as_engine_errors(folder):
+        config = plain_config(folder)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if getattr(model_class, "config_class", None) is not type(config):  # only a part of it is text
+        return None
+    try:
+        with _as_engine_errors(folder):
+            loaded = model_class.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=dtype, **ARGUMENTS
+            )
+        return _complete(loaded, folder)
+    except WeightsLost as error:
+        weights.give_up(error)
+    except (TypeError, AttributeError) as error:
+        log.warning(
+            "transformers %s reads tensors in another way: the model waits for all of them (%r)",
+            transformers_version,
+            error,
+        )
+    return None
+
+
+def _from_files(weights: TorchWeights | None, folder: Path, dtype: object) -> Any:
+    """Load the files of the model in `folder`, or those that a copy has."""
+    source = weights.folder() if weights is not None else folder
     if not any(source.glob(FILES)):
+        if weights is not None and weights.shared:
+            raise EngineError(f"no other worker gave the weights that {folder} lacks")
         raise EngineConfigError(
             f"{folder} has no weights (*.safetensors), which the torch engine needs; "
             "`kvmesh model tiny DIR` writes a small model with random weights"
         )
-    module, info = _from_pretrained(source, folder, dtype)
+    with _as_engine_errors(folder):
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **ARGUMENTS)
+    return _complete(loaded, folder)
+
+
+def _complete(loaded: tuple[Any, dict[str, Any]], folder: Path) -> Any:
+    """The loaded model; raises EngineConfigError if the weights lack a part of it."""
+    module, info = loaded
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if missing:
         raise EngineConfigError(
@@ -72,17 +121,11 @@ def _from_files(source: Path, folder: Path, dtype: object) -> Any:
     return module
 
 
-def _from_pretrained(source: Path, folder: Path, dtype: object) -> tuple[Any, dict[str, Any]]:
+@contextmanager
+def _as_engine_errors(folder: Path) -> Iterator[None]:
+    """Errors of transformers as those of an engine."""
     try:
-        loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            attn_implementation=NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        yield
     except KeyError as error:
         reason = "its attention cannot be paged" if error.args == (NAME,) else repr(error)
         raise EngineConfigError(f"cannot load the model in {folder}: {reason}") from error
@@ -90,7 +133,6 @@ def _from_pretrained(source: Path, folder: Path, dtype: object) -> tuple[Any, di
         raise EngineError(f"cannot load the model in {folder}: {error}") from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise EngineConfigError(f"cannot load the model in {folder}: {error}") from error
-    return loaded
 
 
 def _device(name: str) -> torch.device:

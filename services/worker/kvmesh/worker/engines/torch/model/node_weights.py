@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 from transformers.initialization import no_init_weights
 
 from kvmesh.weights.answer import WeightsAccess
-from kvmesh.weights.errors import WeightsError
+from kvmesh.weights.errors import WeightsError, WeightsLost
+from kvmesh.weights.manifest import TensorEntry
+from kvmesh.worker.adapters.weights.arriving_tensors import ArrivingTensors
 from kvmesh.worker.adapters.weights.engine_form import (
     FormKey,
     distinct_tensors,
@@ -22,11 +24,31 @@ from kvmesh.worker.adapters.weights.engine_form import (
     keep_form,
 )
 from kvmesh.worker.adapters.weights.linked_folder import LinkedModel
+from kvmesh.worker.adapters.weights.mapped_tensors import DTYPES
 from kvmesh.worker.adapters.weights.node_copy import NodeCopy
 from kvmesh.worker.engines.torch.model.attention import NAME
 
 log = logging.getLogger(__name__)
 ENGINE = "torch"
+
+
+class ArrivingTensor:
+    """A tensor that is read, and waited for, where transformers reads a slice of a file."""
+
+    def __init__(self, tensors: ArrivingTensors, entry: TensorEntry) -> None:
+        self._tensors = tensors
+        self._entry = entry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self._entry.dtype]
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, place: Any) -> Tensor:
+        """A part of the tensor; raises WeightsLost."""
+        return self._tensors.read(self._entry)[place]
 
 
 class TorchWeights:
@@ -69,6 +91,20 @@ class TorchWeights:
             log.warning("the node's memory does not serve: %s", error)
         return None
 
+    def arriving(self) -> dict[str, ArrivingTensor]:
+        """The tensors of the copy by name, each to be read once it is there; empty without one."""
+        copy = self._node.copy
+        if copy is None:
+            return {}
+        tensors = ArrivingTensors(copy, self._folder)
+        return {entry.name: ArrivingTensor(tensors, entry) for entry in tensors.entries}
+
+    def give_up(self, error: WeightsLost) -> None:
+        """Read the model's own folder from now on."""
+        log.warning("all weights come from %s: %s", self._folder, error)
+        self._node.close()
+        self._key = None
+
     def folder(self) -> Path:
         """The folder to load from, once the copy is complete: with links to it, or the model's."""
         expected = self._node.copy
@@ -91,10 +127,16 @@ class TorchWeights:
         self._cleanup.close()
 
 
+def plain_config(folder: Path) -> Any:
+    """The configuration of a model; None if it is quantised, which other classes load."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return None if getattr(config, "quantization_config", None) is not None else config
+
+
 def _created(folder: Path, dtype: Any) -> Any:
     """The model without weights; None if it is quantised, which its configuration does not show."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if getattr(config, "quantization_config", None) is not None:
+    config = plain_config(folder)
+    if config is None:
         return None
     if dtype == "auto":
         dtype = config.dtype or torch.float32

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from kvmesh.weights.errors import WeightsLost
-from kvmesh.worker.adapters.weights.arriving_tensors import arriving_tensors
+from kvmesh.worker.adapters.weights.arriving_tensors import ArrivingTensors
 from kvmesh.worker.engines.vllm.start_phases import record
 from kvmesh.worker.engines.vllm.weights.node_weights import NodeWeights
 from kvmesh.worker.engines.vllm.weights.options import KEY, LOAD_FORMAT, LoaderOptions
@@ -89,7 +89,10 @@ class KvmeshModelLoader(DefaultModelLoader):  # type: ignore[misc]
             yield from super().get_all_weights(model_config, model)
             return
         self.counter_before_loading_weights = time.perf_counter()
-        yield from arriving_tensors(copy, Path(model_config.model), self._is_local)
+        tensors = ArrivingTensors(copy, Path(model_config.model))
+        for entry in tensors.entries:
+            if self._is_local(entry.name):
+                yield entry.name, tensors.read(entry)
 
     def _load(self, model: nn.Module, model_config: ModelConfig) -> None:
         weights = self._weights
