@@ -9,6 +9,7 @@ that a worker has only what its place names.
 import asyncio
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -74,6 +75,7 @@ async def _round(workers: "_Workers", run: int) -> None:
     for cache in workers.caches:
         code = "compiled" if cache == "filled cache" else NODE
         await workers.measure(run, NODE, cache, memory="kept", code=code, **keep)
+    workers.forget("kept")
     async with workers.started("source", **workers.shared(domain=True)):
         await workers.offering()
         with bench.without_files():
@@ -196,6 +198,10 @@ class _Workers:
             except TimeoutError:
                 process.kill()
                 await process.wait()
+
+    def forget(self, memory: str) -> None:
+        """Free what workers have kept: a machine that has less memory left gives it more slowly."""
+        shutil.rmtree(self.bench.memory / self._folder.name / memory)
 
     async def card(self, name: str, role: Role) -> Instance:
         """The card of a worker once it has the role; raises RuntimeError if it does not come."""

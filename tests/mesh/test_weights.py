@@ -14,12 +14,13 @@ from support.wait import eventually
 from support.weights import CHUNK, Agent, Agents, make_weights, stored_copy
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.messages import WeightOffer
+from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.settings.schema import TransferSettings
 from kvmesh.transfer import TransferError, Transport
 from kvmesh.transfer.channel import Descriptor, TransferReply, encode_message
 from kvmesh.weights.agent.manifests import ManifestStore
+from kvmesh.weights.agent.offers import Offers
 from kvmesh.weights.agent.readers import SourceReader
 from kvmesh.weights.agent.serving_guard import KV_S, LEAST_RATE
 from kvmesh.weights.agent.staging import ChunkBuffers
@@ -464,6 +465,28 @@ async def test_a_frozen_process_is_told_a_bounded_amount(agents: Agents) -> None
     assert process.stdin is not None
     assert MOST_UNREAD <= process.stdin.transport.get_write_buffer_size() < MOST_UNREAD + 1000
     frozen.signal(signal.SIGCONT)
+
+
+async def test_files_that_are_offered_stay_open_where_they_are_offered_again(
+    bus: Bus, manifest: Manifest, model: Path
+) -> None:
+    transport = await Transport.open(TransferSettings(via="tcp"))
+    offers = Offers(bus, transport, "source", "")
+    await offers.add_files(manifest, model)
+    decoder, query = MessageDecoder(WeightOffer), WeightQuery(manifest.digest, "q", instance="t")
+    offer = await bus.request(bus.subjects.weights(manifest.digest), query, decoder, 10)
+    for file in manifest.files:
+        (model / file.name).unlink()
+    with ThreadPoolExecutor() as pool:
+        reader = SourceReader(offer, manifest, pool, ChunkBuffers(CHUNK, transport))
+        await reader.read(0, memoryview(bytearray(CHUNK)))
+        await offers.add_files(manifest, model)
+        await reader.read(1, memoryview(bytearray(CHUNK)))
+        reader.close()
+    await offers.close()
+    with pytest.raises(OSError, match="No such file"):
+        await offers.add_files(manifest, model)
+    await transport.close()
 
 
 async def test_a_source_that_permits_more_than_was_asked_is_refused(manifest: Manifest) -> None:

@@ -39,6 +39,10 @@ class _Offered:
         self._held = np.full(count, HELD, np.uint8)
 
     @property
+    def in_memory(self) -> bool:
+        return self._copy is not None
+
+    @property
     def complete(self) -> bool:
         return self._copy is None or self._copy.complete
 
@@ -82,11 +86,16 @@ class Offers:
 
     async def add_copy(self, copy: StoredCopy) -> None:
         """Offer a copy in memory, also while it is incomplete; raises OSError or BusError."""
-        await self._add(_Offered(copy.manifest, copy), copy.folder, in_memory=True)
+        await self._add(_Offered(copy.manifest, copy), copy.folder)
 
     async def add_files(self, manifest: Manifest, folder: Path) -> None:
-        """Offer the files of a model folder, which the manifest describes."""
-        await self._add(_Offered(manifest, None), folder, in_memory=False)
+        """Offer the files of a model folder, which the manifest describes; raises as above.
+
+        Files that are offered stay open, since others read them.
+        """
+        known = self._offered.get(manifest.digest)
+        if known is None or known.in_memory:
+            await self._add(_Offered(manifest, None), folder)
 
     async def remove(self, digest: str) -> None:
         """End the offer of a copy; what others read of it ends at once."""
@@ -107,13 +116,18 @@ class Offers:
         for digest in list(self._offered):
             await self.remove(digest)
 
-    async def _add(self, offered: _Offered, folder: Path, in_memory: bool) -> None:
+    async def _add(self, offered: _Offered, folder: Path) -> None:
         manifest = offered.manifest
+        try:
+            for index, file in enumerate(manifest.files):
+                on_sent = partial(offered.sent, index)
+                lent = self._transport.lend_file(folder / file.name, on_sent, offered.in_memory)
+                offered.lent.append(lent)
+        except OSError:
+            for each in offered.lent:
+                each.close()
+            raise
         await self.remove(manifest.digest)
-        for index, file in enumerate(manifest.files):
-            on_sent = partial(offered.sent, index)
-            lent = self._transport.lend_file(folder / file.name, on_sent, in_memory)
-            offered.lent.append(lent)
         offered.lent.append(self._transport.lend_view(len(manifest.chunks), offered.marks))
         offered.grants = [each.grant([(0, each.size)], GRANT_S) for each in offered.lent]
         self._offered[manifest.digest] = offered
