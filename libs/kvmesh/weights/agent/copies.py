@@ -98,9 +98,9 @@ class CopyTaker:
                 log.info("weights are not offered: %s", error)
         elif not self._copy.keep:
             known = await self._own.known()
-            if known is not None and known.digest == self._copy.manifest.digest:
+            same = known is not None and known.digest == self._copy.manifest.digest
+            if known is not None and same and await self._own.publish(known):
                 await self._drop()
-                await self._own.publish(known)
 
     def counts(self) -> WeightsCounts:
         """Bytes taken and failures so far."""
@@ -278,5 +278,5 @@ class CopyTaker:
         if self._search is not None:
             await self._search.close()
         if copy is not None:
-            await self._offers.remove(copy.manifest.digest)
+            await self._offers.remove_copy(copy.manifest.digest)
             copy.close()

@@ -97,6 +97,12 @@ class Offers:
         if known is None or known.in_memory:
             await self._add(_Offered(manifest, None), folder)
 
+    async def remove_copy(self, digest: str) -> None:
+        """End the offer of a copy in memory, unless files have taken its place."""
+        offered = self._offered.get(digest)
+        if offered is not None and offered.in_memory:
+            await self.remove(digest)
+
     async def remove(self, digest: str) -> None:
         """End the offer of a copy; what others read of it ends at once."""
         offered = self._offered.pop(digest, None)

@@ -72,15 +72,16 @@ class OwnFiles:
             threads=THREADS,
         )
 
-    async def publish(self, manifest: Manifest) -> None:
-        """Store the manifest in the mesh, offer the files, and tell the parent."""
+    async def publish(self, manifest: Manifest) -> bool:
+        """Store the manifest in the mesh, offer the files, and tell the parent; False if not."""
         try:
             await self.manifests.put(manifest)
             await self._offers.add_files(manifest, self.folder)
         except (BusError, WeightsError, OSError) as error:
             log.warning("cannot offer the weights in %s: %s", self.folder, cause(error))
-            return
+            return False
         self._send(WeightsKnown(manifest.digest))
+        return True
 
 
 def _differ(folder: Path, manifest: Manifest) -> bool:
