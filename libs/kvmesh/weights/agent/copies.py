@@ -98,9 +98,12 @@ class CopyTaker:
                 log.info("weights are not offered: %s", error)
         elif not self._copy.keep:
             known = await self._own.known()
-            same = known is not None and known.digest == self._copy.manifest.digest
-            if known is not None and same and await self._own.publish(known):
+            if known is None or known.digest != self._copy.manifest.digest:
+                return
+            if await self._own.publish(known):
                 await self._drop()
+            else:
+                log.warning("the copy of the weights stays in memory, and is offered from there")
 
     def counts(self) -> WeightsCounts:
         """Bytes taken and failures so far."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvmesh.bus.client import Bus, Reply, Subscription
+from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.transfer import Grant, LentBytes, LentFile, TransferError, Transport
@@ -107,10 +108,7 @@ class Offers:
         """End the offer of a copy; what others read of it ends at once."""
         offered = self._offered.pop(digest, None)
         if offered is not None:
-            if offered.subscription is not None:
-                await offered.subscription.unsubscribe()
-            for lent in offered.lent:
-                lent.close()
+            await _end(offered)
 
     async def nixl_runs(self) -> None:
         """Let others read the copies in memory through NIXL, those added later too."""
@@ -123,35 +121,38 @@ class Offers:
             await self.remove(digest)
 
     async def _add(self, offered: _Offered, folder: Path) -> None:
+        """Offer a copy in place of one with the same digest, which stays if this fails."""
         manifest = offered.manifest
+        digest = manifest.digest
+
+        def answer(query: WeightQuery, reply: Reply) -> None:
+            if (
+                self._offered.get(digest) is offered
+                and query.instance != self._instance
+                and query.above <= draw(query.query, self._instance) < query.share
+            ):
+                reply(self._message(offered))
+
         try:
             for index, file in enumerate(manifest.files):
                 on_sent = partial(offered.sent, index)
                 lent = self._transport.lend_file(folder / file.name, on_sent, offered.in_memory)
                 offered.lent.append(lent)
-        except OSError:
-            for each in offered.lent:
-                each.close()
+            offered.lent.append(self._transport.lend_view(len(manifest.chunks), offered.marks))
+            offered.grants = [each.grant([(0, each.size)], GRANT_S) for each in offered.lent]
+            subject = self._bus.subjects.weights(digest)
+            offered.subscription = await self._bus.serve(subject, _queries, answer)
+        except (OSError, BusError):
+            await _end(offered)
             raise
-        await self.remove(manifest.digest)
-        offered.lent.append(self._transport.lend_view(len(manifest.chunks), offered.marks))
-        offered.grants = [each.grant([(0, each.size)], GRANT_S) for each in offered.lent]
-        self._offered[manifest.digest] = offered
+        before, self._offered[digest] = self._offered.get(digest), offered
         if self._transport.direct:
             self._tasks.start(self._show(offered), "show weights to NIXL")
         if not self._renewing:
             self._renewing = True
             self._tasks.start(self._renew(), "renew offers of weights")
-
-        def answer(query: WeightQuery, reply: Reply) -> None:
-            if (
-                query.instance != self._instance
-                and query.above <= draw(query.query, self._instance) < query.share
-            ):
-                reply(self._message(offered))
-
-        subject = self._bus.subjects.weights(manifest.digest)
-        offered.subscription = await self._bus.serve(subject, _queries, answer)
+        if before is not None:
+            await _end(before)
 
     async def _show(self, offered: _Offered) -> None:
         """Register a copy in memory, file by file; what fails is read over TCP."""
@@ -179,6 +180,13 @@ class Offers:
             await asyncio.sleep(RENEW_S)
             for offered in self._offered.values():
                 offered.renew()
+
+
+async def _end(offered: _Offered) -> None:
+    if offered.subscription is not None:
+        await offered.subscription.unsubscribe()
+    for lent in offered.lent:
+        lent.close()
 
 
 def draw(query: str, instance: str) -> float:

@@ -189,7 +189,7 @@ def test_a_transformers_that_reads_otherwise_waits_for_all(
     with stored.arriving(pace_s=0.001):
         assert alike(load(folder, weights), load(folder))
     weights.close()
-    assert "the model waits for all of them" in caplog.text
+    assert "the model waits for all" in caplog.text
 
 
 def test_no_answer_means_the_folder(tmp_path: Path) -> None:

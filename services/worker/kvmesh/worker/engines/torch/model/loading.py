@@ -76,7 +76,7 @@ def _from_copy(weights: TorchWeights, folder: Path, dtype: object) -> Any:
     with _as_engine_errors(folder):
         config = plain_config(folder)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if getattr(model_class, "config_class", None) is not type(config):  # only a part of it is text
+    if getattr(model_class, "config_class", None) is not type(config):  # the text part's class
         return None
     try:
         with _as_engine_errors(folder):
@@ -86,9 +86,9 @@ def _from_copy(weights: TorchWeights, folder: Path, dtype: object) -> Any:
         return _complete(loaded, folder)
     except WeightsLost as error:
         weights.give_up(error)
-    except (TypeError, AttributeError) as error:
+    except (EngineError, TypeError, AttributeError) as error:
         log.warning(
-            "transformers %s reads tensors in another way: the model waits for all of them (%r)",
+            "transformers %s does not load tensors as they come, the model waits for all: %r",
             transformers_version,
             error,
         )
