@@ -75,8 +75,11 @@ def _from_copy(weights: TorchWeights, folder: Path, dtype: object) -> Any:
         return None
     with _as_engine_errors(folder):
         config = plain_config(folder)
+    if config is None:
+        return None
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if getattr(model_class, "config_class", None) is not type(config):  # the text part's class
+    # the class of a part, as of the text model of one that sees, has another configuration
+    if getattr(model_class, "config_class", None) is not type(config):
         return None
     try:
         with _as_engine_errors(folder):
