@@ -76,7 +76,10 @@ async def test_workers_share_blocks_and_outlive_the_kvbm(mesh: Mesh) -> None:
 
 
 class MockHost:
-    """One mock engine on a node with a small block manager, driven directly."""
+    """One mock engine on a node with a small block manager, driven directly.
+
+    It is slow enough to load a prompt before it has computed it.
+    """
 
     def __init__(self, bus: Bus, limits: StreamLimits, name: str, **mock: object) -> None:
         def connect(layout: KvLayout, user: ArenaUser) -> KvbmClient:
@@ -84,7 +87,7 @@ class MockHost:
             self.client = KvbmClient(bus, limits, identity, user)
             return self.client
 
-        fields = {"kvbm": True, "speedup": 20.0, "blocks": 64, **mock}
+        fields = {"kvbm": True, "speedup": 1.0, "blocks": 64, **mock}
         settings = Settings(mock=MockSettings(**fields))  # type: ignore[arg-type]
         self.engine = create_engine(EngineContext(settings, model_dir(), connect))
         self.sink = Recorder()

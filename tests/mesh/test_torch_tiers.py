@@ -69,9 +69,11 @@ async def test_evicted_blocks_are_onboarded_from_lower_tiers(kvbm: SmallKvbm, st
     await eventually(lambda: len(kvbm.blocks) == 6)
     host.engine.clear()
     await host.run(make_work("again", tokens))
-    assert host.cached("again") == [0, 96]
+    own, loaded = host.cached("again")
+    assert own == 0
+    assert 0 < loaded <= 96, "the engine computes what it does not load in time"
     assert host.answer("again") == host.answer("first") == await output_without_kvbm(start, tokens)
-    assert host.lower_tiers.counts.loaded == [0, 6, 0, 0]
+    assert host.lower_tiers.counts.loaded == [0, loaded // 16, 0, 0]
     assert kvbm.count(Await) == 1
     await eventually(lambda: kvbm.count(Computed) >= 2)
     await host.check_accounting()
