@@ -29,6 +29,7 @@ from kvmesh.weights.checkpoint import checkpoint_manifest
 from kvmesh.weights.client import MOST_UNREAD
 from kvmesh.weights.frames import ServingReport, WeightsTaken
 from kvmesh.weights.manifest import Manifest
+from kvmesh.weights.store import WeightStore
 
 
 @pytest.fixture
@@ -484,8 +485,28 @@ async def test_files_that_are_offered_stay_open_where_they_are_offered_again(
         await reader.read(1, memoryview(bytearray(CHUNK)))
         reader.close()
     await offers.close()
+    await transport.close()
+
+
+async def test_an_offer_stays_where_its_replacement_fails(
+    bus: Bus, manifest: Manifest, model: Path, tmp_path: Path
+) -> None:
+    transport = await Transport.open(TransferSettings(via="tcp"))
+    offers = Offers(bus, transport, "source", "")
+    stored_copy(tmp_path / "store", model, manifest)
+    copy = WeightStore(tmp_path / "store", 1 << 30).open(manifest.digest)
+    assert copy is not None
+    await offers.add_copy(copy)
     with pytest.raises(OSError, match="No such file"):
-        await offers.add_files(manifest, model)
+        await offers.add_files(manifest, tmp_path / "nowhere")
+    decoder, query = MessageDecoder(WeightOffer), WeightQuery(manifest.digest, "q", instance="t")
+    subject = bus.subjects.weights(manifest.digest)
+    assert (await bus.request(subject, query, decoder, 10)).complete
+    await offers.add_files(manifest, model)
+    await offers.remove_copy(manifest.digest)  # which files have replaced
+    assert (await bus.request(subject, query, decoder, 10)).complete
+    await offers.close()
+    copy.close()
     await transport.close()
 
 

@@ -92,6 +92,16 @@ def test_several_threads_read_a_copy_that_fails(stored: StoredWeights) -> None:
         assert equal(dict(found), contents(stored.source))
 
 
+def test_the_log_tells_what_has_arrived_of_a_slow_copy(
+    stored: StoredWeights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvmesh.worker.adapters.weights.arriving_tensors.PROGRESS_S", -1)
+    caplog.set_level("INFO")
+    stored.arrive()
+    read_all(stored, 10)
+    assert "100 % of the weights are here" in caplog.text
+
+
 def test_other_weights_in_the_folder_are_never_mixed_with_a_copy(stored: StoredWeights) -> None:
     stored.arrive(range(4))
     file = sorted(stored.source.glob("*.safetensors"))[1]

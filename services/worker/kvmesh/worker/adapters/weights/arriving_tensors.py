@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+import time
 from pathlib import Path
 from threading import Lock
 
@@ -15,7 +16,23 @@ from kvmesh.worker.adapters.weights.mapped_tensors import MappedFiles, view
 
 log = logging.getLogger(__name__)
 STALL_S = 30.0  # without a new chunk
+PROGRESS_S = 10.0
 PAGE = mmap.PAGESIZE
+
+
+class CopyProgress:
+    """Tells the log how much of a copy has arrived, if it takes long."""
+
+    def __init__(self, copy: StoredCopy) -> None:
+        self._copy = copy
+        self._told_at = time.monotonic()
+
+    def tell(self) -> None:
+        """Log the share that is here, at most once in PROGRESS_S seconds."""
+        if time.monotonic() - self._told_at > PROGRESS_S:
+            self._told_at = time.monotonic()
+            share = self._copy.present / len(self._copy.manifest.chunks)
+            log.info("%d %% of the weights are here", 100 * share)
 
 
 class ArrivingTensors:
@@ -30,6 +47,7 @@ class ArrivingTensors:
         self._folder = folder
         self._stall_s = stall_s
         self._files = MappedFiles(copy.folder, copy.manifest)
+        self._progress = CopyProgress(copy)
         self._disk: VerifiedFolder | None = None
         self._lock = Lock()
 
@@ -46,6 +64,8 @@ class ArrivingTensors:
             except WeightsLost as error:
                 self._read_folder(entry, error)
         with self._lock:
+            if self._disk is None:
+                self._progress.tell()
             return (self._disk or self._files).tensor(entry)
 
     def _read_folder(self, entry: TensorEntry, error: WeightsLost) -> None:

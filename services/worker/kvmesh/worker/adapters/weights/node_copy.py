@@ -4,7 +4,6 @@ All functions block: they belong in a thread or in an engine's own process.
 """
 
 import logging
-import time
 from pathlib import Path
 
 from kvmesh.weights.answer import WeightsAccess, WeightsAnswer, wait_for_answer
@@ -12,12 +11,11 @@ from kvmesh.weights.checkpoint import cache_folder, known_manifest
 from kvmesh.weights.errors import StoreError, WeightsError, WeightsLost
 from kvmesh.weights.store import WeightStore
 from kvmesh.weights.stored_copy import StoredCopy
-from kvmesh.worker.adapters.weights.arriving_tensors import STALL_S
+from kvmesh.worker.adapters.weights.arriving_tensors import STALL_S, CopyProgress
 from kvmesh.worker.adapters.weights.engine_form import disk_identity
 from kvmesh.worker.adapters.weights.mapped_tensors import unknown_dtypes
 
 log = logging.getLogger(__name__)
-PROGRESS_S = 10.0
 GROUP = 16  # chunks between two looks at the clock
 CONSOLIDATED = "consolidated*.safetensors"  # Mistral's files, which no copy holds
 
@@ -64,13 +62,11 @@ class NodeCopy:
         copy = self.copy
         if copy is None:
             return None
-        total, told_at = len(copy.manifest.chunks), time.monotonic()
+        total, progress = len(copy.manifest.chunks), CopyProgress(copy)
         try:
             for first in range(0, total, GROUP):
                 copy.wait(range(first, min(first + GROUP, total)), stall_s)
-                if time.monotonic() - told_at > PROGRESS_S:
-                    told_at = time.monotonic()
-                    log.info("%d %% of the weights are here", 100 * first // total)
+                progress.tell()
         except WeightsLost as error:
             self._report(error)
             self.close()

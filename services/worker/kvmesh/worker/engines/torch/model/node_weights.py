@@ -128,13 +128,13 @@ class TorchWeights:
 
 
 def plain_config(folder: Path) -> Any:
-    """The configuration of a model; None if it is quantised, which other classes load."""
+    """The configuration of a model; None if it is quantised: its tensors are then no parameters."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return None if getattr(config, "quantization_config", None) is not None else config
 
 
 def _created(folder: Path, dtype: Any) -> Any:
-    """The model without weights; None if it is quantised, which its configuration does not show."""
+    """The model without weights; None if it is quantised."""
     config = plain_config(folder)
     if config is None:
         return None
