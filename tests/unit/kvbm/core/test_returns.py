@@ -5,6 +5,7 @@ from support.kvbm_manager import BLOCK_BYTES, ManagedNode, prompt
 
 from kvmesh.bus.messages import ReturnForecast
 from kvmesh.kvbm.core.blocks.block import ARENA, DISK
+from kvmesh.kvbm.core.blocks.load_cost import FIRST_SAMPLES
 from kvmesh.returns.rates import BINS, pack_rates
 
 OFTEN, SELDOM, NEVER = [1.0] * BINS, [0.001] * BINS, [0.0] * BINS
@@ -143,7 +144,7 @@ def test_blocks_go_to_disk_while_loading_them_is_faster_than_computing(
     node = ManagedNode(arena=64, disk=64)
     node.get("speed", prompt(1, 9), compute_tps=compute_tps)
     traffic = node.manager.store.traffic[ARENA, DISK]
-    for _ in range(2):  # the first transfer over a path is not measured
+    for _ in range(1 + FIRST_SAMPLES):  # the first transfer over a path is not measured
         traffic.begin(node.now)
         node.now += block_s
         traffic.end(BLOCK_BYTES, node.now)

@@ -116,11 +116,24 @@ def test_speed_is_measured_over_concurrent_moves() -> None:
     traffic = Traffic()
     moved(traffic, 1, 0.0, 3.0)
     assert traffic.speed(3.0) == 0.0
-    moved(traffic, 4, 3.0, 0.01)
-    assert traffic.speed(3.01) == pytest.approx(4 * MB / 0.01)
+    for start in (3.0, 4.0, 5.0):
+        moved(traffic, 4, start, 0.01)
+    assert traffic.speed(5.01) == pytest.approx(4 * MB / 0.01)
     traffic.begin(100.0)
     traffic.end(0, 100.1)
     assert (traffic.failed, traffic.moving) == (1, 0)
+    assert traffic.bps == pytest.approx(4 * MB / 0.01)
+
+
+@pytest.mark.parametrize("odd", range(load_cost.FIRST_SAMPLES))
+@pytest.mark.parametrize("seconds", [1e-6, 5.0])
+def test_one_odd_measurement_of_the_first_does_not_count(odd: int, seconds: float) -> None:
+    """A load took 5 s on a machine with too much to do, or seemed to take no time."""
+    traffic = Traffic()
+    moved(traffic, 1, 0.0, 1.0)
+    for number in range(load_cost.FIRST_SAMPLES):
+        assert traffic.speed(10.0 * number + 9.0) == 0.0
+        moved(traffic, 4, 10.0 + 10.0 * number, seconds if number == odd else 0.01)
     assert traffic.bps == pytest.approx(4 * MB / 0.01)
 
 
@@ -128,7 +141,8 @@ def test_the_time_of_a_failure_is_not_that_of_the_path() -> None:
     """A holder that does not send ends its transfers by a timeout; others went on meanwhile."""
     traffic = Traffic()
     moved(traffic, 1, 0.0, 1.0)
-    moved(traffic, 4, 1.0, 0.01)
+    for start in (1.0, 1.2, 1.4):
+        moved(traffic, 4, start, 0.01)
     fast = traffic.bps
     for _ in range(3):
         traffic.begin(2.0)
@@ -136,14 +150,14 @@ def test_the_time_of_a_failure_is_not_that_of_the_path() -> None:
     traffic.end(0, 4.0)
     traffic.end(MB, 4.0001)
     assert traffic.bps == fast
-    assert (traffic.done, traffic.failed, traffic.moving) == (7, 1, 0)
+    assert (traffic.done, traffic.failed, traffic.moving) == (15, 1, 0)
     moved(traffic, 1, 5.0, 1.0)
     assert traffic.bps < fast
 
 
 def test_a_slow_path_is_tried_again_after_a_while() -> None:
     traffic = Traffic()
-    for start in (0.0, 10.0):
+    for start in (0.0, 6.0, 8.0, 10.0):
         moved(traffic, 1, start, 1.0)
     assert traffic.speed(11.0) == MB
     assert traffic.speed(51.0) == 4 * MB

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
+from statistics import median
 
 SMOOTHING = 0.2
+FIRST_SAMPLES = 3
 SAMPLE_S = 0.05
 START_S = 0.002
 DOUBT_S = 20.0
@@ -64,7 +66,9 @@ class Traffic:
     """Moves from one tier to another: running, ended, and their measured speed.
 
     The first transfer sets the path up and is not measured. Nor are transfers that end around a
-    failure: the time is the failure's.
+    failure: the time is the failure's. `bps` is 0 until there are FIRST_SAMPLES, and then starts
+    with their median: a busy processor can make any one of them a hundred times too slow, and a
+    path that seems slow is not measured again for long.
     """
 
     def __init__(self) -> None:
@@ -73,6 +77,7 @@ class Traffic:
         self.done = 0
         self.bytes = 0
         self.bps = 0.0
+        self._first_samples: list[float] = []
         self._since = 0.0
         self._sample = 0
         self._ended = 0.0
@@ -120,10 +125,17 @@ class Traffic:
         elapsed = now - self._since
         if elapsed > 0 and (not self.moving or elapsed > SAMPLE_S):
             if self._is_set_up:
-                bps = self._sample / elapsed
-                self.bps = self.bps + SMOOTHING * (bps - self.bps) if self.bps else bps
+                self._measure(self._sample / elapsed)
             self._is_set_up = True
             self._since, self._sample = now, 0
+
+    def _measure(self, bps: float) -> None:
+        if self.bps:
+            self.bps += SMOOTHING * (bps - self.bps)
+            return
+        self._first_samples.append(bps)
+        if len(self._first_samples) == FIRST_SAMPLES:
+            self.bps = median(self._first_samples)
 
 
 @dataclass(frozen=True, slots=True)
