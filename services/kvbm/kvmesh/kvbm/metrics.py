@@ -63,7 +63,9 @@ class ManagerCollector(Collector):
         done = _counter("moved_blocks", "Blocks moved between tiers", "source", "target")
         failed = _counter("failed_moves", "Moves that failed", "source", "target")
         moving = _gauge("moving_blocks", "Blocks being moved", "source", "target")
-        speed = _gauge("bytes_per_second", "Measured speed of a path", "source", "target")
+        speed = _gauge(
+            "bytes_per_second", "Measured speed of a path; 0 if unknown", "source", "target"
+        )
         for (source, target), traffic in self._manager.store.traffic.items():
             label = [str(source), str(target)]
             moved.add_metric(label, traffic.bytes)
