@@ -17,6 +17,7 @@ from support.shapes import (
     Shape,
 )
 from support.tap import Tap, assert_grows, shared
+from support.wait import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 SHAPES: list[Callable[[str], Shape]] = [
@@ -37,11 +38,13 @@ async def tap(mesh: Mesh) -> AsyncIterator[Tap]:
 class Client:
     """Sends a shape's requests and passes the responses on to it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tap: Tap) -> None:
         self._url = url
+        self._tap = tap
 
     async def turn(self, shape: Shape) -> list[Event]:
-        url = self._url + shape.path
+        """The events of the response, once the tap has the request's work, too."""
+        url, seen = self._url + shape.path, len(self._tap.works)
         async with (
             aiohttp.ClientSession(headers=shape.headers) as session,
             session.post(url, json=shape.body()) as answer,
@@ -51,12 +54,13 @@ class Client:
         lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
         events: list[Event] = [json.loads(line) for line in lines]
         shape.receive(events)
+        await eventually(lambda: len(self._tap.works) > seen, what="the tap has the work")
         return events
 
 
 @pytest.fixture
-def client(mesh: Mesh) -> Client:
-    return Client(mesh.url)
+def client(mesh: Mesh, tap: Tap) -> Client:
+    return Client(mesh.url, tap)
 
 
 @pytest.mark.parametrize("make", SHAPES, ids=lambda make: make.__name__)

@@ -40,6 +40,7 @@ class Tap:
         await bus.subscribe(bus.subjects.expand("work.>"), work, on_work)
         await bus.subscribe(bus.subjects.route_all, route, on_route)
         await bus.subscribe(bus.subjects.tool_all, MessageDecoder(ToolEvent), self.tools.append)
+        await bus.flush()
         yield self
         await bus.close()
 
