@@ -157,9 +157,15 @@ async def test_threads_that_share_a_check_find_the_first_wrong_block(
 
 @pytest.mark.parametrize("polled", [True, False])
 async def test_closing_ends_lookups(
-    bus: Bus, kvbm: SmallKvbm, caplog: pytest.LogCaptureFixture, polled: bool
+    bus: Bus,
+    kvbm: SmallKvbm,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    polled: bool,
 ) -> None:
     """With its result taken by vLLM, or before the kvbm has replied."""
+    # closing waits for the reply for as long, and must begin before the kvbm counts as lost
+    monkeypatch.setattr("kvmesh.blocks.kvbm_client.REQUEST_S", 4.0)
     lookups = await attached(bus, kvbm.node, PARTS)
     if polled:
         await found(lookups, "r")
