@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, ViewportSize, async_playwright
+from playwright.async_api import Browser, Page, ViewportSize, async_playwright, expect
 from support.up import Up
+from support.wait import PATIENCE_S
 
 CHROMIUM = shutil.which("chromium") or ""
 LAPTOP = ViewportSize(width=1280, height=800)
+expect.set_options(timeout=1000 * PATIENCE_S)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,7 @@
 """The pages of sessions in a real browser: the lanes, and a turn that lost its cached tokens."""
 
+from secrets import token_hex
+
 import aiohttp
 import pytest
 from playwright.async_api import Locator, Page, expect
@@ -19,6 +21,11 @@ LAST_BAR = """(element) => {
   const [x, y] = chart.convertToPixel({seriesIndex: 1}, [from, lane]);
   return [(x + chart.convertToPixel({seriesIndex: 1}, [to, lane])[0]) / 2, y];
 }"""
+
+
+def own_name(kind: str) -> str:
+    """A session that no earlier run of the test has used."""
+    return f"{kind}-{token_hex(4)}"
 
 
 async def turn(up: Up, session: str, clock: str, questions: int, tokens: int = 8) -> None:
@@ -43,17 +50,18 @@ async def turn(up: Up, session: str, clock: str, questions: int, tokens: int = 8
 
 
 async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(page: Page, up: Up) -> None:
+    name = own_name("moving")
     for number, clock in enumerate(("12:00", "12:00", "12:01")):
-        await turn(up, "moving-1", clock, number + 1)
+        await turn(up, name, clock, number + 1)
     await page.goto("/sessions")
     await expect(page.get_by_role("img", name=LANES)).to_be_visible()
-    await page.get_by_label("Filter sessions").fill("moving-1")
+    await page.get_by_label("Filter sessions").fill(name)
     row = page.get_by_role("region", name="sessions").get_by_role("row").nth(1)
     await expect(row).to_contain_text("diverged")
     await expect(row).to_contain_text("system prompt changed")
     await row.get_by_role("link").click()
-    await expect(page.get_by_role("main")).to_contain_text("moving-1 of tenant team-a")
-    await expect(page.get_by_role("main")).to_contain_text("session moving-1: 3 requests")
+    await expect(page.get_by_role("main")).to_contain_text(f"{name} of tenant team-a")
+    await expect(page.get_by_role("main")).to_contain_text(f"session {name}: 3 requests")
     turns = page.get_by_role("region", name="turns").get_by_role("row")
     await expect(turns).to_have_count(4)
     last = turns.nth(1)
@@ -65,10 +73,11 @@ async def test_a_turn_that_lost_its_cache_is_found_with_the_reason(page: Page, u
 
 
 async def test_a_turn_tells_its_losses_under_the_pointer(page: Page, up: Up) -> None:
-    await turn(up, "<i>pointed</i>", "12:00", 1)
-    await turn(up, "<i>pointed</i>", "12:01", 1, tokens=3000)  # a bar that is wide enough
+    name = own_name("pointed")
+    await turn(up, f"<i>{name}</i>", "12:00", 1)
+    await turn(up, f"<i>{name}</i>", "12:01", 1, tokens=3000)  # a bar that is wide enough
     await page.goto("/sessions")
-    await page.get_by_label("Session or tenant").fill("pointed")
+    await page.get_by_label("Session or tenant").fill(name)
     status = page.get_by_role("main").get_by_role("status")
     await expect(status).to_have_text("1 to 1 of 1 sessions")
     lanes = page.get_by_role("img", name=LANES)
@@ -94,12 +103,13 @@ async def _place(lanes: Locator) -> tuple[float, float]:
 
 
 async def test_lanes_are_filtered_and_their_window_chosen_by_keyboard(page: Page, up: Up) -> None:
-    await turn(up, "lane-1", "12:00", 1)
+    name = own_name("lane")
+    await turn(up, name, "12:00", 1)
     await page.goto("/sessions")
     status = page.get_by_role("main").get_by_role("status")
     await expect(status).to_contain_text("sessions")
     await page.get_by_label("Session or tenant").focus()
-    await page.keyboard.type("lane-1")
+    await page.keyboard.type(name)
     await expect(status).to_have_text("1 to 1 of 1 sessions")
     await page.get_by_label("Session or tenant").fill("no such session")
     await expect(status).to_have_text("No session had a turn in this window.")

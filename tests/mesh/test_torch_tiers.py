@@ -111,7 +111,9 @@ async def test_damaged_blocks_are_computed_again(kvbm: SmallKvbm, start: Start) 
         file.seek(offset + 100)
         file.write(b"damage")
     await two.run(make_work("two", tokens))
-    assert two.cached("two") == [0, 48]
+    own, loaded = two.cached("two")
+    assert own == 0
+    assert 0 < loaded < 96, "the engine computes what it does not load in time"
     assert two.answer("two") == one.answer("one")
     assert two.lower_tiers.counts.corrupt == 1
     await eventually(lambda: kvbm.count(Corrupt) == 1 and len(kvbm.blocks) == 6)

@@ -70,6 +70,19 @@ async def test_a_cancelled_call_kills_its_program(tmp_path: Path) -> None:
     assert not alive(int(file.read_text()))
 
 
+@pytest.mark.parametrize("steps", range(12))
+async def test_a_call_can_be_cancelled_while_its_program_starts(steps: int) -> None:
+    call = asyncio.create_task(shell("sleep 600"))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    call.cancel()
+    done, _ = await asyncio.wait({call}, timeout=PATIENCE_S)
+    assert done == {call}
+    assert call.cancelled()
+    running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert running == []
+
+
 async def test_a_background_process_with_the_pipes_open_delays_nothing(
     tmp_path: Path,
 ) -> None:

@@ -22,9 +22,7 @@ async def run_program(argv: Sequence[str], timeout_s: float) -> bytes:
     than `timeout_s` seconds, or whose caller is cancelled, is killed with its process group.
     """
     try:
-        transport, program = await asyncio.get_running_loop().subprocess_exec(
-            _Program, *argv, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
-        )
+        transport, program = await _started(argv)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConnectorError(f"cannot run {argv[0]}: {reason}", permanent=True) from error
@@ -38,11 +36,7 @@ async def run_program(argv: Sequence[str], timeout_s: float) -> bytes:
         late = f"{_shown(argv)} did not end within {timeout_s:g} s"
         raise ConnectorError(late + _reason(program.errors)) from None
     finally:
-        if not program.exited.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(transport.get_pid(), signal.SIGKILL)
-            await program.exited.wait()
-        transport.close()
+        await _end(transport, program)
     status = transport.get_returncode() or 0
     if status:
         end = f"exited with status {status}"
@@ -79,6 +73,36 @@ class _Program(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         self.exited.set()
+
+
+async def _started(argv: Sequence[str]) -> tuple[asyncio.SubprocessTransport, _Program]:
+    """The running program; raises OSError or ValueError.
+
+    A cancelled caller waits for the start and ends the program: asyncio would wait forever for
+    the pipes of a start that it cancels.
+    """
+    starting = asyncio.create_task(
+        asyncio.get_running_loop().subprocess_exec(
+            _Program, *argv, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
+    )
+    try:
+        await asyncio.wait({starting})
+    except asyncio.CancelledError:
+        await asyncio.wait({starting})
+        if starting.exception() is None:
+            await _end(*starting.result())
+        raise
+    return starting.result()
+
+
+async def _end(transport: asyncio.SubprocessTransport, program: _Program) -> None:
+    """Kill the program with its process group if it runs, and close its pipes."""
+    if not program.exited.is_set():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        await program.exited.wait()
+    transport.close()
 
 
 def _shown(argv: Sequence[str]) -> str:
