@@ -13,9 +13,11 @@ NATIVE := CMakeLists.txt $(wildcard libs/native/*)
 COMPILED := .venv-compiled
 # How the C compiler optimizes the cores: -O3 takes minutes, which only long simulations repay.
 CORES ?= -O0
-# On CI a test that fails runs once more, since others share the machine; the summary shows both runs.
-# The examples of property tests do not change there.
-ON_CI := $(if $(CI),--reruns 1 --hypothesis-profile repeatable)
+# On CI the tests that fail run once more, since others share the machine: in processes of their own,
+# as a mesh or page that they share may keep what the first run has left. The examples of property
+# tests do not change there.
+PYTEST = $(BIN)/pytest -q $(if $(CI),--hypothesis-profile repeatable) -o cache_dir=.pytest_cache/$@ $(PARALLEL)
+AGAIN = $(PYTEST) --last-failed --last-failed-no-failures none
 SOURCES := $(shell find libs services tools -name '*.py')
 
 # The tests start hundreds of processes, which would compile every module anew.
@@ -83,7 +85,7 @@ browser: chromium
 unit mesh: .prometheus/.installed
 
 unit simulation mesh clients chaos fidelity browser: $(ENGINES)
-	$(BIN)/pytest -q $(ON_CI) $(PARALLEL) tests/$@
+	$(PYTEST) tests/$@ $(if $(CI),|| $(AGAIN) tests/$@)
 
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built$(CORES)

@@ -1,7 +1,6 @@
 """Options, Hypothesis settings and failure reports of all tests."""
 
 import os
-import socket
 from collections.abc import Generator
 
 import pytest
@@ -34,18 +33,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="run only this simulation seed and print its log")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_configure(config: pytest.Config) -> None:
-    """Let pytest-rerunfailures send each small message at once.
-
-    Its client sends two in a row for each test, and TCP would hold the second one back until the
-    first is acknowledged, which takes 40 ms.
-    """
-    connection = getattr(getattr(config, "failures_db", None), "sock", None)
-    if isinstance(connection, socket.socket):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add the output of the test's processes to the report of a failure."""
@@ -53,13 +40,3 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     if report.failed:
         report.sections.extend(evidence.sections())
     return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the first failure of each test that passed when run again."""
-    for report in terminalreporter.stats.get("rerun", []):
-        terminalreporter.section(f"{report.nodeid} failed and ran again", yellow=True)
-        terminalreporter.line(report.longreprtext)
-        for title, text in report.sections:
-            terminalreporter.line(f"-- {title} --")
-            terminalreporter.line(text)
