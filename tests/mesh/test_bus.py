@@ -593,6 +593,7 @@ async def test_a_reply_that_arrived_while_the_process_was_stopped_counts(
         answered.set()
 
     await bus.serve(subject, PING, answer)
+    await bus.flush()  # the other connection's request must find it
 
     async def stopped() -> ControlReply:
         own = await Bus.connect(options, "stopped")
