@@ -60,7 +60,9 @@ class OverlapReply(Struct, frozen=True, array_like=True):
 class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The caller's hints about its request; docs/requests.md describes the effect of each.
 
-    `ephemeral`: no tier below the engine stores the request's blocks.
+    `ephemeral`: no tier below the engine stores the request's blocks. `conversation` tells the
+    conversations of a session apart, 0 if unknown: its upper 32 bits identify the tools and the
+    system text, its lower ones the first message of the user.
     """
 
     priority: int = 0
@@ -73,6 +75,7 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str | None = None
     fair_class: str | None = None
     ephemeral: bool = False
+    conversation: int = 0
 
 
 BATCH_PRIORITY = -100  # of batch requests in engines, which compute them after all others

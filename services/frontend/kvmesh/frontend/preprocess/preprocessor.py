@@ -18,6 +18,7 @@ from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
+from kvmesh.frontend.preprocess.conversation_key import conversation_key
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 from kvmesh.frontend.preprocess.retention import (
     TokenOffsets,
@@ -118,7 +119,8 @@ class Preprocessor:
 
         Raises ContextExceeded or InvalidRequest.
         """
-        request.hints = scope_sessions(request.hints, request.cache_salt)
+        hints = scope_sessions(request.hints, request.cache_salt)
+        request.hints = replace(hints, conversation=conversation_key(request))
         prepared = await self._run(request, self._prepare(request, model, adapter))
         if request.messages and request.hints.session is None:
             self._infer_session(request, prepared.prompts[0], model.card.block_size)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvmesh._native import xxh3
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import SessionPrompt, owner
 from kvmesh.frontend import metrics
@@ -18,7 +17,7 @@ from kvmesh.frontend.cache_account.comparison import (
     described,
 )
 from kvmesh.frontend.cache_account.prompt_parts import locate
-from kvmesh.frontend.conversation import GenerateRequest, Text
+from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.namespaces import SEPARATOR, inferred
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptTokens
@@ -52,7 +51,7 @@ class Histories:
         if len(prepared.prompts) != 1:
             return None
         request, model = prepared.request, prepared.model.card.name
-        conversation = _conversation(request)
+        conversation = request.hints.conversation
         session = _session(request, conversation)
         if session is None:
             return None
@@ -154,12 +153,6 @@ def _decoder(prepared: PreparedRequest) -> Callable[[bytes], str]:
         return detokenizer.feed(array("I", tokens).tolist()) + detokenizer.finish()
 
     return decode
-
-
-def _conversation(request: GenerateRequest) -> int:
-    """A hash that the turns of a conversation share: of the first user message."""
-    first = next((m.blocks[-1] for m in request.messages if m.role == "user" and m.blocks), None)
-    return xxh3(first.text.encode("utf-8", "surrogatepass")) if isinstance(first, Text) else 0
 
 
 def _session(request: GenerateRequest, conversation: int) -> str | None:

@@ -51,7 +51,7 @@ def _separate(messages: Iterable[Message]) -> list[Turn]:
     """One turn per tool result and one per run of other blocks."""
     turns: list[Turn] = []
     for message in messages:
-        blocks = _without_billing(message) if message.role == "system" else message.blocks
+        blocks = without_billing(message) if message.role == "system" else message.blocks
         if len(blocks) == 1 and type(blocks[0]) is Text:
             turns.append(("user" if message.role == "tool" else message.role, blocks))
             continue
@@ -64,7 +64,8 @@ def _separate(messages: Iterable[Message]) -> list[Turn]:
     return turns
 
 
-def _without_billing(message: Message) -> list[Block]:
+def without_billing(message: Message) -> list[Block]:
+    """The blocks of a system message without billing headers."""
     kept: list[Block] = []
     for block in message.blocks:
         if not isinstance(block, Text):

@@ -1,0 +1,52 @@
+"""The key of a conversation, by which the conversations of one session are told apart. Pure.
+
+Harnesses send side requests (titles, hooks, summaries, subagents) under the session of the main
+conversation. They differ from it in their tools, their system text or their first message, none of
+which a turn of a conversation changes. Frontends compute the same key without asking each other.
+"""
+
+from collections.abc import Iterator
+from itertools import takewhile
+
+from kvmesh._native import xxh3
+from kvmesh.frontend.conversation import GenerateRequest, Text
+from kvmesh.frontend.dialects.templates.chat_messages import without_billing
+
+HALF = 32
+MASK = (1 << HALF) - 1
+
+
+def conversation_key(request: GenerateRequest) -> int:
+    """64 bits: above those of tools and system text, below those of the first user message.
+
+    0 for a request without messages. Deferred tools do not count: clients reorder them.
+    """
+    if not request.messages:
+        return 0
+    return agent_key(request) << HALF | first_message_key(request)
+
+
+def agent_key(request: GenerateRequest) -> int:
+    """32 bits that identify the tools and the leading system text of a request."""
+    return _hash("\0".join(_agent_texts(request)))
+
+
+def first_message_key(request: GenerateRequest) -> int:
+    """32 bits that identify the last block of the first user message; 0 if it is no text."""
+    first = next((m.blocks[-1] for m in request.messages if m.role == "user" and m.blocks), None)
+    return _hash(first.text) if isinstance(first, Text) else 0
+
+
+def _agent_texts(request: GenerateRequest) -> Iterator[str]:
+    for tool in request.tools:
+        if not tool.deferred:
+            yield tool.name
+            yield tool.description
+    for message in takewhile(lambda m: m.role == "system", request.messages):
+        for block in without_billing(message):
+            if isinstance(block, Text):
+                yield block.text
+
+
+def _hash(text: str) -> int:
+    return xxh3(text.encode("utf-8", "surrogatepass")) & MASK
