@@ -6,7 +6,7 @@ served, or that it served before it restarted, once they continue here.
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -84,13 +84,26 @@ class AnswerStore:
         """The answer, if it is in memory."""
         return self._known.get(owner(tenant), (tenant, name))
 
-    async def fetch(self, tenant: str, names: Iterable[str]) -> None:
-        """Read those of the answers that are not in memory, the newest ones if they are many.
+    async def find(self, tenant: str, names: Sequence[str]) -> dict[str, KnownAnswer]:
+        """Those of the answers that are stored, after READ_S at the latest.
 
-        `names` are in the order of the conversation. Returns after READ_S at the latest.
+        `names` are in the order of the conversation; the newest MAX_READ that are not in memory are
+        read from the bucket.
         """
+        of, found = owner(tenant), dict[str, KnownAnswer]()
+        for name in names:
+            known = self._known.get(of, (tenant, name))
+            if known is not None:
+                found[name] = known
+        if len(found) < len(names):
+            await self._fetch(tenant, [name for name in names if name not in found])
+            for name in names:
+                if name not in found and (known := self.lookup(tenant, name)) is not None:
+                    found[name] = known
+        return found
+
+    async def _fetch(self, tenant: str, missing: list[str]) -> None:
         now = asyncio.get_running_loop().time()
-        missing = [name for name in names if self.lookup(tenant, name) is None]
         wanted = [n for n in missing if (self._absent.get((tenant, n)) or 0.0) <= now]
         if not wanted or not self._readable(now):
             return
@@ -126,8 +139,7 @@ class AnswerStore:
             except NotFound:
                 answer = None
         if answer is None:
-            now = asyncio.get_running_loop().time()
-            self._absent.put((tenant, name), now + ABSENT_S)
+            self._absent.put((tenant, name), asyncio.get_running_loop().time() + ABSENT_S)
             return
         metrics.read_answers.inc()
         self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release, owner
 from kvmesh.frontend import metrics
-from kvmesh.frontend.answers.answer import Answer, answer_name, answers_before, worth_storing
+from kvmesh.frontend.answers.answer import Answer, name_after, worth_storing
 from kvmesh.frontend.conversation import GenerateRequest, ToolCall
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.task import SequenceTask
@@ -142,7 +142,7 @@ class SessionHooks:
         if not active.is_whole or not worth_storing(blocks):
             return None
         request, model = prepared.request, prepared.model
-        name = answer_name(request.messages, blocks, answers_before(request.messages))
+        name = name_after(request.messages, blocks)
         generated = model.dialect.generated(request, active.tasks[0].stream.tokens)
         if not name or generated is None:
             return None

@@ -75,10 +75,11 @@ class ChatTemplate:
         capabilities = self._select(shows_tools(request))[1]
         unmarked = _hidden_answers(messages) if capabilities.drops_thinking else set()
         frames: dict[int, tuple[MarkedAnswer, AnswerFrame]] = {}
+        find = self._frames.finder(request, ends, today)
 
         def mark(answer: MarkedAnswer) -> bool:
-            frame = self._frames.of(request, answer, ends, today)
-            if frame is None or answer.number in unmarked:
+            frame = None if answer.number in unmarked else find(answer)
+            if frame is None:
                 return False
             frames[answer.number] = answer, frame
             return True
