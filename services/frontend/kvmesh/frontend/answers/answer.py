@@ -91,6 +91,11 @@ def answer_name(
     return digest.hexdigest()
 
 
+def is_call(name: str) -> bool:
+    """True if an answer of this name has tool calls: then it is stored wherever it is generated."""
+    return name.startswith("call_")
+
+
 def worth_storing(blocks: Sequence[Block]) -> bool:
     """True if a client may return an answer other than it was generated: calls and thinking."""
     return any(isinstance(block, ToolCall | Thinking) for block in blocks)

@@ -19,7 +19,7 @@ from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.messages import owner
 from kvmesh.bus.storage.buckets import evicting_bucket
 from kvmesh.frontend import metrics
-from kvmesh.frontend.answers.answer import Answer
+from kvmesh.frontend.answers.answer import Answer, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer
 from kvmesh.frontend.auth.bucket_quota import owner_of
 from kvmesh.frontend.conversation import Block, Generated, Text, Thinking, ToolCall
@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 READ_S = 0.5  # a prompt does not wait longer for its answers
 WRITE_S = 5.0
 PAUSE_S = 10.0  # without reading, after a failure
-ABSENT_S = 60.0
+ABSENT_S = 600.0
+ARRIVING_S = (
+    0.03  # until the newest answer, which another frontend has just stored, is in the bucket
+)
 MAX_ABSENT = 16_384
 MAX_READ = 256  # answers of one request
 AT_ONCE = 16
@@ -111,8 +114,12 @@ class AnswerStore:
         try:
             async with asyncio.timeout(READ_S):
                 bucket = await self._open()
-                reads = (self._read(bucket, tenant, n, limit) for n in wanted[-MAX_READ:])
+                reads = [self._read(bucket, tenant, n, limit) for n in wanted[-MAX_READ:]]
                 await asyncio.gather(*reads)
+                newest = missing[-1]
+                if newest in wanted and is_call(newest) and self.lookup(tenant, newest) is None:
+                    await asyncio.sleep(ARRIVING_S)
+                    await self._read(bucket, tenant, newest, limit)
             self._failing = False
         except (BusError, TimeoutError) as error:
             self._paused_until = now + PAUSE_S
@@ -124,6 +131,17 @@ class AnswerStore:
         self._absent.pop((tenant, name))
         if self._stored_bytes and len(self._tasks) < MAX_WRITES and self._bus.connected:
             self._tasks.start(self._write(tenant, name, answer))
+
+    def open(self) -> None:
+        """Create the bucket, so that the first answer does not wait for it."""
+        if self.enabled and self._stored_bytes:
+            self._tasks.start(self._create())
+
+    async def _create(self) -> None:
+        try:
+            await self._open()
+        except BusError as error:
+            self._warn("cannot store generated answers", error)
 
     async def close(self) -> None:
         await self._tasks.wait(WRITE_S)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import ComputedAhead, Guided, Retain, ShownAnswers
-from kvmesh.frontend.answers.answer import AnswerRun, answer_runs
+from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
@@ -144,17 +144,18 @@ class Preprocessor:
         """
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
-        found = await self._stored(request)
+        found = await self._stored(request, model)
         prepared = await self._run(request, self._prepare(request, model, adapter, found))
         if request.messages and request.hints.session is None:
             self._infer_session(request, prepared.prompts[0], model.card.block_size)
         return prepared
 
-    async def _stored(self, request: GenerateRequest) -> FoundAnswers:
+    async def _stored(self, request: GenerateRequest, model: ServedModel) -> FoundAnswers:
         """The answers in a conversation that are stored."""
         if self.answers is None or len(request.messages) < MIN_MESSAGES:
             return []
-        runs = list(answer_runs(request.messages))
+        thinks = model.dialect.grammar.reasoning_parser is not None
+        runs = [run for run in answer_runs(request.messages) if thinks or is_call(run.name)]
         known = await self.answers.find(request.cache_salt, [run.name for run in runs])
         return [(run, known[run.name]) for run in runs if run.name in known]
 
@@ -238,7 +239,7 @@ class Preprocessor:
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
-        found = await self._stored(request)
+        found = await self._stored(request, model)
         return await self._run(request, self._count(request, model, found))
 
     def _count(
