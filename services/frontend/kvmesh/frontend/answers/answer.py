@@ -15,7 +15,6 @@ from kvmesh.frontend.conversation import (
     Generated,
     Message,
     Text,
-    Thinking,
     ToolCall,
     ToolResult,
 )
@@ -94,11 +93,6 @@ def answer_name(
 def is_call(name: str) -> bool:
     """True if an answer of this name has tool calls: then it is stored wherever it is generated."""
     return name.startswith("call_")
-
-
-def worth_storing(blocks: Sequence[Block]) -> bool:
-    """True if a client may return an answer other than it was generated: calls and thinking."""
-    return any(isinstance(block, ToolCall | Thinking) for block in blocks)
 
 
 def name_after(messages: Sequence[Message], blocks: Sequence[Block]) -> str:
