@@ -13,7 +13,7 @@ from kvmesh.frontend.apis.base import AnswerSummary, Renderer, Usage
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.conversation import Block
-from kvmesh.frontend.dialects.output import OutputParser
+from kvmesh.frontend.dialects.output import OutputGrammar, OutputParser
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.task import DispatchState, SequenceTask
@@ -221,7 +221,10 @@ def _parser(prepared: PreparedRequest) -> OutputParser:
     grammar = prepared.model.dialect.grammar
     # without streaming, a call that breaks off is text: emit no call before its end
     parser = grammar.parser(request.tools, prepared.tail, calls=calls, eager=request.stream)
-    return must_call.parser(parser) if must_call is not None else parser
+    if must_call is None:
+        return parser
+    own = OutputGrammar(grammar.tool_parser).parser(request.tools, eager=request.stream)
+    return must_call.parser(parser, own)
 
 
 async def _all(coroutines: list[Coroutine[None, None, None]]) -> None:
