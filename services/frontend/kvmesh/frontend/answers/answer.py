@@ -20,7 +20,7 @@ from kvmesh.frontend.conversation import (
 )
 
 _OWN_ID = re.compile(r"call_[0-9a-f]{24}")  # as `dialects.output.call_id` makes them
-OVERHEAD = 600  # bytes of an answer's objects in memory
+OVERHEAD = 950  # bytes of the objects of one answer in memory
 
 
 class Answer(Struct, frozen=True, omit_defaults=True):
