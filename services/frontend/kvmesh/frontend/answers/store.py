@@ -165,8 +165,9 @@ class AnswerStore:
     async def _write(self, tenant: str, name: str, answer: Answer) -> None:
         try:
             async with asyncio.timeout(WRITE_S):
-                bucket = await self._open()
-                await bucket.put(_key(tenant, name), _packed(tenant, answer))
+                await self._open()
+                subject = f"$KV.{self._bus.subjects.answers_bucket}.{_key(tenant, name)}"
+                await self._bus.store(subject, _packed(tenant, answer), WRITE_S)
             self._failing = False
         except (BusError, TimeoutError) as error:
             self._warn("cannot store generated answers", error)
