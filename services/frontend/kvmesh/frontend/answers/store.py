@@ -58,6 +58,7 @@ class _StoredAnswer(Struct, array_like=True):
 
 _decoder = msgspec.msgpack.Decoder(_StoredAnswer)
 _encode = msgspec.msgpack.Encoder().encode
+_compress = zstandard.ZstdCompressor(level=1).compress
 
 
 class AnswerStore:
@@ -198,7 +199,7 @@ def _packed(tenant: str, answer: Answer) -> bytes:
     opening, text, tokens = answer.generated.opening, answer.generated.text, answer.generated.tokens
     parts = [_part(block) for block in answer.blocks]
     stored = _StoredAnswer(tenant, answer.files, parts, opening, text, tokens, answer.forced)
-    return zstandard.ZstdCompressor(level=1).compress(_encode(stored))
+    return _compress(_encode(stored))
 
 
 def _unpacked(packed: bytes, tenant: str) -> Answer | None:
