@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvmesh.frontend.apis.responses.sealed_reasoning import seal
+from kvmesh.frontend.apis.sealed_reasoning import seal
 
 MODEL = "kvmesh-demo"
 CHAT = "/v1/chat/completions"

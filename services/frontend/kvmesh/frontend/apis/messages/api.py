@@ -9,6 +9,7 @@ from kvmesh.frontend.apis import transcript
 from kvmesh.frontend.apis.base import (
     AnswerSummary,
     ApiCall,
+    CountCall,
     Ending,
     Headers,
     RequestStamp,
@@ -87,10 +88,10 @@ class CountTokens:
 
     name = "count_tokens"
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
-        return parse_body(body, headers, stamp)
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall:
+        return CountCall(parse_body(body, headers, stamp))
 
-    def answer(self, prompts: list[bytes], context: int) -> bytes:
+    def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
         return json_encode({"input_tokens": sum(len(prompt) // TOKEN_BYTES for prompt in prompts)})
 
 
