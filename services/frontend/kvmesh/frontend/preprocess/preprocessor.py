@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import ComputedAhead, Guided, Retain
 from kvmesh.frontend.cache_account.comparison import PromptComparison
-from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResult
+from kvmesh.frontend.conversation import GenerateRequest, Image, Message, Text, ToolResult
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
@@ -19,6 +19,8 @@ from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
 from kvmesh.frontend.preprocess.conversation_key import conversation_key
+from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
+from kvmesh.frontend.preprocess.limits import check_prompt_memory, output_limit
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 from kvmesh.frontend.preprocess.retention import (
     TokenOffsets,
@@ -44,10 +46,6 @@ LARGE_BODY = 128 << 10  # bytes; larger requests are preprocessed in a thread
 MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread, too
 SLICE_TOKENS = 4096
 TAIL_CHARS = 256
-MAX_PROMPT_BYTES = 64 << 20  # packed tokens of a request, one prompt per choice
-MAX_OUTPUT_BYTES = 256 << 20  # memory for the output of a request, all choices together
-OUTPUT_TOKEN_BYTES = 64
-LOGPROB_BYTES = 400
 
 
 class PromptTokens(Struct):
@@ -131,6 +129,7 @@ class Preprocessor:
     ) -> Steps[PreparedRequest]:
         if not model.card.images:
             _reject_images(request)
+        yield from self._edit(request, model)
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         required = required_tool_call(request)
         began = monotonic()
@@ -144,7 +143,7 @@ class Preprocessor:
             encoded = yield from self._conversation(request, text, model)
             packed = [encoded.tokens]
             retention = yield from self._retention(request, model, encoded)
-        _check_prompt_memory(packed, request.n)
+        check_prompt_memory(packed, request.n)
         prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
         longest = max(prompt.count for prompt in prompts)
         limit = output_limit(request, len(prompts), longest, model.card.context)
@@ -186,8 +185,34 @@ class Preprocessor:
             _reject_images(request)
         if request.prompts:
             return (yield from self._raw_prompts(request, model))
+        yield from self._edit(request, model)
         text = render(request, model)
         return [(yield from self._conversation(request, text, model)).tokens]
+
+    def _edit(self, request: GenerateRequest, model: ServedModel) -> Steps[None]:
+        """Edit the conversation as the request asks."""
+        if request.context_edits is not None and not request.prompts:
+            counter = PromptCounter(
+                model.card.context,
+                lambda messages: self._count_messages(request, messages, model),
+                lambda text: self._count_text(text, request.cache_salt, model),
+            )
+            drops = model.dialect.template.drops_thinking
+            yield from apply_edits(request, request.context_edits, drops, counter)
+
+    def _count_messages(
+        self, request: GenerateRequest, messages: list[Message], model: ServedModel
+    ) -> Steps[int]:
+        """Tokens of the prompt with these messages; raises ContextExceeded."""
+        changed = replace(request, messages=messages)
+        text = render(changed, model)
+        return len((yield from self._conversation(changed, text, model)).tokens) // TOKEN_BYTES
+
+    def _count_text(self, text: str, tenant: str, model: ServedModel) -> Steps[int]:
+        """Tokens of a text on its own; raises ContextExceeded."""
+        check_fits(text, model)
+        (tokens,) = yield from self._encode([text], tenant, model)
+        return len(tokens) // TOKEN_BYTES
 
     async def tokens_before(
         self, request: GenerateRequest, model: ServedModel, marker: str
@@ -317,35 +342,6 @@ def _guided(
     if request.guided is not None or not model.card.structural_tags:
         return request.guided
     return strict_tool_tags(request, model.dialect.grammar.tool_parser)
-
-
-def _check_prompt_memory(packed: list[bytes], n: int) -> None:
-    """Bound the prompts of a request: each choice is dispatched with the whole prompt."""
-    if n * sum(map(len, packed)) > MAX_PROMPT_BYTES:
-        limit = MAX_PROMPT_BYTES // 4
-        raise InvalidRequest(
-            f"The prompts of all choices together have more than {limit} tokens.", "n"
-        )
-
-
-def output_limit(request: GenerateRequest, prompts: int, longest: int, context: int) -> int:
-    """Output tokens allowed per choice: `max_tokens`, or as many as fit if it is 0.
-
-    The frontend holds all choices until the last one ends, so their memory is bounded as well.
-    Raises ContextExceeded or InvalidRequest.
-    """
-    wanted = request.sampling.max_tokens
-    if longest >= context:
-        raise ContextExceeded(longest, None, context)
-    if longest + wanted > context:
-        raise ContextExceeded(longest, wanted, context)
-    logprobs = request.sampling.logprobs
-    size = OUTPUT_TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES * (1 + logprobs))
-    limit = MAX_OUTPUT_BYTES // (size * prompts * request.n)
-    if wanted > limit:
-        reason = f"with these options {prompts * request.n} choices may have {limit} tokens each"
-        raise InvalidRequest(f"`max_tokens`: {reason}, not {wanted}.", "max_tokens")
-    return min(wanted or context - longest, limit)
 
 
 def render(request: GenerateRequest, model: ServedModel) -> str:
