@@ -97,7 +97,9 @@ class FrontendService:
             service.bus, service.instance, self.authenticator.accounts
         )
         self.stream_supervisor = StreamSupervisor(settings.keepalive_s, settings.slow_reader_s)
-        self.preprocessor = Preprocessor(settings.prepare_cache_bytes, self._tenants)
+        self.preprocessor = Preprocessor(
+            settings.prepare_cache_bytes, self._tenants, settings.share_prefixes
+        )
         self.cache_api = CacheApi(
             service,
             self.registry,

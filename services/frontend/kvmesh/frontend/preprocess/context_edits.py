@@ -75,13 +75,13 @@ def clear_tool_uses(
 ) -> tuple[list[Message], list[ToolUse]]:
     """The messages with old tool results cleared, and the uses that were."""
     cleared = _Replay(messages, edit, weights).run()
-    places = [use.result for use in cleared if use.result is not None]
-    places += [use.call for use in cleared if _clears_inputs(use, edit)]
+    places = {use.result for use in cleared}
+    places |= {use.call for use in cleared if _clears_inputs(use, edit)}
     edited = list(messages)
-    for index, position in places:
-        blocks = list(edited[index].blocks)
-        blocks[position] = _cleared(blocks[position])
-        edited[index] = Message(messages[index].role, blocks)
+    for index in {place[0] for place in places if place}:
+        blocks = enumerate(messages[index].blocks)
+        changed = [_cleared(b) if (index, at) in places else b for at, b in blocks]
+        edited[index] = Message(messages[index].role, changed)
     return edited, cleared
 
 

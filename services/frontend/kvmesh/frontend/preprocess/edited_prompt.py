@@ -33,6 +33,7 @@ FRAMES: dict[type, int] = {Text: 5, Thinking: 5, ToolCall: 16, ToolResult: 10}
 NEAR = 0.9  # share of the trigger from which single blocks are counted
 LONGEST = 4  # contexts of tokens to count in single blocks; further ones are estimated
 CHARS = 4  # per token, estimated
+STEP_TOKENS = 4096  # of small blocks to count without a pause
 
 
 class PromptCounter(NamedTuple):
@@ -125,14 +126,18 @@ def _weights(
     start = (yield from _count(list(messages[:first]), counter)) if first else 0
     start = counter.context if start is None else start
     blocks: dict[Place, int] = {}
-    left = LONGEST * counter.context
+    left, step = LONGEST * counter.context, 0
+    yield
     for index in range(first, len(messages)):
         for position, block in enumerate(messages[index].blocks):
             if isinstance(block, Thinking) and not thinking:
                 continue
             text = _text(block)
             size = (yield from _text_tokens(text, counter)) if left > 0 else len(text) // CHARS
-            left -= size
+            left, step = left - size, step + size
+            if step > STEP_TOKENS:
+                step = 0
+                yield
             blocks[index, position] = size + FRAMES.get(type(block), 0)
     placeholder = yield from counter.text(PLACEHOLDER)
     return TokenWeights(start, blocks, placeholder + FRAMES[ToolResult])

@@ -29,6 +29,7 @@ from kvmesh.frontend.preprocess.retention import (
     prompt_retention,
 )
 from kvmesh.frontend.preprocess.session_inference import InferredSessions
+from kvmesh.frontend.preprocess.shared_prefix import AGENT, shared_prefix
 from kvmesh.frontend.preprocess.tool_choice import (
     RequiredToolCall,
     required_tool_call,
@@ -100,11 +101,15 @@ class PreparedRequest(Struct):
 class Preprocessor:
     """Renders, tokenizes and hashes prompts; long ones in threads, so as not to block the loop.
 
-    Tokenizing stops at most one slice beyond the model's context.
+    Tokenizing stops at most one slice beyond the model's context. With `share_prefixes`, agents'
+    prompts begin with what their sessions share.
     """
 
-    def __init__(self, memo_bytes: int, tenants: TenantNamespaces) -> None:
+    def __init__(
+        self, memo_bytes: int, tenants: TenantNamespaces, share_prefixes: bool = False
+    ) -> None:
         self._tenants = tenants
+        self._share_prefixes = share_prefixes
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
         self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
         self._sessions = InferredSessions()
@@ -117,12 +122,17 @@ class Preprocessor:
 
         Raises ContextExceeded or InvalidRequest.
         """
+        self._arrange(request)
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
         prepared = await self._run(request, self._prepare(request, model, adapter))
         if request.messages and request.hints.session is None:
             self._infer_session(request, prepared.prompts[0], model.card.block_size)
         return prepared
+
+    def _arrange(self, request: GenerateRequest) -> None:
+        if self._share_prefixes and request.agent.startswith(AGENT):
+            request.messages = list(shared_prefix(request.messages))
 
     def _prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
@@ -178,6 +188,7 @@ class Preprocessor:
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
+        self._arrange(request)
         return await self._run(request, self._count(request, model))
 
     def _count(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
