@@ -523,7 +523,8 @@ async def test_context_edits_shorten_the_prompt_and_are_reported(stage: Stage) -
         )
         for n in range(5)
     ]
-    messages = [{"role": "user", "content": "Read"}] + [
+    messages: list[Any] = [{"role": "user", "content": "Read"}]
+    messages += [
         {"role": role, "content": [block]}
         for pair in uses
         for role, block in zip(("assistant", "user"), pair, strict=True)
@@ -533,7 +534,7 @@ async def test_context_edits_shorten_the_prompt_and_are_reported(stage: Stage) -
         "trigger": {"type": "tool_uses", "value": 4},
         "keep": {"type": "tool_uses", "value": 2},
     }
-    fields = {"messages": messages, "context_management": {"edits": [edit]}}
+    fields: dict[str, Any] = {"messages": messages, "context_management": {"edits": [edit]}}
     counted = (await stage.post("/v1/messages/count_tokens", fields)).body
     made = (await stage.generate("/v1/messages", **fields)).body
     original = counted["context_management"]["original_input_tokens"]

@@ -264,4 +264,5 @@ async def test_generation_gets_the_edited_prompt() -> None:
     prepared = await make_preprocessor().prepare(made, served(4096), None)
     again = request(12, clear(500), padding=1 << 20)
     assert prepared.prompt_tokens == await count(again)
-    assert prepared.request.context_edits.applied == again.context_edits.applied
+    assert prepared.request is made
+    assert made.context_edits.applied == again.context_edits.applied
