@@ -102,6 +102,13 @@ def test_a_missing_item_of_an_earlier_turn_is_named() -> None:
     assert error.value.param == "previous_response_id"
 
 
+@pytest.mark.parametrize("fields", [{"call_id": "c", "output": "x"}, {"content": "x"}])
+def test_an_item_without_a_type_is_refused(fields: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        call(USER, fields)
+    assert error.value.param == "input[1].type"
+
+
 def test_a_reference_has_an_id() -> None:
     with pytest.raises(InvalidRequest) as error:
         call(USER, {"type": "item_reference"})
@@ -120,3 +127,22 @@ def test_token_counts_resolve_references() -> None:
     made = InputTokens().parse(sent, {}, STAMP)
     assert made.thread is not None
     assert made.thread.referenced([]) == [RESPONSE]
+
+
+def test_references_written_with_escapes_are_resolved() -> None:
+    sent = json.dumps({"model": "m", "input": [USER, reference(SAID)]})
+    sent = sent.replace('"item_reference"', '"item\\u005freference"').replace(
+        '"type"', '"typ\\u0065"'
+    )
+    made = Responses().parse(sent.encode(), {}, STAMP)
+    assert made.thread is not None
+    made.thread.extend([], OUTPUTS)
+    assert kinds(made) == [Text, Text]
+
+
+def test_the_items_of_all_references_are_bounded() -> None:
+    long = {**SAID, "content": [{"type": "output_text", "text": "x" * (1 << 20)}]}
+    made = call(*[reference(SAID)] * 40)
+    with pytest.raises(InvalidRequest) as error:
+        made.thread.extend([], {RESPONSE: [Raw(json.dumps(long).encode())]})
+    assert error.value.param == "input"

@@ -26,6 +26,7 @@ from kvmesh.frontend.preprocess.context_edits import (
     clear_tool_uses,
     drop_thinking,
 )
+from kvmesh.frontend.tokenizer.text_slices import MAX_RUN
 
 USER = Message("user", [Text("Look")])
 
@@ -259,10 +260,18 @@ async def test_both_edits_are_reported_apart() -> None:
     assert (made.context_edits.original_tokens, saved) == (whole, whole - left)
 
 
+async def test_a_text_that_cannot_be_tokenized_may_be_cleared() -> None:
+    made = request(12, clear(500), padding=1 << 20)
+    (result,) = made.messages[2].blocks
+    long = Text("x" * (2 * MAX_RUN + 1))
+    made.messages[2] = Message("user", [ToolResult(result.call_id, [long])])
+    assert await count(made) < 2000
+    assert made.context_edits.applied
+
+
 async def test_generation_gets_the_edited_prompt() -> None:
     made = request(12, clear(500), padding=1 << 20)
     prepared = await make_preprocessor().prepare(made, served(4096), None)
     again = request(12, clear(500), padding=1 << 20)
     assert prepared.prompt_tokens == await count(again)
-    assert prepared.request is made
     assert made.context_edits.applied == again.context_edits.applied

@@ -6,6 +6,7 @@ Edits that depend on tokens count them only if the body is large enough for the 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from kvmesh.frontend.apis.messages.context_management import CLEAR_THINKING, CLEAR_TOOL_USES
 from kvmesh.frontend.conversation import (
     Block,
     ClearToolUses,
@@ -17,7 +18,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.errors import ContextExceeded
+from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.fair_threads import Steps
 from kvmesh.frontend.preprocess.context_edits import (
     PLACEHOLDER,
@@ -37,7 +38,8 @@ STEP_TOKENS = 4096  # of small blocks to count without a pause
 
 
 class PromptCounter(NamedTuple):
-    """Counts the tokens of a rendered conversation, and of one text; both raise ContextExceeded.
+    """Counts the tokens of a rendered conversation, and of one text; both raise ContextExceeded
+    or InvalidRequest.
 
     `context` is the model's, in tokens.
     """
@@ -73,16 +75,14 @@ def apply_edits(
     request.messages = edited
     after = yield from _count(edited, counter)
     if after is None:
-        return  # the error of a prompt that is too long follows
+        return  # the error of this prompt follows
     between = (yield from _count(without, counter)) if uses else after
     between = after + freed if between is None else between
     before = (yield from _count(original, counter)) if turns else between
     edits.original_tokens = between if before is None else before
     edits.applied = [
-        *_applied(
-            "clear_thinking_20251015", "thinking_turns", turns, edits.original_tokens - between
-        ),
-        *_applied("clear_tool_uses_20250919", "tool_uses", uses, between - after),
+        *_applied(CLEAR_THINKING, "thinking_turns", turns, edits.original_tokens - between),
+        *_applied(CLEAR_TOOL_USES, "tool_uses", uses, between - after),
     ]
 
 
@@ -93,10 +93,10 @@ def _applied(kind: str, what: str, count: int, tokens: int) -> list[dict[str, An
 
 
 def _count(messages: list[Message], counter: PromptCounter) -> Steps[int | None]:
-    """Tokens of the prompt; None if it exceeds the context."""
+    """Tokens of the prompt; None if it exceeds the context or cannot be tokenized as it is."""
     try:
         return (yield from counter.prompt(messages))
-    except ContextExceeded:
+    except (ContextExceeded, InvalidRequest):
         return None
 
 
@@ -146,7 +146,7 @@ def _weights(
 def _text_tokens(text: str, counter: PromptCounter) -> Steps[int]:
     try:
         return (yield from counter.text(text)) if text else 0
-    except ContextExceeded:
+    except (ContextExceeded, InvalidRequest):
         return max(counter.context, len(text) // CHARS)
 
 

@@ -16,7 +16,7 @@ from kvmesh.frontend.apis.cache_ttl import (
 )
 from kvmesh.frontend.apis.chat.body import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.nvext import Nvext
-from kvmesh.frontend.apis.responses.references import is_reference
+from kvmesh.frontend.apis.responses.references import ItemHead
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
 from kvmesh.frontend.apis.sealed_reasoning import Sealed, SealedTooLong
 from kvmesh.frontend.conversation import (
@@ -49,15 +49,11 @@ class ResponsesPart(Struct, omit_defaults=True):
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-class Item(Struct, omit_defaults=True):
+class Item(ItemHead, omit_defaults=True):
     """Input item of any type; `type`, optional in messages, selects the fields in use."""
 
-    id: str | None = None
     status: str | None = None
-    type: str | None = None
-    role: str | None = None
     content: str | list[ResponsesPart] | None = None
-    call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
@@ -206,8 +202,7 @@ def storable_items(items: list[Raw]) -> list[Raw]:
     return [
         Raw(msgspec.json.encode(item))
         for item in map(_item.decode, items)
-        if _message(item, "input", sealed) is not None
-        or is_reference(item.type, item.role, item.id)
+        if _message(item, "input", sealed) is not None or item.is_reference
     ]
 
 
@@ -237,7 +232,7 @@ def _message(item: Item, where: str, sealed: Sealed) -> Message | None:
     if kind == "reasoning":
         thinking = _thinking(item, where, sealed)
         return Message("assistant", [Thinking(thinking)]) if thinking else None
-    if is_reference(kind, item.role, item.id):
+    if item.is_reference:
         if not item.id:
             raise InvalidRequest(f"`{where}.id`: missing.", f"{where}.id")
         return None

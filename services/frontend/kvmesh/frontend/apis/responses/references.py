@@ -10,22 +10,28 @@ from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX, TOKEN_LENGTH
 from kvmesh.frontend.errors import InvalidRequest
 
 KIND = "item_reference"
+MAX_BYTES = 32 << 20  # of the items that all references stand for
+MAX_ESCAPED = 1024  # bytes of a reference whose type is written with escapes
 _ITEM_ID = re.compile(rf"[a-z]{{2,3}}_([0-9a-f]{{{TOKEN_LENGTH}}})[0-9a-f]{{2,4}}")
 
 
-class _Reference(Struct):
+class ItemHead(Struct, omit_defaults=True):
+    """The fields of an input item that tell a reference from other items."""
+
     id: str | None = None
     type: str | None = None
     role: str | None = None
+    call_id: str | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """True also for a bare id: the type is optional."""
+        bare = self.type is None and self.role is None and self.call_id is None
+        return self.type == KIND or (bare and self.id is not None)
 
 
-_reference = msgspec.json.Decoder(_Reference)
+_head = msgspec.json.Decoder(ItemHead)
 Outputs = Mapping[str, Sequence[Raw]]  # output items by the id of their response
-
-
-def is_reference(kind: str | None, role: str | None, item_id: str | None) -> bool:
-    """True for a reference; its type is optional."""
-    return kind == KIND or (kind is None and role is None and item_id is not None)
 
 
 def referenced_responses(items: Iterable[Raw]) -> list[str]:
@@ -38,13 +44,20 @@ def referenced_responses(items: Iterable[Raw]) -> list[str]:
 def resolve(items: Sequence[Raw], outputs: Outputs, where: str | None) -> list[Raw]:
     """The items with each reference replaced.
 
-    Raises InvalidRequest that names a missing item and `where`, the parameter that holds the items;
-    without `where`, references to missing items stay.
+    Raises InvalidRequest that names a missing item and `where`, the parameter that holds the items,
+    or for more than MAX_BYTES; without `where`, references to missing items stay.
     """
     stored: dict[str, Raw] = {}
     for output in outputs.values():
-        stored |= {name: item for item in output if (name := _reference.decode(item).id)}
-    return [_resolved(item, stored, where) for item in items]
+        stored |= {name: item for item in output if (name := _head.decode(item).id)}
+    found, size = [], 0
+    for item in items:
+        resolved = _resolved(item, stored, where)
+        size += len(resolved) if resolved is not item else 0
+        if size > MAX_BYTES:
+            raise InvalidRequest(f"The items referred to have more than {MAX_BYTES} bytes.", where)
+        found.append(resolved)
+    return found
 
 
 def _resolved(item: Raw, stored: Mapping[str, Raw], where: str | None) -> Raw:
@@ -60,7 +73,7 @@ def _resolved(item: Raw, stored: Mapping[str, Raw], where: str | None) -> Raw:
 def _item_of(item: Raw) -> str | None:
     """The id of the item that this item refers to; None for one that is no reference."""
     data = bytes(item)
-    if KIND.encode() not in data and b'"type"' in data:
+    if len(data) > MAX_ESCAPED and KIND.encode() not in data and b'"type"' in data:
         return None  # without decoding a large item
-    found = _reference.decode(data)
-    return found.id if is_reference(found.type, found.role, found.id) else None
+    found = _head.decode(data)
+    return found.id if found.is_reference else None
