@@ -508,6 +508,21 @@ async def test_items_of_others_and_deleted_items_are_not_found(stage: Stage) -> 
     assert name in reply.body["error"]["message"]
 
 
+@pytest.mark.parametrize("name", ["rs_00", "msg_" + "0" * 26, "resp_x", "x" * 5000, "fc_>.*"])
+@pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens"])
+async def test_an_unknown_item_is_named(stage: Stage, name: str, path: str) -> None:
+    reply = await stage.post(path, {"input": [{"type": "item_reference", "id": name}]})
+    assert reply.status == 400
+    check_error(path, reply, "invalid_request")
+    assert name in reply.body["error"]["message"]
+
+
+async def test_a_prompt_to_cache_has_no_references(stage: Stage) -> None:
+    items = [{"type": "item_reference", "id": "rs_00"}]
+    reply = await stage.post("/v1/prefetch", {"input": items}, key="root")
+    assert (reply.status, reply.body["error"]["param"]) == (400, "input")
+
+
 async def test_the_responses_that_a_request_refers_to_are_bounded(stage: Stage) -> None:
     items = [{"type": "item_reference", "id": f"msg_{n:024x}00"} for n in range(1001)]
     reply = await stage.post(RESPONSES, {"input": items})

@@ -119,7 +119,7 @@ def test_each_response_is_read_once() -> None:
     items = [
         Raw(json.dumps(reference(item)).encode()) for item in (THOUGHT, SAID, CALL, "y", "../x")
     ]
-    assert referenced_responses(items) == [RESPONSE]
+    assert referenced_responses(items) == [RESPONSE, "y", "../x"]
 
 
 def test_token_counts_resolve_references() -> None:

@@ -35,10 +35,17 @@ Outputs = Mapping[str, Sequence[Raw]]  # output items by the id of their respons
 
 
 def referenced_responses(items: Iterable[Raw]) -> list[str]:
-    """Ids of the responses whose output holds the referenced items, each once, in order."""
-    names = (_item_of(item) for item in items)
-    matches = (_ITEM_ID.fullmatch(name) for name in names if name)
-    return list(dict.fromkeys(RESPONSE_PREFIX + match[1] for match in matches if match))
+    """Ids of the responses whose output holds the referenced items, each once, in order.
+
+    An item id that names no response stands for itself: there is none of that id.
+    """
+    names = [name for item in items if (name := _item_of(item))]
+    return list(dict.fromkeys(_response_of(name) for name in names))
+
+
+def _response_of(item_id: str) -> str:
+    match = _ITEM_ID.fullmatch(item_id)
+    return RESPONSE_PREFIX + match[1] if match else item_id
 
 
 def resolve(items: Sequence[Raw], outputs: Outputs, where: str | None) -> list[Raw]:
