@@ -166,7 +166,7 @@ def request(folder: str, agent: dict[str, str]) -> Any:
 
 async def shared(share: bool, agent: dict[str, str]) -> float:
     """The share of a prompt that it has in common with one in another folder."""
-    preprocessor = Preprocessor(1 << 20, TenantNamespaces(), share)
+    preprocessor = Preprocessor(1 << 20, TenantNamespaces(), share_prefixes=share)
     made = [
         (await preprocessor.prepare(request(folder, agent), served(8192), None)).prompts[0].tokens
         for folder in ("/home/one/a", "/srv/two/b")
