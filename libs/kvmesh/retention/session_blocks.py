@@ -43,18 +43,18 @@ class Verdict(NamedTuple, Generic[K]):
     dropped: list[PromptTail[K]]
 
 
-class _Doubt(Generic[K]):
-    """A prompt is doubted from index `start` on, where a later one has the block `line` instead.
+class _Doubt:
+    """A prompt is doubted from index `start` on, where a later one differs.
 
-    `line` is None if that is a prompt of another conversation, whose next one confirms nothing.
-    `ahead`: the later one was computed ahead of the conversation's next prompt, which will tell.
+    `beside`: that is a prompt of another conversation, whose next one confirms nothing. `ahead`: it
+    was computed ahead of the conversation's next prompt, which will tell.
     """
 
-    __slots__ = ("ahead", "line", "start")
+    __slots__ = ("ahead", "beside", "start")
 
-    def __init__(self, start: int, line: K | None, ahead: bool) -> None:
+    def __init__(self, start: int, beside: bool, ahead: bool) -> None:
         self.start = start
-        self.line = line
+        self.beside = beside
         self.ahead = ahead
 
 
@@ -74,7 +74,7 @@ class _Prompt(Generic[K]):
         self.common = common
         self.counted = len(blocks)
         self.sent = 0
-        self.doubt: _Doubt[K] | None = None
+        self.doubt: _Doubt | None = None
 
     @property
     def agent(self) -> int:
@@ -197,14 +197,14 @@ class SessionBlocks(Generic[K]):
             if old.doubt.ahead:
                 restored.append(PromptTail(old.blocks, start))
                 old.doubt = None
-            elif old.doubt.line is None:
+            elif old.doubt.beside:
                 _note(entry.parallel, new.agent)
             elif start < len(blocks) and blocks[start] == old.blocks[start]:
                 _note(entry.branching, new.conversation)
         for old in entry.prompts:
             if old.doubt is None:
                 continue
-            if old.doubt.line is None:
+            if old.doubt.beside:
                 settled = old.agent in entry.parallel
             else:
                 settled = old.conversation in entry.branching
@@ -214,13 +214,13 @@ class SessionBlocks(Generic[K]):
         return restored
 
     def _confirm(self, entry: _Session[K], new: _Prompt[K]) -> list[tuple[_Prompt[K], int]]:
-        """Remove the doubted prompts whose conversation goes on in the new line.
+        """Remove the doubted prompts whose conversation goes on without them.
 
         That is, if the new prompt extends one that the client has sent, beyond the difference.
         Returns them with the index of the first block that differs.
         """
         doubted = [
-            (old, old.doubt)
+            old
             for old in entry.prompts
             if old.doubt is not None and old.conversation == new.conversation
         ]
@@ -237,11 +237,8 @@ class SessionBlocks(Generic[K]):
             ],
             default=0,
         )
-        confirmed = [
-            (old, doubt.start)
-            for old, doubt in doubted
-            if doubt.start < extended and doubt.line == blocks[doubt.start]
-        ]
+        starts = [(old, common_prefix(old.blocks, blocks)) for old in doubted]
+        confirmed = [(old, start) for old, start in starts if 0 < start < extended]
         for old, _ in confirmed:
             entry.prompts.remove(old)
             self._remove(old)
@@ -271,7 +268,7 @@ class SessionBlocks(Generic[K]):
                 same = old.conversation == new.conversation
                 if ahead and not same:
                     continue
-                old.doubt = _Doubt(start, new.blocks[start] if same else None, ahead)
+                old.doubt = _Doubt(start, not same, ahead)
                 doubted.append((old, start))
         return doubted
 

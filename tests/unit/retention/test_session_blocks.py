@@ -269,7 +269,7 @@ class ModelPrompt:
     conversation: int
     tokens: list[int]
     sent: int
-    doubt: tuple[int, int | None] | None = None
+    doubt: tuple[int, bool] | None = None
 
     @property
     def family(self) -> tuple[str, int]:
@@ -294,24 +294,22 @@ class Model:
         dropped: list[tuple[ModelPrompt, int]] = []
         if not tentative:
             for old in mine:
-                if old.doubt is not None and old.doubt[1] is None:
+                if old.doubt is not None and old.doubt[1]:
                     self.settled.add((session, conversation >> 32))
                 elif old.doubt is not None and begins(tokens, old.tokens[: old.doubt[0] + 1]):
                     self.settled.add(new.family)
             for old in self.prompts:
                 if old.doubt is not None and old.session == session:
                     agent = session, old.conversation >> 32
-                    if (agent if old.doubt[1] is None else old.family) in self.settled:
+                    if (agent if old.doubt[1] else old.family) in self.settled:
                         restored.update(chain(old.tokens)[old.doubt[0] :])
                         old.doubt = None
             bases = [p for p in mine if p.sent < len(tokens) and begins(tokens, p.tokens[: p.sent])]
             for old in mine:
-                line = None if old.doubt is None else old.doubt[1]
-                if old.doubt is not None and line is not None:
-                    fork = [*old.tokens[: old.doubt[0]], line]
-                    if any(begins(base.tokens[: base.sent], fork) for base in bases):
-                        dropped.append((old, old.doubt[0]))
-                        self.prompts.remove(old)
+                shared = common_prefix(chain(old.tokens), chain(tokens))
+                if old.doubt is not None and any(0 < shared < base.sent for base in bases):
+                    dropped.append((old, shared))
+                    self.prompts.remove(old)
         for old in mine:
             if old in self.prompts and old.doubt is None and begins(tokens, old.tokens):
                 new.sent = max(new.sent, old.sent)
@@ -324,7 +322,7 @@ class Model:
                 and 0 < shared < min(len(old.tokens), len(tokens))
                 and self.may_follow(new, old)
             ):
-                old.doubt = shared, tokens[shared] if old.family == new.family else None
+                old.doubt = shared, old.family != new.family
                 doubted.append((old, shared))
         self.prompts.append(new)
         live = [p for p in self.prompts if p.doubt is None]

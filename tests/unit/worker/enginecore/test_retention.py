@@ -21,6 +21,7 @@ from kvmesh.bus.messages import (
     Work,
 )
 from kvmesh.hashing import sequence_hashes
+from kvmesh.retention.claims import DOUBTFUL
 from kvmesh.returns.rates import BINS, pack_rates
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.radix_tree import BlockRun
@@ -66,6 +67,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.running: list[tuple[array[int], Work]] = []
         self.held: dict[int, int | None] = {}
         self.newest: dict[str, set[int]] = {}
+        self.conversations: dict[tuple[str, int], set[int]] = {}
         self.ever: dict[str, set[int]] = {}
         self.left: set[int] = set()
         self.ended = 0
@@ -79,9 +81,17 @@ class RetentionMachine(RuleBasedStateMachine):
         session=st.one_of(st.none(), NAMES),
         retention=RETAINS,
         tenant=st.sampled_from(["", "t"]),
+        conversation=st.sampled_from([0, 0, 4 << 32 | 1, 4 << 32 | 2, 5 << 32]),
+        priority=st.sampled_from([0, 0, 0, PREFETCH_PRIORITY]),
     )
     def begin(
-        self, local: list[int], session: str | None, retention: list[Retain], tenant: str
+        self,
+        local: list[int],
+        session: str | None,
+        retention: list[Retain],
+        tenant: str,
+        conversation: int,
+        priority: int,
     ) -> None:
         if tenant:
             local = [9, *local]  # what differs in tenant shares nothing
@@ -102,14 +112,21 @@ class RetentionMachine(RuleBasedStateMachine):
             session=session,
             tenant=tenant,
             retention=retention,
+            conversation=conversation,
+            priority=priority,
         )
+        self.apply_events()
+        before = set(self.held)
         asked = parse_retention(work, 1, RetentionOptions().defaults)
         told = self.manager.retention.start_request(blocks, blocks, asked, self.manager.now)
         explicit = sum(retain.explicit for retain in retention)
         assert len(told or []) == explicit
         self.running.append((blocks, work))
+        self.apply_events()
+        assert not (before - set(self.held)) & set().union(*self.conversations.values())
         if session is not None:
             self.newest[session] = set(blocks)
+            self.conversations[session, conversation] = set(blocks)
             self.ever.setdefault(session, set()).update(blocks)
 
     @precondition(lambda self: self.running)
@@ -137,6 +154,7 @@ class RetentionMachine(RuleBasedStateMachine):
     def release(self, session: str) -> None:
         before = set(self.held)
         gone = self.newest.pop(session, set())
+        self.conversations = {k: v for k, v in self.conversations.items() if k[0] != session}
         ended = self.ever.pop(session, set())
         count = self.manager.retention.release([session])
         self.apply_events()
@@ -238,6 +256,14 @@ class RetentionMachine(RuleBasedStateMachine):
         idle = [run for run in self.manager.retention._tree if not run.refs]
         assert len(self.manager.retention.evictable) == len(idle)
         assert all(run in self.manager.retention.evictable for run in idle)
+        for run in idle:
+            if run.doubtful and run.retention is None:
+                assert self.manager.retention.evictable.eviction_rank(run) == DOUBTFUL
+
+    @invariant()
+    def what_is_used_is_not_doubtful(self) -> None:
+        runs = list(self.manager.retention._tree)
+        assert not any(run.doubtful for run in runs if run.refs)
 
 
 TestRetention = RetentionMachine.TestCase

@@ -256,6 +256,7 @@ class RetainedRuns:
         if not run.retention and not run.expected:
             self.forget(block.block_id for block in freed)
             return False
+        run.lapsed = False
         run.retention.renew(now)
         run.free.append(freed)
         run.stamp, run.used = self.next_stamp(), now
@@ -283,6 +284,8 @@ class RetainedRuns:
     def doubt(self, run: RetainedRun, blocks: Sequence[int], doubtful: bool, now: float) -> None:
         """Doubt that a free run is used again, or no more; `blocks` are all of it."""
         run.doubtful = doubtful
+        if not doubtful:
+            run.used = now
         self.update(run, blocks, now)
 
     def segments(self, blocks: Sequence[int]) -> Iterator[tuple[int, int, RetainedRun | None]]:
