@@ -178,12 +178,9 @@ class SessionBlocks(Generic[K]):
         doubted = self._doubt(entry, new, ahead) if ahead or not tentative else []
         self._add(entry, new)
         return Verdict(
-            [PromptTail(old.blocks, self._unused_from(old, start, True)) for old, start in doubted],
+            [self._unused(old, start, self._live(entry, old)) for old, start in doubted],
             restored,
-            [
-                PromptTail(old.blocks, self._unused_from(old, start, False))
-                for old, start in confirmed
-            ],
+            [self._unused(old, start, self._by_root[old.blocks[0]]) for old, start in confirmed],
         )
 
     def _restore(self, entry: _Session[K], new: _Prompt[K]) -> list[PromptTail[K]]:
@@ -272,19 +269,23 @@ class SessionBlocks(Generic[K]):
                 doubted.append((old, start))
         return doubted
 
-    def _unused_from(self, prompt: _Prompt[K], start: int, despite_doubted: bool) -> int:
-        """The index, from `start` on, of the first block that no other recorded prompt uses.
+    def _live(self, entry: _Session[K], old: _Prompt[K]) -> list[_Prompt[K]]:
+        """The session's own prompts, and the latest that begin like `old`, but no doubted ones."""
+        known = (*entry.prompts, *self._newest(old.blocks[0]))
+        return [prompt for prompt in known if prompt.doubt is None]
 
-        What another session has begun with counts as used. `despite_doubted`: doubted ones do not.
+    def _unused(self, prompt: _Prompt[K], start: int, users: Iterable[_Prompt[K]]) -> PromptTail[K]:
+        """The blocks of a prompt from `start` on that none of these others uses.
+
+        Nor has another session begun with them.
         """
         blocks, found = prompt.blocks, max(start, prompt.common)
-        for other in self._by_root.get(blocks[0], ()):
-            theirs = other.blocks
-            if other is prompt or (despite_doubted and other.doubt is not None):
-                continue
-            if found < min(len(blocks), len(theirs)) and theirs[found] == blocks[found]:
+        end = len(blocks)
+        for user in users:
+            theirs = user.blocks
+            if found < end and found < len(theirs) and theirs[found] == blocks[found]:
                 found = common_prefix(blocks, theirs)
-        return found
+        return PromptTail(blocks, found)
 
     def shared_blocks(
         self,
@@ -306,10 +307,10 @@ class SessionBlocks(Generic[K]):
         except_session: str | None,
         except_conversation: int | None = None,
     ) -> int:
-        found = 0
+        found, end = 0, len(prompt)
         for other in others:
             theirs = other.blocks
-            if found >= min(len(prompt), len(theirs)):
+            if found >= len(theirs) or found >= end:
                 continue
             if other.session == except_session and (
                 except_conversation is None or other.conversation == except_conversation
