@@ -414,7 +414,7 @@ def agent_body(api: Api, system: str, turns: list[str], **fields: Any) -> Json:
 
 
 @pytest.mark.parametrize("api", [CHAT, MESSAGES], ids=lambda api: api.name)
-@pytest.mark.parametrize("side", ["title", "hook", "no tools", "no session's own"])
+@pytest.mark.parametrize("side", ["title", "hook", "no tools", "another task"])
 async def test_side_requests_cost_a_session_s_conversation_nothing(
     stage: Stage, api: Api, side: str
 ) -> None:
@@ -425,15 +425,13 @@ async def test_side_requests_cost_a_session_s_conversation_nothing(
     tools = {"tools": [TOOL[api]]} if side == "no tools" else {}
     system, turns = head + unique("Follow the rules of the house. "), [task]
     first = await stage.send(api, agent_body(api, system, turns, **tools), **session)
-    for number in range(3):
-        if side == "no tools":
-            body = agent_body(api, system, [*turns, "Well.", f"Summarize. {number}"])
-        elif side == "no session's own":
-            body = agent_body(api, system, [unique()])
-        else:
-            body = agent_body(api, f"{head}Write a {side}.", [f"It is about {number} things."])
-        aside = await stage.send(api, body, **session)
+    other = {"no tools": [task, "Well.", unique("Sum this up. ")], "another task": [unique()]}
+    asides = other.get(side, ["What is this about? " * 9])
+    of_side = f"{head}Write a {side}." if side in ("title", "hook") else system
+    for _ in range(3):
+        aside = await stage.send(api, agent_body(api, of_side, asides), **session)
         assert worker(aside) == worker(first)
+        asides += [aside.text or "Well.", "And what else? " * 9]
     turns += [first.text or "Well.", "Go on."]
     second = await stage.send(api, agent_body(api, system, turns, **tools), **session)
     assert second.cached > first.prompt - 2 * BLOCK

@@ -31,8 +31,8 @@ class PromptTail(NamedTuple, Generic[K]):
     start: int
 
 
-class Verdict(NamedTuple, Generic[K]):
-    """What a new prompt of a session says about the tails of its earlier ones.
+class TailChanges(NamedTuple, Generic[K]):
+    """Tails of a session's earlier prompts about which a new one says something.
 
     Those `doubted` may be dead: no live prompt uses them. Those `restored` were doubted before.
     Those `dropped` are dead, since a later prompt has confirmed the doubt.
@@ -136,7 +136,7 @@ class SessionBlocks(Generic[K]):
         tentative: bool = False,
         request: str | None = None,
         ahead: bool = False,
-    ) -> Verdict[K]:
+    ) -> TailChanges[K]:
         """Record a new prompt of a session's conversation, 0 if that is unknown.
 
         The prompt replaces those of its conversation that it extends, and casts doubt on those of
@@ -158,7 +158,7 @@ class SessionBlocks(Generic[K]):
         entry.used = now
         self._forget_idle(now)
         if not prompt:
-            return Verdict([], [], [])
+            return TailChanges([], [], [])
         if request is not None:
             tentative = tentative or request in entry.requests
             _note(entry.requests, request)
@@ -177,7 +177,7 @@ class SessionBlocks(Generic[K]):
         self._replace(entry, new)
         doubted = self._doubt(entry, new, ahead) if ahead or not tentative else []
         self._add(entry, new)
-        return Verdict(
+        return TailChanges(
             [self._unused(old, start, self._live(entry, old)) for old, start in doubted],
             restored,
             [self._unused(old, start, self._by_root[old.blocks[0]]) for old, start in confirmed],

@@ -71,7 +71,7 @@ class TierRetention:
             return
         if self.is_closed(prompt.session):
             return
-        verdict = self._sessions[prompt.space.layout.part].record(
+        changes = self._sessions[prompt.space.layout.part].record(
             prompt.session,
             prompt.digests,
             self._store.now,
@@ -79,13 +79,13 @@ class TierRetention:
             prompt.tentative,
             prompt.request,
         )
-        for tail in verdict.restored:
+        for tail in changes.restored:
             self._doubt(tail, False)
-        for tail in verdict.doubted:
+        for tail in changes.doubted:
             self._doubt(tail, True)
-        for tail in verdict.dropped:
+        for tail in changes.dropped:
             self._drop_confirmed(tail, DropCause(SUPERSEDED, prompt.request))
-        self._returns.on_prompt(prompt, [tail.prompt for tail in verdict.doubted])
+        self._returns.on_prompt(prompt, [tail.prompt for tail in changes.doubted])
 
     def apply(
         self, prompt: PromptBlocks, wishes: Mapping[int, RetentionWish], blocks: Iterable[Block]

@@ -188,7 +188,7 @@ class RetentionManager:
         """
         if request.session is None:
             return
-        verdict = self._sessions.record(
+        changes = self._sessions.record(
             request.session,
             prompt,
             now,
@@ -197,13 +197,13 @@ class RetentionManager:
             ahead=request.ahead,
         )
         if self._returns is not None and not request.ahead:
-            prompts = [prompt, *(tail.prompt for tail in verdict.doubted)]
+            prompts = [prompt, *(tail.prompt for tail in changes.doubted)]
             self._returns.on_prompt(request.session, prompts)
-        for tail in verdict.restored:
+        for tail in changes.restored:
             self._doubt_tail(tail, False, now)
-        for tail in verdict.doubted:
+        for tail in changes.doubted:
             self._doubt_tail(tail, True, now)
-        for tail in verdict.dropped:
+        for tail in changes.dropped:
             self._drop_confirmed(tail)
 
     def finish_request(

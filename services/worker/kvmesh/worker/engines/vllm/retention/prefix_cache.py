@@ -129,7 +129,7 @@ class PrefixCacheRetention:
         request.shared = self._sessions.shared_blocks(request.hashes, session, conversation)
         if session is None:
             return
-        verdict = self._sessions.record(
+        changes = self._sessions.record(
             session,
             request.hashes,
             now,
@@ -138,13 +138,13 @@ class PrefixCacheRetention:
             ahead=request.ahead,
         )
         if self._returns is not None and not request.ahead:
-            prompts = [request.hashes, *(tail.prompt for tail in verdict.doubted)]
+            prompts = [request.hashes, *(tail.prompt for tail in changes.doubted)]
             self._returns.awaited.on_prompt(session, prompts)
-        for tail in verdict.restored:
+        for tail in changes.restored:
             self._doubt_tail(tail, False, now)
-        for tail in verdict.doubted:
+        for tail in changes.doubted:
             self._doubt_tail(tail, True, now)
-        self._drop_tails(verdict.dropped, SUPERSEDED, request.id)
+        self._drop_tails(changes.dropped, SUPERSEDED, request.id)
 
     def allocated(
         self, request: RetainedRequest | None, blocks: Sequence[int], salt: int, tenant: str
