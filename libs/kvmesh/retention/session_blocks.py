@@ -370,7 +370,10 @@ class SessionBlocks(Generic[K]):
 
     def _add(self, entry: _Session[K], prompt: _Prompt[K]) -> None:
         if len(entry.prompts) == MAX_BRANCHES:
-            self._remove(entry.prompts.pop(0))
+            doubted = [old for old in entry.prompts if old.doubt is not None]
+            oldest = doubted[0] if doubted else entry.prompts[0]
+            entry.prompts.remove(oldest)
+            self._remove(oldest)
         entry.prompts.append(prompt)
         self._by_root.setdefault(prompt.blocks[0], {})[prompt] = None
         self._counted += prompt.counted

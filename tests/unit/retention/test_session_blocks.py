@@ -140,6 +140,17 @@ def test_a_later_conversation_of_an_agent_doubts_an_earlier_one_but_confirms_not
     assert edited.doubted == [PromptTail(chain(main), 3)]
 
 
+def test_many_side_requests_do_not_push_out_the_conversation() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    main = chain([1, 2, 3, 4])
+    book.record("before", main[:3], 1.0)
+    book.record("s", main, 2.0, MAIN)
+    for number in range(3 * MAX_BRANCHES):
+        assert not book.record("s", chain([1, 10 + number, 5]), 3.0, 9 << 32 | number).dropped
+    book.release(["before"])
+    assert PromptTail(main, 3) in book.release(["s"])
+
+
 def test_a_repeated_side_request_of_the_conversation_s_own_key_confirms_nothing() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     main = chain([1, 2, 3, 4])
