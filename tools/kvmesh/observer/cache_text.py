@@ -12,7 +12,7 @@ REASONS = {
     "expired": "evicted after their retention had expired",
     "clipped": "evicted, as the tenant's budget did not cover their retention",
     "released": "dropped with their session",
-    "superseded": "dropped when the session changed its prompt",
+    "superseded": "given up, as the session had changed its prompt",
     "cleared": "cleared on command",
     "corrupt": "dropped, as their content was wrong or unreadable",
     "worker_gone": "lost with their worker",
@@ -103,7 +103,7 @@ def _loss(loss: CacheLoss, name: Named) -> str:
         tier = f", {TIERS[loss.tier]}" if loss.tier is not None and loss.tier < len(TIERS) else ""
         text += f" ({loss.worker}{tier}{_at(loss.time)})"
     if loss.request is not None:
-        cause = "by the prompt of" if loss.reason == "superseded" else "for blocks of"
+        cause = "at the prompt of" if loss.reason == "superseded" else "for blocks of"
         text += f", {cause} {name(loss.request)}"
     return text
 

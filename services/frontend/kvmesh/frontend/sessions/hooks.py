@@ -233,6 +233,7 @@ class SessionHooks:
             tenant=speculation.tenant,
             adapter=prepared.adapter,
             session=prepared.request.hints.session,
+            conversation=prepared.request.hints.conversation,
             deadline_s=DEADLINE_S,
             compute=speculation.requested_tokens,
             rank=rank.rank,
