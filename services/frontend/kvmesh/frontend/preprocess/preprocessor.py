@@ -9,16 +9,17 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import ComputedAhead, Guided, Retain
+from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain
 from kvmesh.frontend.cache_account.comparison import PromptComparison
+from kvmesh.frontend.cache_account.fingerprints import fingerprints
 from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResult
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.models import ServedModel
-from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
-from kvmesh.frontend.preprocess.conversation_key import conversation_key
+from kvmesh.frontend.namespaces import TenantNamespaces, is_inferred, scope_sessions
+from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 from kvmesh.frontend.preprocess.retention import (
     TokenOffsets,
@@ -26,7 +27,6 @@ from kvmesh.frontend.preprocess.retention import (
     output_retention,
     prompt_retention,
 )
-from kvmesh.frontend.preprocess.session_inference import InferredSessions
 from kvmesh.frontend.preprocess.tool_choice import (
     RequiredToolCall,
     required_tool_call,
@@ -68,7 +68,7 @@ class PreparedRequest(Struct):
     the answer, which is recorded for that. `ahead` is what a speculative prefill was to compute of
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
     compares it with the earlier prompt, one of the model `earlier_model` if that is another;
-    `comparing` while it is looked up.
+    `comparing` while it is looked up. `parts` are those of the conversation.
     """
 
     request: GenerateRequest
@@ -83,6 +83,7 @@ class PreparedRequest(Struct):
     speculates: bool = False
     ahead: ComputedAhead | None = None
     encoded: EncodedPrompt | None = None
+    parts: PromptParts | None = None
     comparison: PromptComparison | None = None
     earlier_model: str | None = None
     comparing: bool = False
@@ -109,22 +110,20 @@ class Preprocessor:
         self._tenants = tenants
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
         self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
-        self._sessions = InferredSessions()
         self.threads = FairThreads()
 
     async def prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
     ) -> PreparedRequest:
-        """Render, tokenize and hash the prompts of a request, and infer its session if unnamed.
+        """Render, tokenize and hash the prompts of a request, and name its session if unnamed.
 
         Raises ContextExceeded or InvalidRequest.
         """
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
-        prepared = await self._run(request, self._prepare(request, model, adapter))
-        if request.messages and request.hints.session is None:
-            self._infer_session(request, prepared.prompts[0], model.card.block_size)
-        return prepared
+        if hints.session is None and (session := inferred_session(request)) is not None:
+            request.hints = replace(request.hints, session=session)
+        return await self._run(request, self._prepare(request, model, adapter))
 
     def _prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
@@ -167,15 +166,8 @@ class Preprocessor:
             guided,
             decode,
             encoded=encoded,
+            parts=fingerprints(request),
         )
-
-    def _infer_session(
-        self, request: GenerateRequest, prompt: PromptTokens, block_size: int
-    ) -> None:
-        tenant = request.cache_salt
-        session = self._sessions.observe(tenant, prompt.sequence_hashes, prompt.tokens, block_size)
-        if session is not None:
-            request.hints = replace(request.hints, session=inferred(tenant, session))
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
@@ -229,7 +221,7 @@ class Preprocessor:
         """Tokens of a rendered conversation; only text after the cached prefix is processed."""
         check_fits(text, model)
         encoder, tenant = model.dialect.encoder, request.cache_salt
-        key = self._memo_key(tenant, model), hash(_conversation_key(request))
+        key = self._memo_key(tenant, model), hash(_conversation(request))
         cached = self._prefix_cache.get(key, text, encoder.longest_marker)
         segments = encoder.segments(text[cached.end :])
         if len(segments) > model.card.context:
@@ -301,12 +293,11 @@ def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Ste
     return b"".join(parts)
 
 
-def _conversation_key(request: GenerateRequest) -> str:
-    """A text shared by the turns of a conversation: session name or first user message."""
-    if request.hints.session is not None:
-        return request.hints.session
-    first = next((m.blocks[-1] for m in request.messages if m.role == "user" and m.blocks), None)
-    return first.text if isinstance(first, Text) else ""
+def _conversation(request: GenerateRequest) -> tuple[str, int]:
+    """What the turns of a conversation share: the session, if the client names it, and the key."""
+    session = request.hints.session or ""
+    key = request.hints.conversation or conversation_key(request)
+    return "" if is_inferred(session) else session, key
 
 
 def _guided(

@@ -1,0 +1,161 @@
+"""The part that differs from the earlier prompt is named exactly, whatever the prompts contain."""
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit.frontend.cache_account.edits import NAMES, compared, earlier, model, prepared, request
+
+from kvmesh.bus.messages import PromptChange
+from kvmesh.frontend.conversation import Message, Text, Thinking, Tool, ToolCall, ToolResult
+
+WORDS = ["ok", "echo", "read", "write", "the file", '"read"', "tool", "X", "again again", "Done."]
+TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
+
+
+class Conversation(NamedTuple):
+    tools: list[Tool]
+    messages: list[Message]
+
+
+@st.composite
+def tools(draw: st.DrawFn) -> list[Tool]:
+    """Tools of clients and of MCP servers, some custom, whose descriptions mention each other."""
+    count = draw(st.sampled_from([1, 2, 9, 30, 80]))
+    found = []
+    for number in range(count):
+        kind = draw(st.sampled_from(["plain", "namespaced", "custom"]))
+        parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
+        found.append(
+            Tool(
+                name=f"tool_{number:02}" if kind != "plain" else f"t{number}",
+                description=f'{draw(TEXT)} Like "tool_{draw(st.integers(0, count))}".',
+                parameters={} if kind == "custom" else parameters,
+                namespace="mcp__big" if kind == "namespaced" else None,
+                custom=kind == "custom",
+            )
+        )
+    return found
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Conversation:
+    given_tools = draw(tools())
+    messages = [Message("system", [Text(draw(TEXT))]), Message("user", [Text(draw(TEXT))])]
+    for number in range(draw(st.integers(0, 6))):
+        text = draw(TEXT)
+        if draw(st.booleans()):
+            name = draw(st.sampled_from(given_tools))
+            arguments = "echo" if name.custom else json.dumps({"path": f"echo {text}"})
+            call = ToolCall(f"c{number}", name.name, arguments, name.namespace, name.custom)
+            thinking = [Thinking(draw(TEXT))] if draw(st.booleans()) else []
+            messages.append(Message("assistant", [*thinking, call]))
+            messages.append(Message("tool", [ToolResult(f"c{number}", [Text(text)])]))
+        else:
+            messages.append(Message("assistant", [Text(text)]))
+            messages.append(Message("user", [Text(draw(TEXT))]))
+    return Conversation(given_tools, messages)
+
+
+def named(change: PromptChange) -> tuple[str, int | None, str | None, str]:
+    return change.part, change.index, change.name, change.way
+
+
+def change_of(template: str, before: Conversation, after: Conversation) -> Any:
+    served = model(template)
+    old = earlier(prepared(request(before.messages, before.tools), served))
+    return compared(prepared(request(after.messages, after.tools), served), old)
+
+
+def name_of(tool: Tool) -> str:
+    return f"{tool.namespace}__{tool.name}" if tool.namespace else tool.name
+
+
+SETTINGS = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.parametrize("template", NAMES)
+@SETTINGS
+@given(conversations(), st.data())
+def test_an_edited_tool_is_named(template: str, before: Conversation, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(before.tools) - 1))
+    way = data.draw(st.sampled_from(["changed", "inserted", "removed"]))
+    old = before.tools[index]
+    edited = list(before.tools)
+    if way == "changed":
+        edited[index] = Tool("renamed", old.description, {}, old.namespace)
+        name = name_of(edited[index])
+    elif way == "inserted":
+        edited.insert(index, Tool("added", "Adds.", {}, "mcp__new"))
+        name = "mcp__new__added"
+    else:
+        del edited[index]
+        name = name_of(old)
+    found = change_of(template, before, Conversation(edited, before.messages))
+    if found.change is None:
+        return  # the template does not show it
+    assert named(found.change) == ("tool", index, name, way)
+    assert found.reason == "diverged"
+
+
+@pytest.mark.parametrize("template", NAMES)
+@SETTINGS
+@given(conversations(), st.data())
+def test_an_edited_message_is_named(
+    template: str, before: Conversation, data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(0, len(before.messages) - 1))
+    old = before.messages[number]
+    way = data.draw(st.sampled_from(["changed", "inserted", "removed"]))
+    edited = list(before.messages)
+    if way == "changed":
+        blocks = list(old.blocks)
+        block = blocks[-1]
+        if isinstance(block, ToolResult):
+            blocks[-1] = ToolResult(block.call_id, [Text("entirely other")])
+        elif isinstance(block, ToolCall):
+            blocks[-1] = ToolCall(block.id, block.name, '{"path": "other"}', block.namespace)
+        else:
+            blocks[-1] = Text("entirely other")
+        edited[number] = Message(old.role, blocks)
+    elif way == "inserted":
+        number = max(number, 1)
+        edited.insert(number, Message("user", [Text("never seen before")]))
+    else:
+        number = max(number, 1)
+        old = before.messages[number]
+        while number + 1 < len(edited) and _equal(edited[number + 1], old):
+            number += 1
+        del edited[number]
+    role = "user" if way == "inserted" else old.role
+    found = change_of(template, before, Conversation(before.tools, edited))
+    if found.change is None:
+        return
+    part, index = ("system", 0) if role == "system" else ("message", number - 1)
+    assert named(found.change) == (part, index, role, way)
+
+
+def _equal(one: Message, other: Message) -> bool:
+    return one == other
+
+
+@pytest.mark.parametrize("template", NAMES)
+@SETTINGS
+@given(conversations(), st.data())
+def test_thinking_that_was_taken_out_is_named(
+    template: str, before: Conversation, data: st.DataObject
+) -> None:
+    thinking = [n for n, m in enumerate(before.messages) if isinstance(m.blocks[0], Thinking)]
+    if not thinking:
+        return
+    number = data.draw(st.sampled_from(thinking))
+    edited = list(before.messages)
+    edited[number] = Message("assistant", edited[number].blocks[1:])
+    found = change_of(template, before, Conversation(before.tools, edited))
+    if found.change is not None:
+        assert named(found.change) == ("thinking", number - 1, "assistant", "removed")
+        assert found.reason == "thinking_not_returned"
