@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from unit.frontend.cache_account.edits import NAMES, compared, earlier, model, prepared, request
 
 from kvmesh.bus.messages import PromptChange
+from kvmesh.frontend.cache_account.prompt_parts import BUDGET, locate
 from kvmesh.frontend.conversation import Message, Text, Thinking, Tool, ToolCall, ToolResult
+from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
 
 WORDS = ["ok", "echo", "read", "write", "the file", '"read"', "tool", "X", "again again", "Done."]
 TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
@@ -73,9 +75,7 @@ def name_of(tool: Tool) -> str:
     return f"{tool.namespace}__{tool.name}" if tool.namespace else tool.name
 
 
-SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("template", NAMES)
@@ -159,3 +159,109 @@ def test_thinking_that_was_taken_out_is_named(
     if found.change is not None:
         assert named(found.change) == ("thinking", number - 1, "assistant", "removed")
         assert found.reason == "thinking_not_returned"
+
+
+TURN = [
+    Message("system", [Text("Be brief.")]),
+    Message("user", [Text("Count the lines.")]),
+]
+READ = Tool("read", "Reads.", {"type": "object", "properties": {}}, "mcp__big")
+OUTPUT = (
+    "<think>\nIt is short.\n</think>\n\nI read it.\n<tool_call>\n"
+    '{"name": "mcp__big__read", "arguments": {"path": "a", "lines": 5.0}}\n</tool_call>'
+)
+CALL = ToolCall("c", "read", '{"path": "a", "lines": 5.0}', "mcp__big")
+RESULT = Message("tool", [ToolResult("c", [Text("It is short.")])])
+
+
+def answered(*blocks: Any, output: str = OUTPUT, following: Message = RESULT) -> Any:
+    """The comparison of the turn after an answer, which the client has returned as these blocks."""
+    served = model("demo")
+    old = earlier(prepared(request(TURN, [READ]), served), output)
+    returned = [Message("assistant", list(blocks))] if blocks else []
+    return compared(prepared(request([*TURN, *returned, following], [READ]), served), old)
+
+
+def test_an_answer_that_comes_back_as_it_was_is_no_change() -> None:
+    found = answered(Thinking("It is short."), Text("I read it."), CALL)
+    assert found.change is None
+
+
+def test_thinking_that_the_client_does_not_return_has_its_own_reason() -> None:
+    found = answered(Text("I read it."), CALL)
+    assert found.reason == "thinking_not_returned"
+    assert named(found.change) == ("thinking", 1, "assistant", "not_returned")
+    text_only = answered(
+        Text("Five."),
+        output="<think>\nIt is short.\n</think>\n\nFive.",
+        following=Message("user", [Text("Thanks.")]),
+    )
+    assert text_only.reason == "thinking_not_returned"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"path": "a", "lines": 5}', '{"lines": 5.0, "path": "a"}', '{"path": "b", "lines": 5.0}'],
+)
+def test_a_call_that_the_client_returns_with_other_arguments_is_named(arguments: str) -> None:
+    call = ToolCall("c", "read", arguments, "mcp__big")
+    found = answered(Thinking("It is short."), Text("I read it."), call)
+    assert found.reason == "call_rewritten"
+    assert named(found.change) == ("call", 1, "mcp__big__read", "rewritten")
+
+
+def test_a_call_that_the_template_writes_otherwise_is_no_fault_of_the_client() -> None:
+    compact = OUTPUT.replace('"path": "a"', '"path":"a"')
+    found = answered(Thinking("It is short."), Text("I read it."), CALL, output=compact)
+    assert found.reason == "rerendered"
+    assert named(found.change) == ("message", 1, "assistant", "rerendered")
+
+
+def test_an_answer_with_other_words_or_without_any_has_changed() -> None:
+    found = answered(Thinking("It is short."), Text("I read all."), CALL)
+    assert (found.reason, *named(found.change)[:2]) == ("diverged", "message", 1)
+    found = answered(following=Message("user", [Text("Never mind.")]))
+    assert named(found.change) == ("message", 1, "assistant", "removed")
+
+
+@pytest.mark.parametrize("template", NAMES)
+@SETTINGS
+@given(conversations(), st.data())
+def test_an_edit_is_named_although_turns_follow_it(
+    template: str, before: Conversation, data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(0, len(before.messages) - 1))
+    edited = list(before.messages)
+    blocks = [*edited[number].blocks[:-1], *edited[number].blocks[-1:]]
+    block = blocks[-1]
+    if isinstance(block, ToolCall):
+        return
+    new = Text("entirely other")
+    blocks[-1] = ToolResult(block.call_id, [new]) if isinstance(block, ToolResult) else new
+    role = edited[number].role
+    edited[number] = Message(role, blocks)
+    more = [Message("assistant", [Text(data.draw(TEXT))]), Message("user", [Text("Go on.")])]
+    found = change_of(template, before, Conversation(before.tools, [*edited, *more]))
+    if found.change is None:
+        return
+    part, index = ("system", 0) if role == "system" else ("message", number - 1)
+    assert named(found.change) == (part, index, role, "changed")
+
+
+class CountedText(str):
+    """A text that counts the characters that are searched at most."""
+
+    searched = 0
+
+    def find(self, *arguments: Any) -> int:
+        _, start, end = arguments
+        CountedText.searched += end - start
+        return super().find(*arguments)
+
+
+def test_thousands_of_parts_that_the_template_does_not_show_cost_a_few_scans() -> None:
+    hidden = [Message("user", [Text(f"message {number} <&>")]) for number in range(4000)]
+    text = CountedText("message, escaped " * 8000)
+    encoded = EncodedPrompt(text, (0, len(text)), (0, 4 * len(text)), b"\0" * 4 * len(text))
+    locate(request(hidden, []), encoded, lambda tokens: "0" * (len(tokens) // 4), len(text) - 1)
+    assert CountedText.searched <= (BUDGET + 1) * len(text)

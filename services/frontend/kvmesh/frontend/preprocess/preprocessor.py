@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain
 from kvmesh.frontend.cache_account.comparison import PromptComparison
 from kvmesh.frontend.cache_account.fingerprints import fingerprints
-from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResult
+from kvmesh.frontend.conversation import GenerateRequest, Image, ToolResult
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps

@@ -106,7 +106,7 @@ class Histories:
             return earlier
         # a part that tells conversations apart may have changed; a fork begins in its origin
         for name in filter(None, (session, request.hints.forked_from)):
-            earlier = earlier or self._last_prompts.similar(model, name, current.parts)
+            earlier = earlier or self._last_prompts.similar(model, name, current)
         return earlier
 
     async def _find(

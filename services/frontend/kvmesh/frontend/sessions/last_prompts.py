@@ -22,12 +22,14 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.frontend.cache_account.comparison import common_tokens
 from kvmesh.frontend.cache_account.fingerprints import has_turns, likeness, messages_of
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 2000  # more than the longest name of a session
 NAME_BYTES = 64  # of a tool's name, beside its characters
 PROMPTS = 8  # of one session
-LIKENESS = 0.5  # share of an earlier prompt's parts that a similar one has
+HALF = 0.5  # share of an earlier prompt's parts that a similar one has at least
+ANSWER_END = 9  # tokens of an answer to search for, with the one that ends it
 QUERY_TIMEOUT_S = 0.5
 _queries = MessageDecoder(SessionQuery)
 _prompts = MessageDecoder(SessionPrompt)
@@ -61,7 +63,7 @@ class LastPrompts:
     def store(
         self, model: str, session: str, prompt: SessionPrompt, earlier: SessionPrompt | None = None
     ) -> None:
-        """Store a prompt as the newest of its session, in place of the `earlier` one, if it is longer.
+        """Store a prompt as the newest of its session, in place of the one that it continues.
 
         Beyond the bound, the oldest is dropped of those that side requests usually send: prompts
         without an earlier turn, and without tools.
@@ -100,13 +102,14 @@ class LastPrompts:
             return stored[0] if stored else None
         return max(stored, key=lambda p: common_tokens(prompt.tokens, p.tokens + p.output))
 
-    def similar(self, model: str, session: str, parts: PromptParts | None) -> SessionPrompt | None:
+    def similar(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
         """The prompt stored here that has most parts of this one, of any conversation.
 
         So a conversation is found whose system prompt, tools or first message have changed. None
         if no prompt is similar: a side request is another conversation.
         """
-        return _similar(self._stored(SessionKey(model, session)), parts)
+        stored = self._stored(SessionKey(model, session))
+        return _similar(stored, prompt.parts, prompt.tokens)
 
     def newest(self, model: str, session: str) -> SessionPrompt | None:
         """The last prompt of a session, if it is stored here."""
@@ -193,12 +196,22 @@ def _of_conversation(
     return [p for p in reversed(prompts) if conversation in (None, p.conversation)]
 
 
-def _similar(prompts: Sequence[SessionPrompt], parts: PromptParts | None) -> SessionPrompt | None:
+def _similar(
+    prompts: Sequence[SessionPrompt], parts: PromptParts | None, tokens: bytes = b""
+) -> SessionPrompt | None:
+    """The prompt that has most of the parts, if it has the most part of them.
+
+    Half is enough for one whose answer is in the `tokens`: a short one has few parts beside the
+    edited one. A title's prompt has half of them, too: the first message.
+    """
     if parts is None:
         return None
     alike = [(likeness(parts, p.parts), p) for p in reversed(prompts) if p.parts is not None]
     best, found = max(alike, key=lambda each: each[0], default=(0.0, None))
-    return found if best >= LIKENESS else None
+    if found is None or best < HALF:
+        return None
+    answer = found.output[-ANSWER_END * TOKEN_BYTES : -TOKEN_BYTES]
+    return found if best > HALF or (answer and answer in tokens) else None
 
 
 def _continues(prompt: SessionPrompt, earlier: SessionPrompt) -> bool:
