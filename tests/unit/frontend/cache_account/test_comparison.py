@@ -12,7 +12,7 @@ from kvmesh.frontend.cache_account.comparison import (
     compare,
     described,
 )
-from kvmesh.frontend.cache_account.differences import Difference
+from kvmesh.frontend.cache_account.differences import PromptDifference
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -25,8 +25,10 @@ def text(tokens: bytes) -> str:
     return " ".join(map(str, array("I", tokens)))
 
 
-def system(token: int) -> Difference:
-    return Difference(PromptChange(token=token, part="system", way="", index=0, offset=2 * token))
+def system(token: int) -> PromptDifference:
+    return PromptDifference(
+        PromptChange(token=token, part="system", way="", index=0, offset=2 * token)
+    )
 
 
 def comparison(

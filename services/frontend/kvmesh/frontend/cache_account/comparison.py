@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import DIVERGED, PromptChange, SessionPrompt
-from kvmesh.frontend.cache_account.differences import Difference
+from kvmesh.frontend.cache_account.differences import PromptDifference
 from kvmesh.hashing import TOKEN_BYTES
 
 WINDOW = 4096 * TOKEN_BYTES  # bytes to search for text that has moved
@@ -42,7 +42,7 @@ def compare(
     tokens: bytes,
     salt: int,
     earlier: SessionPrompt,
-    find: Callable[[int], Difference],
+    find: Callable[[int], PromptDifference],
     decode: Callable[[bytes], str],
 ) -> PromptComparison:
     """Compare the packed `tokens` of a prompt with an earlier prompt and its output.

@@ -43,7 +43,7 @@ TAIL = 32  # tokens that templates add at the end of a prompt, for the answer to
 MAX_CHANGED = 64  # messages to choose among
 
 
-class Difference(NamedTuple):
+class PromptDifference(NamedTuple):
     """A change, and the reason of the tokens that are lost after it. `way` may be unknown ("")."""
 
     change: PromptChange
@@ -71,10 +71,10 @@ class ComparedPrompt(NamedTuple):
     decode: Callable[[bytes], str]
     answers: AnswerForm
 
-    def difference(self, earlier: SessionPrompt, token: int) -> Difference:
+    def difference(self, earlier: SessionPrompt, token: int) -> PromptDifference:
         """The difference from the earlier prompt, which is first seen at index `token`."""
         if self.parts is None or self.encoded is None or earlier.parts is None:
-            return Difference(locate(self.request, self.encoded, self.decode, token))
+            return PromptDifference(locate(self.request, self.encoded, self.decode, token))
         offset = char_offset(self.encoded, self.decode, token)
         found = _Finder(self, self.parts, earlier.parts, self.encoded.text, token, offset)
         return found.difference(earlier)
@@ -88,7 +88,7 @@ class _Finder(NamedTuple):
     token: int
     offset: int
 
-    def difference(self, earlier: SessionPrompt) -> Difference:
+    def difference(self, earlier: SessionPrompt) -> PromptDifference:
         prompted = len(earlier.tokens) // TOKEN_BYTES
         at_answer = self.token >= prompted - TAIL
         if self.token < prompted:
@@ -138,7 +138,7 @@ class _Finder(NamedTuple):
         tool = tools[found.number]
         return start_of_tool(model_name(tool.name, tool.namespace), self.text, self.offset)
 
-    def _of_part(self, found: PartDifference) -> Difference:
+    def _of_part(self, found: PartDifference) -> PromptDifference:
         start = self._start(found) if found.way == "changed" and found.part != "thinking" else -1
         change = PromptChange(
             token=self.token,
@@ -149,9 +149,9 @@ class _Finder(NamedTuple):
             offset=max(self.offset - start, 0) if start >= 0 else 0,
         )
         removed = found.part == "thinking" and found.way == "removed"
-        return Difference(change, THINKING_NOT_RETURNED if removed else DIVERGED)
+        return PromptDifference(change, THINKING_NOT_RETURNED if removed else DIVERGED)
 
-    def _of_answer(self, earlier: SessionPrompt) -> Difference:
+    def _of_answer(self, earlier: SessionPrompt) -> PromptDifference:
         """The difference of the answer to the earlier prompt, as the client has returned it."""
         number = messages_of(self.before)
         returned = list(takewhile(lambda m: m.role == "assistant", self._messages[number:]))
@@ -170,7 +170,9 @@ class _Finder(NamedTuple):
         systems = sum(message.role == "system" for message in self._messages[:number])
         return self._answered(found, number - systems, returned)
 
-    def _answered(self, found: AnswerDifference, index: int, returned: list[Message]) -> Difference:
+    def _answered(
+        self, found: AnswerDifference, index: int, returned: list[Message]
+    ) -> PromptDifference:
         hidden = self._drops and found is SAME and not any(map(self._shows, returned))
         change = PromptChange(
             token=self.token,
@@ -179,14 +181,14 @@ class _Finder(NamedTuple):
             index=index,
             name=found.name,
         )
-        return Difference(change, found.reason)
+        return PromptDifference(change, found.reason)
 
     def _shows(self, message: Message) -> bool:
         """True if the prompt shows the thinking of a message, which has some."""
         thinking = thinking_of(message)
         return bool(thinking) and has_near(self.text, thinking, self.offset)
 
-    def _rerendered(self) -> Difference:
+    def _rerendered(self) -> PromptDifference:
         """The part about the offset, of which the template writes the same in another form."""
         found = locate(self.prompt.request, self.prompt.encoded, self.prompt.decode, self.token)
         part = found.part
@@ -197,7 +199,7 @@ class _Finder(NamedTuple):
         change = PromptChange(
             token=self.token, part=part, way="rerendered", index=found.index, name=found.name
         )
-        return Difference(change, RERENDERED)
+        return PromptDifference(change, RERENDERED)
 
     def _conversation(self) -> Iterator[Message]:
         return (message for message in self._messages if message.role != "system")

@@ -1,4 +1,4 @@
-"""How a client returned the last answer, beside what the model had written. Pure."""
+"""The last answer as a client returned it, beside what the model had written. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -294,7 +294,7 @@ def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Ste
 
 
 def _conversation(request: GenerateRequest) -> tuple[str, int]:
-    """What the turns of a conversation share: the session, if the client names it, and the key."""
+    """The key that turns of a conversation share, with the session if the client names it."""
     session = request.hints.session or ""
     key = request.hints.conversation or conversation_key(request)
     return "" if is_inferred(session) else session, key
