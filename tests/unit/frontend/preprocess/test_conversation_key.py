@@ -1,6 +1,7 @@
 """Keys of conversations, and the names of sessions that no client names."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 from msgspec.structs import replace
@@ -10,12 +11,16 @@ from kvmesh.frontend.conversation import GenerateRequest, Message, Text, Tool
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 
+Role = Literal["system", "user", "assistant", "tool"]
+
 
 def request(
     *texts: str, tools: Sequence[str] = (), agent: str = "openai-sdk", tenant: str = ""
 ) -> GenerateRequest:
     """A conversation that begins with a system prompt."""
-    roles = ("system", *("user", "assistant") * len(texts))
+    roles: list[Role] = ["system"]
+    for _ in texts:
+        roles += ["user", "assistant"]
     made = GenerateRequest(
         id="r",
         model="m",

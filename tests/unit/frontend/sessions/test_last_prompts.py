@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from msgspec.structs import replace
 
@@ -12,6 +12,8 @@ from kvmesh.frontend.cache_account.fingerprints import fingerprints
 from kvmesh.frontend.conversation import GenerateRequest, Message, Text, Tool
 from kvmesh.frontend.namespaces import scoped
 from kvmesh.frontend.sessions.last_prompts import ENTRY_BYTES, PROMPTS, LastPrompts
+
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 def store(limit: int = 1 << 20) -> LastPrompts:
@@ -30,7 +32,9 @@ def ids(prompts: LastPrompts, session: str, conversations: range) -> list[str]:
 
 def parts(*messages: str, tools: tuple[str, ...] = ()) -> PromptParts:
     """The parts of a conversation that begins with a system prompt."""
-    roles = ("system", *("user", "assistant") * len(messages))
+    roles: list[Role] = ["system"]
+    for _ in messages:
+        roles += ["user", "assistant"]
     spoken = [Message(role, [Text(text)]) for role, text in zip(roles, messages, strict=False)]
     offered = [Tool(name, "", {}) for name in tools]
     found = fingerprints(

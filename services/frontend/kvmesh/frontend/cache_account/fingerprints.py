@@ -4,12 +4,14 @@ A text may occur in several parts, and templates escape texts or move them; so t
 from the earlier prompt is found by hashes of the request's parts, not by a search of the prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvmesh._native import xxh3
@@ -33,17 +35,18 @@ MAX_NAME = 128  # characters of a tool's name, as long as those that providers a
 _ROLE_BITS = 3
 _MASK = (1 << 32) - 1
 
-Hashes = NDArray[np.uint32] | NDArray[np.uint64]
+Hashes: TypeAlias = NDArray[np.uint32] | NDArray[np.uint64]
+Way: TypeAlias = Literal["changed", "inserted", "removed"]
 
 
-class PartDifference(NamedTuple):
+class PartDifference(Struct, frozen=True):
     """A part that differs. `number` is its index among all tools, or among all messages.
 
     That is the index in the later prompt, unless the part is removed.
     """
 
     part: Literal["system", "tool", "message", "thinking"]
-    way: Literal["changed", "inserted", "removed"]
+    way: Way
     number: int
     index: int
     name: str
@@ -101,12 +104,12 @@ def message_differences(after: PromptParts, before: PromptParts) -> Iterator[Par
         if bits & _MASK:
             yield changed
         else:
-            thinking: Literal["changed", "inserted", "removed"] = "changed"
+            thinking: Way = "changed"
             if not int(new[number]) >> 32:
                 thinking = "removed"
             elif not int(old[number]) >> 32:
                 thinking = "inserted"
-            yield changed._replace(part="thinking", way=thinking)
+            yield replace(changed, part="thinking", way=thinking)
 
 
 def messages_of(parts: PromptParts) -> int:
@@ -127,7 +130,7 @@ def likeness(after: PromptParts, before: PromptParts) -> float:
     """
     if bool(after.tools) != bool(before.tools):
         return 0.0
-    tools = len(set(_packed(after.tool_hashes)) & set(_packed(before.tool_hashes)))
+    tools = len(_unpacked(after.tool_hashes) & _unpacked(before.tool_hashes))
     if 2 * tools < len(before.tools):
         return 0.0
     new, old = np.frombuffer(after.messages, "<u8"), np.frombuffer(before.messages, "<u8")
@@ -141,8 +144,8 @@ def shared_messages(after: PromptParts, before: PromptParts) -> int:
     return _common(np.frombuffer(after.messages, "<u8"), np.frombuffer(before.messages, "<u8"))
 
 
-def _packed(hashes: bytes) -> Sequence[int]:
-    return np.frombuffer(hashes, "<u4").tolist()
+def _unpacked(hashes: bytes) -> set[int]:
+    return set(memoryview(hashes).cast("I"))
 
 
 def _common(one: Hashes, other: Hashes) -> int:
@@ -152,7 +155,7 @@ def _common(one: Hashes, other: Hashes) -> int:
     return int(differs.argmax()) if differs.any() else count
 
 
-def _way(new: Hashes, old: Hashes) -> Literal["changed", "inserted", "removed"]:
+def _way(new: Hashes, old: Hashes) -> Way:
     """The way in which the first of `old` became `new`: the one after which most is equal."""
     changed = _common(new[1:], old[1:])
     inserted, removed = _common(new[1:], old), _common(new, old[1:])
@@ -161,17 +164,13 @@ def _way(new: Hashes, old: Hashes) -> Literal["changed", "inserted", "removed"]:
     return "inserted" if inserted >= removed else "removed"
 
 
-def _by_length(
-    more: int, way: Literal["changed", "inserted", "removed"]
-) -> Literal["changed", "inserted", "removed"]:
+def _by_length(more: int, way: Way) -> Way:
     if more == 0:
         return way
     return "inserted" if more > 0 else "removed"
 
 
-def _message_difference(
-    way: Literal["changed", "inserted", "removed"], messages: Hashes, number: int
-) -> PartDifference:
+def _message_difference(way: Way, messages: Hashes, number: int) -> PartDifference:
     roles = messages[: number + 1] & _ROLE_BITS
     role, systems = int(roles[number]), int((roles[:number] == 0).sum())
     if role == 0:
@@ -195,13 +194,18 @@ def _json(value: object) -> bytes:
 
 def _message(message: Message) -> tuple[int, int]:
     """The hash of a message without its thinking, and that of its thinking."""
-    blocks = message.blocks
-    if message.role == "system":
-        blocks = without_billing(message)
-    text = GAP.join(_text(block) for block in blocks if not isinstance(block, Thinking))
-    thinking = GAP.join(block.text for block in blocks if isinstance(block, Thinking))
     role = ROLES.index(message.role)
-    return _hash(text) & ~_ROLE_BITS | role, _hash(thinking) or 1 if thinking else 0
+    blocks = without_billing(message) if role == 0 else message.blocks
+    if len(blocks) == 1 and type(blocks[0]) is Text:
+        return _hash(blocks[0].text) & ~_ROLE_BITS | role, 0
+    shown, thinking = [], []
+    for block in blocks:
+        if type(block) is Thinking:
+            thinking.append(block.text)
+        else:
+            shown.append(_text(block))
+    thought = _hash(GAP.join(thinking)) or 1 if any(thinking) else 0
+    return _hash(GAP.join(shown)) & ~_ROLE_BITS | role, thought
 
 
 def _text(block: Block) -> str:
