@@ -18,8 +18,7 @@ from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocesso
 
 TEMPLATES = Path(__file__).parents[1] / "dialects" / "templates"
 FILES = {file.name: file.read_bytes() for file in model_dir().iterdir()}
-# those that write tools and messages in an order that a new turn does not change
-NAMES = ("demo", "chatml", "deepseek", "gemma", "llama3", "parts")
+NAMES = ("demo", *sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
 
 
 @cache

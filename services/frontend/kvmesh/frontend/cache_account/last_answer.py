@@ -40,9 +40,11 @@ def answer_difference(
         return NOT_RETURNED
     if shows_thinking and thought != thinking:
         return _CHANGED
+    before, after = _calls(generated), _calls(returned)
+    if after and not before:
+        return SAME  # constrained decoding wrote the calls as a list of JSON objects
     if _text(generated) != _text(returned):
         return _CHANGED
-    before, after = _calls(generated), _calls(returned)
     for old, new in zip(before, after, strict=False):
         if (old.name, old.namespace) != (new.name, new.namespace):
             return _CHANGED
