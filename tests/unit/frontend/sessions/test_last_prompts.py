@@ -108,13 +108,12 @@ def test_the_prompt_with_an_edited_part_is_found_and_no_side_request() -> None:
         assert found is not None
         assert found.request == "main"
     others = [
+        parts("Explore.", "A subtask.", "Found.", "More.", tools=tools),
         parts("Summarize.", "Begin.", "Done.", "Sum it up.", tools=("remember", "forget")),
         parts("Extract.", "Other words.", "Others.", "More.", tools=tools[:1]),
     ]
-    assert [prompts.similar("m", "s", replace(prompt("now"), parts=now)) for now in others] == [
-        None,
-        None,
-    ]
+    for now in others:
+        assert prompts.similar("m", "s", replace(prompt("now"), parts=now)) is None
     compaction = parts("At 1.", "Begin.", "Done.", "Sum it up.")
     assert prompts.similar("m", "s", replace(prompt("now"), parts=compaction)) is None
 

@@ -124,24 +124,18 @@ def has_turns(parts: PromptParts) -> bool:
 
 
 def likeness(after: PromptParts, before: PromptParts) -> float:
-    """The share of the earlier prompt's parts that a later one has at the same index.
+    """The share of the earlier prompt's messages that a later one has at the same index.
 
     0 if one of them has tools and the other none, or most tools differ: another agent sent it.
     """
     if bool(after.tools) != bool(before.tools):
         return 0.0
-    tools = len(_unpacked(after.tool_hashes) & _unpacked(before.tool_hashes))
-    if 2 * tools < len(before.tools):
+    tools = _unpacked(before.tool_hashes)
+    if 2 * len(_unpacked(after.tool_hashes) & tools) < len(tools):
         return 0.0
     new, old = np.frombuffer(after.messages, "<u8"), np.frombuffer(before.messages, "<u8")
     count = min(len(new), len(old))
-    equal = int((new[:count] == old[:count]).sum())
-    return (equal + tools) / max(len(old) + len(before.tools), 1)
-
-
-def shared_messages(after: PromptParts, before: PromptParts) -> int:
-    """The number of leading messages that two prompts share."""
-    return _common(np.frombuffer(after.messages, "<u8"), np.frombuffer(before.messages, "<u8"))
+    return int((new[:count] == old[:count]).sum()) / max(len(old), 1)
 
 
 def _unpacked(hashes: bytes) -> set[int]:

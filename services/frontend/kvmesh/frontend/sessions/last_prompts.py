@@ -28,7 +28,7 @@ from kvmesh.runtime.lru import LruCache
 ENTRY_BYTES = 2000  # more than the longest name of a session
 NAME_BYTES = 64  # of a tool's name, beside its characters
 PROMPTS = 8  # of one session
-HALF = 0.5  # share of an earlier prompt's parts that a similar one has at least
+HALF = 0.5  # of an earlier prompt's messages, which a similar one has at least
 ANSWER_END = 9  # tokens of an answer to search for, with the one that ends it
 QUERY_TIMEOUT_S = 0.5
 _queries = MessageDecoder(SessionQuery)
@@ -103,7 +103,7 @@ class LastPrompts:
         return max(stored, key=lambda p: common_tokens(prompt.tokens, p.tokens + p.output))
 
     def similar(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
-        """The prompt stored here that has most parts of this one, of any conversation.
+        """The prompt stored here that shares most messages with this one, of any conversation.
 
         So a conversation is found whose system prompt, tools or first message have changed. None
         if no prompt is similar: a side request is another conversation.
@@ -199,10 +199,10 @@ def _of_conversation(
 def _similar(
     prompts: Sequence[SessionPrompt], parts: PromptParts | None, tokens: bytes = b""
 ) -> SessionPrompt | None:
-    """The prompt that has most of the parts, if it has the most part of them.
+    """The prompt that shares most messages, if that are more than half of its own.
 
-    Half is enough for one whose answer is in the `tokens`: a short one has few parts beside the
-    edited one. A title's prompt has half of them, too: the first message.
+    Half is enough for one whose answer is in the `tokens`: a short prompt has few messages beside
+    the edited one, and that of a title has half of them, too.
     """
     if parts is None:
         return None
