@@ -22,10 +22,12 @@ NAMES = ("demo", *sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
 
 
 @cache
-def model(template: str) -> ServedModel:
-    """The demo model with a template of the tests' data."""
+def model(template: str, source: str = "") -> ServedModel:
+    """The demo model with a template of the tests' data, or with one of this source."""
     files = dict(FILES)
-    if template != "demo":
+    if source:
+        files["chat_template.jinja"] = source.encode()
+    elif template != "demo":
         files["chat_template.jinja"] = (TEMPLATES / f"{template}.jinja").read_bytes()
     card = ModelCard(name="m", context=1 << 22, block_size=4, files=template)
     return ServedModel(card, Dialect(card, files), 0)

@@ -271,3 +271,44 @@ def test_thousands_of_parts_that_the_template_does_not_show_cost_a_few_scans() -
     encoded = EncodedPrompt(text, (0, len(text)), (0, 4 * len(text)), b"\0" * 4 * len(text))
     locate(request(hidden, []), encoded, lambda tokens: "0" * (len(tokens) // 4), len(text) - 1)
     assert CountedText.searched <= (BUDGET + 1) * len(text)
+
+
+# like Qwen3's: it shows thinking only after the last message of the user
+DROPS = """{%- set ns = namespace(last=-1) -%}
+{%- for m in messages if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endfor -%}
+{%- set ns.users = 0 -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{%- set ns.users = ns.users + 1 -%}{%- endif -%}
+<|im_start|>{{ m.role }}
+{% if m.reasoning_content and ns.users > ns.last -%}
+<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif -%}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_thinking_that_the_template_leaves_out_is_no_fault_of_the_client() -> None:
+    served = model("drops", DROPS)
+    assert served.dialect.template.drops_thinking
+    loop = [
+        *TURN,
+        Message("assistant", [Thinking("I must look at the file first."), CALL]),
+        RESULT,
+    ]
+    old = earlier(prepared(request(loop, []), served), "<think>\nClear now.\n</think>\n\nFive.")
+    for answer in ([Thinking("Clear now."), Text("Five.")], [Text("Five.")]):
+        now = [*loop, Message("assistant", answer), Message("user", [Text("Thanks.")])]
+        found = compared(prepared(request(now, []), served), old)
+        assert found.reason == "rerendered"
+        assert named(found.change) == ("thinking", 1, "assistant", "rerendered")
+    plain = [*TURN, Message("assistant", [Text("Five.")]), Message("user", [Text("Thanks.")])]
+    old = earlier(prepared(request(TURN, []), served), "<think>\nClear now.\n</think>\n\nFive.")
+    found = compared(prepared(request(plain, []), served), old)
+    assert named(found.change) == ("thinking", 1, "assistant", "rerendered")

@@ -1,8 +1,10 @@
 """The first difference of a prompt from the earlier one: its part, and the reason. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice, takewhile
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
     DIVERGED,
@@ -25,6 +27,7 @@ from kvmesh.frontend.cache_account.last_answer import (
     SAME,
     AnswerDifference,
     answer_difference,
+    thinking_of,
 )
 from kvmesh.frontend.cache_account.prompt_parts import (
     char_offset,
@@ -32,7 +35,6 @@ from kvmesh.frontend.cache_account.prompt_parts import (
     locate,
     start_of_message,
     start_of_tool,
-    thinking_of,
 )
 from kvmesh.frontend.conversation import Block, GenerateRequest, Message
 from kvmesh.frontend.dialects.tools import model_name
@@ -158,22 +160,21 @@ class _Finder(NamedTuple):
         following = next(iter(self._messages[number + len(returned) :]), None)
         shows = not (self._drops and following is not None and following.role == "user")
         blocks = list(chain.from_iterable(message.blocks for message in returned))
+        generated = self.prompt.answers.generated(earlier) if returned and earlier.output else []
         if not returned:
             found = REMOVED
-        elif earlier.output:
-            found = answer_difference(self.prompt.answers.generated(earlier), blocks, shows)
-        elif shows and not any(map(thinking_of, returned)):
+        elif generated:
+            found = answer_difference(generated, blocks, shows)
+        elif shows and not thinking_of(blocks):
             opened = self.prompt.answers.begins_thinking(earlier)
             found = NOT_RETURNED if opened else SAME
         else:
             found = SAME
         systems = sum(message.role == "system" for message in self._messages[:number])
-        return self._answered(found, number - systems, returned)
+        return self._answered(found, number - systems, thinking_of(generated or blocks))
 
-    def _answered(
-        self, found: AnswerDifference, index: int, returned: list[Message]
-    ) -> PromptDifference:
-        hidden = self._drops and found is SAME and not any(map(self._shows, returned))
+    def _answered(self, found: AnswerDifference, index: int, thinking: str) -> PromptDifference:
+        hidden = found is SAME and self._hides(thinking)
         change = PromptChange(
             token=self.token,
             part="thinking" if hidden else found.part,
@@ -183,23 +184,20 @@ class _Finder(NamedTuple):
         )
         return PromptDifference(change, found.reason)
 
-    def _shows(self, message: Message) -> bool:
-        """True if the prompt shows the thinking of a message, which has some."""
-        thinking = thinking_of(message)
-        return bool(thinking) and has_near(self.text, thinking, self.offset)
+    def _hides(self, thinking: str) -> bool:
+        """True if the template leaves out this thinking."""
+        return self._drops and bool(thinking) and not has_near(self.text, thinking, self.offset)
 
     def _rerendered(self) -> PromptDifference:
         """The part about the offset, of which the template writes the same in another form."""
         found = locate(self.prompt.request, self.prompt.encoded, self.prompt.decode, self.token)
-        part = found.part
-        if part == "message" and self._drops:
-            message = next(islice(self._conversation(), found.index, None), None)
-            hidden = message is not None and thinking_of(message) and not self._shows(message)
-            part = "thinking" if hidden else part
-        change = PromptChange(
-            token=self.token, part=part, way="rerendered", index=found.index, name=found.name
-        )
-        return PromptDifference(change, RERENDERED)
-
-    def _conversation(self) -> Iterator[Message]:
-        return (message for message in self._messages if message.role != "system")
+        found = replace(found, way="rerendered", offset=0)
+        if found.part == "message" and found.index is not None:
+            # hidden thinking stands before the text by which its message is located
+            conversation = [message for message in self._messages if message.role != "system"]
+            near = list(enumerate(conversation))[found.index : found.index + 2]
+            hiding = (i for i, message in near if self._hides(thinking_of(message.blocks)))
+            if (index := next(hiding, None)) is not None:
+                name = conversation[index].role
+                found = replace(found, part="thinking", index=index, name=name)
+        return PromptDifference(found, RERENDERED)

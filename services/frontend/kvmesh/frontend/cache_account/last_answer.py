@@ -35,7 +35,7 @@ def answer_difference(
     Then the template writes it in another form. So it does if it does not show the thinking of
     earlier answers, whether that is returned or not.
     """
-    thought, thinking = _thinking(generated), _thinking(returned)
+    thought, thinking = thinking_of(generated), thinking_of(returned)
     if thought and not thinking and shows_thinking:
         return NOT_RETURNED
     if shows_thinking and thought != thinking:
@@ -54,7 +54,8 @@ def answer_difference(
     return SAME if len(before) == len(after) else _CHANGED
 
 
-def _thinking(blocks: Sequence[Block]) -> str:
+def thinking_of(blocks: Sequence[Block]) -> str:
+    """The thinking of an answer, without spaces around it; empty if it has none."""
     return "".join(block.text for block in blocks if isinstance(block, Thinking)).strip()
 
 

@@ -16,7 +16,6 @@ from kvmesh.frontend.conversation import (
     GenerateRequest,
     Message,
     Text,
-    Thinking,
     ToolCall,
     ToolResult,
 )
@@ -157,8 +156,3 @@ def _copied(block: Block) -> Iterator[str]:
         yield block.arguments
     elif isinstance(block, ToolResult):
         yield from (part.text for part in block.content if isinstance(part, Text))
-
-
-def thinking_of(message: Message) -> str:
-    """The thinking of a message, "" if it has none."""
-    return "".join(block.text for block in message.blocks if isinstance(block, Thinking))
