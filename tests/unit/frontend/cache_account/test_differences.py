@@ -10,7 +10,7 @@ from unit.frontend.cache_account.edits import NAMES, compared, earlier, model, p
 
 from kvmesh.bus.messages import PromptChange
 from kvmesh.frontend.cache_account.prompt_parts import BUDGET, locate
-from kvmesh.frontend.conversation import Message, Text, Thinking, Tool, ToolCall, ToolResult
+from kvmesh.frontend.conversation import Block, Message, Text, Thinking, Tool, ToolCall, ToolResult
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
 
@@ -63,7 +63,8 @@ def conversations(draw: st.DrawFn) -> Conversation:
     return Conversation(given_tools, messages)
 
 
-def named(change: PromptChange) -> tuple[str, int | None, str | None, str]:
+def named(change: PromptChange | None) -> tuple[str, int | None, str | None, str]:
+    assert change is not None
     return change.part, change.index, change.name, change.way
 
 
@@ -303,7 +304,8 @@ def test_thinking_that_the_template_leaves_out_is_no_fault_of_the_client() -> No
         RESULT,
     ]
     old = earlier(prepared(request(loop, []), served), "<think>\nClear now.\n</think>\n\nFive.")
-    for answer in ([Thinking("Clear now."), Text("Five.")], [Text("Five.")]):
+    answers: list[list[Block]] = [[Thinking("Clear now."), Text("Five.")], [Text("Five.")]]
+    for answer in answers:
         now = [*loop, Message("assistant", answer), Message("user", [Text("Thanks.")])]
         found = compared(prepared(request(now, []), served), old)
         assert found.reason == "rerendered"

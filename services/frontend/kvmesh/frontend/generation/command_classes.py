@@ -47,7 +47,14 @@ _SETUP = frozenset(
         *("true", "unset"),
     )
 )
-_KEYWORDS = frozenset(("case", "done", "esac", "fi", "for", "function", "in", "select", "}"))
+# words of the shell without a class of their own
+_KEYWORDS = frozenset(
+    (
+        *("case", "done", "esac", "fi", "for", "function", "in", "select", "}"),
+        *("alias", "break", "continue", "declare", "exit", "hash", "let", "local", "readonly"),
+        *("return", "shift", "shopt", "trap", "type", "typeset", "ulimit", "umask", "unalias"),
+    )
+)
 _SCRIPT_RUNNERS = ("npm", "pnpm", "yarn", "bun")  # "npm run test" is "npm test"
 _SCRIPTS = "add audit build check ci dev exec format install lint run start test typecheck update"
 _SUBCOMMANDS = {
