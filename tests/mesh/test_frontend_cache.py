@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -270,7 +271,7 @@ async def test_no_caller_can_form_the_name_of_an_inferred_session(stage: Stage) 
     more = [words, {"role": "assistant", "content": "Done."}, ASK]
     work, _ = await complete(stage, CHAT, {"messages": more}, "root")
     assert work.session is not None
-    assert "auto-" in work.session
+    assert re.fullmatch(r"\x1f\x1fhttp-client [0-9a-f]{8}", work.session)
     await stage.post("/v1/sessions/release", {"sessions": [work.session]}, "root")
     assert work.session not in (await only_command(stage.a, Release)).sessions
 
