@@ -30,7 +30,7 @@ class MarkedAnswer(NamedTuple):
     """An answer that is rendered as markers, `number` among those of its conversation.
 
     `text`: it has a marker for its text, even if there is none. `calls` are the names of its calls;
-    `earlier_calls` come before them.
+    `after_result`: it follows a tool's result. `earlier_calls` come before its own.
     """
 
     number: int
@@ -38,6 +38,7 @@ class MarkedAnswer(NamedTuple):
     thinking: bool
     text: bool
     calls: tuple[str, ...]
+    after_result: bool
     earlier_calls: int
 
 

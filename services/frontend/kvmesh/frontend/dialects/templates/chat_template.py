@@ -92,8 +92,8 @@ class ChatTemplate:
             unmarked |= failed  # the template shows them otherwise in this place
         return RenderedPrompt(self._render(request, today, messages))
 
-    def opening(self, request: GenerateRequest, today: datetime.date) -> str:
-        """The end of the request's prompt, from the beginning of the answer's turn on."""
+    def opening(self, request: GenerateRequest, today: datetime.date) -> str | None:
+        """What the request's prompt has of the answer's turn; None if it cannot be told."""
         return self._frames.opening(request, today)
 
     def _render(

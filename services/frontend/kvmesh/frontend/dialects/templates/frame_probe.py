@@ -23,6 +23,8 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
     answer_frame,
 )
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
+from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result
+from kvmesh.frontend.dialects.tools import model_name
 from kvmesh.runtime.lru import LruCache
 
 MAX_FRAMES = 1024
@@ -53,7 +55,7 @@ class AnswerFrames:
         self._render = render
         self._capabilities = capabilities
         self._frames: LruCache[object, tuple[AnswerFrame | None]] = LruCache(MAX_FRAMES)
-        self._openings: LruCache[object, str] = LruCache(MAX_FRAMES)
+        self._openings: LruCache[object, tuple[str | None]] = LruCache(MAX_FRAMES)
 
     def of(
         self,
@@ -66,29 +68,36 @@ class AnswerFrames:
         variables = _variables(request)
         if len(str(variables)) > MAX_ARGS:
             return None
-        shape = (variables, *answer[2:5], answer.generated.opening, ends)
-        frame = self._frame(shape, request, answer._replace(earlier_calls=0), ends, today)
+        shape = (variables, *answer[2:6], answer.generated.opening, ends)
+        first = answer._replace(earlier_calls=int(answer.after_result))
+        frame = self._frame(shape, request, first, ends, today)
+        if frame is None or not frame.shows_ids:
+            return frame
+        frame = self._frame((*shape, answer.earlier_calls), request, answer, ends, today)
         if frame is None or not frame.shows_ids:
             return frame
         # the results of the calls name them by these ids
-        if not all(name in answer.generated.text for name in self._ids(request, answer)):
-            return None
-        return self._frame((*shape, answer.earlier_calls), request, answer, ends, today)
+        written = answer.generated.text
+        return frame if all(name in written for name in self._ids(request, answer)) else None
 
-    def opening(self, request: GenerateRequest, today: datetime.date) -> str:
-        """The end of the request's prompt from the answer's turn on; "" if it cannot be told."""
-        key = _variables(request)
+    def opening(self, request: GenerateRequest, today: datetime.date) -> str | None:
+        """What the request's prompt has of the answer's turn; None if it cannot be told."""
+        after_result = ends_in_result(
+            request.messages, self._capabilities(shows_tools(request))
+        )
+        key = _variables(request), after_result
         known = self._openings.get(key)
         if known is None:
             small = _small(request)
+            start = _start(small, after_result)
             try:
-                before = self._render(small, today, [_USER], invites=False)
-                whole = self._render(small, today, [_USER])
+                before = self._render(small, today, start, invites=False)
+                whole = self._render(small, today, start)
+                known = (whole[len(before) :] if whole.startswith(before) else None,)
             except TemplateError:
-                before, whole = "", ""
-            known = whole[len(before) :] if whole.startswith(before) else ""
+                known = (None,)
             self._openings.put(key, known)
-        return known
+        return known[0]
 
     def _frame(
         self,
@@ -119,9 +128,10 @@ class AnswerFrames:
         results: list[Block] = [ToolResult(f"{i}", [_BACK]) for i in range(len(answer.calls))]
         back = Message("tool", results) if results else Message("user", [_BACK])
         turn = Message("assistant", blocks or [_BACK], Generated("", "", b""))
-        count = answer.earlier_calls
-        before = self._render(request, today, [_USER], count=count, invites=False)
-        conversation = [_USER, turn, back]
+        start = _start(request, answer.after_result)
+        count = answer.earlier_calls - answer.after_result
+        before = self._render(request, today, start, count=count, invites=False)
+        conversation = [*start, turn, back]
         shown = self._render(request, today, conversation, lambda _: True, count, False)
         return answer_frame(before, answer, shown, ends, self._ids(request, answer))
 
@@ -136,6 +146,16 @@ class AnswerFrames:
 def shows_tools(request: GenerateRequest) -> bool:
     """True if the prompt lists tools."""
     return any(not tool.deferred for tool in request.tools)
+
+
+def _start(request: GenerateRequest, after_result: bool) -> list[Message]:
+    """A small conversation before an answer, with one call if a result comes before it."""
+    if not after_result:
+        return [_USER]
+    tool = request.tools[0] if request.tools else None
+    name = "x" if tool is None else model_name(tool.name, tool.namespace)
+    call = ToolCall("start", name, "{}")
+    return [_USER, Message("assistant", [call]), Message("tool", [ToolResult(call.id, [_BACK])])]
 
 
 def _variables(request: GenerateRequest) -> tuple[object, ...]:
