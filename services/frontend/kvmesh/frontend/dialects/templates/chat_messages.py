@@ -56,7 +56,7 @@ def template_messages(
     number = 0
     for index, turn in enumerate(turns):
         if mark is not None and turn.generated is not None:
-            answer = writer.mark(turn, number, _ends_in_result(turns[:index], capabilities))
+            answer = writer.mark(turn, number, _ends_in_result(turns, index, capabilities))
             number += 1
             if answer is not None and mark(answer):
                 entries.append(writer.assistant(markers(turn.blocks, answer)))
@@ -76,14 +76,18 @@ def ends_in_result(messages: Sequence[Message], capabilities: TemplateCapabiliti
     Templates may write such a result within the model's turn, which then does not begin anew.
     """
     recent = takewhile(lambda message: message.role != "assistant", reversed(messages))
-    return _ends_in_result(_separate(reversed([*recent])), capabilities)
+    turns = _separate(reversed([*recent]))
+    return _ends_in_result(turns, len(turns), capabilities)
 
 
 def _ends_in_result(
-    turns: Sequence[ConversationTurn], capabilities: TemplateCapabilities
+    turns: Sequence[ConversationTurn], end: int, capabilities: TemplateCapabilities
 ) -> bool:
-    for turn in reversed(turns):
-        role = turn.role if capabilities.late_system or turn.role != "system" else "user"
+    """`ends_in_result` of the first `end` turns."""
+    for index in range(end - 1, -1, -1):
+        role = turns[index].role
+        if role == "system" and not capabilities.late_system:
+            role = "user"
         if role == "tool":
             return capabilities.calls is not None
         if role == "assistant" or (role == "user" and capabilities.user_after_tool):
@@ -159,9 +163,7 @@ class _MessageWriter:
         shown: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
         return [{"role": role, "content": _content(shown)}]
 
-    def mark(
-        self, turn: ConversationTurn, number: int, after_result: bool
-    ) -> MarkedAnswer | None:
+    def mark(self, turn: ConversationTurn, number: int, after_result: bool) -> MarkedAnswer | None:
         """The answer as one that markers stand for; None if the template splits it."""
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
         if turn.generated is None or (len(calls) > 1 and not self._capabilities.parallel):

@@ -23,7 +23,7 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
 )
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
 from kvmesh.frontend.dialects.templates.chat_messages import template_messages
-from kvmesh.frontend.dialects.templates.frame_probe import AnswerFrames, shows_tools
+from kvmesh.frontend.dialects.templates.frame_probe import AnswerFrames, probed, shows_tools
 from kvmesh.frontend.dialects.tools import function
 
 CONTINUE = "continue_final_message"
@@ -75,10 +75,13 @@ class ChatTemplate:
         capabilities = self._select(shows_tools(request))[1]
         unmarked = _hidden_answers(messages) if capabilities.drops_thinking else set()
         frames: dict[int, tuple[MarkedAnswer, AnswerFrame]] = {}
+        asked = probed(request, ends, today)
 
         def mark(answer: MarkedAnswer) -> bool:
-            frame = self._frames.of(request, answer, ends, today)
-            if frame is None or answer.number in unmarked:
+            if answer.number in unmarked:
+                return False
+            frame = self._frames.of(asked, answer)
+            if frame is None:
                 return False
             frames[answer.number] = answer, frame
             return True

@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -46,6 +46,15 @@ class RenderProbe(Protocol):
     ) -> str: ...
 
 
+class Probed(NamedTuple):
+    """What of a request determines the frames of its answers: `variables`, None if too large."""
+
+    request: GenerateRequest
+    variables: tuple[object, ...] | None
+    ends: frozenset[str]
+    today: datetime.date
+
+
 class AnswerFrames:
     """The frames of one model's answers. `capabilities` returns those with or without tools."""
 
@@ -57,34 +66,24 @@ class AnswerFrames:
         self._frames: LruCache[object, tuple[AnswerFrame | None]] = LruCache(MAX_FRAMES)
         self._openings: LruCache[object, tuple[str | None]] = LruCache(MAX_FRAMES)
 
-    def of(
-        self,
-        request: GenerateRequest,
-        answer: MarkedAnswer,
-        ends: frozenset[str],
-        today: datetime.date,
-    ) -> AnswerFrame | None:
+    def of(self, probed: Probed, answer: MarkedAnswer) -> AnswerFrame | None:
         """The frame of an answer; None if the template does not show it as it was generated."""
-        variables = _variables(request)
-        if len(str(variables)) > MAX_ARGS:
+        if probed.variables is None:
             return None
-        shape = (variables, *answer[2:6], answer.generated.opening, ends)
-        first = answer._replace(earlier_calls=int(answer.after_result))
-        frame = self._frame(shape, request, first, ends, today)
+        shape = (probed.variables, *answer[2:6], answer.generated.opening, probed.ends)
+        frame = self._frame(shape, probed, answer, int(answer.after_result))
         if frame is None or not frame.shows_ids:
             return frame
-        frame = self._frame((*shape, answer.earlier_calls), request, answer, ends, today)
+        frame = self._frame((*shape, answer.earlier_calls), probed, answer, answer.earlier_calls)
         if frame is None or not frame.shows_ids:
             return frame
         # the results of the calls name them by these ids
         written = answer.generated.text
-        return frame if all(name in written for name in self._ids(request, answer)) else None
+        return frame if all(name in written for name in self._ids(probed.request, answer)) else None
 
     def opening(self, request: GenerateRequest, today: datetime.date) -> str | None:
         """What the request's prompt has of the answer's turn; None if it cannot be told."""
-        after_result = ends_in_result(
-            request.messages, self._capabilities(shows_tools(request))
-        )
+        after_result = ends_in_result(request.messages, self._capabilities(shows_tools(request)))
         key = _variables(request), after_result
         known = self._openings.get(key)
         if known is None:
@@ -100,29 +99,19 @@ class AnswerFrames:
         return known[0]
 
     def _frame(
-        self,
-        key: object,
-        request: GenerateRequest,
-        answer: MarkedAnswer,
-        ends: frozenset[str],
-        today: datetime.date,
+        self, key: object, probed: Probed, answer: MarkedAnswer, earlier_calls: int
     ) -> AnswerFrame | None:
         known = self._frames.get(key)
         if known is None:
             try:
-                known = (self._probe(_small(request), answer, ends, today),)
+                known = (self._probe(probed, answer._replace(earlier_calls=earlier_calls)),)
             except TemplateError:
                 known = (None,)
             self._frames.put(key, known)
         return known[0]
 
-    def _probe(
-        self,
-        request: GenerateRequest,
-        answer: MarkedAnswer,
-        ends: frozenset[str],
-        today: datetime.date,
-    ) -> AnswerFrame | None:
+    def _probe(self, probed: Probed, answer: MarkedAnswer) -> AnswerFrame | None:
+        request, today = _small(probed.request), probed.today
         blocks: list[Block] = [Thinking("x")] if answer.thinking else []
         blocks += [ToolCall(f"{i}", name, "{}") for i, name in enumerate(answer.calls)]
         results: list[Block] = [ToolResult(f"{i}", [_BACK]) for i in range(len(answer.calls))]
@@ -133,7 +122,7 @@ class AnswerFrames:
         before = self._render(request, today, start, count=count, invites=False)
         conversation = [*start, turn, back]
         shown = self._render(request, today, conversation, lambda _: True, count, False)
-        return answer_frame(before, answer, shown, ends, self._ids(request, answer))
+        return answer_frame(before, answer, shown, probed.ends, self._ids(request, answer))
 
     def _ids(self, request: GenerateRequest, answer: MarkedAnswer) -> list[str]:
         """The ids of an answer's calls in the prompt."""
@@ -141,6 +130,12 @@ class AnswerFrames:
         return [
             call_id(style, name, answer.earlier_calls + i) for i, name in enumerate(answer.calls)
         ]
+
+
+def probed(request: GenerateRequest, ends: frozenset[str], today: datetime.date) -> Probed:
+    """The request as `AnswerFrames` takes it; `ends` are the tokens that end an answer."""
+    variables = _variables(request)
+    return Probed(request, variables if len(str(variables)) <= MAX_ARGS else None, ends, today)
 
 
 def shows_tools(request: GenerateRequest) -> bool:
