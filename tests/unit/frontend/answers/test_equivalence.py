@@ -135,7 +135,12 @@ CLAUDE_CODE = [  # tool, generated, returned, same by its habits
     ("Write", {"content": " x"}, {"content": "x"}, False),
     ("Write", {"content": "x\n\n"}, {"content": "x\n"}, False),
     ("Write", {"file_path": "x "}, {"file_path": "x"}, False),
-    ("Edit", {"old_string": "a ", "new_string": "b "}, {"old_string": "a", "new_string": "b"}, True),
+    (
+        "Edit",
+        {"old_string": "a ", "new_string": "b "},
+        {"old_string": "a", "new_string": "b"},
+        True,
+    ),
     (
         "MultiEdit",
         {"edits": [{"old_string": "a ", "new_string": "b"}]},
