@@ -23,10 +23,14 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
 )
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
 from kvmesh.frontend.dialects.templates.chat_messages import template_messages
-from kvmesh.frontend.dialects.templates.frame_probe import AnswerFrames, probed, shows_tools
+from kvmesh.frontend.dialects.templates.frame_probe import (
+    CONTINUE,
+    AnswerFrames,
+    probed,
+    shows_tools,
+)
 from kvmesh.frontend.dialects.tools import function
 
-CONTINUE = "continue_final_message"
 ATTEMPTS = 2  # to show answers as they were generated
 _OPEN_END = "\ue000kvmesh-continue\ue000"
 # Switches of templates that can show earlier thinking: dropping it would change the prompt's prefix

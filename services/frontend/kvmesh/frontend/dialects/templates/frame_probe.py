@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -27,6 +27,7 @@ from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result
 from kvmesh.frontend.dialects.tools import model_name
 from kvmesh.runtime.lru import LruCache
 
+CONTINUE = "continue_final_message"
 MAX_FRAMES = 1024
 MAX_ARGS = 512  # characters of a request's template variables
 _USER, _BACK = Message("user", [Text("x")]), Text("y")
@@ -83,6 +84,8 @@ class AnswerFrames:
 
     def opening(self, request: GenerateRequest, today: datetime.date) -> str | None:
         """What the request's prompt has of the answer's turn; None if it cannot be told."""
+        if request.template_args.get(CONTINUE):
+            return None
         after_result = ends_in_result(request.messages, self._capabilities(shows_tools(request)))
         key = _variables(request), after_result
         known = self._openings.get(key)
@@ -155,10 +158,16 @@ def _start(request: GenerateRequest, after_result: bool) -> list[Message]:
 
 def _variables(request: GenerateRequest) -> tuple[object, ...]:
     """All of a request that changes how its answers are framed."""
-    return request.thinking, shows_tools(request), repr(request.template_args)
+    return request.thinking, shows_tools(request), repr(_arguments(request))
+
+
+def _arguments(request: GenerateRequest) -> dict[str, Any]:
+    """The variables of the template but for the one that leaves the conversation's end open."""
+    return {name: value for name, value in request.template_args.items() if name != CONTINUE}
 
 
 def _small(request: GenerateRequest) -> GenerateRequest:
     """The request with one tool, if it has any."""
     shown = next((tool for tool in request.tools if not tool.deferred), None)
-    return replace(request, tools=[] if shown is None else [shown])
+    tools = [] if shown is None else [shown]
+    return replace(request, tools=tools, template_args=_arguments(request))
