@@ -106,7 +106,7 @@ def test_calls_that_tool_choice_forced_are_shown_to_requests_that_force_calls() 
     known, identifier = Known(), call_id()
     known.generated(Thinking("I see."), read(identifier, a=1), forced=True)
     known.returned(read(identifier, a=1))
-    blocks = [Thinking("I see."), read(identifier, a=1)]
+    blocks: list[Block] = [Thinking("I see."), read(identifier, a=1)]
     assert known.restore(forced=True)[1].messages[1] == Message("assistant", blocks, GENERATED)
     assert known.restore()[1].messages[1] == Message("assistant", blocks)
 

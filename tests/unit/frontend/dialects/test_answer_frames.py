@@ -2,7 +2,7 @@
 
 import re
 from array import array
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -24,11 +24,12 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates import answer_frames
-from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
+from kvmesh.frontend.dialects.templates import answer_frames, sandbox
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
 from kvmesh.frontend.tokenizer.prefix_cache import text_pieces
 
+Role = Literal["tool", "user"]
+ROLES: list[Role] = ["tool", "user"]
 TOOLS = [tool("read", path={"type": "string"}), tool("grep", query={"type": "string"})]
 ENDS = {
     "demo": ["<|im_end|>"],
@@ -92,9 +93,10 @@ def called(number: int, *names: str) -> list[Block]:
     return [ToolCall(f"c{number}-{i}", name, '{"path": "a"}') for i, name in enumerate(names)]
 
 
-def found(*calls: Block) -> Message:
+def found(*calls: Block, role: Role = "tool") -> Message:
+    """The results of calls, in the role that the API gives them."""
     ids = [call.id for call in calls if isinstance(call, ToolCall)]
-    return Message("tool", [ToolResult(each, [Text(f"result of {each}")]) for each in ids])
+    return Message(role, [ToolResult(each, [Text(f"result of {each}")]) for each in ids])
 
 
 def user(text: str = "Go on.") -> Message:
@@ -104,6 +106,7 @@ def user(text: str = "Go on.") -> Message:
 WORDS = st.sampled_from(
     ["look", "é\n {{ x }}", "<|im_end|>", "</think>\n\n\n", '{"a":1}', "[CALL_ID]", "\ue000", " "]
 )
+NAMES = st.sampled_from(["read", "grep"])
 RAW = st.lists(WORDS, min_size=1, max_size=4).map("".join)
 
 
@@ -114,13 +117,14 @@ def sessions(draw: st.DrawFn, alone: bool = False) -> list[Turn]:
     for number in range(draw(st.integers(1, 5))):
         thinking: list[Block] = draw(st.lists(st.builds(Thinking, WORDS), max_size=1))
         text: list[Block] = list(draw(st.lists(st.builds(Text, WORDS), max_size=1)))
-        names = draw(st.lists(st.sampled_from(["read", "grep"]), max_size=1 if alone else 3))
+        names = draw(st.lists(NAMES, max_size=1 if alone else 3))
         blocks = [*thinking, *text, *called(number, *names)]
         if not names and not text:
             blocks.append(Text("ok"))
         ids = [f"functions.{n}:{calls + i} call{calls + i:05d}" for i, n in enumerate(names)]
         calls += len(names)
-        back = [found(*blocks)] if names else [user(draw(WORDS))]
+        role = draw(st.sampled_from(ROLES))
+        back = [found(*blocks, role=role)] if names else [user(draw(WORDS))]
         if names and draw(st.booleans()):
             back.append(user(draw(WORDS)))
         turns.append(Turn(blocks, draw(RAW) + "".join(ids), back))
@@ -154,18 +158,20 @@ def test_no_part_of_a_conversation_is_lost(name: str, turns: list[Turn], late: A
             assert session.prompt.text.count(text) == plain.count(text)
 
 
-def test_thinking_that_a_template_drops_is_gone_after_the_user_s_next_message() -> None:
+@pytest.mark.parametrize("role", ROLES)
+def test_thinking_that_a_template_drops_is_gone_after_the_user_s_next_message(role: Role) -> None:
     session = Session("last_query")
     blocks = [Thinking("I see."), Text("Let me."), *called(0, "read")]
-    assert session.turn(Turn(blocks, "RAW0", [found(*blocks)]))
-    assert session.turn(Turn(called(1, "read"), "RAW1", [found(*called(1, "read"))]))
+    assert session.turn(Turn(blocks, "RAW0", [found(*blocks, role=role)]))
+    calls = called(1, "read")
+    assert session.turn(Turn(calls, "RAW1", [found(*calls, role=role)]))
     assert session.raws() == ["RAW0", "RAW1"]
     assert not session.turn(Turn([Thinking("So."), Text("Done.")], "RAW2", [user()]))
     assert session.raws() == ["RAW1"]
     assert "I see." not in session.prompt.text
     before = session.prompt.text
     blocks = [Thinking("Again."), *called(3, "grep")]
-    assert session.turn(Turn(blocks, "RAW3", [found(*blocks)]))
+    assert session.turn(Turn(blocks, "RAW3", [found(*blocks, role=role)]))
     assert session.prompt.text.startswith(before)
     assert session.raws() == ["RAW1", "RAW3"]
 
@@ -291,33 +297,50 @@ def test_images_deferred_tools_and_system_messages_do_not_move_answers() -> None
     assert session.raws() == ["RAW"]
 
 
-def conversation(turns: int, known: bool) -> GenerateRequest:
+def conversation(turns: int) -> GenerateRequest:
     messages = [user("hi")]
     for number in range(turns):
         blocks = [Thinking("I see. " * 20), Text("So. " * 9), *called(number, "read")]
         generated = Generated("<|assistant|>", "RAW " * 80, b"")
-        messages.append(Message("assistant", blocks, generated if known else None))
+        messages.append(Message("assistant", blocks, generated))
         messages.append(found(*blocks))
     return request(*messages, tools=TOOLS)
 
 
-def test_a_long_conversation_is_rendered_once() -> None:
-    rendered: list[int] = []
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of messages of each rendering."""
+    counts: list[int] = []
+    render = sandbox.render
 
-    class Counted(ChatTemplate):
-        def _render(self, asked: Any, today: Any, messages: Any, *rest: Any, **other: Any) -> str:
-            rendered.append(len(messages))
-            return super()._render(asked, today, messages, *rest, **other)
+    def counted(chat: Any, variables: dict[str, Any], *rest: int) -> str:
+        counts.append(len(variables["messages"]))
+        return render(chat, variables, *rest)
 
-    source = (template("no_end").source).encode()
-    chat = Counted({"chat_template.jinja": source})
-    ends = frozenset(ENDS["no_end"])
-    assert len(chat.prompt(conversation(200, True), TODAY, ends).insertions) == 200
+    monkeypatch.setattr(sandbox, "render", counted)
+    return counts
+
+
+def test_a_long_conversation_is_rendered_once(rendered: list[int]) -> None:
+    chat, ends = TEMPLATES["no_end"], frozenset(ENDS["no_end"])
+    assert len(chat.prompt(conversation(200), TODAY, ends).insertions) == 200
     assert [count for count in rendered if count > 5] == [401]
-    assert len(rendered) < 10
     rendered.clear()
-    chat.prompt(conversation(200, True), TODAY, ends)
+    chat.prompt(conversation(200), TODAY, ends)
     assert rendered == [401]
+
+
+@pytest.mark.parametrize("name", ["last_query", "within_turn"])
+def test_answers_that_a_template_hides_cost_one_rendering_more_at_most(
+    name: str, rendered: list[int]
+) -> None:
+    asked = conversation(20)
+    asked.messages += [user(), *conversation(20).messages[1:]]
+    chat, ends = TEMPLATES[name], frozenset(ENDS[name])
+    chat.prompt(asked, TODAY, ends)
+    rendered.clear()
+    chat.prompt(asked, TODAY, ends)
+    assert len(rendered) <= 2
 
 
 def test_the_tokens_of_an_answer_are_the_generated_ones() -> None:

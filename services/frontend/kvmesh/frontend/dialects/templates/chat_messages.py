@@ -70,13 +70,16 @@ def template_messages(
     return [_as_parts(m) for m in entries] if capabilities.parts else entries
 
 
-def ends_in_result(messages: Sequence[Message], capabilities: TemplateCapabilities) -> bool:
-    """True if the template shows a tool's result at the end of a conversation.
+def ends_in_result(
+    messages: Sequence[Message], end: int, capabilities: TemplateCapabilities
+) -> bool:
+    """True if the template shows a tool's result at the end of the first `end` messages.
 
     Templates may write such a result within the model's turn, which then does not begin anew.
     """
-    recent = takewhile(lambda message: message.role != "assistant", reversed(messages))
-    turns = _separate(reversed([*recent]))
+    before = (messages[index] for index in range(end - 1, -1, -1))
+    recent = [*takewhile(lambda message: message.role != "assistant", before)]
+    turns = _separate(reversed(recent))
     return _ends_in_result(turns, len(turns), capabilities)
 
 

@@ -22,7 +22,7 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
     MarkedText,
 )
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
-from kvmesh.frontend.dialects.templates.chat_messages import template_messages
+from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result, template_messages
 from kvmesh.frontend.dialects.templates.frame_probe import (
     CONTINUE,
     AnswerFrames,
@@ -77,7 +77,7 @@ class ChatTemplate:
         if not any(message.generated for message in messages):
             return RenderedPrompt(self._render(request, today, messages))
         capabilities = self._select(shows_tools(request))[1]
-        unmarked = _hidden_answers(messages) if capabilities.drops_thinking else set()
+        unmarked = _hidden_answers(messages, capabilities)
         frames: dict[int, tuple[MarkedAnswer, AnswerFrame]] = {}
         asked = probed(request, ends, today)
 
@@ -195,12 +195,19 @@ def _thinking(request: GenerateRequest) -> dict[str, bool]:
     return {"enable_thinking": request.thinking, "thinking": request.thinking}
 
 
-def _hidden_answers(messages: list[Message]) -> set[int]:
-    """The numbers of the answers before the user's last message with thinking.
+def _hidden_answers(messages: list[Message], capabilities: TemplateCapabilities) -> set[int]:
+    """The numbers of the answers with thinking before the user's last message.
 
-    A template that drops thinking does not show theirs.
+    A template that drops thinking does not show them whole.
     """
-    last = max((i for i, m in enumerate(messages) if m.role == "user"), default=0)
+    if not capabilities.drops_thinking:
+        return set()
+    # a message with nothing but results is no message of the user
+    last = len(messages) - 1
+    while last > 0 and (
+        messages[last].role == "assistant" or ends_in_result(messages, last + 1, capabilities)
+    ):
+        last -= 1
     answers = [message for message in messages[:last] if message.generated is not None]
     return {
         number

@@ -86,7 +86,8 @@ class AnswerFrames:
         """What the request's prompt has of the answer's turn; None if it cannot be told."""
         if request.template_args.get(CONTINUE):
             return None
-        after_result = ends_in_result(request.messages, self._capabilities(shows_tools(request)))
+        capabilities = self._capabilities(shows_tools(request))
+        after_result = ends_in_result(request.messages, len(request.messages), capabilities)
         key = _variables(request), after_result
         known = self._openings.get(key)
         if known is None:
