@@ -1,4 +1,4 @@
-"""Whether a client returns an answer with the meaning that it was generated with."""
+"""Comparison of returned answers with generated ones, by their meaning."""
 
 import json
 import time

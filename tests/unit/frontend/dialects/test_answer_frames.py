@@ -24,6 +24,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
+from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.templates import answer_frames, sandbox
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
 from kvmesh.frontend.tokenizer.prefix_cache import text_pieces
@@ -125,7 +126,7 @@ def sessions(draw: st.DrawFn, alone: bool = False) -> list[Turn]:
         calls += len(names)
         role = draw(st.sampled_from(ROLES))
         back = [found(*blocks, role=role)] if names else [user(draw(WORDS))]
-        if names and draw(st.booleans()):
+        if draw(st.booleans()) and names:
             back.append(user(draw(WORDS)))
         turns.append(Turn(blocks, draw(RAW) + "".join(ids), back))
     return turns
@@ -265,6 +266,20 @@ def test_a_template_that_refuses_the_small_conversation_shows_answers_as_sent() 
     )
     known = [user("long"), shown([Text("b")], "RAW", ""), user("c")]
     assert "assistant:b;" in from_source(source).prompt(request(*known), TODAY).text
+
+
+def test_a_template_that_refuses_markers_shows_answers_as_sent() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.index0 > 4 and m.content | length > 20 %}"
+        "{{ raise_exception(m.content) }}{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    answers = [shown([Text("ok")], f"RAW{number}", "") for number in range(3)]
+    known = [part for answer in answers for part in (user(), answer)]
+    prompt = from_source(source).prompt(request(*known, user()), TODAY)
+    assert prompt.text.count("assistant:ok;") == 3
+    with pytest.raises(TemplateError) as refused:
+        from_source(source).prompt(request(*known, user("x" * 30)), TODAY)
+    assert answer_frames._KEY not in str(refused.value)
 
 
 def test_clients_cannot_forge_markers() -> None:

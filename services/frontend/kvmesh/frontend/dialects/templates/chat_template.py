@@ -92,7 +92,10 @@ class ChatTemplate:
 
         for _ in range(ATTEMPTS):
             frames.clear()
-            text = MarkedText(self._render(request, today, messages, mark))
+            try:
+                text = MarkedText(self._render(request, today, messages, mark))
+            except TemplateError:
+                break  # its message may quote markers
             failed = {number for number, each in frames.items() if not text.insert(*each)}
             if not failed:
                 return text.finish()
@@ -100,7 +103,7 @@ class ChatTemplate:
         return RenderedPrompt(self._render(request, today, messages))
 
     def opening(self, request: GenerateRequest, today: datetime.date) -> str | None:
-        """What the request's prompt has of the answer's turn; None if it cannot be told."""
+        """The part of the answer's turn that ends the prompt; None if it cannot be told."""
         return self._frames.opening(request, today)
 
     def _render(

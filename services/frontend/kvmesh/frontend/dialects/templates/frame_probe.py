@@ -48,7 +48,7 @@ class RenderProbe(Protocol):
 
 
 class Probed(NamedTuple):
-    """What of a request determines the frames of its answers: `variables`, None if too large."""
+    """A request whose answers are framed: by `variables`, None if they are too large."""
 
     request: GenerateRequest
     variables: tuple[object, ...] | None
@@ -83,7 +83,7 @@ class AnswerFrames:
         return frame if all(name in written for name in self._ids(probed.request, answer)) else None
 
     def opening(self, request: GenerateRequest, today: datetime.date) -> str | None:
-        """What the request's prompt has of the answer's turn; None if it cannot be told."""
+        """The part of the answer's turn that ends the prompt; None if it cannot be told."""
         if request.template_args.get(CONTINUE):
             return None
         capabilities = self._capabilities(shows_tools(request))
