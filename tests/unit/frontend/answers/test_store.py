@@ -144,6 +144,14 @@ async def test_a_prompt_does_not_wait_for_a_bad_bucket(
     assert len(caplog.records) == 1
 
 
+async def test_no_read_is_left_behind_by_the_failure_of_another(bucket: FakeBucket) -> None:
+    bucket.delay_s = 0.01
+    bucket.failure = BusError("no bucket")
+    before = asyncio.all_tasks()
+    await Store(bucket).fetch("t", [f"name{n}" for n in range(100)])
+    assert asyncio.all_tasks() == before
+
+
 async def test_an_answer_that_cannot_be_stored_is_known_here(
     bucket: FakeBucket, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,7 +99,10 @@ class AnswerStore:
             async with asyncio.timeout(READ_S):
                 bucket = await self._open()
                 reads = (self._read(bucket, tenant, n, limit) for n in wanted[-MAX_READ:])
-                await asyncio.gather(*reads)
+                ended = await asyncio.gather(*reads, return_exceptions=True)
+            # none of the reads is left behind by the failure of another
+            for failure in filter(None, ended):
+                raise failure
             self._failing = False
         except (BusError, TimeoutError) as error:
             self._paused_until = now + PAUSE_S
