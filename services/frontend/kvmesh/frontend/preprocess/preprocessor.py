@@ -1,8 +1,6 @@
 """Preprocessing of a request: chat template, tokenizer, block hashes, limits."""
 
 import datetime
-from array import array
-from collections.abc import Iterator
 from time import monotonic
 from typing import TypeVar
 
@@ -22,15 +20,16 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects.errors import TemplateError
-from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
+from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
-from kvmesh.frontend.namespaces import TenantNamespaces, is_inferred, scope_sessions
+from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
 from kvmesh.frontend.preprocess.limits import check_prompt_memory, output_limit
+from kvmesh.frontend.preprocess.prompt_encoder import LONG_TEXT, PromptEncoder
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 from kvmesh.frontend.preprocess.retention import (
     TokenOffsets,
@@ -44,23 +43,14 @@ from kvmesh.frontend.preprocess.tool_choice import (
     required_tool_call,
     strict_tool_tags,
 )
-from kvmesh.frontend.tokenizer.encoder import SegmentMemo
-from kvmesh.frontend.tokenizer.prefix_cache import (
-    EncodedPrompt,
-    PrefixTokenCache,
-    TextPiece,
-    text_pieces,
-)
-from kvmesh.frontend.tokenizer.text_slices import check_runs
+from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, TextPiece, text_pieces
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.tracing.names import RENDER, TOKENIZE
 
 T = TypeVar("T")
 FoundAnswers = list[tuple[AnswerRun, KnownAnswer]]
-LONG_TEXT = 8192
 LARGE_BODY = 128 << 10  # bytes; larger requests are preprocessed in a thread
 MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread, too
-SLICE_TOKENS = 4096
 TAIL_CHARS = 256
 MIN_MESSAGES = 3  # of a conversation with an earlier answer
 
@@ -121,8 +111,7 @@ class PreparedRequest(Struct):
 class Preprocessor:
     """Renders, tokenizes and hashes prompts; long ones in threads, so as not to block the loop.
 
-    Tokenizing stops at most one slice beyond the model's context. With `share_prefixes`, agents'
-    prompts begin with what their sessions share.
+    With `share_prefixes`, agents' prompts begin with what their sessions share.
     """
 
     def __init__(
@@ -135,8 +124,7 @@ class Preprocessor:
         self._tenants = tenants
         self.answers = answers if answers is not None and answers.enabled else None
         self._share_prefixes = share_prefixes
-        self._memo = SegmentMemo(memo_bytes // 3 * 2)
-        self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
+        self._encoder = PromptEncoder(memo_bytes)
         self.threads = FairThreads()
 
     async def prepare(
@@ -205,10 +193,10 @@ class Preprocessor:
         encoded: EncodedPrompt | None = None
         rendered = monotonic()
         if request.prompts:
-            packed = yield from self._raw_prompts(request, model)
+            packed = yield from self._encoder.raw_prompts(request, model)
             retention = explicit_retention(request)
         else:
-            encoded = yield from self._conversation(request, rendered_prompt, model)
+            encoded = yield from self._encoder.conversation(request, rendered_prompt, model)
             packed = [encoded.tokens]
             retention = yield from self._retention(request, model, encoded)
         check_prompt_memory(packed, request.n)
@@ -253,11 +241,11 @@ class Preprocessor:
         if not model.card.images:
             _reject_images(request)
         if request.prompts:
-            return (yield from self._raw_prompts(request, model))
+            return (yield from self._encoder.raw_prompts(request, model))
         self._restore(request, model, found, required_tool_call(request) is not None)
         yield from self._edit(request, model)
         rendered = render(request, model)
-        return [(yield from self._conversation(request, rendered, model)).tokens]
+        return [(yield from self._encoder.conversation(request, rendered, model)).tokens]
 
     def _edit(self, request: GenerateRequest, model: ServedModel) -> Steps[None]:
         """Edit the conversation as the request asks."""
@@ -265,7 +253,7 @@ class Preprocessor:
             counter = PromptCounter(
                 model.card.context,
                 lambda messages: self._count_messages(request, messages, model),
-                lambda text: self._count_text(text, request.cache_salt, model),
+                lambda text: self._encoder.count_text(text, request.cache_salt, model),
             )
             drops = model.dialect.template.drops_thinking
             yield from apply_edits(request, request.context_edits, drops, counter)
@@ -276,13 +264,10 @@ class Preprocessor:
         """Tokens of the prompt with these messages; raises ContextExceeded."""
         changed = replace(request, messages=messages)
         rendered = render(changed, model)
-        return len((yield from self._conversation(changed, rendered, model)).tokens) // TOKEN_BYTES
-
-    def _count_text(self, text: str, tenant: str, model: ServedModel) -> Steps[int]:
-        """Tokens of a text on its own; raises ContextExceeded."""
-        check_fits(text, model)
-        (tokens,) = yield from self._encode([TextPiece(text)], tenant, model)
-        return len(tokens) // TOKEN_BYTES
+        return (
+            len((yield from self._encoder.conversation(changed, rendered, model)).tokens)
+            // TOKEN_BYTES
+        )
 
     async def tokens_before(
         self, request: GenerateRequest, model: ServedModel, marker: str
@@ -298,69 +283,11 @@ class Preprocessor:
         if end < 0:
             return b""
         pieces = text_pieces(rendered._replace(text=rendered.text[:end]), model.dialect.encoder)
-        return b"".join((yield from self._encode(pieces[:-1], request.cache_salt, model)))
+        return b"".join((yield from self._encoder.encode(pieces[:-1], request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
         small = request.body_bytes < LARGE_BODY and len(request.messages) < MANY_MESSAGES
         return await self.threads.run_steps(request.owner, steps, at_once=small)
-
-    def _raw_prompts(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
-        """Packed tokens of prompts without a template: texts and token ids."""
-        prompts = []
-        for prompt in request.prompts:
-            if isinstance(prompt, str):
-                prompts.append((yield from self._raw_text(prompt, model)))
-            else:
-                prompts.append(_pack(prompt))
-        return prompts
-
-    def _raw_text(self, text: str, model: ServedModel) -> Steps[bytes]:
-        """Packed tokens of one text, with the special tokens that the tokenizer adds."""
-        check_fits(text, model)
-        if len(text) >= LONG_TEXT:
-            yield
-        return (yield from _collect(model.dialect.encoder.text_steps(text), model))
-
-    def _conversation(
-        self, request: GenerateRequest, rendered: RenderedPrompt, model: ServedModel
-    ) -> Steps[EncodedPrompt]:
-        """Tokens of a rendered conversation; only text after the cached prefix is processed."""
-        text = rendered.text
-        check_fits(text, model)
-        encoder, tenant = model.dialect.encoder, request.cache_salt
-        key = self._memo_key(tenant, model), hash(_conversation(request))
-        cached = self._prefix_cache.get(key, text, encoder.longest_marker)
-        cached = cached.outside(rendered.insertions)
-        pieces = text_pieces(rendered, encoder, cached.end)
-        if len(pieces) > model.card.context:
-            raise ContextExceeded(len(pieces), None, model.card.context)
-        tokens = yield from self._encode(pieces, tenant, model)
-        encoded = cached.extended(text, [piece.text for piece in pieces], tokens)
-        if len(text) >= LONG_TEXT:
-            self._prefix_cache.put(key, encoded)
-        return encoded
-
-    def _encode(
-        self, pieces: list[TextPiece], tenant: str, model: ServedModel
-    ) -> Steps[list[bytes]]:
-        """Packed tokens of each piece, if they are not known from the memo where possible."""
-        memo, key = self._memo, self._memo_key(tenant, model)
-        cached = [p.tokens if p.tokens is not None else memo.get(key, p.text) for p in pieces]
-        missing = sum(len(p.text) for p, t in zip(pieces, cached, strict=True) if t is None)
-        if missing >= LONG_TEXT:
-            yield
-        encoded, count = [], 0
-        for (segment, _), tokens in zip(pieces, cached, strict=True):
-            if tokens is None:
-                tokens = yield from _collect(model.dialect.encoder.steps(segment), model, count)
-                memo.put(key, segment, tokens)
-            encoded.append(tokens)
-            count += len(tokens) // 4
-        return encoded
-
-    def _memo_key(self, tenant: str, model: ServedModel) -> int:
-        """A key that separates the cached texts of tenants and of tokenizers."""
-        return hash((model.card.files, tenant))
 
     def _retention(
         self, request: GenerateRequest, model: ServedModel, encoded: EncodedPrompt
@@ -375,39 +302,9 @@ class Preprocessor:
             if budget < 0:
                 break  # earlier offsets are rounded down to their edge
             part = [TextPiece(encoded.text[edge:offset])]
-            tokens = yield from self._encode(part, request.cache_salt, model)
+            tokens = yield from self._encoder.encode(part, request.cache_salt, model)
             offsets.add(offset, b"".join(tokens))
         return prompt_retention(request, spans, offsets, model.card.block_size)
-
-
-def check_fits(text: str, model: ServedModel) -> None:
-    """Raise ContextExceeded for a text with more bytes than a full context of longest tokens."""
-    longest, context = model.dialect.encoder.longest_token, model.card.context
-    if longest is not None:
-        size = len(text) if text.isascii() else len(text.encode())
-        if size > context * longest:
-            raise ContextExceeded(-(-size // longest), None, context)
-    check_runs(text)
-
-
-def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Steps[bytes]:
-    """The tokens of a text after `count` others; raises ContextExceeded once they do not fit."""
-    parts = []
-    for tokens in slices:
-        parts.append(tokens)
-        count += len(tokens) // TOKEN_BYTES
-        if count > model.card.context:
-            raise ContextExceeded(count, None, model.card.context)
-        if len(tokens) >= SLICE_TOKENS or not tokens:
-            yield
-    return b"".join(parts)
-
-
-def _conversation(request: GenerateRequest) -> tuple[str, int]:
-    """The key that turns of a conversation share, with the session if the client names it."""
-    session = request.hints.session or ""
-    key = request.hints.conversation or conversation_key(request)
-    return "" if is_inferred(session) else session, key
 
 
 def _guided(
@@ -431,13 +328,6 @@ def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
         raise InvalidRequest(
             f"The model's chat template refused the conversation: {error}", "messages"
         ) from error
-
-
-def _pack(ids: list[int]) -> bytes:
-    try:
-        return array("I", ids).tobytes()
-    except OverflowError as error:
-        raise InvalidRequest("A token id is negative or too large.", "prompt") from error
 
 
 def hash_prompt(
