@@ -3,8 +3,12 @@
 Each turn finds in the cache what it would find if the client returned every answer as generated.
 """
 
+import asyncio
 import json
+import os
+import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,17 @@ from harnesses.test_claude_code import claude as run_claude
 from harnesses.test_codex import agent_messages
 from harnesses.test_codex import codex as run_codex
 from harnesses.test_opencode import PATHS, QUIET, configure, texts
+from harnesses.tours import MANY
 from support.harness import KEY, ClientResult
+from support.up import Up
+from support.wait import eventually
 
 pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
 SERVER = Path(__file__).with_name("mcp_server.py")
 MCP = {"mcpServers": {"big": {"command": sys.executable, "args": [str(SERVER)]}}}
 LIMIT_S = 240.0
+LONG = 500  # tokens of an answer
+Ask = Callable[[Touring, str, bool], Awaitable[str]]
 
 
 async def claude(tour: Touring, prompt: str, *flags: str) -> dict[str, Any]:
@@ -91,19 +100,98 @@ PI_APIS = ("openai-completions", "openai-responses", "anthropic-messages")
 @pytest.mark.parametrize("api", PI_APIS)
 async def test_pi(start_tour: StartTour, api: str) -> None:
     tour = await start_tour(f"pi-{api}", "pi")
+    assert (await pi(tour, api, "Tour of pi")).endswith("That was the tour (pi-4).")
+    assert (await pi(tour, api, "--continue", "And then?")).endswith("There is a file (pi-6).")
+    await tour.assert_as_replayed()
+
+
+async def pi(tour: Touring, api: str, *arguments: str) -> str:
     base = tour.url if api.startswith("anthropic") else f"{tour.url}/v1"
     model = {"id": "kvmesh-demo", "reasoning": True, "contextWindow": 262144, "maxTokens": 16384}
     provider = {"baseUrl": base, "api": api, "apiKey": KEY, "models": [model]}
     folder = tour.workspace.home / ".pi/agent"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "models.json").write_text(json.dumps({"providers": {"kvmesh": provider}}))
     quiet = {"PI_OFFLINE": "1", "PI_TELEMETRY": "0"}
+    command = ["--model", "kvmesh/kvmesh-demo", "--print", *arguments]
+    done = await tour.workspace.run("pi", *command, env=quiet, timeout=LIMIT_S)
+    assert done.status == 0, done
+    return done.output.strip()
+
+
+async def test_qwen_code(start_tour: StartTour) -> None:
+    tour = await start_tour("qwen")
+    env = {
+        "OPENAI_BASE_URL": f"{tour.url}/v1",
+        "OPENAI_API_KEY": KEY,
+        "OPENAI_MODEL": "kvmesh-demo",
+        "QWEN_TELEMETRY_ENABLED": "false",
+    }
     for prompt, last in (
-        (["Tour of pi"], "That was the tour (pi-4)."),
-        (["--continue", "And then?"], "There is a file (pi-6)."),
+        (["Tour of qwen"], "That was the tour (qwen-4)."),
+        (["--continue", "And then?"], "There is a file (qwen-6)."),
     ):
-        command = ["--model", "kvmesh/kvmesh-demo", "--print", *prompt]
-        done = await tour.workspace.run("pi", *command, env=quiet, timeout=LIMIT_S)
+        command = ["--auth-type", "openai", "--approval-mode", "yolo", *prompt]
+        done = await tour.workspace.run("qwen", *command, env=env, timeout=LIMIT_S)
         assert done.status == 0, done
         assert done.output.strip().endswith(last), done
     await tour.assert_as_replayed()
+
+
+async def test_continue(start_tour: StartTour) -> None:
+    tour = await start_tour("continue")
+    file = tour.workspace.home / "config.yaml"
+    model = {"name": "kvmesh", "provider": "openai", "model": "kvmesh-demo"}
+    model |= {"apiBase": f"{tour.url}/v1", "apiKey": KEY}
+    tools = {"roles": ["chat"], "capabilities": ["tool_use"]}
+    config = {"name": "kvmesh", "version": "1.0.0", "schema": "v1", "models": [model | tools]}
+    file.write_text(json.dumps(config))  # which is YAML, too
+    env = {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_CLI_ENABLE_TELEMETRY": "0"}
+    for prompt, last in (
+        (["Tour of continue"], "That was the tour (continue-4)."),
+        (["--resume", "And then?"], "There is a file (continue-6)."),
+    ):
+        command = ["--config", str(file), "--auto", "--print", *prompt]
+        done = await tour.workspace.run("cn", *command, env=env, timeout=LIMIT_S)
+        assert done.status == 0, done
+        assert done.output.strip().endswith(last), done
+    await tour.assert_as_replayed()
+
+
+async def ask_claude(tour: Touring, prompt: str, again: bool) -> str:
+    result = await claude(tour, prompt, *(["--continue"] if again else []))
+    return str(result["result"])
+
+
+async def ask_codex(tour: Touring, prompt: str, again: bool) -> str:
+    resume = ["resume", "--last"] if again else []
+    return agent_messages(await run_codex(tour.url, tour.workspace, *resume, prompt))[-1]
+
+
+async def ask_opencode(tour: Touring, prompt: str, again: bool) -> str:
+    more = ["--continue"] if again else []
+    return texts(await opencode(tour, "@ai-sdk/openai-compatible", *more, prompt))[-1]
+
+
+async def ask_pi(tour: Touring, prompt: str, again: bool) -> str:
+    return await pi(tour, "openai-completions", *(["--continue"] if again else []), prompt)
+
+
+@pytest.mark.parametrize("ask", [ask_claude, ask_codex, ask_opencode, ask_pi])
+async def test_a_worker_is_killed(start_tour: StartTour, tour_mesh: Up, ask: Ask) -> None:
+    """The other worker continues the answer, and then holds all of it."""
+    tour = await start_tour(f"killed-{ask.__name__}", "long")
+    answering = asyncio.create_task(ask(tour, "Write at length", False))
+    request = await eventually(lambda: long_answer(tour) or (answering.done() and "none"))
+    decision = next(each for each in tour.tap.decisions if each.request == request)
+    os.kill(tour_mesh.children()[decision.chosen.instance.rpartition("-")[0]], signal.SIGKILL)
+    assert (await answering).endswith(f"{MANY * 4} (long-0)")
+    assert (await tour.tap.outcome_of(request)).attempts == 2
+    assert await ask(tour, "And then?", True) == "That was long (long-1)."
+    await tour.assert_as_replayed()
+
+
+def long_answer(tour: Touring) -> str | None:
+    """The request of which a good part of a long answer has been generated."""
+    known = tour.tap.generated.items()
+    return next((name for name, tokens in known if len(tokens) > LONG), None)

@@ -40,7 +40,7 @@ class Tap:
 
         async def on_output(message: StepOutput) -> None:
             for chunk in message.chunks:
-                tokens = self.generated.setdefault(chunk.request, [])
+                tokens = self.generated.setdefault(_request(chunk.request), [])
                 tokens[chunk.offset :] = chunk.tokens
 
         await bus.subscribe(bus.subjects.expand("work.>"), work, on_work)
@@ -64,8 +64,11 @@ class Tap:
         return await self.outcome_of(work.request)
 
     async def outcome_of(self, request: str) -> Outcome:
-        """The outcome of a request, by its id."""
-        found = await eventually(lambda: [o for o in self.outcomes if o.request == request])
+        """The outcome of a request, by its id or that of one of its attempts."""
+        wanted = _request(request)
+        found = await eventually(
+            lambda: [o for o in self.outcomes if _request(o.request) == wanted]
+        )
         return found[-1]
 
     def answer(self, request: str) -> str:
@@ -82,6 +85,11 @@ class Tap:
 
     def of(self, session: str) -> list[Work]:
         return [work for work in self.works if work.session == session]
+
+
+def _request(attempt: str) -> str:
+    """The request of which this is an attempt: the second of r is r.1."""
+    return attempt.partition(".")[0]
 
 
 def shared(before: Work, after: Work) -> int:
