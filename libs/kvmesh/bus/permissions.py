@@ -70,7 +70,7 @@ _INBOXES = ("_INBOX.>",)
 
 def _frontend(s: Subjects, name: str) -> Grant:
     own = f"{name}-{ANY}"
-    stores = (s.responses_bucket, s.pins_bucket, s.secrets_bucket)
+    stores = (s.responses_bucket, s.answers_bucket, s.pins_bucket, s.secrets_bucket)
     return (
         [
             *(s.router(ANY), s.router_at(ANY, _EACH), s.work(_EACH), s.ctl(_EACH), s.ping(_EACH)),
@@ -248,7 +248,10 @@ def _startup_streams(s: Subjects) -> list[str]:
 
 def _streams(s: Subjects) -> list[str]:
     """Every stream of a mesh, including those of its buckets."""
-    stores = (s.keys_bucket, s.pins_bucket, s.responses_bucket, s.secrets_bucket, s.catalog_bucket)
+    stores = (
+        *(s.keys_bucket, s.pins_bucket, s.responses_bucket, s.answers_bucket),
+        *(s.secrets_bucket, s.catalog_bucket),
+    )
     return [*_startup_streams(s), *map(_kv, stores), _objects(s.model_store_bucket)]
 
 

@@ -127,6 +127,10 @@ class Subjects:
         return f"kvm-{self.namespace}-responses"
 
     @property
+    def answers_bucket(self) -> str:
+        return f"kvm-{self.namespace}-answers"
+
+    @property
     def pins_bucket(self) -> str:
         return f"kvm-{self.namespace}-pins"
 

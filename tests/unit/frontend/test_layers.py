@@ -19,7 +19,7 @@ LAYERS = [
     {"wake"},
     {"preprocess"},
     {"models"},
-    {"cache_account"},
+    {"answers", "cache_account"},
     {"dialects", "apis", "auth", "tokenizer"},
     {"namespaces", "json_bounds"},
     {"metrics"},

@@ -126,6 +126,25 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     responses_tenant_share: Annotated[
         float, Meta(gt=0, le=1, description="largest share of that for one tenant")
     ] = 0.25
+    answers_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="memory for answers as they were generated, which prompts show in place "
+            "of what clients return with the same meaning; 0 switches this off",
+        ),
+    ] = 64 << 20
+    stored_answers_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="largest size of the answers that all frontends share on disk; the oldest "
+            "are deleted first, 0 stores none",
+        ),
+    ] = 1 << 30
+    stored_answers_ttl_s: Annotated[Seconds, Meta(description="time for which they are stored")] = (
+        86400.0
+    )
     body_timeout_s: Annotated[
         Seconds, Meta(description="longest time to receive a request body")
     ] = 30.0

@@ -4,8 +4,9 @@ Content is a list of typed blocks in generation order, so that interleaved think
 calls survive a round trip through any API.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
@@ -66,12 +67,42 @@ class ToolNotice(Struct, frozen=True):
     removed: bool = False
 
 
+class Insertion(NamedTuple):
+    """The characters `start` to `end` of a prompt are an answer with these packed tokens."""
+
+    start: int
+    end: int
+    tokens: bytes
+
+
+class RenderedPrompt(NamedTuple):
+    """A prompt's text, and the answers in it whose tokens are known, in order."""
+
+    text: str
+    insertions: Sequence[Insertion] = ()
+
+
 Block: TypeAlias = Text | Thinking | Image | ToolCall | ToolResult | ToolNotice
 
 
+class Generated(Struct, frozen=True):
+    """Packed tokens of an answer as a model generated them, and their text.
+
+    The text has the special tokens, but not the one that ends the answer. `opening` is the end of
+    the prompt, from the beginning of the answer's turn on.
+    """
+
+    opening: str
+    text: str
+    tokens: bytes
+
+
 class Message(Struct, frozen=True):
+    """`generated`: this answer as it was generated, which the prompt shows in place of `blocks`."""
+
     role: Literal["system", "user", "assistant", "tool"]
     blocks: list[Block]
+    generated: Generated | None = None
 
 
 class Tool(Struct, frozen=True):

@@ -88,6 +88,16 @@ resends = Counter("kvmesh_frontend_resends", "Requests to workers to resend lost
 unstored_responses = Counter(
     "kvmesh_frontend_unstored_responses", "Responses that could not be stored"
 )
+restored_answers = Counter(
+    "kvmesh_frontend_restored_answers",
+    "Answers that clients return and prompts show as they were generated: returned as they were,"
+    " without their thinking, or with calls in other words. Edited ones are shown as sent",
+    ["model", "returned"],
+)
+read_answers = Counter(
+    "kvmesh_frontend_read_answers", "Generated answers read from the bucket of all frontends"
+)
+answers_bytes = Gauge("kvmesh_frontend_answers_bytes", "Memory for generated answers")
 retention_directives = Counter(
     "kvmesh_frontend_retention_directives",
     "Retention directives by outcome at the start of their request",

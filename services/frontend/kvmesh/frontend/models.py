@@ -4,9 +4,10 @@ import asyncio
 import gc
 import logging
 import time
+from array import array
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from kvmesh.bus.discovery.compatibility import Compatibility
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.messages import Instance, ModelCard, Role, adapter_name, encode
 from kvmesh.bus.storage.model_files import fetch_model
+from kvmesh.frontend.conversation import Generated, GenerateRequest
 from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
@@ -45,6 +47,7 @@ class Dialect:
         self.encoder = TextEncoder(self.tokenizer)
         self.template = ChatTemplate(files)
         self.end_ids = end_token_ids(files, self.tokenizer)
+        self.end_tokens = frozenset(filter(None, map(self.tokenizer.id_to_token, self.end_ids)))
         self.grammar = choose_grammar(
             card.name,
             self.template,
@@ -55,6 +58,15 @@ class Dialect:
         self.detokenizers = DetokenizerFactory(
             self.tokenizer, files["tokenizer.json"], self._hidden()
         )
+
+    def generated(self, request: GenerateRequest, tokens: list[int]) -> Generated | None:
+        """The answer to a request as it was generated; None if its beginning cannot be told."""
+        ids = tokens[:-1] if tokens and tokens[-1] in self.end_ids else tokens
+        opening = self.template.opening(request, date.today())
+        if not ids or not opening:
+            return None
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return Generated(opening, text, array("I", ids).tobytes())
 
     def _hidden(self) -> frozenset[int]:
         """Ids without text: special tokens, except those that the output parser needs."""

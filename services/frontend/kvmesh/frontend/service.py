@@ -13,7 +13,8 @@ from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.storage.shared_secret import SecretUnusable
-from kvmesh.frontend import prefork
+from kvmesh.frontend import metrics, prefork
+from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
 from kvmesh.frontend.auth.shared_limits import SharedLimits
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
@@ -97,7 +98,13 @@ class FrontendService:
             service.bus, service.instance, self.authenticator.accounts
         )
         self.stream_supervisor = StreamSupervisor(settings.keepalive_s, settings.slow_reader_s)
-        self.preprocessor = Preprocessor(settings.prepare_cache_bytes, self._tenants)
+        self.answers = AnswerStore(
+            service.bus,
+            settings.answers_bytes,
+            settings.stored_answers_bytes,
+            settings.stored_answers_ttl_s,
+        )
+        self.preprocessor = Preprocessor(settings.prepare_cache_bytes, self._tenants, self.answers)
         self.cache_api = CacheApi(
             service,
             self.registry,
@@ -178,6 +185,7 @@ class FrontendService:
         while True:
             self.expectations.retain({card.instance for card in self.directory.instances})
             self._service.warnings.update("missed_hits", self.expectations.wrong())
+            metrics.answers_bytes.set(self.answers.size)
             await asyncio.sleep(CHECK_S)
 
     async def drain(self, _: web.Application) -> None:
@@ -187,6 +195,7 @@ class FrontendService:
 
     async def close(self) -> None:
         await self.cache_api.close()
+        await self.answers.close()
         self.events.flush()
         await self.idle_models.close()
         await self.directory.close()
@@ -261,15 +270,15 @@ async def main(service: Service) -> None:
     others = asyncio.create_task(prefork.supervise(service), name="prefork")
     service.spawn(prefork.follow_parent(service), "parent")
     service.spawn(publish_warnings(lambda: lease, service.warnings), "warnings")
-    metrics = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
+    status = await serve_metrics(settings, lambda: not frontend.missing(), service.warnings)
     try:
         await service.stopping.wait()
         await asyncio.sleep(settings.linger_s)
     finally:
         await runner.cleanup()
         await lease.close()
-        if metrics is not None:
-            await metrics.cleanup()
+        if status is not None:
+            await status.cleanup()
         await asyncio.wait([others])
         await frontend.close()
         if settings.metrics_tenants:

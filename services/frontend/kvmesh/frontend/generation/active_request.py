@@ -77,7 +77,8 @@ class ActiveRequest:
         states = [DispatchState(started + runner.route_timeout) for _ in streams]
         diagnose = partial(diagnostics, prepared, streams[0], states[0])
         self._counter = UsageCounter(prepared, streams, self._pipelines, diagnose)
-        self.transcript = Transcript() if prepared.speculates and count == 1 else None
+        followed = prepared.speculates or prepared.keeps_answer
+        self.transcript = Transcript() if followed and count == 1 else None
         texts = (
             prepared.model.dialect.token_texts if request.sampling.logprobs is not None else None
         )
@@ -139,6 +140,13 @@ class ActiveRequest:
             found = (p.stopped_by for p in self._pipelines if p.stopped_by is not None)
             facts = nvext(self.tasks[0], self.started, next(found, None))
         return AnswerSummary(self.usage(), facts)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the model ended its one answer itself, and the client got all of it."""
+        pipeline = self._pipelines[0]
+        cut = pipeline.stopped_by is not None or pipeline.complete
+        return len(self.tasks) == 1 and self.tasks[0].stream.finish == "stop" and not cut
 
     def usage(self) -> Usage:
         """The tokens so far."""

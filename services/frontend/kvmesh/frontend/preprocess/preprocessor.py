@@ -3,6 +3,7 @@
 import datetime
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from time import monotonic
 from typing import TypeVar
 
@@ -10,12 +11,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import ComputedAhead, Guided, Retain
+from kvmesh.frontend.answers.answer import AnswerRun, answer_runs
+from kvmesh.frontend.answers.restore import RestoredAnswers, restore
+from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
-from kvmesh.frontend.conversation import GenerateRequest, Image, Text, ToolResult
+from kvmesh.frontend.conversation import (
+    GenerateRequest,
+    Image,
+    RenderedPrompt,
+    Text,
+    ToolResult,
+)
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.json_bounds import check_arguments
+from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
 from kvmesh.frontend.preprocess.conversation_key import conversation_key
@@ -33,7 +44,12 @@ from kvmesh.frontend.preprocess.tool_choice import (
     strict_tool_tags,
 )
 from kvmesh.frontend.tokenizer.encoder import SegmentMemo
-from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, PrefixTokenCache
+from kvmesh.frontend.tokenizer.prefix_cache import (
+    EncodedPrompt,
+    PrefixTokenCache,
+    TextPiece,
+    text_pieces,
+)
 from kvmesh.frontend.tokenizer.text_slices import check_runs
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.tracing.names import RENDER, TOKENIZE
@@ -44,6 +60,7 @@ LARGE_BODY = 128 << 10  # bytes; larger requests are preprocessed in a thread
 MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread, too
 SLICE_TOKENS = 4096
 TAIL_CHARS = 256
+MIN_MESSAGES = 3  # of a conversation with an earlier answer
 MAX_PROMPT_BYTES = 64 << 20  # packed tokens of a request, one prompt per choice
 MAX_OUTPUT_BYTES = 256 << 20  # memory for the output of a request, all choices together
 OUTPUT_TOKEN_BYTES = 64
@@ -68,7 +85,8 @@ class PreparedRequest(Struct):
     the answer, which is recorded for that. `ahead` is what a speculative prefill was to compute of
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
     compares it with the earlier prompt, one of the model `earlier_model` if that is another;
-    `comparing` while it is looked up.
+    `comparing` while it is looked up. `restored`: what the prompt shows as it was generated;
+    `keeps_answer`: the answer is stored for that.
     """
 
     request: GenerateRequest
@@ -86,6 +104,8 @@ class PreparedRequest(Struct):
     comparison: PromptComparison | None = None
     earlier_model: str | None = None
     comparing: bool = False
+    restored: RestoredAnswers | None = None
+    keeps_answer: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,8 +125,11 @@ class Preprocessor:
     Tokenizing stops at most one slice beyond the model's context.
     """
 
-    def __init__(self, memo_bytes: int, tenants: TenantNamespaces) -> None:
+    def __init__(
+        self, memo_bytes: int, tenants: TenantNamespaces, answers: AnswerStore | None = None
+    ) -> None:
         self._tenants = tenants
+        self.answers = answers if answers is not None and answers.enabled else None
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
         self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
         self._sessions = InferredSessions()
@@ -121,27 +144,57 @@ class Preprocessor:
         """
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
-        prepared = await self._run(request, self._prepare(request, model, adapter))
+        runs = await self._known_runs(request)
+        prepared = await self._run(request, self._prepare(request, model, adapter, runs))
         if request.messages and request.hints.session is None:
             self._infer_session(request, prepared.prompts[0], model.card.block_size)
         return prepared
 
+    async def _known_runs(self, request: GenerateRequest) -> list[AnswerRun]:
+        """The answers in a conversation; those that are stored are in memory afterwards."""
+        if self.answers is None or len(request.messages) < MIN_MESSAGES:
+            return []
+        runs = list(answer_runs(request.messages))
+        if runs:
+            await self.answers.fetch(request.cache_salt, [run.name for run in runs])
+        return runs
+
+    def _restore(
+        self, request: GenerateRequest, model: ServedModel, runs: list[AnswerRun], forced: bool
+    ) -> RestoredAnswers | None:
+        """Show stored answers as they were generated."""
+        if self.answers is None or not runs:
+            return None
+        if request.body_bytes >= LARGE_BODY:
+            check_arguments(request.messages)
+        lookup = partial(self.answers.lookup, request.cache_salt)
+        restored = restore(request, runs, model.card.files, forced, lookup)
+        for verdict in restored.news:
+            restored_answers.labels(model.card.name, verdict).inc()
+        return restored
+
     def _prepare(
-        self, request: GenerateRequest, model: ServedModel, adapter: str | None
+        self,
+        request: GenerateRequest,
+        model: ServedModel,
+        adapter: str | None,
+        runs: list[AnswerRun],
     ) -> Steps[PreparedRequest]:
         if not model.card.images:
             _reject_images(request)
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         required = required_tool_call(request)
         began = monotonic()
-        text = "" if request.prompts else render(request, model)
+        restored = self._restore(request, model, runs, required is not None)
+        rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
+        text = rendered_prompt.text
         encoded: EncodedPrompt | None = None
         rendered = monotonic()
         if request.prompts:
             packed = yield from self._raw_prompts(request, model)
             retention = explicit_retention(request)
         else:
-            encoded = yield from self._conversation(request, text, model)
+            encoded = yield from self._conversation(request, rendered_prompt, model)
             packed = [encoded.tokens]
             retention = yield from self._retention(request, model, encoded)
         _check_prompt_memory(packed, request.n)
@@ -167,6 +220,8 @@ class Preprocessor:
             guided,
             decode,
             encoded=encoded,
+            restored=restored,
+            keeps_answer=self.answers is not None and bool(request.messages) and request.n == 1,
         )
 
     def _infer_session(
@@ -179,15 +234,19 @@ class Preprocessor:
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
-        return await self._run(request, self._count(request, model))
+        runs = await self._known_runs(request)
+        return await self._run(request, self._count(request, model, runs))
 
-    def _count(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
+    def _count(
+        self, request: GenerateRequest, model: ServedModel, runs: list[AnswerRun]
+    ) -> Steps[list[bytes]]:
         if not model.card.images:
             _reject_images(request)
         if request.prompts:
             return (yield from self._raw_prompts(request, model))
-        text = render(request, model)
-        return [(yield from self._conversation(request, text, model)).tokens]
+        self._restore(request, model, runs, required_tool_call(request) is not None)
+        rendered = render(request, model)
+        return [(yield from self._conversation(request, rendered, model)).tokens]
 
     async def tokens_before(
         self, request: GenerateRequest, model: ServedModel, marker: str
@@ -198,9 +257,12 @@ class Preprocessor:
     def _tokens_before(
         self, request: GenerateRequest, model: ServedModel, marker: str
     ) -> Steps[bytes]:
-        text, found, _ = render(request, model).partition(marker)
-        segments = model.dialect.encoder.segments(text)[:-1] if found else []
-        return b"".join((yield from self._encode(segments, request.cache_salt, model)))
+        rendered = render(request, model)
+        end = rendered.text.find(marker)
+        if end < 0:
+            return b""
+        pieces = text_pieces(rendered._replace(text=rendered.text[:end]), model.dialect.encoder)
+        return b"".join((yield from self._encode(pieces[:-1], request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
         small = request.body_bytes < LARGE_BODY and len(request.messages) < MANY_MESSAGES
@@ -224,31 +286,35 @@ class Preprocessor:
         return (yield from _collect(model.dialect.encoder.text_steps(text), model))
 
     def _conversation(
-        self, request: GenerateRequest, text: str, model: ServedModel
+        self, request: GenerateRequest, rendered: RenderedPrompt, model: ServedModel
     ) -> Steps[EncodedPrompt]:
         """Tokens of a rendered conversation; only text after the cached prefix is processed."""
+        text = rendered.text
         check_fits(text, model)
         encoder, tenant = model.dialect.encoder, request.cache_salt
         key = self._memo_key(tenant, model), hash(_conversation_key(request))
         cached = self._prefix_cache.get(key, text, encoder.longest_marker)
-        segments = encoder.segments(text[cached.end :])
-        if len(segments) > model.card.context:
-            raise ContextExceeded(len(segments), None, model.card.context)
-        tokens = yield from self._encode(segments, tenant, model)
-        encoded = cached.extended(text, segments, tokens)
+        cached = cached.outside(rendered.insertions)
+        pieces = text_pieces(rendered, encoder, cached.end)
+        if len(pieces) > model.card.context:
+            raise ContextExceeded(len(pieces), None, model.card.context)
+        tokens = yield from self._encode(pieces, tenant, model)
+        encoded = cached.extended(text, [piece.text for piece in pieces], tokens)
         if len(text) >= LONG_TEXT:
             self._prefix_cache.put(key, encoded)
         return encoded
 
-    def _encode(self, segments: list[str], tenant: str, model: ServedModel) -> Steps[list[bytes]]:
-        """Packed tokens of each segment, from the memo where possible."""
+    def _encode(
+        self, pieces: list[TextPiece], tenant: str, model: ServedModel
+    ) -> Steps[list[bytes]]:
+        """Packed tokens of each piece, if they are not known from the memo where possible."""
         memo, key = self._memo, self._memo_key(tenant, model)
-        cached = [memo.get(key, segment) for segment in segments]
-        missing = sum(len(s) for s, t in zip(segments, cached, strict=True) if t is None)
+        cached = [p.tokens if p.tokens is not None else memo.get(key, p.text) for p in pieces]
+        missing = sum(len(p.text) for p, t in zip(pieces, cached, strict=True) if t is None)
         if missing >= LONG_TEXT:
             yield
         encoded, count = [], 0
-        for segment, tokens in zip(segments, cached, strict=True):
+        for (segment, _), tokens in zip(pieces, cached, strict=True):
             if tokens is None:
                 tokens = yield from _collect(model.dialect.encoder.steps(segment), model, count)
                 memo.put(key, segment, tokens)
@@ -272,7 +338,7 @@ class Preprocessor:
             budget -= offset - edge
             if budget < 0:
                 break  # earlier offsets are rounded down to their edge
-            part = [encoded.text[edge:offset]]
+            part = [TextPiece(encoded.text[edge:offset])]
             tokens = yield from self._encode(part, request.cache_salt, model)
             offsets.add(offset, b"".join(tokens))
         return prompt_retention(request, spans, offsets, model.card.block_size)
@@ -348,12 +414,13 @@ def output_limit(request: GenerateRequest, prompts: int, longest: int, context: 
     return min(wanted or context - longest, limit)
 
 
-def render(request: GenerateRequest, model: ServedModel) -> str:
+def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
     """The prompt's text; raises InvalidRequest if the template refuses the conversation."""
     if request.body_bytes >= LARGE_BODY:
         check_arguments(request.messages)
+    dialect = model.dialect
     try:
-        return model.dialect.template.render(request, datetime.date.today())
+        return dialect.template.prompt(request, datetime.date.today(), dialect.end_tokens)
     except TemplateError as error:
         raise InvalidRequest(
             f"The model's chat template refused the conversation: {error}", "messages"

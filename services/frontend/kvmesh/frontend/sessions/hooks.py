@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release, owner
 from kvmesh.frontend import metrics
+from kvmesh.frontend.answers.answer import Answer, answer_name, answers_before, worth_storing
 from kvmesh.frontend.conversation import GenerateRequest, ToolCall
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.task import SequenceTask
@@ -120,14 +121,35 @@ class SessionHooks:
             cards = self._control.holders_of([prepared.model.card.name])
             command = Release(sessions=[request.hints.session])
             self._control.post(cards, command)
-        elif hooked.planned and transcript is not None and stream.finish == "stop":
-            blocks = transcript.blocks(in_order)
+            return
+        answer = self._keep(active)
+        if hooked.planned and transcript is not None and stream.finish == "stop":
+            blocks = transcript.blocks(in_order) if answer is None else answer.blocks
             calls = any(isinstance(block, ToolCall) for block in blocks)
             waits: Waits = "tools" if calls else "user"
-            following = successor(request, blocks)
+            following = successor(request, blocks, None if answer is None else answer.generated)
             if following is not None and self._gate.allows(hooked.planned, waits):
                 follow_up = FollowUp(hooked.planned.family, waits)
                 self._start(self._speculate(hooked, active, following, follow_up))
+
+    def _keep(self, active: ActiveRequest) -> Answer | None:
+        """Store a whole answer that a client may return other than it was generated."""
+        prepared, transcript = active.prepared, active.transcript
+        answers = self._preprocessor.answers
+        if answers is None or not prepared.keeps_answer or transcript is None:
+            return None
+        blocks = transcript.blocks(in_order=True)
+        if not active.is_whole or not worth_storing(blocks):
+            return None
+        request, model = prepared.request, prepared.model
+        name = answer_name(request.messages, blocks, answers_before(request.messages))
+        generated = model.dialect.generated(request, active.tasks[0].stream.tokens)
+        if not name or generated is None:
+            return None
+        forced = prepared.required_tool_call is not None
+        answer = Answer(model.card.files, blocks, generated, forced)
+        answers.record(request.cache_salt, name, answer)
+        return answer
 
     async def run(self) -> None:
         """Count speculations whose prompt has not arrived as wasted, until cancelled."""

@@ -4,6 +4,7 @@ from msgspec.structs import replace
 
 from kvmesh.frontend.conversation import (
     Block,
+    Generated,
     GenerateRequest,
     Message,
     Text,
@@ -16,17 +17,20 @@ from kvmesh.frontend.dialects.templates.chat_template import CONTINUE
 CUT = "\ue000kvmesh-next\ue000"
 
 
-def successor(request: GenerateRequest, answer: list[Block]) -> GenerateRequest | None:
+def successor(
+    request: GenerateRequest, answer: list[Block], generated: Generated | None = None
+) -> GenerateRequest | None:
     """The request that probably follows `answer`, with a `CUT` where the client's text begins.
 
-    None if nothing can be predicted.
+    `generated` is the answer as later prompts show it, if it is stored for that. None if nothing
+    can be predicted.
     """
-    if not request.returns_thinking:
+    if generated is None and not request.returns_thinking:
         answer = [block for block in answer if not isinstance(block, Thinking)]
     if not answer or not request.messages or request.template_args.get(CONTINUE):
         return None
     calls = [block.id for block in answer if isinstance(block, ToolCall)]
     results: list[Block] = [ToolResult(call, [Text(CUT)]) for call in calls]
     following = Message("tool", results) if results else Message("user", [Text(CUT)])
-    messages = [*request.messages, Message("assistant", answer), following]
+    messages = [*request.messages, Message("assistant", answer, generated), following]
     return replace(request, messages=messages)

@@ -5,17 +5,39 @@ to an edge and for the length of the longest special token after it have the sam
 that edge: a special token that begins before the edge is within the common text.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple
 
+from kvmesh.frontend.conversation import Insertion, RenderedPrompt
+from kvmesh.frontend.tokenizer.encoder import TextEncoder
 from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 300
 EDGE_BYTES = 16
 
 Key = tuple[int, int]
+
+
+class TextPiece(NamedTuple):
+    """A part of a text whose tokens do not depend on the rest; `tokens` are packed, if known."""
+
+    text: str
+    tokens: bytes | None = None
+
+
+def text_pieces(rendered: RenderedPrompt, encoder: TextEncoder, start: int = 0) -> list[TextPiece]:
+    """The text from `start` on: segments, and answers whose tokens are known."""
+    text, pieces = rendered.text, list[TextPiece]()
+    for insertion in rendered.insertions:
+        if start <= insertion.start < len(text):
+            between = encoder.segments(text[start : insertion.start])
+            pieces += map(TextPiece, between)
+            pieces.append(TextPiece(text[insertion.start : insertion.end], insertion.tokens))
+            start = insertion.end
+    return [*pieces, *map(TextPiece, encoder.segments(text[start:]))]
 
 
 class EncodedPrompt(NamedTuple):
@@ -39,6 +61,13 @@ class EncodedPrompt(NamedTuple):
         """The tokens of the first `count` segments; `text` stays whole."""
         edges, sizes = self.edges[: count + 1], self.sizes[: count + 1]
         return EncodedPrompt(self.text, edges, sizes, self.tokens[: sizes[-1]])
+
+    def outside(self, insertions: Sequence[Insertion]) -> "EncodedPrompt":
+        """As much of this as does not end within an insertion into the text."""
+        around = next((i for i in insertions if i.start < self.end < i.end), None)
+        if around is None:
+            return self
+        return self.first(bisect_right(self.edges, around.start) - 1)
 
     def extended(self, text: str, segments: list[str], tokens: list[bytes]) -> "EncodedPrompt":
         """`text`, which starts with the segments encoded here, continued by `segments`."""

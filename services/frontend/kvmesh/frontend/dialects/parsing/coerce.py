@@ -20,7 +20,7 @@ def _kinds(node: Any, root: Schema, depth: int) -> frozenset[str]:
     if not isinstance(node, dict) or depth == 0:
         return frozenset()
     if isinstance(node.get("$ref"), str):
-        return _kinds(_resolve(node["$ref"], root), root, depth - 1)
+        return _kinds(resolve(node["$ref"], root), root, depth - 1)
     named = node.get("type")
     if isinstance(named, str):
         return frozenset([named])
@@ -34,7 +34,8 @@ def _kinds(node: Any, root: Schema, depth: int) -> frozenset[str]:
     return frozenset(kinds)
 
 
-def _resolve(reference: str, root: Schema) -> Any:
+def resolve(reference: str, root: Schema) -> Any:
+    """The schema to which a reference within `root` points; None if there is none."""
     node: Any = root
     for part in reference.removeprefix("#/").split("/"):
         node = node.get(part) if isinstance(node, dict) else None

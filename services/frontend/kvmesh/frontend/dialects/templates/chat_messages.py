@@ -5,12 +5,13 @@ or sessions (ids, billing headers, the form of content) never reaches the templa
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, groupby, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import (
     Block,
+    Generated,
     Image,
     Message,
     Text,
@@ -21,6 +22,7 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects import tools as tool_forms
+from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, markers
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
@@ -29,16 +31,37 @@ GAP = "\n\n"
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING = re.compile(rf"\A{BILLING_HEADER}[^\n]*\n*")
 
-Turn = tuple[str, list[Block]]
+
+class ConversationTurn(NamedTuple):
+    role: str
+    blocks: list[Block]
+    generated: Generated | None = None
 
 
 def template_messages(
-    messages: Iterable[Message], tools: list[Tool], capabilities: TemplateCapabilities
+    messages: Iterable[Message],
+    tools: list[Tool],
+    capabilities: TemplateCapabilities,
+    mark: Callable[[MarkedAnswer], bool] | None = None,
+    count: int = 0,
 ) -> list[dict[str, Any]]:
-    """The messages in the form that the template supports; `tools`: all tools, even deferred."""
+    """The messages in the form that the template supports; `tools`: all tools, even deferred.
+
+    An answer that is known as it was generated is written as markers if `mark` returns True.
+    `count` calls come before the messages.
+    """
     turns = _join_assistants(_separate(messages))
-    writer = _MessageWriter(tools, capabilities)
-    entries = [entry for turn in turns for entry in writer.write(turn)]
+    writer = _MessageWriter(tools, capabilities, count)
+    entries: list[dict[str, Any]] = []
+    number = 0
+    for turn in turns:
+        if mark is not None and turn.generated is not None:
+            answer = writer.mark(turn, number)
+            number += 1
+            if answer is not None and mark(answer):
+                entries.append(writer.assistant(markers(turn.blocks, answer)))
+                continue
+        entries += writer.write(turn)
     if not capabilities.parallel:
         entries = _one_call_each(entries)
     entries = _arrange_system(entries, capabilities)
@@ -47,20 +70,25 @@ def template_messages(
     return [_as_parts(m) for m in entries] if capabilities.parts else entries
 
 
-def _separate(messages: Iterable[Message]) -> list[Turn]:
+def _separate(messages: Iterable[Message]) -> list[ConversationTurn]:
     """One turn per tool result and one per run of other blocks."""
-    turns: list[Turn] = []
+    turns: list[ConversationTurn] = []
     for message in messages:
         blocks = without_billing(message) if message.role == "system" else message.blocks
+        if message.generated is not None:
+            turns.append(ConversationTurn(message.role, blocks, message.generated))
+            continue
         if len(blocks) == 1 and type(blocks[0]) is Text:
-            turns.append(("user" if message.role == "tool" else message.role, blocks))
+            turns.append(
+                ConversationTurn("user" if message.role == "tool" else message.role, blocks)
+            )
             continue
         for is_result, run in groupby(blocks, lambda b: isinstance(b, ToolResult)):
             if is_result:
-                turns.extend(("tool", [block]) for block in run)
+                turns.extend(ConversationTurn("tool", [block]) for block in run)
             else:
                 role = "user" if message.role == "tool" else message.role
-                turns.append((role, list(run)))
+                turns.append(ConversationTurn(role, list(run)))
     return turns
 
 
@@ -75,38 +103,54 @@ def without_billing(message: Message) -> list[Block]:
     return kept
 
 
-def _join_assistants(turns: list[Turn]) -> list[Turn]:
+def _join_assistants(turns: list[ConversationTurn]) -> list[ConversationTurn]:
     """Join neighbouring assistant turns: APIs split a turn into items in different ways."""
-    joined: list[Turn] = []
-    for role, blocks in turns:
-        if role == "assistant" and joined and joined[-1][0] == "assistant":
-            before = joined[-1][1]
+    joined: list[ConversationTurn] = []
+    for turn in turns:
+        role, blocks, generated = turn
+        if role == "assistant" and joined and joined[-1].role == "assistant":
+            before = joined[-1].blocks
             if isinstance(before[-1], Text) and isinstance(blocks[0], Text):
                 before.append(Text(GAP))
             before += blocks
+            joined[-1] = ConversationTurn(role, before)
         else:
-            joined.append((role, list(blocks)))
+            joined.append(ConversationTurn(role, list(blocks), generated))
     return joined
 
 
 class _MessageWriter:
     """Writes turns one by one; the ids of calls depend only on their index."""
 
-    def __init__(self, tools: list[Tool], capabilities: TemplateCapabilities) -> None:
+    def __init__(self, tools: list[Tool], capabilities: TemplateCapabilities, count: int) -> None:
         self._tools = tool_forms.by_model_name(tools)
         self._deferred = {t.name: t for t in tools if t.deferred}
         self._capabilities = capabilities
         self._calls: dict[str, tuple[str, str]] = {}
-        self._count = 0
+        self._count = count
 
-    def write(self, turn: Turn) -> list[dict[str, Any]]:
-        role, blocks = turn
+    def write(self, turn: ConversationTurn) -> list[dict[str, Any]]:
+        role, blocks, _ = turn
         if role == "assistant":
-            return [self._assistant(part) for part in self._ordered(blocks)]
+            return [self.assistant(part) for part in self._ordered(blocks)]
         if role == "tool":
             return [self._result(b) for b in blocks if isinstance(b, ToolResult)]
         shown: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
         return [{"role": role, "content": _content(shown)}]
+
+    def mark(self, turn: ConversationTurn, number: int) -> MarkedAnswer | None:
+        """The answer as one that markers stand for; None if the template splits it."""
+        calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
+        if turn.generated is None or (len(calls) > 1 and not self._capabilities.parallel):
+            return None
+        return MarkedAnswer(
+            number,
+            turn.generated,
+            any(isinstance(block, Thinking) for block in turn.blocks),
+            not calls or self._capabilities.text_beside_calls,
+            tuple(tool_forms.model_name(call.name, call.namespace) for call in calls),
+            self._count,
+        )
 
     def _notice(self, notice: ToolNotice) -> Text:
         if notice.removed:
@@ -133,7 +177,8 @@ class _MessageWriter:
             return True
         return _order_in_template(after) < _order_in_template(before)
 
-    def _assistant(self, blocks: list[Block]) -> dict[str, Any]:
+    def assistant(self, blocks: list[Block]) -> dict[str, Any]:
+        """One message with all blocks of an answer."""
         if len(blocks) == 1 and type(blocks[0]) is Text:
             return {"role": "assistant", "content": blocks[0].text}
         thinking = GAP.join(b.text for b in blocks if isinstance(b, Thinking))

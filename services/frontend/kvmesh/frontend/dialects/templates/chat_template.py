@@ -1,20 +1,33 @@
 """Chat template of one model: renders requests to prompts."""
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jinja2
 
-from kvmesh.frontend.conversation import GenerateRequest, Message, Text
+from kvmesh.frontend.conversation import (
+    GenerateRequest,
+    Message,
+    RenderedPrompt,
+    Text,
+    Thinking,
+)
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.plain_tools import instructions, plain_parser
 from kvmesh.frontend.dialects.templates import model_files, sandbox
+from kvmesh.frontend.dialects.templates.answer_frames import (
+    AnswerFrame,
+    MarkedAnswer,
+    MarkedText,
+)
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
 from kvmesh.frontend.dialects.templates.chat_messages import template_messages
+from kvmesh.frontend.dialects.templates.frame_probe import AnswerFrames, shows_tools
 from kvmesh.frontend.dialects.tools import function
 
 CONTINUE = "continue_final_message"
+ATTEMPTS = 2  # to show answers as they were generated
 _OPEN_END = "\ue000kvmesh-continue\ue000"
 # Switches of templates that can show earlier thinking: dropping it would change the prompt's prefix
 # with every user message. Callers may override them.
@@ -37,21 +50,67 @@ class ChatTemplate:
         self._templates: dict[str, tuple[jinja2.Template, TemplateCapabilities]] = {}
         sources = model_files.sources(contents)
         self.source = "\n".join(sources.values())
+        self._frames = AnswerFrames(self._render, lambda tools: self._select(tools)[1])
         for name, source in sources.items():
             template = _compile(environment, name, source)
             self._templates[name] = (template, probe(self._probe_renderer(template), source))
 
     def render(self, request: GenerateRequest, today: datetime.date) -> str:
+        """The prompt's text, as `prompt` returns it."""
+        return self.prompt(request, today).text
+
+    def prompt(
+        self, request: GenerateRequest, today: datetime.date, ends: frozenset[str] = frozenset()
+    ) -> RenderedPrompt:
         """The prompt; `today` is the template's date. Raises TemplateError.
 
         The request's `template_args` are variables of the template. With
         `continue_final_message` among them, the model continues the last assistant message.
+        Answers that are known as they were generated are shown so where the template shows all of
+        an answer; `ends` are the tokens that end one.
         """
+        messages = request.messages
+        if not any(message.generated for message in messages):
+            return RenderedPrompt(self._render(request, today, messages))
+        capabilities = self._select(shows_tools(request))[1]
+        unmarked = _hidden_answers(messages) if capabilities.drops_thinking else set()
+        frames: dict[int, tuple[MarkedAnswer, AnswerFrame]] = {}
+
+        def mark(answer: MarkedAnswer) -> bool:
+            frame = self._frames.of(request, answer, ends, today)
+            if frame is None or answer.number in unmarked:
+                return False
+            frames[answer.number] = answer, frame
+            return True
+
+        for _ in range(ATTEMPTS):
+            frames.clear()
+            text = MarkedText(self._render(request, today, messages, mark))
+            failed = {number for number, each in frames.items() if not text.insert(*each)}
+            if not failed:
+                return text.finish()
+            unmarked |= failed  # the template shows them otherwise in this place
+        return RenderedPrompt(self._render(request, today, messages))
+
+    def opening(self, request: GenerateRequest, today: datetime.date) -> str:
+        """The end of the request's prompt, from the beginning of the answer's turn on."""
+        return self._frames.opening(request, today)
+
+    def _render(
+        self,
+        request: GenerateRequest,
+        today: datetime.date,
+        conversation: list[Message],
+        mark: Callable[[MarkedAnswer], bool] | None = None,
+        count: int = 0,
+        invites: bool = True,
+    ) -> str:
+        """The prompt of a conversation; with `invites`, it ends where an answer begins."""
         visible = [function(tool) for tool in request.tools if not tool.deferred]
         template, capabilities = self._select(bool(visible))
         continues = bool(request.template_args.get(CONTINUE))
-        conversation = _mark_open_end(request.messages) if continues else request.messages
-        messages = template_messages(conversation, request.tools, capabilities)
+        conversation = _mark_open_end(conversation) if continues else conversation
+        messages = template_messages(conversation, request.tools, capabilities, mark, count)
         if visible and self.plain_parser:
             messages = _with_instructions(
                 messages, instructions(visible, self.plain_parser), capabilities
@@ -62,7 +121,7 @@ class ChatTemplate:
                 **self._tokens,
                 **_KEEP_THINKING,
                 **_thinking(request),
-                "add_generation_prompt": not continues,
+                "add_generation_prompt": invites and not continues,
                 **request.template_args,
                 **_fixed_variables(messages, visible or None, today),
             },
@@ -127,6 +186,20 @@ def _thinking(request: GenerateRequest) -> dict[str, bool]:
     if request.thinking is None:
         return {}
     return {"enable_thinking": request.thinking, "thinking": request.thinking}
+
+
+def _hidden_answers(messages: list[Message]) -> set[int]:
+    """The numbers of the answers before the user's last message with thinking.
+
+    A template that drops thinking does not show theirs.
+    """
+    last = max((i for i, m in enumerate(messages) if m.role == "user"), default=0)
+    answers = [message for message in messages[:last] if message.generated is not None]
+    return {
+        number
+        for number, message in enumerate(answers)
+        if any(isinstance(block, Thinking) for block in message.blocks)
+    }
 
 
 def _mark_open_end(messages: list[Message]) -> list[Message]:

@@ -1,0 +1,156 @@
+"""Puts answers as they were generated in the place of those that a client returns. Pure.
+
+The engine's cache holds an answer as it was generated. A prompt that shows it otherwise is computed
+again from there on.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvmesh.frontend.answers.answer import Answer, AnswerRun
+from kvmesh.frontend.answers.equivalence import AnswerComparison
+from kvmesh.frontend.conversation import (
+    Block,
+    CacheControl,
+    GenerateRequest,
+    Message,
+    Text,
+    Thinking,
+    ToolCall,
+)
+
+RETURNED = ("unchanged", "without_thinking", "rewritten", "edited")
+Lookup = Callable[[str], "KnownAnswer | None"]
+
+
+class RestoredAnswers(Struct):
+    """The number of answers shown as they were generated, and how the client had changed them.
+
+    `thinking`: answers that it returned without their thinking; `calls`: those with calls in other
+    words; `edited`: answers that it changed in meaning, which the prompt shows as they were sent.
+    `news` has one of the words of RETURNED for each answer returned in a form not seen before.
+    """
+
+    answers: int = 0
+    thinking: int = 0
+    calls: int = 0
+    edited: int = 0
+    news: list[str] = []
+
+
+class KnownAnswer:
+    """A stored answer, and what was found of the last form in which a client has returned it."""
+
+    __slots__ = ("answer", "calls", "returned", "same", "thinking")
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.returned = 0
+        self.same = False
+        self.thinking = False
+        self.calls = False
+
+    def compare(self, returned: list[Block], comparison: AnswerComparison) -> bool:
+        """Compare a form in which a client returns the answer; False if it was the last one."""
+        form = hash(tuple(map(_content, returned)))
+        if self.returned == form:
+            return False
+        generated = self.answer.blocks
+        self.returned, self.same = form, comparison.same(generated, returned)
+        self.thinking = _has_thinking(generated) and not _has_thinking(returned)
+        self.calls = _spelled(generated) != _spelled(returned)
+        return True
+
+    @property
+    def verdict(self) -> str:
+        """One of RETURNED."""
+        if not self.same:
+            return "edited"
+        return "rewritten" if self.calls else "without_thinking" if self.thinking else "unchanged"
+
+
+def restore(
+    request: GenerateRequest,
+    runs: Sequence[AnswerRun],
+    files: str,
+    forced: bool,
+    lookup: Lookup,
+) -> RestoredAnswers:
+    """Replace the messages of those of the answers `runs` that the model `files` has generated.
+
+    `forced`: `tool_choice` makes the engine write calls in another syntax, which answers to other
+    requests must not imitate.
+    """
+    restored = RestoredAnswers()
+    messages: list[Message] = []
+    comparison = AnswerComparison(request)
+    done = 0
+    for run in runs:
+        known = lookup(run.name)
+        if known is None or known.answer.files != files:
+            continue
+        if known.compare(run.blocks, comparison):
+            restored.news.append(known.verdict)
+        if not known.same:
+            restored.edited += 1
+            continue
+        answer = known.answer
+        restored.answers += 1
+        restored.thinking += known.thinking
+        restored.calls += known.calls
+        blocks = _with_marks(answer.blocks, run.blocks)
+        generated = answer.generated if answer.forced == forced else None
+        messages += request.messages[done : run.first]
+        messages.append(Message("assistant", blocks, generated))
+        done = run.end
+    if restored.answers:
+        request.messages = [*messages, *request.messages[done:]]
+    return restored
+
+
+def _content(block: Block) -> tuple[object, ...]:
+    if isinstance(block, ToolCall):
+        return block.id, block.name, block.namespace, block.arguments
+    return type(block), getattr(block, "text", None)
+
+
+def _has_thinking(blocks: Sequence[Block]) -> bool:
+    return any(isinstance(block, Thinking) and block.text for block in blocks)
+
+
+def _spelled(blocks: Sequence[Block]) -> list[str]:
+    """The arguments of calls, but for the blanks between their values."""
+    return [_compact(block.arguments) for block in blocks if isinstance(block, ToolCall)]
+
+
+def _compact(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments))
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _with_marks(generated: Sequence[Block], returned: Sequence[Block]) -> list[Block]:
+    """The generated blocks with the cache marks of the returned ones."""
+    blocks = list(generated)
+    for block in returned:
+        mark = getattr(block, "cache", None)
+        if mark is not None:
+            _mark(blocks, block, mark)
+    return blocks
+
+
+def _mark(blocks: list[Block], marked: Block, mark: CacheControl) -> None:
+    """Mark the last generated block of the kind of `marked`, or the call of its id."""
+    for index in range(len(blocks) - 1, -1, -1):
+        block = blocks[index]
+        if isinstance(block, ToolCall) and isinstance(marked, ToolCall):
+            if block.id == marked.id:
+                blocks[index] = replace(block, cache=mark)
+                return
+        elif isinstance(block, Text) and isinstance(marked, Text):
+            blocks[index] = replace(block, cache=mark)
+            return

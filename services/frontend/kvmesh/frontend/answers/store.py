@@ -1,0 +1,205 @@
+"""Answers as they were generated: in memory, and in a bucket that all frontends share.
+
+A frontend stores what it has generated, and reads the answers of conversations that others have
+served, or that it served before it restarted, once they continue here.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import msgspec
+import zstandard
+from msgspec import Struct
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.jetstream import Bucket
+from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.messages import owner
+from kvmesh.bus.storage.buckets import evicting_bucket
+from kvmesh.frontend import metrics
+from kvmesh.frontend.answers.answer import Answer
+from kvmesh.frontend.answers.restore import KnownAnswer
+from kvmesh.frontend.auth.bucket_quota import owner_of
+from kvmesh.frontend.conversation import Block, Generated, Text, Thinking, ToolCall
+from kvmesh.runtime.background import BackgroundTasks
+from kvmesh.runtime.fair_lru import FairLru
+from kvmesh.runtime.lru import LruCache
+
+log = logging.getLogger(__name__)
+READ_S = 0.5  # a prompt does not wait longer for its answers
+WRITE_S = 5.0
+PAUSE_S = 10.0  # without reading, after a failure
+ABSENT_S = 60.0
+MAX_ABSENT = 16_384
+MAX_READ = 256  # answers of one request
+AT_ONCE = 16
+MAX_WRITES = 256
+MAX_ANSWER = 8 << 20  # bytes before compression
+_Part = tuple[str, ...]  # kind, then the fields of a block
+Name = tuple[str, str]  # tenant, name within its answers
+
+
+class _StoredAnswer(Struct, array_like=True):
+    """An answer in the bucket, with the tenant that it belongs to."""
+
+    tenant: str
+    files: str
+    parts: list[_Part]
+    opening: str
+    text: str
+    tokens: bytes
+    forced: bool = False
+
+
+_decoder = msgspec.msgpack.Decoder(_StoredAnswer)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class AnswerStore:
+    """At most `max_bytes` of answers in memory, and `stored_bytes` for `ttl_s` in the bucket.
+
+    Losing an answer costs time: the prompt then shows what the client has sent.
+    """
+
+    def __init__(self, bus: Bus, max_bytes: int, stored_bytes: int, ttl_s: float) -> None:
+        self._bus = bus
+        self._stored_bytes = stored_bytes
+        self._ttl_s = ttl_s
+        self._known: FairLru[Name, KnownAnswer] = FairLru(max_bytes, _size)
+        self._absent: LruCache[Name, float] = LruCache(MAX_ABSENT)
+        self._bucket: Bucket | None = None
+        self._tasks = BackgroundTasks()
+        self._paused_until = 0.0
+        self._failing = False
+        self.enabled = max_bytes > 0
+
+    @property
+    def size(self) -> int:
+        """About the bytes of the answers in memory."""
+        return self._known.size
+
+    def lookup(self, tenant: str, name: str) -> KnownAnswer | None:
+        """The answer, if it is in memory."""
+        return self._known.get(owner(tenant), (tenant, name))
+
+    async def fetch(self, tenant: str, names: Iterable[str]) -> None:
+        """Read those of the answers that are not in memory, the newest ones if they are many.
+
+        `names` are in the order of the conversation. Returns after READ_S at the latest.
+        """
+        now = asyncio.get_running_loop().time()
+        missing = [name for name in names if self.lookup(tenant, name) is None]
+        wanted = [n for n in missing if (self._absent.get((tenant, n)) or 0.0) <= now]
+        if not wanted or not self._readable(now):
+            return
+        limit = asyncio.Semaphore(AT_ONCE)
+        try:
+            async with asyncio.timeout(READ_S):
+                bucket = await self._open()
+                reads = (self._read(bucket, tenant, n, limit) for n in wanted[-MAX_READ:])
+                await asyncio.gather(*reads)
+            self._failing = False
+        except (BusError, TimeoutError) as error:
+            self._paused_until = now + PAUSE_S
+            self._warn("cannot read generated answers", error)
+
+    def record(self, tenant: str, name: str, answer: Answer) -> None:
+        """Store an answer that this frontend has generated."""
+        self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
+        self._absent.pop((tenant, name))
+        if self._stored_bytes and len(self._tasks) < MAX_WRITES and self._bus.connected:
+            self._tasks.start(self._write(tenant, name, answer))
+
+    async def close(self) -> None:
+        await self._tasks.wait(WRITE_S)
+        await self._tasks.close()
+
+    def _readable(self, now: float) -> bool:
+        return bool(self._stored_bytes) and self._bus.connected and now >= self._paused_until
+
+    async def _read(self, bucket: Bucket, tenant: str, name: str, limit: asyncio.Semaphore) -> None:
+        async with limit:
+            try:
+                answer = _unpacked((await bucket.get(_key(tenant, name))).value or b"", tenant)
+            except NotFound:
+                answer = None
+        if answer is None:
+            now = asyncio.get_running_loop().time()
+            self._absent.put((tenant, name), now + ABSENT_S)
+            return
+        metrics.read_answers.inc()
+        self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
+
+    async def _write(self, tenant: str, name: str, answer: Answer) -> None:
+        try:
+            async with asyncio.timeout(WRITE_S):
+                bucket = await self._open()
+                await bucket.put(_key(tenant, name), _packed(tenant, answer))
+            self._failing = False
+        except (BusError, TimeoutError) as error:
+            self._warn("cannot store generated answers", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        """Log the first failure of a series."""
+        if not self._failing:
+            log.warning("%s: %s; prompts show what clients return", what, cause(error))
+        self._failing = True
+
+    async def _open(self) -> Bucket:
+        if self._bucket is None:
+            name = self._bus.subjects.answers_bucket
+            self._bucket = await evicting_bucket(self._bus, name, self._ttl_s, self._stored_bytes)
+        return self._bucket
+
+
+def _size(_key: Name, known: KnownAnswer) -> int:
+    return known.answer.size
+
+
+def _key(tenant: str, name: str) -> str:
+    digest = blake2b(f"{tenant}\0{name}".encode(), digest_size=16).hexdigest()
+    return f"{owner_of(tenant)}.{digest}"
+
+
+def _packed(tenant: str, answer: Answer) -> bytes:
+    opening, text, tokens = answer.generated.opening, answer.generated.text, answer.generated.tokens
+    parts = [_part(block) for block in answer.blocks]
+    stored = _StoredAnswer(tenant, answer.files, parts, opening, text, tokens, answer.forced)
+    return zstandard.ZstdCompressor(level=1).compress(_encode(stored))
+
+
+def _unpacked(packed: bytes, tenant: str) -> Answer | None:
+    """The answer; None if it is malformed, of another version or of another tenant."""
+    try:
+        if not 0 < zstandard.frame_content_size(packed) <= MAX_ANSWER:
+            return None
+        stored = _decoder.decode(zstandard.ZstdDecompressor().decompress(packed))
+        blocks = [_block(part) for part in stored.parts]
+    except (zstandard.ZstdError, msgspec.MsgspecError, ValueError, IndexError, TypeError):
+        return None
+    if stored.tenant != tenant or len(stored.tokens) % 4:
+        return None
+    generated = Generated(stored.opening, stored.text, stored.tokens)
+    return Answer(stored.files, blocks, generated, stored.forced)
+
+
+def _part(block: Block) -> _Part:
+    if isinstance(block, ToolCall):
+        kind = "custom" if block.custom else "call"
+        return kind, block.id, block.name, block.arguments, block.namespace or ""
+    if isinstance(block, Thinking):
+        return "thinking", block.text, block.signature
+    return "text", block.text if isinstance(block, Text) else ""
+
+
+def _block(part: _Part) -> Block:
+    kind, *fields = part
+    if kind in ("call", "custom"):
+        name, tool, arguments, namespace = fields
+        return ToolCall(name, tool, arguments, namespace or None, kind == "custom")
+    if kind == "thinking":
+        text, signature = fields
+        return Thinking(text, signature)
+    return Text(fields[0])

@@ -1,0 +1,154 @@
+"""Shows answers in a rendered conversation as they were generated, token by token. Pure.
+
+Only its code states how a template writes an answer. So the conversation is rendered with markers
+in the place of an answer's texts, and the text from the start of the answer to its end, as a small
+conversation with the same markers shows it, is replaced by what the model generated.
+"""
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvmesh.frontend.conversation import (
+    Block,
+    Generated,
+    Insertion,
+    RenderedPrompt,
+    Text,
+    Thinking,
+    ToolCall,
+)
+
+# A client cannot write a marker that it cannot guess.
+_KEY = f"\ue000{secrets.token_hex(4)}"
+_MARKER = re.compile(rf"{_KEY}(\d+)([tac])\ue000")
+MAX_FRAME = 4096  # characters that a template writes on one side of the markers
+
+
+class MarkedAnswer(NamedTuple):
+    """An answer that is rendered as markers, `number` among those of its conversation.
+
+    `text`: it has a marker for its text, even if there is none. `calls` are the names of its calls;
+    `earlier_calls` come before them.
+    """
+
+    number: int
+    generated: Generated
+    thinking: bool
+    text: bool
+    calls: tuple[str, ...]
+    earlier_calls: int
+
+
+class AnswerFrame(NamedTuple):
+    """The text of a template around the markers of an answer.
+
+    `header` begins the answer's turn, `before` and `after` are parts of the answer; `opening` is
+    what the model was given of the answer. `shows_ids`: the answer shows the ids of its calls.
+    """
+
+    header: str
+    before: str
+    opening: str
+    after: str
+    shows_ids: bool
+
+
+def markers(blocks: Sequence[Block], answer: MarkedAnswer) -> list[Block]:
+    """The blocks of an answer as markers."""
+    number = answer.number
+    calls = [block for block in blocks if isinstance(block, ToolCall)]
+    found: list[Block] = [Thinking(_marker(number, "t"))] if answer.thinking else []
+    if answer.text:
+        found.append(Text(_marker(number, "a")))
+    for call in calls:
+        name = _marker(number, "c")
+        arguments = f'{{"{name}": "{name}"}}' if call is calls[-1] else "{}"
+        found.append(ToolCall(call.id, call.name, arguments, call.namespace))
+    return found
+
+
+def answer_frame(
+    before: str, answer: MarkedAnswer, shown: str, ends: frozenset[str], ids: Sequence[str]
+) -> AnswerFrame | None:
+    """The frame of an answer, whose markers a small conversation shows.
+
+    `before` is that conversation without the answer, `shown` the conversation with it. `ends` are
+    the tokens that end a turn, `ids` the ids of the answer's calls. None if the template does not
+    show the answer, or its bounds cannot be told.
+    """
+    found = list(_MARKER.finditer(shown))
+    if not found or not shown.startswith(before):
+        return None
+    if answer.thinking != (found[0][2] == "t"):
+        return None
+    first, last = found[0].start(), found[-1].end()
+    opening = answer.generated.opening
+    start = len(before) + _common(opening, shown[len(before) : first])
+    end = last
+    if answer.calls:
+        positions = [at for token in ends if (at := shown.find(token, last)) >= 0]
+        if not positions or found[-1][2] != "c":
+            return None
+        end = min(positions)
+    frame = AnswerFrame(
+        shown[len(before) : start],
+        shown[start:first],
+        opening[start - len(before) :],
+        shown[last:end],
+        any(name in shown[start:end] for name in ids),
+    )
+    return frame if max(map(len, frame[:4])) <= MAX_FRAME else None
+
+
+class MarkedText:
+    """A rendered conversation with markers; answers are inserted in the order of the text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._places: dict[int, tuple[int, int, str]] = {}
+        for match in _MARKER.finditer(text):
+            number = int(match[1])
+            start, _, kinds = self._places.get(number, (match.start(), 0, ""))
+            self._places[number] = start, match.end(), kinds + match[2]
+        self._pieces: list[str] = []
+        self._length = 0
+        self._done = 0
+        self._insertions: list[Insertion] = []
+
+    def insert(self, answer: MarkedAnswer, frame: AnswerFrame) -> bool:
+        """Insert an answer; False if the text does not show it as its frame does."""
+        place = self._places.get(answer.number)
+        if place is None or answer.thinking != ("t" in place[2]):
+            return False
+        header = place[0] - len(frame.before) - len(frame.header)
+        start, end = header + len(frame.header), place[1] + len(frame.after)
+        shown = self._text.startswith(frame.header + frame.before, max(header, 0))
+        if header < self._done or not shown or not self._text.startswith(frame.after, place[1]):
+            return False
+        self._add(self._text[self._done : start])
+        self._add(frame.opening)
+        begin = self._length
+        self._add(answer.generated.text)
+        self._insertions.append(Insertion(begin, self._length, answer.generated.tokens))
+        self._done = end
+        return True
+
+    def finish(self) -> RenderedPrompt:
+        self._add(self._text[self._done :])
+        return RenderedPrompt("".join(self._pieces), self._insertions)
+
+    def _add(self, text: str) -> None:
+        self._pieces.append(text)
+        self._length += len(text)
+
+
+def _marker(number: int, kind: str) -> str:
+    return f"{_KEY}{number}{kind}\ue000"
+
+
+def _common(one: str, other: str) -> int:
+    """The number of leading characters that two texts share."""
+    size = min(len(one), len(other))
+    return next((i for i in range(size) if one[i] != other[i]), size)
