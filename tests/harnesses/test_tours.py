@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
 SERVER = Path(__file__).with_name("mcp_server.py")
 MCP = {"mcpServers": {"big": {"command": sys.executable, "args": [str(SERVER)]}}}
 LIMIT_S = 240.0
+TOURED, LISTED = "That was the tour", "There is a file"
 LONG = 500  # tokens of an answer
 Ask = Callable[[Touring, str, bool], Awaitable[str]]
 
@@ -50,13 +51,13 @@ async def test_claude_code(start_tour: StartTour) -> None:
     folder.mkdir()
     (folder / "settings.json").write_text(json.dumps({"hooks": {"PreToolUse": hooks}}))
     result = await claude(tour, "Tour of claude")
-    assert result["result"] == "That was the tour (claude-7)."
+    assert result["result"].startswith(TOURED)
     session = result["session_id"]
     result = await claude(tour, "And then?", "--resume", session)
-    assert result["result"] == "There are notes (claude-9)."
+    assert result["result"].startswith(LISTED)
     await claude(tour, "/compact", "--resume", session)
     result = await claude(tour, "What next?", "--resume", session)
-    assert result["result"] == "Nothing more (claude-10)."
+    assert result["result"] == "Nothing more (claude-end)."
     await tour.assert_as_replayed()
 
 
@@ -64,7 +65,7 @@ async def test_codex(start_tour: StartTour) -> None:
     tour = await start_tour("codex")
     server = f'[mcp_servers.big]\ncommand = "{sys.executable}"\nargs = ["{SERVER}"]\n'
     done = await run_codex(tour.url, tour.workspace, "Tour of codex", more=server)
-    assert "That was the tour (codex-6)." in agent_messages(done)
+    assert any(text.startswith(TOURED) for text in agent_messages(done))
     thread = done.events[0]["thread_id"]
     done = await run_codex(tour.url, tour.workspace, "resume", thread, "And then?", more=server)
     assert agent_messages(done)
@@ -79,9 +80,9 @@ async def test_opencode(start_tour: StartTour, package: str) -> None:
     api = package.rpartition("/")[2]
     tour = await start_tour(f"opencode-{api}", "opencode")
     done = await opencode(tour, package, "Tour of opencode")
-    assert texts(done)[-1] == "That was the tour (opencode-5)."
+    assert texts(done)[-1].startswith(TOURED)
     done = await opencode(tour, package, "--continue", "And then?")
-    assert texts(done)[-1] == "There is a file (opencode-7)."
+    assert texts(done)[-1].startswith(LISTED)
     await tour.assert_as_replayed()
 
 
@@ -100,8 +101,8 @@ PI_APIS = ("openai-completions", "openai-responses", "anthropic-messages")
 @pytest.mark.parametrize("api", PI_APIS)
 async def test_pi(start_tour: StartTour, api: str) -> None:
     tour = await start_tour(f"pi-{api}", "pi")
-    assert (await pi(tour, api, "Tour of pi")).endswith("That was the tour (pi-4).")
-    assert (await pi(tour, api, "--continue", "And then?")).endswith("There is a file (pi-6).")
+    assert (await pi(tour, api, "Tour of pi")).startswith(TOURED)
+    assert (await pi(tour, api, "--continue", "And then?")).startswith(LISTED)
     await tour.assert_as_replayed()
 
 
@@ -128,13 +129,13 @@ async def test_qwen_code(start_tour: StartTour) -> None:
         "QWEN_TELEMETRY_ENABLED": "false",
     }
     for prompt, last in (
-        (["Tour of qwen"], "That was the tour (qwen-4)."),
-        (["--continue", "And then?"], "There is a file (qwen-6)."),
+        (["Tour of qwen"], TOURED),
+        (["--continue", "And then?"], LISTED),
     ):
         command = ["--auth-type", "openai", "--approval-mode", "yolo", *prompt]
         done = await tour.workspace.run("qwen", *command, env=env, timeout=LIMIT_S)
         assert done.status == 0, done
-        assert done.output.strip().endswith(last), done
+        assert last in done.output, done
     await tour.assert_as_replayed()
 
 
@@ -148,13 +149,13 @@ async def test_continue(start_tour: StartTour) -> None:
     file.write_text(json.dumps(config))  # which is YAML, too
     env = {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_CLI_ENABLE_TELEMETRY": "0"}
     for prompt, last in (
-        (["Tour of continue"], "That was the tour (continue-4)."),
-        (["--resume", "And then?"], "There is a file (continue-6)."),
+        (["Tour of continue"], TOURED),
+        (["--resume", "And then?"], LISTED),
     ):
         command = ["--config", str(file), "--auto", "--print", *prompt]
         done = await tour.workspace.run("cn", *command, env=env, timeout=LIMIT_S)
         assert done.status == 0, done
-        assert done.output.strip().endswith(last), done
+        assert last in done.output, done
     await tour.assert_as_replayed()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from harnesses.scripts import Entry
 
 LINES = 44
+EDITED = (7, 17, 27)
 MANY = "".join(f"Line {n}: a café, naïve and plain.  \n" for n in range(LINES))
 
 
@@ -25,6 +26,16 @@ def compact(arguments: object) -> str:
 
 def plain(arguments: object) -> str:
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def changed(at: int) -> str:
+    """What an edit writes in place of line `at`."""
+    return "".join(f'    value_{at}_{n} = compute("é", {n})\n' for n in range(LINES))
+
+
+def line(at: int, end: str = "  \n") -> str:
+    """Line `at` of `MANY`; Claude Code has cut the blanks at its end."""
+    return f"Line {at}: a café, naïve and plain.{end}"
 
 
 def step(text: str, *calls: str) -> str:
@@ -43,11 +54,10 @@ def tour(name: str, task: str, answers: list[str]) -> list[Entry]:
 
 def claude(cwd: Path) -> list[Entry]:
     file = f"{cwd}/notes.txt"
-    edit = {
-        "new_string": "".join(f'    value_{n} = compute("é", {n})\n' for n in range(LINES)),
-        "old_string": "Line 7: a café, naïve and plain.\n",
-        "file_path": file,
-    }
+    edits = [
+        {"new_string": changed(at), "old_string": line(at, "\n"), "file_path": file}
+        for at in EDITED
+    ]
     count = {
         "description": "Count lines",
         "command": f"cd {cwd} && wc -l notes.txt",
@@ -67,7 +77,7 @@ def claude(cwd: Path) -> list[Entry]:
     ]
     answers = [
         step("I write notes (LABEL).", written("Write", {"content": MANY, "file_path": file})),
-        step("I edit them (LABEL).", written("Edit", edit)),
+        *(step("I edit them (LABEL).", written("Edit", edit)) for edit in edits),
         step("I count them (LABEL).", written("Bash", count)),
         step("I read (LABEL).", written("Read", {"offset": "1", "limit": 2.0, "file_path": file})),
         step(
@@ -80,13 +90,13 @@ def claude(cwd: Path) -> list[Entry]:
         step("I ask helpers (LABEL).", *(written("Agent", agent) for agent in agents)),
         step("That was the tour (LABEL)."),
         step("I list them (LABEL).", written("Bash", again)),
-        step("There are notes (LABEL)."),
+        step("There is a file (LABEL)."),
     ]
     summary = "<analysis>\nLittle.\n</analysis>\n<summary>\nNotes were made.\n</summary>"
     return [
         {"match": "an <analysis> block followed by a <summary> block", "text": summary},
         {"match": "hook-check", "text": '{"ok": true}'},
-        {"match": "What next", "text": "Nothing more (claude-10)."},
+        {"match": "What next", "text": "Nothing more (claude-end)."},
         *tour("claude", "Tour of claude", answers),
         {"match": "HELPED I look", "text": helped[1]},
         {"match": helper, "text": helped[0]},
@@ -134,11 +144,7 @@ def codex(cwd: Path) -> list[Entry]:
 
 def opencode(cwd: Path) -> list[Entry]:
     file = f"{cwd}/notes.txt"
-    edit = {
-        "newString": "".join(f'    value_{n} = compute("é", {n})\n' for n in range(LINES)),
-        "oldString": "Line 7: a café, naïve and plain.  \n",
-        "filePath": file,
-    }
+    edits = [{"newString": changed(at), "oldString": line(at), "filePath": file} for at in EDITED]
     count = {"description": "Count lines", "command": "wc -l notes.txt", "timeout": 5000.0}
     tasks = [
         {"prompt": f"Report back, {n}", "subagent_type": "general", "description": f"Say {n}"}
@@ -151,7 +157,7 @@ def opencode(cwd: Path) -> list[Entry]:
             "Tour of opencode",
             [
                 step("I write (LABEL).", written("write", {"content": MANY, "filePath": file})),
-                step("I edit (LABEL).", written("edit", edit)),
+                *(step("I edit (LABEL).", written("edit", edit)) for edit in edits),
                 step("I count (LABEL).", written("bash", count, compact)),
                 step("I ask (LABEL).", written("big_tool_07", {"days": 3.0, "city": "Orléans"})),
                 step("Others help (LABEL).", *(written("task", each, compact) for each in tasks)),
@@ -170,14 +176,15 @@ def opencode(cwd: Path) -> list[Entry]:
 
 def pi(cwd: Path) -> list[Entry]:
     file = f"{cwd}/notes.txt"
-    text = "".join(f'    value_{n} = compute("é", {n})\n' for n in range(LINES))
-    change = {"newText": text, "oldText": "Line 7: a café, naïve and plain.  \n"}
+    edits = [
+        {"edits": [{"newText": changed(at), "oldText": line(at)}], "path": file} for at in EDITED
+    ]
     return tour(
         "pi",
         "Tour of pi",
         [
             step("I write (LABEL).", written("write", {"content": MANY, "path": file})),
-            step("I edit (LABEL).", written("edit", {"edits": [change], "path": file})),
+            *(step("I edit (LABEL).", written("edit", edit)) for edit in edits),
             step("I count (LABEL).", written("bash", {"timeout": "50", "command": "wc -l *.txt"})),
             step("I read (LABEL).", written("read", {"limit": 2.0, "path": file}, compact)),
             step("That was the tour (LABEL)."),
@@ -189,18 +196,16 @@ def pi(cwd: Path) -> list[Entry]:
 
 def qwen(cwd: Path) -> list[Entry]:
     file = f"{cwd}/notes.txt"
-    edit = {
-        "new_string": "".join(f'    value_{n} = compute("é", {n})\n' for n in range(LINES)),
-        "old_string": "Line 7: a café, naïve and plain.  \n",
-        "file_path": file,
-    }
+    edits = [
+        {"new_string": changed(at), "old_string": line(at), "file_path": file} for at in EDITED
+    ]
     count = {"is_background": False, "description": "Count", "command": "wc -l notes.txt"}
     return tour(
         "qwen",
         "Tour of qwen",
         [
             step("I write (LABEL).", written("write_file", {"content": MANY, "file_path": file})),
-            step("I edit (LABEL).", written("edit", edit)),
+            *(step("I edit (LABEL).", written("edit", edit)) for edit in edits),
             step("I count (LABEL).", written("run_shell_command", count, compact)),
             step("I read (LABEL).", written("read_file", {"limit": 2.0, "file_path": file})),
             step("That was the tour (LABEL)."),
@@ -213,18 +218,16 @@ def qwen(cwd: Path) -> list[Entry]:
 def resumed(cwd: Path) -> list[Entry]:
     """Continue, whose tools are Write, Edit, Bash and Read."""
     file = f"{cwd}/notes.txt"
-    edit = {
-        "new_string": "".join(f'    value_{n} = compute("é", {n})\n' for n in range(LINES)),
-        "old_string": "Line 7: a café, naïve and plain.  \n",
-        "file_path": file,
-    }
+    edits = [
+        {"new_string": changed(at), "old_string": line(at), "file_path": file} for at in EDITED
+    ]
     return tour(
         "continue",
         "Tour of continue",
         [
             step("I write (LABEL).", written("Write", {"content": MANY, "filepath": file})),
             step("I read (LABEL).", written("Read", {"filepath": file}, compact)),
-            step("I edit (LABEL).", written("Edit", edit)),
+            *(step("I edit (LABEL).", written("Edit", edit)) for edit in edits),
             step("I count (LABEL).", written("Bash", {"timeout": 50.0, "command": "wc -l *.txt"})),
             step("That was the tour (LABEL)."),
             step("I list (LABEL).", written("Bash", {"command": "ls"}, compact)),

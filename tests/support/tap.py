@@ -77,6 +77,12 @@ class Tap:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    def token(self, text: str) -> int:
+        """The id of a token of the demo model."""
+        found = self._tokenizer.token_to_id(text)
+        assert found is not None
+        return int(found)
+
     def text(self, work: Work) -> str:
         """The prompt as text, special tokens included."""
         ids = array("I", work.tokens).tolist()
