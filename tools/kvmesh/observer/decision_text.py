@@ -14,6 +14,7 @@ from kvmesh.bus.messages import (
     Outcome,
     PrefetchTerms,
     PrefixWait,
+    ShownAnswers,
 )
 from kvmesh.frontend.namespaces import own_name
 from kvmesh.hashing import HASH_BYTES
@@ -67,7 +68,21 @@ def outcome_lines(outcome: Outcome, decision: Decision | None) -> list[str]:
     ]
     if sender := _sender(outcome):
         lines.append(sender)
+    if outcome.shown is not None:
+        lines.append(shown_line(outcome.shown))
     return lines
+
+
+def shown_line(shown: ShownAnswers) -> str:
+    """The earlier answers shown as they were generated, and what the client had made of them."""
+    changes = [
+        (shown.thinking, "without their thinking"),
+        (shown.calls, "with tool calls in other words"),
+    ]
+    returned = [f"{count} {how}" for count, how in changes if count]
+    by_client = f" (the client returned {' and '.join(returned)})" if returned else ""
+    edited = f"; {shown.edited} that the client had edited as sent" if shown.edited else ""
+    return f"the prompt shows {shown.answers} earlier answers as generated{by_client}{edited}"
 
 
 def moved(expected: ExpectedReturn, decision: Decision) -> bool:

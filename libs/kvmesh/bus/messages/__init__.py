@@ -156,6 +156,7 @@ from kvmesh.bus.messages.routing import (
     RouteNews,
     RouteReply,
     RouteRequest,
+    ShownAnswers,
     Thresholds,
     of_class,
 )
@@ -322,6 +323,7 @@ __all__ = [
     "ShowLearned",
     "ShowReturns",
     "ShowSpeeds",
+    "ShownAnswers",
     "SimulatedPool",
     "Sleep",
     "SpeedReport",

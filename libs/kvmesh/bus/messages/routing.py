@@ -265,6 +265,19 @@ class ComputedAhead(Struct, frozen=True, kw_only=True, omit_defaults=True):
     differs: bool = False
 
 
+class ShownAnswers(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Earlier answers that a prompt shows as they were generated.
+
+    `thinking`: answers that the client had returned without their thinking; `calls`: those with
+    tool calls in other words; `edited`: answers whose meaning it had changed, shown as sent.
+    """
+
+    answers: int = 0
+    thinking: int = 0
+    calls: int = 0
+    edited: int = 0
+
+
 class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=True):
     """Result of a placed request: `cached_tokens` as counted by the engine, times in seconds.
 
@@ -280,7 +293,8 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     `engine_wait_s` passed in the queue of the engine that computed the prompt, if it reports that.
     `agent` is the kind of the caller's agent. `waits_for` names what the session waits for before
     its next prompt, from coarse to fine, such as ["tool", "Bash", "sleep", "64s"] or ["human"];
-    ["end"] if it has ended, and empty if that is not known (docs/requests.md).
+    ["end"] if it has ended, and empty if that is not known (docs/requests.md). `shown`: earlier
+    answers of the conversation in the prompt, None if none of them is stored.
     """
 
     request: str
@@ -310,6 +324,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     engine_wait_s: float | None = None
     agent: str = ""
     waits_for: list[str] = []
+    shown: ShownAnswers | None = None
 
 
 RouteEvent: TypeAlias = Decision | Outcome

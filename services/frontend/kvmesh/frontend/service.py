@@ -173,6 +173,7 @@ class FrontendService:
         await self.directory.open()
         await self.idle_models.open()
         await self.cache_api.open(self.directory.instances)
+        self.answers.open()
         service.spawn(self.authenticator.run(), "keys")
         service.spawn(self.events.run(), "sequence events")
         service.spawn(self.routes.run(), "route queries")

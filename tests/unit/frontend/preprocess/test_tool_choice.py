@@ -50,9 +50,12 @@ def required_call(choice: ToolChoice, *tools: Tool) -> RequiredToolCall:
     return constraint
 
 
-def read(constraint: RequiredToolCall, text: str, size: int) -> list[tuple[str, str]]:
-    """(name, arguments) of every call in `text`, fed in pieces of `size` characters."""
-    parser = constraint.parser(PlainText())
+def read(
+    constraint: RequiredToolCall, text: str, size: int, rest: str = ""
+) -> list[tuple[str, str]]:
+    """(name, arguments) of every call in `text`, fed in pieces; `rest` is the text beside them."""
+    own = OutputGrammar("hermes").parser([READ, LIST])
+    parser, beside = constraint.parser(PlainText(), own), ""
     events: list[AnswerEvent] = []
     for at in range(0, len(text), size):
         events += parser.feed(text[at : at + size])
@@ -63,8 +66,11 @@ def read(constraint: RequiredToolCall, text: str, size: int) -> list[tuple[str, 
             calls.append((event.name, ""))
         elif isinstance(event, ToolCallDelta):
             calls[-1] = (calls[-1][0], calls[-1][1] + event.arguments)
+        elif isinstance(event, TextDelta):
+            beside += event.text
         else:
             assert isinstance(event, ToolCallEnd)
+    assert beside.strip() == rest.strip()
     return calls
 
 
@@ -115,8 +121,26 @@ def test_a_list_of_calls_is_read_call_by_call(size: int) -> None:
     assert read(constraint, text, size) == [("read", '{"path":"}{"}'), ("list", "{}")]
 
 
+OWN = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("tools", [(READ,), (READ, LIST)])
+def test_an_engine_without_guided_decoding_may_call_in_the_models_syntax(
+    tools: tuple[Tool, ...], size: int
+) -> None:
+    constraint = required_call(ToolChoice("required"), *tools)
+    assert read(constraint, f" {OWN}", size) == [("read", '{"path": "a"}')]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("text", ["I cannot.", "[", " [1]"])
+def test_an_answer_without_a_call_is_text(text: str, size: int) -> None:
+    assert read(required_call(ToolChoice("required"), READ, LIST), text, size, rest=text) == []
+
+
 def test_an_incomplete_call_is_text() -> None:
-    parser = required_call(ToolChoice("required"), READ, LIST).parser(PlainText())
+    parser = required_call(ToolChoice("required"), READ, LIST).parser(PlainText(), PlainText())
     events = [*parser.feed('[{"name": "re'), *parser.finish()]
     assert events == [TextDelta('{"name": "re')]
 

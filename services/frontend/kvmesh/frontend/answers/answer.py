@@ -15,13 +15,12 @@ from kvmesh.frontend.conversation import (
     Generated,
     Message,
     Text,
-    Thinking,
     ToolCall,
     ToolResult,
 )
 
 _OWN_ID = re.compile(r"call_[0-9a-f]{24}")  # as `dialects.output.call_id` makes them
-OVERHEAD = 600  # bytes of an answer's objects in memory
+OVERHEAD = 950  # bytes of the objects of one answer in memory
 
 
 class Answer(Struct, frozen=True, omit_defaults=True):
@@ -56,52 +55,52 @@ def answer_runs(messages: Sequence[Message]) -> Iterator[AnswerRun]:
 
     The last message is no answer: a model may have to continue it.
     """
-    index, number = 0, 0
-    while index < len(messages):
-        if messages[index].role != "assistant":
-            index += 1
+    number, end = 0, 0
+    for first, message in enumerate(messages):
+        if first < end or message.role != "assistant":
             continue
-        first = index
-        while index < len(messages) and messages[index].role == "assistant":
-            index += 1
-        if index == len(messages):
+        blocks, end = message.blocks, first + 1
+        while end < len(messages) and messages[end].role == "assistant":
+            blocks = [*blocks, *messages[end].blocks]
+            end += 1
+        if end == len(messages):
             return
-        blocks = [block for message in messages[first:index] for block in message.blocks]
-        if name := answer_name(messages[:first], blocks, number):
-            yield AnswerRun(first, index, blocks, name)
+        if name := answer_name(messages, first, blocks, number):
+            yield AnswerRun(first, end, blocks, name)
         number += 1
 
 
-def answer_name(before: Sequence[Message], blocks: Sequence[Block], number: int) -> str:
-    """The name of the answer `blocks` after the messages `before`, `number` answers among them.
+def answer_name(
+    messages: Sequence[Message], before: int, blocks: Sequence[Block], number: int
+) -> str:
+    """The name of the answer `blocks` after the first `before` messages with `number` answers.
 
     "" if no frontend can have generated it.
     """
-    call = next((block for block in blocks if isinstance(block, ToolCall)), None)
-    if call is not None:
-        return call.id if _OWN_ID.fullmatch(call.id) else ""
+    for block in blocks:
+        if type(block) is ToolCall:
+            return block.id if _OWN_ID.fullmatch(block.id) else ""
     text = "".join(block.text for block in blocks if isinstance(block, Text)).strip()
     if not text or not before:
         return ""
-    parts = (str(number), _words(before[0]), _words(before[-1]), text)
+    parts = (str(number), _words(messages[0]), _words(messages[before - 1]), text)
     digest = blake2b(digest_size=16)
     for part in parts:
         digest.update(b"%d:" % len(part) + part.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
-def worth_storing(blocks: Sequence[Block]) -> bool:
-    """True if a client may return an answer other than it was generated: calls and thinking."""
-    return any(isinstance(block, ToolCall | Thinking) for block in blocks)
+def is_call(name: str) -> bool:
+    """True if an answer of this name has tool calls: then it is stored wherever it is generated."""
+    return name.startswith("call_")
 
 
-def answers_before(messages: Sequence[Message]) -> int:
-    """The number of answers in a conversation."""
+def name_after(messages: Sequence[Message], blocks: Sequence[Block]) -> str:
+    """The name of the answer to a conversation."""
     roles = [message.role for message in messages]
-    return sum(
-        role == "assistant" and (index == 0 or roles[index - 1] != "assistant")
-        for index, role in enumerate(roles)
-    )
+    pairs = zip(roles, ["user", *roles], strict=False)
+    number = sum(role == "assistant" != before for role, before in pairs)
+    return answer_name(messages, len(messages), blocks, number)
 
 
 def _words(message: Message) -> str:

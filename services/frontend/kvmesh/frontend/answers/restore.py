@@ -7,9 +7,9 @@ again from there on.
 import json
 from collections.abc import Callable, Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
+from kvmesh.bus.messages import ShownAnswers
 from kvmesh.frontend.answers.answer import Answer, AnswerRun
 from kvmesh.frontend.answers.equivalence import AnswerComparison
 from kvmesh.frontend.conversation import (
@@ -23,22 +23,6 @@ from kvmesh.frontend.conversation import (
 )
 
 RETURNED = ("unchanged", "without_thinking", "rewritten", "edited")
-Lookup = Callable[[str], "KnownAnswer | None"]
-
-
-class RestoredAnswers(Struct):
-    """The number of answers shown as they were generated, and how the client had changed them.
-
-    `thinking`: answers that it returned without their thinking; `calls`: those with calls in other
-    words; `edited`: answers that it changed in meaning, which the prompt shows as they were sent.
-    `news` has one of the words of RETURNED for each answer returned in a form not seen before.
-    """
-
-    answers: int = 0
-    thinking: int = 0
-    calls: int = 0
-    edited: int = 0
-    news: list[str] = []
 
 
 class KnownAnswer:
@@ -74,41 +58,43 @@ class KnownAnswer:
 
 def restore(
     request: GenerateRequest,
-    runs: Sequence[AnswerRun],
+    found: Sequence[tuple[AnswerRun, KnownAnswer]],
     files: str,
     forced: bool,
-    lookup: Lookup,
-) -> RestoredAnswers:
-    """Replace the messages of those of the answers `runs` that the model `files` has generated.
+    note: Callable[[str], None] = lambda _: None,
+) -> ShownAnswers | None:
+    """Replace the messages of those of the stored answers that the model `files` has generated.
 
     `forced`: `tool_choice` makes the engine write calls in another syntax, which answers to other
-    requests must not imitate.
+    requests must not imitate. `note` gets the verdict on each answer that is returned in a form not
+    seen before. Returns None if none of the answers is stored.
     """
-    restored = RestoredAnswers()
+    answers = thinking = calls = edited = 0
     messages: list[Message] = []
     comparison = AnswerComparison(request)
     done = 0
-    for run in runs:
-        known = lookup(run.name)
-        if known is None or known.answer.files != files:
+    for run, known in found:
+        if known.answer.files != files:
             continue
         if known.compare(run.blocks, comparison):
-            restored.news.append(known.verdict)
+            note(known.verdict)
         if not known.same:
-            restored.edited += 1
+            edited += 1
             continue
         answer = known.answer
-        restored.answers += 1
-        restored.thinking += known.thinking
-        restored.calls += known.calls
+        answers += 1
+        thinking += known.thinking
+        calls += known.calls
         blocks = _with_marks(answer.blocks, run.blocks)
         generated = answer.generated if answer.forced == forced else None
         messages += request.messages[done : run.first]
         messages.append(Message("assistant", blocks, generated))
         done = run.end
-    if restored.answers:
+    if answers:
         request.messages = [*messages, *request.messages[done:]]
-    return restored
+    if not answers and not edited:
+        return None
+    return ShownAnswers(answers=answers, thinking=thinking, calls=calls, edited=edited)
 
 
 def _content(block: Block) -> tuple[object, ...]:

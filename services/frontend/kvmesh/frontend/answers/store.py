@@ -6,7 +6,7 @@ served, or that it served before it restarted, once they continue here.
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -19,7 +19,7 @@ from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.messages import owner
 from kvmesh.bus.storage.buckets import evicting_bucket
 from kvmesh.frontend import metrics
-from kvmesh.frontend.answers.answer import Answer
+from kvmesh.frontend.answers.answer import Answer, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer
 from kvmesh.frontend.auth.bucket_quota import owner_of
 from kvmesh.frontend.conversation import Block, Generated, Text, Thinking, ToolCall
@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 READ_S = 0.5  # a prompt does not wait longer for its answers
 WRITE_S = 5.0
 PAUSE_S = 10.0  # without reading, after a failure
-ABSENT_S = 60.0
+ABSENT_S = 600.0
+ARRIVING_S = (
+    0.03  # until the newest answer, which another frontend has just stored, is in the bucket
+)
 MAX_ABSENT = 16_384
 MAX_READ = 256  # answers of one request
 AT_ONCE = 16
@@ -55,6 +58,7 @@ class _StoredAnswer(Struct, array_like=True):
 
 _decoder = msgspec.msgpack.Decoder(_StoredAnswer)
 _encode = msgspec.msgpack.Encoder().encode
+_compress = zstandard.ZstdCompressor(level=1).compress
 
 
 class AnswerStore:
@@ -84,13 +88,26 @@ class AnswerStore:
         """The answer, if it is in memory."""
         return self._known.get(owner(tenant), (tenant, name))
 
-    async def fetch(self, tenant: str, names: Iterable[str]) -> None:
-        """Read those of the answers that are not in memory, the newest ones if they are many.
+    async def find(self, tenant: str, names: Sequence[str]) -> dict[str, KnownAnswer]:
+        """Those of the answers that are stored, after READ_S at the latest.
 
-        `names` are in the order of the conversation. Returns after READ_S at the latest.
+        `names` are in the order of the conversation; the newest MAX_READ that are not in memory are
+        read from the bucket.
         """
+        of, found = owner(tenant), dict[str, KnownAnswer]()
+        for name in names:
+            known = self._known.get(of, (tenant, name))
+            if known is not None:
+                found[name] = known
+        if len(found) < len(names):
+            await self._fetch(tenant, [name for name in names if name not in found])
+            for name in names:
+                if name not in found and (known := self.lookup(tenant, name)) is not None:
+                    found[name] = known
+        return found
+
+    async def _fetch(self, tenant: str, missing: list[str]) -> None:
         now = asyncio.get_running_loop().time()
-        missing = [name for name in names if self.lookup(tenant, name) is None]
         wanted = [n for n in missing if (self._absent.get((tenant, n)) or 0.0) <= now]
         if not wanted or not self._readable(now):
             return
@@ -98,8 +115,12 @@ class AnswerStore:
         try:
             async with asyncio.timeout(READ_S):
                 bucket = await self._open()
-                reads = (self._read(bucket, tenant, n, limit) for n in wanted[-MAX_READ:])
+                reads = [self._read(bucket, tenant, n, limit) for n in wanted[-MAX_READ:]]
                 await asyncio.gather(*reads)
+                newest = missing[-1]
+                if newest in wanted and is_call(newest) and self.lookup(tenant, newest) is None:
+                    await asyncio.sleep(ARRIVING_S)
+                    await self._read(bucket, tenant, newest, limit)
             self._failing = False
         except (BusError, TimeoutError) as error:
             self._paused_until = now + PAUSE_S
@@ -111,6 +132,17 @@ class AnswerStore:
         self._absent.pop((tenant, name))
         if self._stored_bytes and len(self._tasks) < MAX_WRITES and self._bus.connected:
             self._tasks.start(self._write(tenant, name, answer))
+
+    def open(self) -> None:
+        """Create the bucket, so that the first answer does not wait for it."""
+        if self.enabled and self._stored_bytes:
+            self._tasks.start(self._create())
+
+    async def _create(self) -> None:
+        try:
+            await self._open()
+        except BusError as error:
+            self._warn("cannot store generated answers", error)
 
     async def close(self) -> None:
         await self._tasks.wait(WRITE_S)
@@ -126,8 +158,7 @@ class AnswerStore:
             except NotFound:
                 answer = None
         if answer is None:
-            now = asyncio.get_running_loop().time()
-            self._absent.put((tenant, name), now + ABSENT_S)
+            self._absent.put((tenant, name), asyncio.get_running_loop().time() + ABSENT_S)
             return
         metrics.read_answers.inc()
         self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
@@ -135,8 +166,9 @@ class AnswerStore:
     async def _write(self, tenant: str, name: str, answer: Answer) -> None:
         try:
             async with asyncio.timeout(WRITE_S):
-                bucket = await self._open()
-                await bucket.put(_key(tenant, name), _packed(tenant, answer))
+                await self._open()
+                subject = f"$KV.{self._bus.subjects.answers_bucket}.{_key(tenant, name)}"
+                await self._bus.store(subject, _packed(tenant, answer), WRITE_S)
             self._failing = False
         except (BusError, TimeoutError) as error:
             self._warn("cannot store generated answers", error)
@@ -167,7 +199,7 @@ def _packed(tenant: str, answer: Answer) -> bytes:
     opening, text, tokens = answer.generated.opening, answer.generated.text, answer.generated.tokens
     parts = [_part(block) for block in answer.blocks]
     stored = _StoredAnswer(tenant, answer.files, parts, opening, text, tokens, answer.forced)
-    return zstandard.ZstdCompressor(level=1).compress(_encode(stored))
+    return _compress(_encode(stored))
 
 
 def _unpacked(packed: bytes, tenant: str) -> Answer | None:

@@ -5,12 +5,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec.structs import replace
+
 from kvmesh.bus.messages import SeqPrefilled
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import AnswerSummary, Renderer, Usage
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.auth.accounts import Account
-from kvmesh.frontend.dialects.output import OutputParser
+from kvmesh.frontend.conversation import Block
+from kvmesh.frontend.dialects.output import OutputGrammar, OutputParser
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.task import DispatchState, SequenceTask
@@ -77,8 +80,7 @@ class ActiveRequest:
         states = [DispatchState(started + runner.route_timeout) for _ in streams]
         diagnose = partial(diagnostics, prepared, streams[0], states[0])
         self._counter = UsageCounter(prepared, streams, self._pipelines, diagnose)
-        followed = prepared.speculates or prepared.keeps_answer
-        self.transcript = Transcript() if followed and count == 1 else None
+        self.transcript = Transcript() if prepared.speculates and count == 1 else None
         texts = (
             prepared.model.dialect.token_texts if request.sampling.logprobs is not None else None
         )
@@ -141,12 +143,25 @@ class ActiveRequest:
             facts = nvext(self.tasks[0], self.started, next(found, None))
         return AnswerSummary(self.usage(), facts)
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the model ended its one answer itself, and the client got all of it."""
-        pipeline = self._pipelines[0]
-        cut = pipeline.stopped_by is not None or pipeline.complete
-        return len(self.tasks) == 1 and self.tasks[0].stream.finish == "stop" and not cut
+    def answer(self) -> list[Block]:
+        """The blocks of the answer, in the order of generation, if it has calls or thinking.
+
+        Empty for other answers, for several, and for one that the model has not ended itself or of
+        which the client did not get all.
+        """
+        stream, pipeline, calls = self.tasks[0].stream, self._pipelines[0], self._choices[0].calls
+        cut = pipeline.stopped_by is not None or pipeline.complete or stream.finish != "stop"
+        if cut or len(self.tasks) > 1 or not (calls or pipeline.reasoning_tokens):
+            return []
+        # parsed again as a whole: that costs as much as a few of its events
+        again, transcript = _pipeline(self.prepared), Transcript()
+        for event in again.feed(stream.tokens) + again.finish():
+            transcript.add(event)
+        if len(transcript.calls) != len(calls.ids):
+            return []
+        for part, name in zip(transcript.calls, calls.ids, strict=True):
+            part.start = replace(part.start, id=name) if part.start is not None else None
+        return transcript.blocks(in_order=True)
 
     def usage(self) -> Usage:
         """The tokens so far."""
@@ -206,7 +221,10 @@ def _parser(prepared: PreparedRequest) -> OutputParser:
     grammar = prepared.model.dialect.grammar
     # without streaming, a call that breaks off is text: emit no call before its end
     parser = grammar.parser(request.tools, prepared.tail, calls=calls, eager=request.stream)
-    return must_call.parser(parser) if must_call is not None else parser
+    if must_call is None:
+        return parser
+    own = OutputGrammar(grammar.tool_parser).parser(request.tools, eager=request.stream)
+    return must_call.parser(parser, own)
 
 
 async def _all(coroutines: list[Coroutine[None, None, None]]) -> None:

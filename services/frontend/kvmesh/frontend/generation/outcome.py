@@ -68,6 +68,7 @@ class OutcomeReporter:
                 engine_wait_s=stream.engine_wait_s,
                 agent=request.agent,
                 waits_for=waits_for(request, finish, calls),
+                shown=task.prepared.shown if task.index == 0 else None,
             ),
         )
         _measure(task, started, now)

@@ -3,16 +3,15 @@
 import datetime
 from array import array
 from collections.abc import Iterator
-from functools import partial
 from time import monotonic
 from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import ComputedAhead, Guided, Retain
-from kvmesh.frontend.answers.answer import AnswerRun, answer_runs
-from kvmesh.frontend.answers.restore import RestoredAnswers, restore
+from kvmesh.bus.messages import ComputedAhead, Guided, Retain, ShownAnswers
+from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
+from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
 from kvmesh.frontend.conversation import (
@@ -55,6 +54,7 @@ from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.tracing.names import RENDER, TOKENIZE
 
 T = TypeVar("T")
+FoundAnswers = list[tuple[AnswerRun, KnownAnswer]]
 LONG_TEXT = 8192
 LARGE_BODY = 128 << 10  # bytes; larger requests are preprocessed in a thread
 MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread, too
@@ -85,7 +85,7 @@ class PreparedRequest(Struct):
     the answer, which is recorded for that. `ahead` is what a speculative prefill was to compute of
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
     compares it with the earlier prompt, one of the model `earlier_model` if that is another;
-    `comparing` while it is looked up. `restored`: what the prompt shows as it was generated;
+    `comparing` while it is looked up. `shown`: earlier answers, as they were generated;
     `keeps_answer`: the answer is stored for that.
     """
 
@@ -104,7 +104,7 @@ class PreparedRequest(Struct):
     comparison: PromptComparison | None = None
     earlier_model: str | None = None
     comparing: bool = False
-    restored: RestoredAnswers | None = None
+    shown: ShownAnswers | None = None
     keeps_answer: bool = False
 
     @property
@@ -144,48 +144,53 @@ class Preprocessor:
         """
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
-        runs = await self._known_runs(request)
-        prepared = await self._run(request, self._prepare(request, model, adapter, runs))
+        found = await self._stored(request, model)
+        prepared = await self._run(request, self._prepare(request, model, adapter, found))
         if request.messages and request.hints.session is None:
             self._infer_session(request, prepared.prompts[0], model.card.block_size)
         return prepared
 
-    async def _known_runs(self, request: GenerateRequest) -> list[AnswerRun]:
-        """The answers in a conversation; those that are stored are in memory afterwards."""
+    async def _stored(self, request: GenerateRequest, model: ServedModel) -> FoundAnswers:
+        """The answers in a conversation that are stored."""
         if self.answers is None or len(request.messages) < MIN_MESSAGES:
             return []
-        runs = list(answer_runs(request.messages))
-        if runs:
-            await self.answers.fetch(request.cache_salt, [run.name for run in runs])
-        return runs
+        thinks = model.dialect.grammar.reasoning_parser is not None
+        runs = [run for run in answer_runs(request.messages) if thinks or is_call(run.name)]
+        known = await self.answers.find(request.cache_salt, [run.name for run in runs])
+        return [(run, known[run.name]) for run in runs if run.name in known]
 
     def _restore(
-        self, request: GenerateRequest, model: ServedModel, runs: list[AnswerRun], forced: bool
-    ) -> RestoredAnswers | None:
+        self,
+        request: GenerateRequest,
+        model: ServedModel,
+        found: FoundAnswers,
+        forced: bool,
+    ) -> ShownAnswers | None:
         """Show stored answers as they were generated."""
-        if self.answers is None or not runs:
+        if not found:
             return None
         if request.body_bytes >= LARGE_BODY:
             check_arguments(request.messages)
-        lookup = partial(self.answers.lookup, request.cache_salt)
-        restored = restore(request, runs, model.card.files, forced, lookup)
-        for verdict in restored.news:
-            restored_answers.labels(model.card.name, verdict).inc()
-        return restored
+        name, files = model.card.name, model.card.files
+
+        def note(verdict: str) -> None:
+            restored_answers.labels(name, verdict).inc()
+
+        return restore(request, found, files, forced, note)
 
     def _prepare(
         self,
         request: GenerateRequest,
         model: ServedModel,
         adapter: str | None,
-        runs: list[AnswerRun],
+        found: FoundAnswers,
     ) -> Steps[PreparedRequest]:
         if not model.card.images:
             _reject_images(request)
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         required = required_tool_call(request)
         began = monotonic()
-        restored = self._restore(request, model, runs, required is not None)
+        shown = self._restore(request, model, found, required is not None)
         rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
         text = rendered_prompt.text
         encoded: EncodedPrompt | None = None
@@ -220,7 +225,7 @@ class Preprocessor:
             guided,
             decode,
             encoded=encoded,
-            restored=restored,
+            shown=shown,
             keeps_answer=self.answers is not None and bool(request.messages) and request.n == 1,
         )
 
@@ -234,17 +239,20 @@ class Preprocessor:
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
-        runs = await self._known_runs(request)
-        return await self._run(request, self._count(request, model, runs))
+        found = await self._stored(request, model)
+        return await self._run(request, self._count(request, model, found))
 
     def _count(
-        self, request: GenerateRequest, model: ServedModel, runs: list[AnswerRun]
+        self,
+        request: GenerateRequest,
+        model: ServedModel,
+        found: FoundAnswers,
     ) -> Steps[list[bytes]]:
         if not model.card.images:
             _reject_images(request)
         if request.prompts:
             return (yield from self._raw_prompts(request, model))
-        self._restore(request, model, runs, required_tool_call(request) is not None)
+        self._restore(request, model, found, required_tool_call(request) is not None)
         rendered = render(request, model)
         return [(yield from self._conversation(request, rendered, model)).tokens]
 

@@ -6,6 +6,7 @@ structural tags constrain calls of strict tools, in the model's own call syntax.
 """
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -49,11 +50,14 @@ class RequiredToolCall(Struct, frozen=True):
         limit = {} if self.parallel else {"maxItems": 1}
         return {"type": "array", "minItems": 1, **limit, "items": items}
 
-    def parser(self, inner: OutputParser) -> OutputParser:
-        """A parser that reads the text events of `inner` as calls and passes on its thinking."""
+    def parser(self, inner: OutputParser, own: OutputParser) -> OutputParser:
+        """A parser that reads the text events of `inner` as calls and passes on its thinking.
+
+        Engines without guided decoding write calls in the model's own syntax, which `own` reads.
+        """
         several = len(self.tools) > 1
         reader = _CallListReader(self.tools) if several else _ArgumentsReader(self.tools[0])
-        return _RequiredCallParser(inner, reader)
+        return _RequiredCallParser(inner, reader, own)
 
 
 def required_tool_call(request: GenerateRequest) -> RequiredToolCall | None:
@@ -104,6 +108,7 @@ class _ArgumentsReader:
     def __init__(self, tool: Tool) -> None:
         self._tool = tool
         self._started = False
+        self.begins = re.compile("" if tool.custom else "{")
 
     def feed(self, text: str) -> list[AnswerEvent]:
         events: list[AnswerEvent] = []
@@ -121,6 +126,8 @@ class _ArgumentsReader:
 
 class _CallListReader:
     """Reads text as a list of calls; emits each call once it is complete."""
+
+    begins = re.compile(r"\[\s*[{\]]")
 
     def __init__(self, tools: list[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -161,20 +168,47 @@ def _start(tool: Tool) -> ToolCallStart:
 
 
 class _RequiredCallParser:
-    """Sends the text events of one parser through a reader of calls."""
+    """Sends the text events of one parser through a reader of calls.
 
-    def __init__(self, inner: OutputParser, reader: "_ArgumentsReader | _CallListReader") -> None:
+    Text that does not begin as the reader's calls do goes to `own`.
+    """
+
+    def __init__(
+        self,
+        inner: OutputParser,
+        reader: "_ArgumentsReader | _CallListReader",
+        own: OutputParser,
+    ) -> None:
         self._inner = inner
-        self._reader = reader
+        self._reader: OutputParser = reader
+        self._begins = reader.begins
+        self._own = own
+        self._held: str | None = ""  # text that does not show yet in which syntax it is
 
     def feed(self, text: str) -> list[AnswerEvent]:
         return self._read(self._inner.feed(text))
 
     def finish(self) -> list[AnswerEvent]:
-        return self._read(self._inner.finish()) + self._reader.finish()
+        read = self._read(self._inner.finish())
+        if self._held:
+            read += self._own.feed(self._held)
+            self._reader = self._own
+        return read + self._reader.finish()
 
     def _read(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         read: list[AnswerEvent] = []
         for event in events:
-            read += self._reader.feed(event.text) if isinstance(event, TextDelta) else [event]
+            if not isinstance(event, TextDelta):
+                read.append(event)
+                continue
+            text = event.text
+            if self._held is not None:
+                self._held += text
+                begin = self._held.lstrip()
+                if begin in ("", "["):
+                    continue
+                if not self._begins.match(begin):
+                    self._reader = self._own
+                text, self._held = self._held, None
+            read += self._reader.feed(text)
         return read

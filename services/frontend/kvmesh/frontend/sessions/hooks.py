@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvmesh.bus.messages import Cancel, Prefetch, RankKey, Release, owner
 from kvmesh.frontend import metrics
-from kvmesh.frontend.answers.answer import Answer, answer_name, answers_before, worth_storing
+from kvmesh.frontend.answers.answer import Answer, name_after
 from kvmesh.frontend.conversation import GenerateRequest, ToolCall
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.task import SequenceTask
@@ -133,16 +133,13 @@ class SessionHooks:
                 self._start(self._speculate(hooked, active, following, follow_up))
 
     def _keep(self, active: ActiveRequest) -> Answer | None:
-        """Store a whole answer that a client may return other than it was generated."""
-        prepared, transcript = active.prepared, active.transcript
-        answers = self._preprocessor.answers
-        if answers is None or not prepared.keeps_answer or transcript is None:
-            return None
-        blocks = transcript.blocks(in_order=True)
-        if not active.is_whole or not worth_storing(blocks):
+        """Store an answer that a client may return other than it was generated."""
+        prepared, answers = active.prepared, self._preprocessor.answers
+        blocks = active.answer() if prepared.keeps_answer else []
+        if answers is None or not blocks:
             return None
         request, model = prepared.request, prepared.model
-        name = answer_name(request.messages, blocks, answers_before(request.messages))
+        name = name_after(request.messages, blocks)
         generated = model.dialect.generated(request, active.tasks[0].stream.tokens)
         if not name or generated is None:
             return None

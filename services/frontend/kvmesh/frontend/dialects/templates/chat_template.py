@@ -24,6 +24,7 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
 from kvmesh.frontend.dialects.templates.chat_messages import template_messages
 from kvmesh.frontend.dialects.templates.frame_probe import AnswerFrames, shows_tools
+from kvmesh.frontend.dialects.templates.prompt_json import ToolEntry
 from kvmesh.frontend.dialects.tools import function
 
 CONTINUE = "continue_final_message"
@@ -75,10 +76,11 @@ class ChatTemplate:
         capabilities = self._select(shows_tools(request))[1]
         unmarked = _hidden_answers(messages) if capabilities.drops_thinking else set()
         frames: dict[int, tuple[MarkedAnswer, AnswerFrame]] = {}
+        find = self._frames.finder(request, ends, today)
 
         def mark(answer: MarkedAnswer) -> bool:
-            frame = self._frames.of(request, answer, ends, today)
-            if frame is None or answer.number in unmarked:
+            frame = None if answer.number in unmarked else find(answer)
+            if frame is None:
                 return False
             frames[answer.number] = answer, frame
             return True
@@ -106,7 +108,9 @@ class ChatTemplate:
         invites: bool = True,
     ) -> str:
         """The prompt of a conversation; with `invites`, it ends where an answer begins."""
-        visible = [function(tool) for tool in request.tools if not tool.deferred]
+        visible: list[dict[str, Any]] = [
+            ToolEntry(function(tool)) for tool in request.tools if not tool.deferred
+        ]
         template, capabilities = self._select(bool(visible))
         continues = bool(request.template_args.get(CONTINUE))
         conversation = _mark_open_end(conversation) if continues else conversation

@@ -55,25 +55,29 @@ class AnswerFrames:
         self._frames: LruCache[object, tuple[AnswerFrame | None]] = LruCache(MAX_FRAMES)
         self._openings: LruCache[object, str] = LruCache(MAX_FRAMES)
 
-    def of(
-        self,
-        request: GenerateRequest,
-        answer: MarkedAnswer,
-        ends: frozenset[str],
-        today: datetime.date,
-    ) -> AnswerFrame | None:
-        """The frame of an answer; None if the template does not show it as it was generated."""
+    def finder(
+        self, request: GenerateRequest, ends: frozenset[str], today: datetime.date
+    ) -> Callable[[MarkedAnswer], AnswerFrame | None]:
+        """A function that returns the frame of an answer in the request's prompt.
+
+        It returns None if the template does not show the answer as it was generated.
+        """
         variables = _variables(request)
         if len(str(variables)) > MAX_ARGS:
-            return None
-        shape = (variables, *answer[2:5], answer.generated.opening, ends)
-        frame = self._frame(shape, request, answer._replace(earlier_calls=0), ends, today)
-        if frame is None or not frame.shows_ids:
-            return frame
-        # the results of the calls name them by these ids
-        if not all(name in answer.generated.text for name in self._ids(request, answer)):
-            return None
-        return self._frame((*shape, answer.earlier_calls), request, answer, ends, today)
+            return lambda _: None
+
+        def find(answer: MarkedAnswer) -> AnswerFrame | None:
+            shape = (variables, *answer[2:5], answer.generated.opening, ends)
+            frame = self._frame(shape, request, answer, 0, ends, today)
+            if frame is None or not frame.shows_ids:
+                return frame
+            # the results of the calls name them by these ids
+            if not all(name in answer.generated.text for name in self._ids(request, answer)):
+                return None
+            count = answer.earlier_calls
+            return self._frame((*shape, count), request, answer, count, ends, today)
+
+        return find
 
     def opening(self, request: GenerateRequest, today: datetime.date) -> str:
         """The end of the request's prompt from the answer's turn on; "" if it cannot be told."""
@@ -95,11 +99,13 @@ class AnswerFrames:
         key: object,
         request: GenerateRequest,
         answer: MarkedAnswer,
+        earlier_calls: int,
         ends: frozenset[str],
         today: datetime.date,
     ) -> AnswerFrame | None:
         known = self._frames.get(key)
         if known is None:
+            answer = answer._replace(earlier_calls=earlier_calls)
             try:
                 known = (self._probe(_small(request), answer, ends, today),)
             except TemplateError:

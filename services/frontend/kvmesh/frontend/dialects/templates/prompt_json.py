@@ -1,9 +1,57 @@
 """JSON serialization for prompts that does not hold the GIL for long."""
 
 import json
+from threading import Lock
 from typing import Any
 
+import msgspec
+
+from kvmesh.runtime.lru import LruCache
+
 MAX_VALUES_AT_ONCE = 8192  # values serialized in one call, which holds the GIL
+MEMO_BYTES = 8 << 20
+ENTRY_BYTES = 300
+MAX_MEMO_ENTRY = 256 << 10
+
+
+class ToolEntry(dict[str, Any]):
+    """A tool as templates see it. Each prompt of a session shows it, so its JSON is memorized."""
+
+
+class _Memo:
+    """Texts by value and form. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._texts: LruCache[tuple[bytes, str], str] = LruCache(MEMO_BYTES, _size)
+        self._lock = Lock()
+
+    def dumps(self, tool: ToolEntry, form: dict[str, Any]) -> str:
+        # another library's JSON identifies the value, and costs a tenth
+        key = msgspec.json.encode(tool), repr(form)
+        with self._lock:
+            known = self._texts.get(key)
+        if known is not None:
+            return known
+        text = dumps(dict(tool), **form)
+        if len(text) <= MAX_MEMO_ENTRY:
+            with self._lock:
+                self._texts.put(key, text)
+        return text
+
+
+def _size(key: tuple[bytes, str], text: str) -> int:
+    return ENTRY_BYTES + len(key[0]) + len(text) * (1 if text.isascii() else 4)
+
+
+_memo = _Memo()
+
+
+def dumps_tool(tool: ToolEntry, **form: Any) -> str:
+    """`dumps` of a tool."""
+    try:
+        return _memo.dumps(tool, form)
+    except (msgspec.MsgspecError, TypeError, UnicodeError, OverflowError):
+        return dumps(dict(tool), **form)
 
 
 def dumps(value: Any, **form: Any) -> str:
