@@ -40,8 +40,12 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 WEATHER = {"name": "weather", "strict": True, "parameters": PARAMETERS}
-# A random model calls it once: begins so first, and then rather ends.
-CALL = {str(Tap().token("<tool_call>")): 10, str(Tap().token("<|im_end|>")): 9}
+# A random model ends after the call with which its answer must begin.
+TOKENS_OF = {"<tool_call>": 60, "<|im_end|>": 90}
+CALLS_ONCE = {
+    "logit_bias": {str(Tap().token(text)): bias for text, bias in TOKENS_OF.items()},
+    "min_tokens": 5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +110,9 @@ async def test_a_call_returned_in_other_words_is_read_from_the_cache(up: Up, tap
     messages: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather? " * 20}]
     body = {"model": "tiny", "temperature": 0, "tools": [{"type": "function", "function": WEATHER}], "messages": messages}
     for _ in range(3):
-        calling = {**body, "max_tokens": 200, "presence_penalty": 2, "logit_bias": CALL}
+        calling = {**body, "max_tokens": 200, **CALLS_ONCE}
         called, answer = post(up, "/v1/chat/completions", calling, "words")
+        print("GEN", tap.answer(called))
         (call,) = answer["choices"][0]["message"]["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
         call["function"]["arguments"] = json.dumps(dict(reversed([*arguments.items()])), indent=1)
