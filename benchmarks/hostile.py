@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvmesh.frontend.apis.responses.sealed_reasoning import seal
+from kvmesh.frontend.apis.sealed_reasoning import seal
 
 MODEL = "kvmesh-demo"
 CHAT = "/v1/chat/completions"
@@ -90,11 +90,18 @@ def _conversations(size: int) -> Iterator[Body]:
     result = b'{"type":"tool_result","tool_use_id":"a","content":"x"}'
     turn = b'{"role":"assistant","content":%s},{"role":"user","content":%s}'
     calls = turn % (_listed(use, 40_000), _listed(result, 40_000))
+    half = turn % (_listed(use, 4_000), _listed(result, 4_000))
     yield Body("40,000 tool calls", MESSAGES, HEAD + b'"messages":[' + calls + b"]}")
     one = turn % (_listed(use, 1), _listed(result, 1))
     yield Body(
         "20,000 turns with a call", MESSAGES, HEAD + b'"messages":' + _listed(one, 10_000) + b"}"
     )
+    edit = b'"context_management":{"edits":[{"type":"clear_thinking_20251015"},%s]},' % (
+        b'{"type":"clear_tool_uses_20250919","trigger":{"type":"input_tokens","value":1}}'
+    )
+    cleared = HEAD + edit + b'"messages":'
+    yield Body("8,000 tool calls to clear", MESSAGES, cleared + b"[" + half + b"," + half + b"]}")
+    yield Body("10,000 turns to clear", COUNT, cleared + _listed(one, 5_000) + b"}")
     item = b'{"type":"message","role":"user","content":"x"}'
     yield Body("20,000 items", RESPONSES, HEAD + b'"input":' + _listed(item, 20_000) + b"}")
     hidden = (
@@ -244,5 +251,8 @@ def _others(size: int) -> Iterator[Body]:
     item = b'{"type":"reasoning","encrypted_content":"%s"}' % bomb
     bombs = _listed(item, size // len(item) - 1)
     yield Body("reasoning of zeros", RESPONSES, HEAD + b'"input":' + bombs + b"}")
+    block = b'{"type":"thinking","thinking":"","signature":"%s"}' % bomb
+    blocks = b'{"role":"assistant","content":' + _listed(block, size // len(block) - 1) + b"}"
+    yield Body("signatures of zeros", MESSAGES, HEAD + b'"messages":[' + blocks + b"]}")
     zeros = b'{"type":"reasoning","encrypted_content":"kvm1:' + b"A" * size + b'"}'
     yield Body("sealed reasoning", RESPONSES, HEAD + b'"input":[' + zeros + b"]}")

@@ -2,12 +2,13 @@
 
 import secrets
 from collections.abc import AsyncIterator
+from typing import Any
 
 import anthropic
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
-from anthropic.types import MessageParam, TextBlockParam, ToolParam, ToolUseBlock
+from anthropic.types import MessageParam, TextBlockParam, ThinkingBlock, ToolParam, ToolUseBlock
 from support.frontend import MODEL
 from support.mesh import Mesh
 
@@ -62,6 +63,64 @@ async def test_the_conversation_continues_after_a_tool(client: AsyncAnthropic) -
     )
     assert [block.type for block in second.content] == ["text"]
     assert second.stop_reason == "end_turn"
+
+
+async def test_omitted_thinking_returns_to_the_model(client: AsyncAnthropic) -> None:
+    prompts = []
+    for display in ("omitted", "summarized"):
+        thinking: Any = {"type": "adaptive", "display": display}
+        async with client.messages.stream(
+            model=MODEL, max_tokens=200, messages=[ASK], tools=[TOOL], thinking=thinking
+        ) as stream:
+            first = await stream.get_final_message()
+        block, call = first.content[0], first.content[-1]
+        assert isinstance(block, ThinkingBlock)
+        assert bool(block.thinking) == (display == "summarized")
+        assert isinstance(call, ToolUseBlock)
+        answer: MessageParam = {"role": "assistant", "content": first.content}
+        result: MessageParam = {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}],
+        }
+        counted = await client.messages.count_tokens(
+            model=MODEL, messages=[ASK, answer, result], tools=[TOOL]
+        )
+        prompts.append((first.usage.output_tokens, counted.input_tokens))
+    assert prompts[0] == prompts[1]
+
+
+async def test_context_edits_are_reported(client: AsyncAnthropic) -> None:
+    messages: list[Any] = [ASK]
+    for number in range(4):
+        use = {"type": "tool_use", "id": f"t{number}", "name": "get_weather", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": "sunny " * 50}
+        messages += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    edits: Any = {
+        "edits": [
+            {"type": "clear_thinking_20251015", "keep": "all"},
+            {
+                "type": "clear_tool_uses_20250919",
+                "trigger": {"type": "tool_uses", "value": 3},
+                "keep": {"type": "tool_uses", "value": 1},
+            },
+        ]
+    }
+    counted = await client.beta.messages.count_tokens(
+        model=MODEL, messages=messages, context_management=edits
+    )
+    async with client.beta.messages.stream(
+        model=MODEL, max_tokens=9, messages=messages, context_management=edits
+    ) as stream:
+        made = await stream.get_final_message()
+    assert counted.context_management is not None
+    assert made.context_management is not None
+    (applied,) = made.context_management.applied_edits
+    saved = counted.context_management.original_input_tokens - counted.input_tokens
+    assert applied.type == "clear_tool_uses_20250919"
+    assert (applied.cleared_tool_uses, applied.cleared_input_tokens) == (3, saved)
+    usage = made.usage
+    read = (usage.cache_creation_input_tokens or 0) + (usage.cache_read_input_tokens or 0)
+    assert usage.input_tokens + read == counted.input_tokens
 
 
 async def test_counts_agree_with_usage(client: AsyncAnthropic) -> None:

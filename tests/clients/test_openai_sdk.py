@@ -14,7 +14,13 @@ from openai.types.chat import (
     ChatCompletionToolChoiceOptionParam,
     ChatCompletionToolParam,
 )
-from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall
+from openai.types.responses import (
+    EasyInputMessageParam,
+    FunctionToolParam,
+    ResponseFunctionToolCall,
+    ResponseFunctionToolCallParam,
+)
+from openai.types.responses.response_input_item_param import FunctionCallOutput, ItemReference
 from pydantic import BaseModel
 from support.frontend import MODEL
 from support.mesh import Mesh
@@ -207,6 +213,41 @@ async def test_a_replayed_history_counts_like_a_stored_one(client: AsyncOpenAI) 
     assert second.output_text == "It is sunny in Oslo. Bye."
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(second.id)
+
+
+async def test_a_tool_loop_refers_to_stored_items(client: AsyncOpenAI) -> None:
+    user: EasyInputMessageParam = {"role": "user", "content": ASK}
+    first = await client.responses.create(model=MODEL, input=[user], tools=[TOOL])
+    call = first.output[-1]
+    assert isinstance(call, ResponseFunctionToolCall)
+    items: list[ItemReference] = [
+        {"type": "item_reference", "id": item.id} for item in first.output[:-1] if item.id
+    ]
+    result: FunctionCallOutput = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": "sunny",
+    }
+    made: ResponseFunctionToolCallParam = {
+        "type": "function_call",
+        "id": call.id or "",
+        "call_id": call.call_id,
+        "name": call.name,
+        "arguments": call.arguments,
+    }
+    second = await client.responses.create(
+        model=MODEL, input=[user, *items, made, result], tools=[TOOL]
+    )
+    assert second.output_text == "It is sunny in Oslo. Bye."
+    same = await client.responses.create(
+        model=MODEL, input=[result], tools=[TOOL], previous_response_id=first.id
+    )
+    assert second.usage is not None
+    assert same.usage is not None
+    assert second.usage.input_tokens == same.usage.input_tokens
+    await client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match=items[0]["id"]):
+        await client.responses.create(model=MODEL, input=[user, *items, made, result])
 
 
 async def test_responses_are_stored_until_deleted(client: AsyncOpenAI) -> None:

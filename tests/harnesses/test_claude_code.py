@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from harnesses.conftest import SMALL
+from harnesses.conftest import SMALL, MakeMesh
 from support.harness import KEY, ClientResult, LimitedMesh, RecordedRequest, Recorder, Workspace
 from support.tap import Tap, assert_grows, shared
 from support.up import Up
@@ -58,6 +58,34 @@ async def test_another_conversation_shares_tools_and_system_prompt(
     start, *_ = events(recorder.requests[0])
     usage = start["message"]["usage"]
     assert usage["cache_read_input_tokens"] > usage["cache_creation_input_tokens"]
+
+
+async def test_another_folder_shares_all_that_is_constant(
+    make_mesh: MakeMesh, tmp_path: Path
+) -> None:
+    mesh = make_mesh("--mock-speedup", "20", "--frontend-share-prefixes")
+    await mesh.ready()
+    shares = []
+    for name in ("one", "two"):
+        async with Recorder(mesh.url).listening() as recorder:
+            done = await claude(recorder.url, Workspace(tmp_path / name), "Please make claude.txt")
+            assert done.events[-1]["result"] == "The file claude.txt is made.", done
+            usage = events(recorder.requests[0])[0]["message"]["usage"]
+        read = usage["cache_read_input_tokens"]
+        made = usage["cache_creation_input_tokens"] + usage["input_tokens"]
+        shares.append(read / (read + made))
+    assert shares[0] < 0.1
+    assert shares[1] > 0.85
+
+
+async def test_thinking_that_the_client_does_not_see_returns_to_the_model(
+    recorder: Recorder, tap: Tap, workspace: Workspace
+) -> None:
+    done = await claude(recorder.url, workspace, "Please make claude.txt")
+    assert recorder.requests[0].body["thinking"]["display"] == "omitted"
+    assert b"I write the file first" not in recorder.requests[0].answer
+    (_, second) = tap.of(done.events[-1]["session_id"])
+    assert "I write the file first.\n</think>" in tap.text(second)
 
 
 async def test_it_shows_its_context(recorder: Recorder, workspace: Workspace) -> None:

@@ -466,6 +466,104 @@ async def test_an_unknown_previous_response_is_named(stage: Stage, name: str) ->
     assert (await stage.call("GET", f"{RESPONSES}/{name}")).status == 404
 
 
+def references(response: Any) -> list[dict[str, Any]]:
+    return [{"type": "item_reference", "id": item["id"]} for item in response["output"]]
+
+
+async def test_referenced_items_are_read_from_stored_responses(stage: Stage) -> None:
+    one, two = {"role": "user", "content": "One"}, {"role": "user", "content": "Two"}
+    first = (await stage.generate(RESPONSES, input=[one])).body
+    second = (await stage.generate(RESPONSES, input=[two])).body
+    sent = [one, *references(first), two, *references(second), one]
+    whole = [one, *first["output"], two, *second["output"], one]
+    made = await stage.generate(RESPONSES, input=sent)
+    same = await stage.generate(RESPONSES, input=whole)
+    assert made.body["usage"]["input_tokens"] == same.body["usage"]["input_tokens"]
+    assert [w.tokens for w in stage.worker.works[-2:-1]] == [
+        w.tokens for w in stage.worker.works[-1:]
+    ]
+    counted = await stage.post(f"{RESPONSES}/input_tokens", {"input": sent})
+    assert counted.body["input_tokens"] == made.body["usage"]["input_tokens"]
+    then = await stage.generate(
+        RESPONSES, input=[*references(first), two], previous_response_id=made.body["id"]
+    )
+    assert then.body["usage"]["input_tokens"] > made.body["usage"]["input_tokens"]
+    listed = (await stage.call("GET", f"{RESPONSES}/{made.body['id']}/input_items")).body["data"]
+    assert [item["id"] for item in listed if "id" in item] == [
+        item["id"] for response in (first, second) for item in response["output"]
+    ]
+
+
+async def test_items_of_others_and_deleted_items_are_not_found(stage: Stage) -> None:
+    made = (await stage.generate(RESPONSES)).body
+    (name,) = (item["id"] for item in made["output"])
+    sent = {"input": references(made)}
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+        reply = await stage.post(path, sent, key="other")
+        assert reply.status == 400
+        assert name in reply.body["error"]["message"]
+    await stage.call("DELETE", f"{RESPONSES}/{made['id']}")
+    reply = await stage.post(RESPONSES, sent)
+    assert (reply.status, reply.body["error"]["param"]) == (400, "input")
+    assert name in reply.body["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["rs_00", "msg_" + "0" * 26, "resp_x", "x" * 5000, "fc_>.*"])
+@pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens"])
+async def test_an_unknown_item_is_named(stage: Stage, name: str, path: str) -> None:
+    reply = await stage.post(path, {"input": [{"type": "item_reference", "id": name}]})
+    assert reply.status == 400
+    check_error(path, reply, "invalid_request")
+    assert name in reply.body["error"]["message"]
+
+
+async def test_a_prompt_to_cache_has_no_references(stage: Stage) -> None:
+    items = [{"type": "item_reference", "id": "rs_00"}]
+    reply = await stage.post("/v1/prefetch", {"input": items}, key="root")
+    assert (reply.status, reply.body["error"]["param"]) == (400, "input")
+
+
+async def test_the_responses_that_a_request_refers_to_are_bounded(stage: Stage) -> None:
+    items = [{"type": "item_reference", "id": f"msg_{n:024x}00"} for n in range(1001)]
+    reply = await stage.post(RESPONSES, {"input": items})
+    assert reply.status == 400
+    assert "1000" in reply.body["error"]["message"]
+
+
+async def test_context_edits_shorten_the_prompt_and_are_reported(stage: Stage) -> None:
+    uses = [
+        (
+            {"type": "tool_use", "id": f"c{n}", "name": "read", "input": {"n": n}},
+            {"type": "tool_result", "tool_use_id": f"c{n}", "content": "many words " * 40},
+        )
+        for n in range(5)
+    ]
+    messages: list[Any] = [{"role": "user", "content": "Read"}]
+    messages += [
+        {"role": role, "content": [block]}
+        for pair in uses
+        for role, block in zip(("assistant", "user"), pair, strict=True)
+    ]
+    edit = {
+        "type": "clear_tool_uses_20250919",
+        "trigger": {"type": "tool_uses", "value": 4},
+        "keep": {"type": "tool_uses", "value": 2},
+    }
+    fields: dict[str, Any] = {"messages": messages, "context_management": {"edits": [edit]}}
+    counted = (await stage.post("/v1/messages/count_tokens", fields)).body
+    made = (await stage.generate("/v1/messages", **fields)).body
+    original = counted["context_management"]["original_input_tokens"]
+    (applied,) = made["context_management"]["applied_edits"]
+    assert applied == {
+        "type": "clear_tool_uses_20250919",
+        "cleared_tool_uses": 3,
+        "cleared_input_tokens": original - counted["input_tokens"],
+    }
+    usage = made["usage"]
+    spent = sum(usage[name] for name in usage if name.endswith("input_tokens"))
+    assert spent == counted["input_tokens"] < original
+
+
 # --- validation of the cache endpoints ---
 
 TOKENS = list(range(300, 332))

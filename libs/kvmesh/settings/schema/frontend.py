@@ -96,6 +96,13 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     prepare_cache_bytes: Annotated[
         int, Meta(ge=0, description="memory for the token cache of conversations")
     ] = 48 << 20
+    share_prefixes: Annotated[
+        bool,
+        Meta(
+            description="put what Claude Code's prompts say about the folder behind what all its"
+            " sessions share; moves system text into the first user message"
+        ),
+    ] = False
     session_prompts_bytes: Annotated[
         int, Meta(ge=0, description="memory for the last prompt of each session, for prefetching")
     ] = 32 << 20

@@ -130,6 +130,41 @@ class ToolChoice(Struct, frozen=True):
     name: str | None = None
 
 
+class ClearToolUses(Struct, frozen=True):
+    """Replace old tool results by a placeholder once the prompt exceeds a trigger.
+
+    The trigger is `tokens` of the prompt, or `uses` of tools. `keep` results stay, and those of the
+    tools in `exclude`. Nothing is cleared unless that frees `at_least` tokens. `inputs`: the tools
+    whose arguments are cleared, too; None for all tools.
+    """
+
+    tokens: int | None
+    uses: int | None
+    keep: int
+    at_least: int = 0
+    exclude: frozenset[str] = frozenset()
+    inputs: frozenset[str] | None = frozenset()
+
+
+class ClearThinking(Struct, frozen=True):
+    """Drop the thinking of all turns but the last `keep` that have any."""
+
+    keep: int
+
+
+class ContextEdits(Struct):
+    """Edits of a conversation before it is rendered, and what they did.
+
+    `applied` describes the edits that had an effect, as the Messages API does; `original_tokens`
+    counts the prompt without them.
+    """
+
+    thinking: ClearThinking | None = None
+    tool_uses: ClearToolUses | None = None
+    applied: list[dict[str, Any]] = []
+    original_tokens: int | None = None
+
+
 class GenerateRequest(Struct, kw_only=True):
     """One request of any API, before the chat template.
 
@@ -144,6 +179,7 @@ class GenerateRequest(Struct, kw_only=True):
     - `owner`: fair queues for threads alternate between owners.
     - `previous_message`: id of the answer to the conversation's earlier request, for a diagnosis of
       its cache; empty for a diagnosis without one, None for none.
+    - `body_bytes`: size of the body and of what is read or decompressed for it.
     - `agent`: kind of the agent that sends the request (`apis.agent_kinds`).
     - `span`: the first span of the request's trace.
     """
@@ -182,6 +218,7 @@ class GenerateRequest(Struct, kw_only=True):
     client_id: str = ""
     agent: str = ""
     span: TraceSpan = NO_SPAN
+    context_edits: ContextEdits | None = None
 
     @property
     def turn(self) -> int:

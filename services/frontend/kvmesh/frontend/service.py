@@ -104,7 +104,9 @@ class FrontendService:
             settings.stored_answers_bytes,
             settings.stored_answers_ttl_s,
         )
-        self.preprocessor = Preprocessor(settings.prepare_cache_bytes, self._tenants, self.answers)
+        self.preprocessor = Preprocessor(
+            settings.prepare_cache_bytes, self._tenants, self.answers, settings.share_prefixes
+        )
         self.cache_api = CacheApi(
             service,
             self.registry,

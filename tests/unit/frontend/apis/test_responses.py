@@ -7,7 +7,7 @@ from unit.frontend.apis.answers import ANSWER, body, stream, whole
 
 from kvmesh.frontend.apis.base import Ending
 from kvmesh.frontend.apis.responses.api import Responses
-from kvmesh.frontend.apis.responses.sealed_reasoning import open_sealed, seal
+from kvmesh.frontend.apis.sealed_reasoning import open_sealed, seal
 from kvmesh.frontend.conversation import (
     AnswerEvent,
     TextDelta,

@@ -8,7 +8,7 @@ from support.stamp import STAMP
 
 from kvmesh.frontend.apis.base import AnswerSummary, Usage
 from kvmesh.frontend.apis.responses.api import Responses
-from kvmesh.frontend.apis.responses.sealed_reasoning import seal
+from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.errors import InvalidRequest
 
 

@@ -18,8 +18,9 @@ from kvmesh.frontend.conversation import CacheControl, Message, Text
 from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
-from kvmesh.frontend.preprocess import preprocessor
-from kvmesh.frontend.preprocess.preprocessor import MAX_OUTPUT_BYTES, Preprocessor
+from kvmesh.frontend.preprocess import limits
+from kvmesh.frontend.preprocess.limits import MAX_OUTPUT_BYTES
+from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.tokenizer.text_slices import MAX_RUN, SLICE
 
 CONTEXT = 2048
@@ -46,7 +47,7 @@ def chat(**fields: Any) -> Any:
 
 
 def prompt(text: str) -> Any:
-    return Tokenize().parse(msgspec.json.encode({"model": "m", "prompt": text}), {}, STAMP)
+    return Tokenize().parse(msgspec.json.encode({"model": "m", "prompt": text}), {}, STAMP).request
 
 
 def make_preprocessor() -> Preprocessor:
@@ -121,7 +122,7 @@ async def test_long_texts_have_the_tokens_of_the_library() -> None:
 
 
 async def test_the_prompts_of_all_choices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocessor, "MAX_PROMPT_BYTES", 4 * 500)
+    monkeypatch.setattr(limits, "MAX_PROMPT_BYTES", 4 * 500)
     text = "one two three " * 30
     assert (await prepared(chat(messages=[{"role": "user", "content": text}], n=2))).prompts
     with pytest.raises(InvalidRequest) as error:

@@ -1,7 +1,7 @@
 """Interfaces of an API: pure translation between its wire form and the internal form."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -114,8 +114,16 @@ class ConversationThread(Protocol):
     previous: str | None
     store: bool
 
-    def extend(self, turns: list[StoredTurn]) -> None:
-        """Prepend the earlier turns, oldest first, to the request."""
+    def referenced(self, turns: list[StoredTurn]) -> list[str]:
+        """Ids of the stored responses whose items the request or its earlier `turns` refer to."""
+        ...
+
+    def extend(self, turns: list[StoredTurn], outputs: Mapping[str, Sequence[Raw]]) -> None:
+        """Prepend the earlier turns, oldest first, to the request, and resolve its references.
+
+        `outputs` are the output items of the responses referenced, without those not found.
+        Raises InvalidRequest for an item that they lack.
+        """
         ...
 
     def turn(self, response: bytes) -> StoredTurn:
@@ -132,6 +140,13 @@ class ApiCall(Struct):
 
     request: GenerateRequest
     renderer: Renderer
+    thread: ConversationThread | None = None
+
+
+class CountCall(Struct):
+    """A parsed request whose prompt is counted; `thread` if the API stores responses."""
+
+    request: GenerateRequest
     thread: ConversationThread | None = None
 
 

@@ -131,7 +131,10 @@ def to_request(
     if given[0] in API_FIELDS:
         name = parsed.api or _api(parsed)
         _refuse_unknown(body, type(parsed), BODIES[name])
-        return APIS[name].parse(body, headers, stamp).request
+        call = APIS[name].parse(body, headers, stamp)
+        if call.thread is not None and call.thread.referenced([]):
+            raise InvalidRequest("`input`: a prompt to cache has no item references.", "input")
+        return call.request
     _refuse_unknown(body, type(parsed))
     request = GenerateRequest(
         id=f"cache-{stamp.token}",

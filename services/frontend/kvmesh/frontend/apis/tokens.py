@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvmesh.frontend.apis.base import Headers, RequestStamp, decode, json_encode
+from kvmesh.frontend.apis.base import CountCall, Headers, RequestStamp, decode, json_encode
 from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage, ChatToolBody
 from kvmesh.frontend.apis.chat.body import to_request as chat_request
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
@@ -39,8 +39,11 @@ class Tokenize:
 
     name = "tokenize"
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
-        parsed = decode(_tokenize, body)
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall:
+        return CountCall(self._request(decode(_tokenize, body)))
+
+    @staticmethod
+    def _request(parsed: TokenizeBody) -> GenerateRequest:
         if parsed.messages is not None:
             chat = ChatBody(
                 model=parsed.model,
@@ -56,7 +59,7 @@ class Tokenize:
             id="tokenize", model=parsed.model, sampling=sampling, prompts=[parsed.prompt]
         )
 
-    def answer(self, prompts: list[bytes], context: int) -> bytes:
+    def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
         ids = array("I", prompts[0])
         head = json_encode({"count": len(ids), "max_model_len": context})
         slices = (ids[start : start + SLICE].tolist() for start in range(0, len(ids), SLICE))

@@ -14,6 +14,7 @@ from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Caller, Handler
 from kvmesh.frontend.http.request_trace import describe, received, summarize, traced
+from kvmesh.frontend.http.responses.history import StoredHistory
 from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.http.sse import EventStream, StreamSupervisor
 from kvmesh.frontend.models import ModelRegistry
@@ -43,6 +44,8 @@ class GenerateEndpoint:
     def __init__(self, endpoints: EndpointFactory, dependencies: Dependencies) -> None:
         self._endpoints = endpoints
         self._dependencies = dependencies
+        threads = dependencies.preprocessor.threads
+        self._history = StoredHistory(dependencies.responses, threads)
 
     def handler(self, api: Api) -> Handler:
         async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
@@ -62,7 +65,7 @@ class GenerateEndpoint:
         request = call.request
         model, adapter = self._dependencies.registry.resolve(request.model)
         caller.model = request.model
-        await self._prepend_history(call)
+        await self._history.prepend(request, call.thread)
         prepared = await self._dependencies.preprocessor.prepare(request, model, adapter)
         describe(prepared)
         model.metrics.prompt_tokens.inc(prepared.prompt_tokens)
@@ -89,20 +92,6 @@ class GenerateEndpoint:
         if not await self._store_turn(call.thread, request, body):
             body = call.renderer.whole(summary)
         return web.Response(body=body, content_type=JSON)
-
-    async def _prepend_history(self, call: ApiCall) -> None:
-        """Prepend the stored conversation that the request continues."""
-        request, thread = call.request, call.thread
-        if thread is None or thread.previous is None:
-            return
-        turns = await self._dependencies.responses.history(thread.previous, request.cache_salt)
-        size = sum(len(item) for turn in turns for item in (*turn.input, *turn.output))
-        request.body_bytes += size
-        if size < LARGE:
-            thread.extend(turns)
-        else:
-            threads = self._dependencies.preprocessor.threads
-            await threads.call(request.owner, lambda: thread.extend(turns))
 
     async def _store_turn(
         self, thread: ConversationThread | None, request: GenerateRequest, body: bytes

@@ -63,7 +63,7 @@ class Caller:
     def bind(self, request: GenerateRequest, body_bytes: int) -> None:
         """Bind the parsed request to this caller; raises ApiError (403, 429)."""
         self.request = request
-        request.body_bytes = body_bytes
+        request.body_bytes += body_bytes
         request.client_id = request_id.client_id(self._headers)
         self._authenticator.bind(request, self.account)
         if self._entry is not None:

@@ -55,7 +55,9 @@ def application(
     """The application with all routes of a frontend, `more` among them."""
     endpoints = EndpointFactory(dependencies.settings, dependencies.preprocessor.threads)
     generate = GenerateEndpoint(endpoints, dependencies)
-    tokenize = TokenizeEndpoints(endpoints, dependencies.registry, dependencies.preprocessor)
+    tokenize = TokenizeEndpoints(
+        endpoints, dependencies.registry, dependencies.preprocessor, dependencies.responses
+    )
     stored = StoredResponseEndpoints(endpoints, dependencies.responses)
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator

@@ -2,13 +2,15 @@
 
 from typing import Protocol
 
-from kvmesh.frontend.apis.base import Headers, RequestStamp, json_encode
+from kvmesh.frontend.apis.base import CountCall, Headers, RequestStamp, json_encode
 from kvmesh.frontend.apis.tokens import DetokenizeBody, parse_tokens
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ContextExceeded
 from kvmesh.frontend.fair_threads import FairThreads
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.middleware import Handler
+from kvmesh.frontend.http.responses.history import StoredHistory
+from kvmesh.frontend.http.responses.store import ResponseStore
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 
@@ -21,9 +23,9 @@ class CountingApi(Protocol):
     @property
     def name(self) -> str: ...
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest: ...
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall: ...
 
-    def answer(self, prompts: list[bytes], context: int) -> bytes:
+    def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
         """The response body for packed prompts; `context` is the model's length in tokens."""
         ...
 
@@ -32,9 +34,14 @@ class TokenizeEndpoints:
     """Makes the handlers of the counting APIs and of POST /v1/detokenize."""
 
     def __init__(
-        self, endpoints: EndpointFactory, registry: ModelRegistry, preprocessor: Preprocessor
+        self,
+        endpoints: EndpointFactory,
+        registry: ModelRegistry,
+        preprocessor: Preprocessor,
+        responses: ResponseStore,
     ) -> None:
         self._endpoints = endpoints
+        self._history = StoredHistory(responses, preprocessor.threads)
         self._registry = registry
         self._preprocessor = preprocessor
 
@@ -43,16 +50,17 @@ class TokenizeEndpoints:
         return self._preprocessor.threads
 
     def counting(self, api: CountingApi) -> Handler:
-        async def act(call: EndpointCall[GenerateRequest]) -> bytes:
-            request, caller = call.parsed, call.caller
+        async def act(call: EndpointCall[CountCall]) -> bytes:
+            request, caller = call.parsed.request, call.caller
             caller.bind(request, len(call.body))
             model, _ = self._registry.resolve(request.model)
             caller.model = request.model
+            await self._history.prepend(request, call.parsed.thread)
             prompts = await self._preprocessor.count(request, model)
             if sum(map(len, prompts)) < THREAD_SIZE:
-                return api.answer(prompts, model.card.context)
+                return api.answer(request, prompts, model.card.context)
             return await self._threads.call(
-                caller.owner, lambda: api.answer(prompts, model.card.context)
+                caller.owner, lambda: api.answer(request, prompts, model.card.context)
             )
 
         return self._endpoints.with_body(api.parse, act)

@@ -17,6 +17,7 @@ from kvmesh.frontend.cache_account.comparison import PromptComparison
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Image,
+    Message,
     RenderedPrompt,
     Text,
     ToolResult,
@@ -29,6 +30,8 @@ from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
 from kvmesh.frontend.preprocess.conversation_key import conversation_key
+from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
+from kvmesh.frontend.preprocess.limits import check_prompt_memory, output_limit
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 from kvmesh.frontend.preprocess.retention import (
     TokenOffsets,
@@ -37,6 +40,7 @@ from kvmesh.frontend.preprocess.retention import (
     prompt_retention,
 )
 from kvmesh.frontend.preprocess.session_inference import InferredSessions
+from kvmesh.frontend.preprocess.shared_prefix import AGENT, shared_prefix
 from kvmesh.frontend.preprocess.tool_choice import (
     RequiredToolCall,
     required_tool_call,
@@ -61,10 +65,6 @@ MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread,
 SLICE_TOKENS = 4096
 TAIL_CHARS = 256
 MIN_MESSAGES = 3  # of a conversation with an earlier answer
-MAX_PROMPT_BYTES = 64 << 20  # packed tokens of a request, one prompt per choice
-MAX_OUTPUT_BYTES = 256 << 20  # memory for the output of a request, all choices together
-OUTPUT_TOKEN_BYTES = 64
-LOGPROB_BYTES = 400
 
 
 class PromptTokens(Struct):
@@ -122,14 +122,20 @@ class PreparedRequest(Struct):
 class Preprocessor:
     """Renders, tokenizes and hashes prompts; long ones in threads, so as not to block the loop.
 
-    Tokenizing stops at most one slice beyond the model's context.
+    Tokenizing stops at most one slice beyond the model's context. With `share_prefixes`, agents'
+    prompts begin with what their sessions share.
     """
 
     def __init__(
-        self, memo_bytes: int, tenants: TenantNamespaces, answers: AnswerStore | None = None
+        self,
+        memo_bytes: int,
+        tenants: TenantNamespaces,
+        answers: AnswerStore | None = None,
+        share_prefixes: bool = False,
     ) -> None:
         self._tenants = tenants
         self.answers = answers if answers is not None and answers.enabled else None
+        self._share_prefixes = share_prefixes
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
         self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
         self._sessions = InferredSessions()
@@ -142,6 +148,7 @@ class Preprocessor:
 
         Raises ContextExceeded or InvalidRequest.
         """
+        self._arrange(request)
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
         found = await self._stored(request, model)
@@ -178,6 +185,10 @@ class Preprocessor:
 
         return restore(request, found, files, forced, note)
 
+    def _arrange(self, request: GenerateRequest) -> None:
+        if self._share_prefixes and request.agent.startswith(AGENT):
+            request.messages = list(shared_prefix(request.messages))
+
     def _prepare(
         self,
         request: GenerateRequest,
@@ -189,8 +200,9 @@ class Preprocessor:
             _reject_images(request)
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         required = required_tool_call(request)
-        began = monotonic()
         shown = self._restore(request, model, found, required is not None)
+        yield from self._edit(request, model)
+        began = monotonic()
         rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
         text = rendered_prompt.text
         encoded: EncodedPrompt | None = None
@@ -202,7 +214,7 @@ class Preprocessor:
             encoded = yield from self._conversation(request, rendered_prompt, model)
             packed = [encoded.tokens]
             retention = yield from self._retention(request, model, encoded)
-        _check_prompt_memory(packed, request.n)
+        check_prompt_memory(packed, request.n)
         prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
         longest = max(prompt.count for prompt in prompts)
         limit = output_limit(request, len(prompts), longest, model.card.context)
@@ -239,6 +251,7 @@ class Preprocessor:
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
+        self._arrange(request)
         found = await self._stored(request, model)
         return await self._run(request, self._count(request, model, found))
 
@@ -253,8 +266,34 @@ class Preprocessor:
         if request.prompts:
             return (yield from self._raw_prompts(request, model))
         self._restore(request, model, found, required_tool_call(request) is not None)
+        yield from self._edit(request, model)
         rendered = render(request, model)
         return [(yield from self._conversation(request, rendered, model)).tokens]
+
+    def _edit(self, request: GenerateRequest, model: ServedModel) -> Steps[None]:
+        """Edit the conversation as the request asks."""
+        if request.context_edits is not None and not request.prompts:
+            counter = PromptCounter(
+                model.card.context,
+                lambda messages: self._count_messages(request, messages, model),
+                lambda text: self._count_text(text, request.cache_salt, model),
+            )
+            drops = model.dialect.template.drops_thinking
+            yield from apply_edits(request, request.context_edits, drops, counter)
+
+    def _count_messages(
+        self, request: GenerateRequest, messages: list[Message], model: ServedModel
+    ) -> Steps[int]:
+        """Tokens of the prompt with these messages; raises ContextExceeded."""
+        changed = replace(request, messages=messages)
+        rendered = render(changed, model)
+        return len((yield from self._conversation(changed, rendered, model)).tokens) // TOKEN_BYTES
+
+    def _count_text(self, text: str, tenant: str, model: ServedModel) -> Steps[int]:
+        """Tokens of a text on its own; raises ContextExceeded."""
+        check_fits(text, model)
+        (tokens,) = yield from self._encode([TextPiece(text)], tenant, model)
+        return len(tokens) // TOKEN_BYTES
 
     async def tokens_before(
         self, request: GenerateRequest, model: ServedModel, marker: str
@@ -391,35 +430,6 @@ def _guided(
     if request.guided is not None or not model.card.structural_tags:
         return request.guided
     return strict_tool_tags(request, model.dialect.grammar.tool_parser)
-
-
-def _check_prompt_memory(packed: list[bytes], n: int) -> None:
-    """Bound the prompts of a request: each choice is dispatched with the whole prompt."""
-    if n * sum(map(len, packed)) > MAX_PROMPT_BYTES:
-        limit = MAX_PROMPT_BYTES // 4
-        raise InvalidRequest(
-            f"The prompts of all choices together have more than {limit} tokens.", "n"
-        )
-
-
-def output_limit(request: GenerateRequest, prompts: int, longest: int, context: int) -> int:
-    """Output tokens allowed per choice: `max_tokens`, or as many as fit if it is 0.
-
-    The frontend holds all choices until the last one ends, so their memory is bounded as well.
-    Raises ContextExceeded or InvalidRequest.
-    """
-    wanted = request.sampling.max_tokens
-    if longest >= context:
-        raise ContextExceeded(longest, None, context)
-    if longest + wanted > context:
-        raise ContextExceeded(longest, wanted, context)
-    logprobs = request.sampling.logprobs
-    size = OUTPUT_TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES * (1 + logprobs))
-    limit = MAX_OUTPUT_BYTES // (size * prompts * request.n)
-    if wanted > limit:
-        reason = f"with these options {prompts * request.n} choices may have {limit} tokens each"
-        raise InvalidRequest(f"`max_tokens`: {reason}, not {wanted}.", "max_tokens")
-    return min(wanted or context - longest, limit)
 
 
 def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:

@@ -9,6 +9,7 @@ from kvmesh.frontend.apis import transcript
 from kvmesh.frontend.apis.base import (
     AnswerSummary,
     ApiCall,
+    CountCall,
     Ending,
     Headers,
     RequestStamp,
@@ -18,8 +19,10 @@ from kvmesh.frontend.apis.base import (
     json_encode,
 )
 from kvmesh.frontend.apis.messages.body import MessagesBody, to_request
+from kvmesh.frontend.apis.messages.context_management import unknown_edits
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, unknown_headers
+from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, Kind
@@ -47,8 +50,10 @@ DELTAS = {
 _decoder = msgspec.json.Decoder(MessagesBody)
 
 
-def parse_body(body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
-    """The internal request of a Messages or token counting body."""
+def parse_body(
+    body: bytes, headers: Headers, stamp: RequestStamp
+) -> tuple[MessagesBody, GenerateRequest]:
+    """The body and its request, of a message or of token counting."""
     parsed = decode(_decoder, body)
     request = to_request(parsed, Messages.id_prefix + stamp.token)
     user = session_in_user_id(parsed.metadata.user_id if parsed.metadata else None)
@@ -57,8 +62,21 @@ def parse_body(body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRe
         request.previous_message = parsed.diagnostics.previous_message_id or ""
     request.retain_prompt(parsed.cache_control.ttl_s() if parsed.cache_control else None)
     if "ignored" in request.extra_fields:
-        request.ignored = [*ignored_fields(body, MessagesBody), *unknown_headers(headers)]
-    return request
+        fields = [*ignored_fields(body, MessagesBody), *_without_effect(parsed)]
+        request.ignored = [*fields, *unknown_headers(headers)]
+    return parsed, request
+
+
+def _without_effect(body: MessagesBody) -> list[str]:
+    """Paths of the fields whose values have no effect."""
+    found = unknown_edits(body.context_management)
+    shown = body.thinking is not None and body.thinking.display is not None
+    return [*found, "thinking.display"] if shown and not omits_thinking(body) else found
+
+
+def omits_thinking(body: MessagesBody) -> bool:
+    """True if the answer has no texts of thinking; their signatures carry them."""
+    return body.thinking is not None and body.thinking.display == "omitted"
 
 
 class AnthropicErrorShape:
@@ -78,8 +96,8 @@ class Messages:
     in_order = True
 
     def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
-        request = parse_body(body, headers, stamp)
-        return ApiCall(request, MessagesAnswer(request))
+        parsed, request = parse_body(body, headers, stamp)
+        return ApiCall(request, MessagesAnswer(request, omits_thinking(parsed)))
 
 
 class CountTokens:
@@ -87,11 +105,16 @@ class CountTokens:
 
     name = "count_tokens"
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
-        return parse_body(body, headers, stamp)
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall:
+        return CountCall(parse_body(body, headers, stamp)[1])
 
-    def answer(self, prompts: list[bytes], context: int) -> bytes:
-        return json_encode({"input_tokens": sum(len(prompt) // TOKEN_BYTES for prompt in prompts)})
+    def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
+        counts: dict[str, Any] = {"input_tokens": sum(map(len, prompts)) // TOKEN_BYTES}
+        if request.context_edits is not None:
+            original = request.context_edits.original_tokens
+            before = counts["input_tokens"] if original is None else original
+            counts["context_management"] = {"original_input_tokens": before}
+        return json_encode(counts)
 
 
 def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
@@ -132,10 +155,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class MessagesAnswer:
-    """Renders the event stream and the whole message."""
+    """Renders the event stream and the whole message; may omit the texts of thinking."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, omits_thinking: bool = False) -> None:
         self._request = request
+        self._omits_thinking = omits_thinking
         self._transcript = Transcript()
         self._open: TranscriptPart | None = None
         self._started = False
@@ -176,9 +200,16 @@ class MessagesAnswer:
             part, text = added
             if part is not self._open:
                 frames += [self._close(), self._start(part)]
-            if text:
+            if text and not self._omits(part):
                 frames.append(self._delta(part, text))
         return b"".join(frames)
+
+    def _omits(self, part: TranscriptPart) -> bool:
+        return self._omits_thinking and part.kind is transcript.PartKind.THINKING
+
+    def _signature(self, part: TranscriptPart) -> str:
+        """The signature of a thinking block, which carries an omitted text."""
+        return seal(part.text) if self._omits(part) else signature(part.text)
 
     def _start(self, part: TranscriptPart) -> bytes:
         self._open = part
@@ -197,7 +228,7 @@ class MessagesAnswer:
         index = self._transcript.parts.index(part)
         frames = b""
         if part.kind is transcript.PartKind.THINKING:
-            delta = {"type": "signature_delta", "signature": signature(part.text)}
+            delta = {"type": "signature_delta", "signature": self._signature(part)}
             frames = _event({"type": "content_block_delta", "index": index, "delta": delta})
         return frames + _event({"type": "content_block_stop", "index": index})
 
@@ -209,7 +240,7 @@ class MessagesAnswer:
         start = b"" if self._started else self.started(summary.usage)
         delta = {"stop_reason": self._reason(), "stop_sequence": self._ending.stop}
         usage = usage_object(summary.usage)
-        last = {"type": "message_delta", "delta": delta, "usage": usage, **_extra(summary)}
+        last = {"type": "message_delta", "delta": delta, "usage": usage, **self._extra(summary)}
         return start + _event(last) + _event({"type": "message_stop"})
 
     def _reason(self) -> str:
@@ -226,12 +257,28 @@ class MessagesAnswer:
         return json_encode(
             {
                 **self._head(summary.usage),
-                "content": [_whole_block(part) for part in self._transcript.parts],
+                "content": [self._whole_block(part) for part in self._transcript.parts],
                 "stop_reason": self._reason(),
                 "stop_sequence": self._ending.stop,
-                **_extra(summary),
+                **self._extra(summary),
             }
         )
+
+    def _whole_block(self, part: TranscriptPart) -> dict[str, Any]:
+        text = part.text
+        if part.start is not None:
+            return {**_empty_block(part), "input": _arguments(text)}
+        if part.kind is transcript.PartKind.THINKING:
+            shown = "" if self._omits_thinking else text
+            return {"type": "thinking", "thinking": shown, "signature": self._signature(part)}
+        return {"type": "text", "text": text}
+
+    def _extra(self, summary: AnswerSummary) -> dict[str, Any]:
+        edits = self._request.context_edits
+        extra: dict[str, Any] = {}
+        if edits is not None:
+            extra["context_management"] = {"applied_edits": edits.applied}
+        return {**extra, "nvext": summary.nvext} if summary.nvext is not None else extra
 
 
 def signature(thinking: str) -> str:
@@ -247,25 +294,12 @@ def _empty_block(part: TranscriptPart) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-def _whole_block(part: TranscriptPart) -> dict[str, Any]:
-    text = part.text
-    if part.start is not None:
-        return {**_empty_block(part), "input": _arguments(text)}
-    if part.kind is transcript.PartKind.THINKING:
-        return {"type": "thinking", "thinking": text, "signature": signature(text)}
-    return {"type": "text", "text": text}
-
-
 def _arguments(text: str) -> dict[str, Any]:
     """The arguments as an object; empty for a truncated call."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.MsgspecError:
         return {}
-
-
-def _extra(summary: AnswerSummary) -> dict[str, Any]:
-    return {"nvext": summary.nvext} if summary.nvext is not None else {}
 
 
 def _event(value: dict[str, Any]) -> bytes:

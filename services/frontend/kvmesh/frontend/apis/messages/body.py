@@ -9,8 +9,10 @@ from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range
 from kvmesh.frontend.apis.cache_ttl import inner_cache_control
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
+from kvmesh.frontend.apis.messages.context_management import ContextManagement, to_edits
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
+from kvmesh.frontend.apis.sealed_reasoning import Sealed, SealedTooLong
 from kvmesh.frontend.conversation import (
     Block,
     CacheControl,
@@ -86,8 +88,11 @@ class ToolChoiceBody(Struct):
 
 
 class ThinkingBody(Struct):
+    """With the `display` "omitted" the answer has no texts of thinking; else it has all of them."""
+
     type: str
     budget_tokens: int | None = None
+    display: str | None = None
 
 
 class OutputFormat(Struct):
@@ -123,6 +128,7 @@ class MessagesBody(Struct, kw_only=True):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     thinking: ThinkingBody | None = None
+    context_management: ContextManagement | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     metadata: Metadata | None = None
@@ -139,12 +145,12 @@ def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
         raise InvalidRequest(f"messages: more than {MAX_MESSAGES} entries", "messages")
     if len(body.tools or []) > MAX_TOOLS:
         raise InvalidRequest(f"tools: more than {MAX_TOOLS} entries", "tools")
-    choice = body.tool_choice
+    choice, sealed = body.tool_choice, Sealed()
     return GenerateRequest(
         id=request_id,
         model=body.model,
         sampling=_sampling(body),
-        messages=_messages(body),
+        messages=_messages(body, sealed),
         tools=_tools(body),
         tool_choice=_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
@@ -152,6 +158,8 @@ def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
         template_args=_arguments(body),
         thinking=_thinking(body.thinking),
         stream=bool(body.stream),
+        context_edits=to_edits(body.context_management),
+        body_bytes=sealed.bytes,
     )
 
 
@@ -169,43 +177,52 @@ def _sampling(body: MessagesBody) -> Sampling:
     )
 
 
-def _messages(body: MessagesBody) -> list[Message]:
-    system = _blocks(body.system or "", "system")
+def _messages(body: MessagesBody, sealed: Sealed) -> list[Message]:
+    system = _blocks(body.system or "", "system", sealed)
     found = [Message("system", system)] if system else []
     for index, message in enumerate(body.messages):
-        blocks = _blocks(message.content, f"messages.{index}.content")
+        blocks = _blocks(message.content, f"messages.{index}.content", sealed)
         found.append(Message(message.role, blocks))
     return found
 
 
-def _blocks(content: str | list[Content], where: str) -> list[Block]:
+def _blocks(content: str | list[Content], where: str, sealed: Sealed) -> list[Block]:
     """Blocks of a content; a string is one text block, so that both forms render alike."""
     if isinstance(content, str):
         return [Text(content)] if content else []
-    blocks = [_block(block, f"{where}.{index}") for index, block in enumerate(content)]
+    blocks = [_block(block, f"{where}.{index}", sealed) for index, block in enumerate(content)]
     return [block for block in blocks if block is not None]
 
 
-def _block(block: Content, where: str) -> Block | None:
+def _block(block: Content, where: str, sealed: Sealed) -> Block | None:
     """The internal block; None for types that a prompt cannot hold (hosted tools, redactions)."""
     cache = _cache(block.cache_control)
     if block.type == "text":
         return Text(block.text or "", cache)
     if block.type == "thinking":
-        return Thinking(block.thinking or "", block.signature or "")
+        return Thinking(_thinking_text(block, where, sealed), block.signature or "")
     if block.type == "tool_use":
         if not block.name:
             raise InvalidRequest(f"{where}.name: field required", f"{where}.name")
         return ToolCall(block.id or "", block.name, as_json(block.input or {}), cache=cache)
     if block.type == "tool_result":
-        return _result(block, where, cache)
+        return _result(block, where, cache, sealed)
     if block.type == "image":
         return _image(block, where, cache)
     if block.type in ("document", "search_result"):
-        return _document(block, where, cache)
+        return _document(block, where, cache, sealed)
     if block.type in ("tool_addition", "tool_removal") and block.tool is not None:
         return _notice(block.tool, block.type == "tool_removal")
     return None
+
+
+def _thinking_text(block: Content, where: str, sealed: Sealed) -> str:
+    """The text, which the signature carries if it was omitted from the answer."""
+    try:
+        return block.thinking or sealed.open(block.signature)
+    except SealedTooLong:
+        where = f"{where}.signature"
+        raise InvalidRequest(f"{where}: too long when decompressed", where) from None
 
 
 def _notice(changed: ChangedTool, removed: bool) -> ToolNotice | None:
@@ -213,11 +230,12 @@ def _notice(changed: ChangedTool, removed: bool) -> ToolNotice | None:
     return ToolNotice(name, removed) if name else None
 
 
-def _result(block: Content, where: str, cache: CacheControl | None) -> ToolResult:
+def _result(block: Content, where: str, cache: CacheControl | None, sealed: Sealed) -> ToolResult:
     if not block.tool_use_id:
         raise InvalidRequest(f"{where}.tool_use_id: field required", f"{where}.tool_use_id")
     parts = block.content if isinstance(block.content, str | list) else ""
-    content = [b for b in _blocks(parts, f"{where}.content") if isinstance(b, Text | Image)]
+    blocks = _blocks(parts, f"{where}.content", sealed)
+    content = [b for b in blocks if isinstance(b, Text | Image)]
     listed = parts if isinstance(parts, list) else []
     names = [b.tool_name for b in listed if b.type == "tool_reference" and b.tool_name]
     cache = cache or inner_cache_control(content)
@@ -231,12 +249,12 @@ def _image(block: Content, where: str, cache: CacheControl | None) -> Image:
     return Image(source.url or f"data:{source.media_type};base64,{source.data}", cache)
 
 
-def _document(block: Content, where: str, cache: CacheControl | None) -> Text:
+def _document(block: Content, where: str, cache: CacheControl | None, sealed: Sealed) -> Text:
     """A text document; raises InvalidRequest for other kinds."""
     if block.source is not None and block.source.type == "text":
         return Text(block.source.data, cache)
     parts = block.content if isinstance(block.content, str | list) else ""
-    texts = [b.text for b in _blocks(parts, where) if isinstance(b, Text)]
+    texts = [b.text for b in _blocks(parts, where, sealed) if isinstance(b, Text)]
     if not texts:
         raise InvalidRequest(f"{where}: only text documents are supported", where)
     return Text("\n".join([block.title or "", *texts]).strip(), cache)

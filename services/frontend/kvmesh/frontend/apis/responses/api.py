@@ -9,6 +9,7 @@ from kvmesh.frontend.apis import openai, transcript
 from kvmesh.frontend.apis.base import (
     AnswerSummary,
     ApiCall,
+    CountCall,
     Ending,
     Headers,
     RequestStamp,
@@ -24,11 +25,14 @@ from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.responses.body import (
     ResponsesBody,
     input_items,
+    instructions,
     storable_items,
     to_messages,
     to_request,
 )
-from kvmesh.frontend.apis.responses.items import OutputItem
+from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX, OutputItem
+from kvmesh.frontend.apis.responses.references import Outputs, referenced_responses, resolve
+from kvmesh.frontend.apis.sealed_reasoning import Sealed
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
@@ -64,7 +68,7 @@ def parse_body(
 
 class Responses:
     name = "responses"
-    id_prefix = "resp_"
+    id_prefix = RESPONSE_PREFIX
     keepalive = openai.KEEPALIVE
     in_order = True
 
@@ -79,16 +83,17 @@ class InputTokens:
 
     name = "input_tokens"
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> GenerateRequest:
-        return parse_body(body, headers, stamp)[1]
+    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall:
+        call = Responses().parse(body, headers, stamp)
+        return CountCall(call.request, call.thread)
 
-    def answer(self, prompts: list[bytes], context: int) -> bytes:
+    def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
         count = sum(len(prompt) // TOKEN_BYTES for prompt in prompts)
         return json_encode({"object": "response.input_tokens", "input_tokens": count})
 
 
 class ResponsesThread:
-    """The stored conversation that a response continues, and its own turn."""
+    """The stored conversation that a response continues or refers to, and its own turn."""
 
     def __init__(
         self, request: GenerateRequest, body: ResponsesBody, answer: "ResponsesAnswer"
@@ -99,12 +104,19 @@ class ResponsesThread:
         self.previous = body.previous_response_id
         self.store = body.store is not False
 
-    def extend(self, turns: list[StoredTurn]) -> None:
-        """Insert the messages of earlier turns before this request's input."""
-        items = [item for turn in turns for item in (*turn.input, *turn.output)]
-        own = self._request.messages
-        split = 1 if self._body.instructions else 0
-        self._request.messages = [*own[:split], *to_messages(items), *own[split:]]
+    def referenced(self, turns: list[StoredTurn]) -> list[str]:
+        """Responses whose items the input or an earlier turn refers to."""
+        items = input_items(self._body) if isinstance(self._body.input, list) else []
+        return referenced_responses([*_items(turns), *items])
+
+    def extend(self, turns: list[StoredTurn], outputs: Outputs) -> None:
+        """Insert the messages of earlier turns before this request's input; resolve references."""
+        earlier = resolve(_items(turns), outputs, "previous_response_id")
+        own = resolve(input_items(self._body), outputs, "input")
+        sealed = Sealed()
+        found = [message for items in (earlier, own) for message in to_messages(items, sealed)]
+        self._request.messages = [*instructions(self._body), *found]
+        self._request.body_bytes += sealed.bytes
 
     def turn(self, response: bytes) -> StoredTurn:
         """The turn to store, with the whole `response` object."""
@@ -120,6 +132,10 @@ class ResponsesThread:
     def mark_unstored(self) -> None:
         self.store = False
         self._answer.mark_unstored()
+
+
+def _items(turns: list[StoredTurn]) -> list[Raw]:
+    return [item for turn in turns for item in (*turn.input, *turn.output)]
 
 
 class _Output(msgspec.Struct):

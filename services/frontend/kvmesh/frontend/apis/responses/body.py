@@ -16,8 +16,9 @@ from kvmesh.frontend.apis.cache_ttl import (
 )
 from kvmesh.frontend.apis.chat.body import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.nvext import Nvext
-from kvmesh.frontend.apis.responses.sealed_reasoning import Sealed, SealedTooLong
+from kvmesh.frontend.apis.responses.references import ItemHead
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
+from kvmesh.frontend.apis.sealed_reasoning import Sealed, SealedTooLong
 from kvmesh.frontend.conversation import (
     Block,
     GenerateRequest,
@@ -48,15 +49,11 @@ class ResponsesPart(Struct, omit_defaults=True):
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-class Item(Struct, omit_defaults=True):
+class Item(ItemHead, omit_defaults=True):
     """Input item of any type; `type`, optional in messages, selects the fields in use."""
 
-    id: str | None = None
     status: str | None = None
-    type: str | None = None
-    role: str | None = None
     content: str | list[ResponsesPart] | None = None
-    call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
@@ -139,11 +136,12 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
     """The internal request; raises InvalidRequest with the invalid field."""
     _check(body)
     reasoning = body.reasoning or ReasoningBody()
+    sealed = Sealed()
     return GenerateRequest(
         id=request_id,
         model=body.model,
         sampling=_sampling(body),
-        messages=[*_instructions(body), *to_messages(input_items(body))],
+        messages=[*instructions(body), *to_messages(input_items(body), sealed)],
         tools=_tools(body),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -151,6 +149,7 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
         template_args={"reasoning_effort": reasoning.effort} if reasoning.effort else {},
         thinking=False if reasoning.effort == "none" else None,
         stream=bool(body.stream),
+        body_bytes=sealed.bytes,
     )
 
 
@@ -186,9 +185,9 @@ def input_items(body: ResponsesBody) -> list[Raw]:
     return list(body.input)
 
 
-def to_messages(items: list[Raw]) -> list[Message]:
-    """One message per item, without ids and metadata."""
-    found, sealed = [], Sealed()
+def to_messages(items: list[Raw], sealed: Sealed) -> list[Message]:
+    """One message per item, without ids and metadata; none for a reference, yet to be resolved."""
+    found = []
     for index, raw in enumerate(items):
         where = f"input[{index}]"
         message = _message(_decode_at(_item, raw, where), where, sealed)
@@ -198,12 +197,12 @@ def to_messages(items: list[Raw]) -> list[Message]:
 
 
 def storable_items(items: list[Raw]) -> list[Raw]:
-    """The input items to store: those that a prompt can hold, without unknown fields."""
+    """The input items to store: references and what a prompt can hold, without unknown fields."""
     sealed = Sealed()
     return [
         Raw(msgspec.json.encode(item))
         for item in map(_item.decode, items)
-        if _message(item, "input", sealed) is not None
+        if _message(item, "input", sealed) is not None or item.is_reference
     ]
 
 
@@ -215,7 +214,7 @@ def _decode_at(decoder: "msgspec.json.Decoder[Any]", raw: Raw, where: str) -> An
         raise InvalidRequest(f"`{where}`: {error.message}", param) from error
 
 
-def _instructions(body: ResponsesBody) -> list[Message]:
+def instructions(body: ResponsesBody) -> list[Message]:
     return [Message("system", [Text(body.instructions)])] if body.instructions else []
 
 
@@ -233,9 +232,10 @@ def _message(item: Item, where: str, sealed: Sealed) -> Message | None:
     if kind == "reasoning":
         thinking = _thinking(item, where, sealed)
         return Message("assistant", [Thinking(thinking)]) if thinking else None
-    if kind == "item_reference":
-        reason = f"`{where}`: item references are not supported; use `previous_response_id`."
-        raise InvalidRequest(reason, where)
+    if item.is_reference:
+        if not item.id:
+            raise InvalidRequest(f"`{where}.id`: missing.", f"{where}.id")
+        return None
     if kind is None:
         raise InvalidRequest(f"`{where}.type`: missing.", f"{where}.type")
     return None

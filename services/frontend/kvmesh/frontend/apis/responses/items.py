@@ -3,12 +3,18 @@
 from typing import Any
 
 from kvmesh.frontend.apis.base import TokenLogprob
-from kvmesh.frontend.apis.responses.sealed_reasoning import seal
+from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import PartKind, TranscriptPart
+
+RESPONSE_PREFIX = "resp_"
+TOKEN_LENGTH = 24  # hexadecimal digits of the token that a response and its items share
 
 
 class OutputItem:
-    """One output item, which grows with its part of the transcript; its id derives from `token`."""
+    """One output item, which grows with its part of the transcript; its id derives from `token`.
+
+    The response's id derives from the same token, so that a reference to the item names it.
+    """
 
     def __init__(self, index: int, part: TranscriptPart, token: str) -> None:
         self.index = index

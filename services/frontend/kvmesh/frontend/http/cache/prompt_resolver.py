@@ -66,7 +66,7 @@ class PromptResolver:
         """Preprocess the body's prompt; raises ApiError if it is invalid or its session unknown."""
         parsed = call.parsed
         request = await self._request(call)
-        request.body_bytes = len(call.body)
+        request.body_bytes += len(call.body)
         self._authenticator.bind(request, call.caller.account)
         model, adapter = self._registry.resolve(request.model)
         if parsed.session is not None:

@@ -3,6 +3,7 @@
 import msgspec
 from aiohttp import web
 
+from kvmesh.frontend.apis.responses.references import referenced_responses, resolve
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.responses.store import ResponseStore
 
@@ -36,4 +37,6 @@ class StoredResponseEndpoints:
         turns = await self._store.history(call.path_id, call.caller.tenant)
         earlier = [item for turn in turns[:-1] for item in (*turn.input, *turn.output)]
         items = [*earlier, *turns[-1].input]
+        outputs = await self._store.outputs(referenced_responses(items), call.caller.tenant)
+        items = resolve(items, outputs, None)
         return msgspec.json.encode({"object": "list", "data": items, "has_more": False})

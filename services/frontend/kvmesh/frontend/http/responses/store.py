@@ -9,6 +9,7 @@ import logging
 
 import msgspec
 import zstandard
+from msgspec import Raw
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
@@ -22,6 +23,7 @@ from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 log = logging.getLogger(__name__)
 PART_BYTES = 512 << 10
 MAX_TURNS = 1000
+READS = 8  # of one request at a time
 MAX_TURN = 16 << 20
 MAX_HISTORY = 32 << 20
 SMALL = 64 << 10
@@ -65,6 +67,36 @@ class ResponseStore:
             turns.append(turn)
             next_id, max_bytes = turn.previous, max_bytes - size
         return turns[::-1]
+
+    async def outputs(self, response_ids: list[str], tenant: str) -> dict[str, list[Raw]]:
+        """The output items of each of these responses that is found, read in parallel.
+
+        Raises Unavailable, or InvalidRequest for too many responses or bytes.
+        """
+        if len(response_ids) > MAX_TURNS:
+            raise InvalidRequest(f"`input` refers to more than {MAX_TURNS} responses.", "input")
+        found: dict[str, list[Raw]] = {}
+        slots, left = asyncio.Semaphore(READS), MAX_HISTORY
+
+        async def read(response_id: str) -> None:
+            nonlocal left
+            async with slots:
+                try:
+                    turn, _ = await self._get(response_id, tenant, "input", max(left, 0))
+                except ResponseNotFound:
+                    return
+            found[response_id] = turn.output
+            left -= sum(map(len, turn.output))
+
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                ended = await asyncio.gather(*map(read, response_ids), return_exceptions=True)
+        except TimeoutError as error:
+            raise Unavailable("Cannot read stored responses in time.") from error
+        for failure in ended:
+            if failure is not None:
+                raise failure
+        return found
 
     async def get(self, response_id: str, tenant: str) -> StoredTurn:
         """A stored turn; raises ResponseNotFound, or Unavailable if the bucket cannot be read."""

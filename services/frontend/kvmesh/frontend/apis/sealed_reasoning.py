@@ -1,4 +1,8 @@
-"""Thinking in the opaque form that clients of the Responses API store and return."""
+"""Thinking in the opaque form that clients store and return.
+
+In the Responses API it is `encrypted_content`, in the Messages API the signature of a thinking
+block whose text is omitted.
+"""
 
 import base64
 import binascii
@@ -13,7 +17,7 @@ class SealedTooLong(Exception):
 
 
 def seal(thinking: str) -> str:
-    """`encrypted_content`: compressed, not secret; opaque to clients."""
+    """The sealed text: compressed, not secret; opaque to clients."""
     return PREFIX + base64.b64encode(zlib.compress(thinking.encode(), 1)).decode()
 
 
@@ -35,10 +39,10 @@ class Sealed:
     """Opens the sealed reasoning of one request, bounded in total against compression bombs."""
 
     def __init__(self) -> None:
-        self._left = MAX_BYTES
+        self.bytes = 0  # opened so far
 
     def open(self, text: str | None) -> str:
         """Raises SealedTooLong."""
-        opened = open_sealed(text, self._left)
-        self._left -= len(opened)
+        opened = open_sealed(text, MAX_BYTES - self.bytes)
+        self.bytes += len(opened.encode())
         return opened

@@ -1,0 +1,38 @@
+"""Limits of the prompts and the output of a request."""
+
+from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
+
+MAX_PROMPT_BYTES = 64 << 20  # packed tokens of a request, one prompt per choice
+MAX_OUTPUT_BYTES = 256 << 20  # memory for the output of a request, all choices together
+OUTPUT_TOKEN_BYTES = 64
+LOGPROB_BYTES = 400
+
+
+def check_prompt_memory(packed: list[bytes], n: int) -> None:
+    """Bound the prompts of a request: each choice is dispatched with the whole prompt."""
+    if n * sum(map(len, packed)) > MAX_PROMPT_BYTES:
+        limit = MAX_PROMPT_BYTES // 4
+        raise InvalidRequest(
+            f"The prompts of all choices together have more than {limit} tokens.", "n"
+        )
+
+
+def output_limit(request: GenerateRequest, prompts: int, longest: int, context: int) -> int:
+    """Output tokens allowed per choice: `max_tokens`, or as many as fit if it is 0.
+
+    The frontend holds all choices until the last one ends, so their memory is bounded as well.
+    Raises ContextExceeded or InvalidRequest.
+    """
+    wanted = request.sampling.max_tokens
+    if longest >= context:
+        raise ContextExceeded(longest, None, context)
+    if longest + wanted > context:
+        raise ContextExceeded(longest, wanted, context)
+    logprobs = request.sampling.logprobs
+    size = OUTPUT_TOKEN_BYTES + (0 if logprobs is None else LOGPROB_BYTES * (1 + logprobs))
+    limit = MAX_OUTPUT_BYTES // (size * prompts * request.n)
+    if wanted > limit:
+        reason = f"with these options {prompts * request.n} choices may have {limit} tokens each"
+        raise InvalidRequest(f"`max_tokens`: {reason}, not {wanted}.", "max_tokens")
+    return min(wanted or context - longest, limit)
