@@ -40,12 +40,10 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 WEATHER = {"name": "weather", "strict": True, "parameters": PARAMETERS}
-# A random model ends after the call with which its answer must begin.
-TOKENS_OF = {"<tool_call>": 60, "<|im_end|>": 90}
-CALLS_ONCE = {
-    "logit_bias": {str(Tap().token(text)): bias for text, bias in TOKENS_OF.items()},
-    "min_tokens": 5,
-}
+# With this a random model begins each answer with a call, and ends where it would begin another.
+BEGINS = Tap().token("<tool_call>")
+FREE = {"max_tokens": TOKENS, "tool_choice": "none"}
+CALLS_ONCE = {"logit_bias": {str(BEGINS): 100}, "min_tokens": 1, "stop_token_ids": [BEGINS]}
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +106,22 @@ async def test_a_recorded_session_has_the_answers_of_an_empty_cache(
 
 async def test_a_call_returned_in_other_words_is_read_from_the_cache(up: Up, tap: Tap) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather? " * 20}]
-    body = {"model": "tiny", "temperature": 0, "tools": [{"type": "function", "function": WEATHER}], "messages": messages}
+    body = {
+        "model": "tiny",
+        "temperature": 0,
+        "tools": [{"type": "function", "function": WEATHER}],
+        "messages": messages,
+    }
     for _ in range(3):
         calling = {**body, "max_tokens": 200, **CALLS_ONCE}
         called, answer = post(up, "/v1/chat/completions", calling, "words")
-        print("GEN", tap.answer(called))
         (call,) = answer["choices"][0]["message"]["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
         call["function"]["arguments"] = json.dumps(dict(reversed([*arguments.items()])), indent=1)
         messages.append({"role": "assistant", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": "It rains."})
-        request, answer = post(up, "/v1/chat/completions", {**body, "max_tokens": TOKENS}, "words")
+        request, answer = post(up, "/v1/chat/completions", {**body, **FREE}, "words")
         cached = await assert_as_without_cache(up, tap, request)
-        print("GEN", tap.answer(called)); print("TXT", tap.text(tap.works[-2])[-500:])
         before = await tap.outcome_of(called)
         assert cached >= (before.prompt_tokens + before.output_tokens - 1) // BLOCK * BLOCK
         messages.append(
