@@ -12,7 +12,7 @@ DRIVERS = Path(__file__).with_name("drivers")
 PYTHON = INSTALLED.parents[1] / "py/bin/python"
 CASES = [
     *(("ai_sdk.mjs", kind) for kind in ("compatible", "openai", "anthropic")),
-    *(("agents_sdk.py", kind) for kind in ("chat", "responses")),
+    *(("agents_sdk.py", kind) for kind in ("chat", "chat-replay", "responses")),
     *(("lang_chain.py", kind) for kind in ("chat", "responses", "anthropic")),
     *(("pydantic_ai_agent.py", kind) for kind in ("chat", "responses", "anthropic")),
     ("strands_agent.py", "chat"),

@@ -20,6 +20,7 @@ from harnesses.test_codex import codex as run_codex
 from harnesses.test_opencode import PATHS, QUIET, configure, texts
 from harnesses.tours import MANY
 from support.harness import KEY, ClientResult
+from support.shares import turns
 from support.up import Up
 from support.wait import eventually
 
@@ -59,6 +60,20 @@ async def test_claude_code(start_tour: StartTour) -> None:
     result = await claude(tour, "What next?", "--resume", session)
     assert result["result"] == "Nothing more (claude-end)."
     await tour.assert_as_replayed()
+
+
+async def test_claude_code_in_another_folder(start_tour: StartTour) -> None:
+    """Its switch moves what names the folder behind the tools."""
+    shares = {}
+    for flags in ([], ["--exclude-dynamic-system-prompt-sections"]):
+        name = "".join(flags) or "default"
+        for place in ("one", "two"):
+            tour = await start_tour(f"folder{name}", f"folder-{place}")
+            await run_claude(tour.url, tour.workspace, f"Hello, {place}", *flags)
+        (turn, *_) = await turns(tour.recorder.requests, tour.tap)
+        shares[name] = turn.cached / turn.prompt
+        print(f"{name}: {turn.cached} of {turn.prompt} tokens, {shares[name]:.1%}")
+    assert shares[name] > 0.7
 
 
 async def test_codex(start_tour: StartTour) -> None:

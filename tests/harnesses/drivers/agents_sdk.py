@@ -1,4 +1,4 @@
-"""openai-agents: agents_sdk.py (chat | responses) BASE_URL."""
+"""openai-agents: agents_sdk.py (chat | chat-replay | responses) BASE_URL."""
 
 import asyncio
 import sys
@@ -13,6 +13,8 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
+
+MODEL = "kvmesh-demo"
 
 
 @function_tool
@@ -30,11 +32,17 @@ def weather(city: str, note: str, days: int = 1) -> str:
 async def main(kind: str, base: str) -> None:
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=f"{base}/v1", api_key="none")
-    model = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[kind]
+    model = {
+        "chat": lambda: OpenAIChatCompletionsModel(MODEL, client),
+        "chat-replay": lambda: OpenAIChatCompletionsModel(
+            MODEL, client, should_replay_reasoning_content=lambda _: True
+        ),
+        "responses": lambda: OpenAIResponsesModel(MODEL, client),
+    }[kind]()
     agent = Agent(
         name="Forecaster",
         instructions="You are a careful forecaster. " * 40,
-        model=model("kvmesh-demo", client),
+        model=model,
         model_settings=ModelSettings(include_usage=True),
         tools=[weather],
     )
