@@ -29,7 +29,7 @@ def plain(arguments: object) -> str:
 
 
 def changed(at: int) -> str:
-    """What an edit writes in place of line `at`."""
+    """The text that an edit writes in place of line `at`."""
     return "".join(f'    value_{at}_{n} = compute("é", {n})\n' for n in range(LINES))
 
 

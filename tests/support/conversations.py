@@ -1,4 +1,4 @@
-"""Which earlier request of a client a later one continues, from their bodies alone."""
+"""The earlier request of a client that a later one continues, from their bodies alone."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""How much of each turn's prompt was cached, beside what an exact replay would have found."""
+"""The cached part of each turn's prompt, beside what an exact replay would have found."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
