@@ -109,7 +109,7 @@ def codex(cwd: Path) -> list[Entry]:
     count = {"yield_time_ms": 5000, "cmd": "wc -l patched.txt; echo café"}
     spawn = [{"message": f"Measure it, other {n}"} for n in ("one", "two")]
     wait = "until [ -e one.txt ] && [ -e two.txt ]; do sleep 0.1; done; echo both"
-    helped = [
+    helped: list[Entry] = [
         {
             "match": f"Measure it, other {n}",
             "text": step("HELPED", written("exec_command", {"cmd": f"echo 3 > {n}.txt"})),

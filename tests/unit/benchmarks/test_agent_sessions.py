@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 from agent_sessions import PLACEHOLDER, Session, answer_ids, script, sessions
@@ -54,7 +55,14 @@ def test_a_request_continues_the_one_whose_answer_it_returns() -> None:
     dropped = {"messages": [ask, {**made, "content": None}, result]}
     other = {"messages": [ask, {**made, "tool_calls": [{**call, "id": "c2"}]}, result]}
     last = {"messages": [*dropped["messages"], {"role": "assistant", "content": "So"}, ask]}
-    bodies = [first, side, second, last, other, {"messages": [ask], "tools": [{"name": "f"}]}]
+    bodies: list[dict[str, Any]] = [
+        first,
+        side,
+        second,
+        last,
+        other,
+        {"messages": [ask], "tools": [{"name": "f"}]},
+    ]
     outlines = [outline(body) for body in bodies]
     found = [predecessor(outlines, index) for index in range(len(bodies))]
     assert found == [None, None, 0, 2, 0, None]
