@@ -394,21 +394,79 @@ async def test_speculative_prefill_raises_what_the_next_turn_finds_cached(
     await eventually(unhinted, what="it is prefilled without a hint, since that paid")
 
 
+HEAD = "You are an agent that writes software for others, and does so with care. " * 3
+FUNCTION = {"name": "run", "description": "Runs a command. " * 9}
+TOOL = {
+    CHAT: {"type": "function", "function": FUNCTION},
+    MESSAGES: {**FUNCTION, "input_schema": {"type": "object"}},
+}
+
+
+def agent_body(api: Api, system: str, turns: list[str], **fields: Any) -> Json:
+    """A request of an agent whose first, third, … turns are the user's."""
+    messages = [
+        {"role": "assistant" if number % 2 else "user", "content": turn}
+        for number, turn in enumerate(turns)
+    ]
+    if api is MESSAGES:
+        return api.body("", 4, system=system, messages=messages, **fields)
+    return api.body("", 4, messages=[{"role": "system", "content": system}, *messages], **fields)
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES], ids=lambda api: api.name)
+@pytest.mark.parametrize("side", ["title", "hook", "no tools", "another task"])
+async def test_side_requests_cost_a_session_s_conversation_nothing(
+    stage: Stage, api: Api, side: str
+) -> None:
+    """Harnesses send titles, hooks and summaries under the session of the main conversation."""
+    mark = secrets.token_hex(6)
+    head, task = f"{mark} {HEAD}", unique()
+    session = {"x-kvmesh-session-id": secrets.token_hex(4)}
+    tools = {"tools": [TOOL[api]]} if side == "no tools" else {}
+    system, turns = head + unique("Follow the rules of the house. "), [task]
+    first = await stage.send(api, agent_body(api, system, turns, **tools), **session)
+    other = {"no tools": [task, "Well.", unique("Sum this up. ")], "another task": [unique()]}
+    asides = other.get(side, ["What is this about? " * 9])
+    of_side = f"{head}Write a {side}." if side in ("title", "hook") else system
+    for _ in range(3):
+        aside = await stage.send(api, agent_body(api, of_side, asides), **session)
+        assert worker(aside) == worker(first)
+        asides += [aside.text or "Well.", "And what else? " * 9]
+    turns += [first.text or "Well.", "Go on."]
+    second = await stage.send(api, agent_body(api, system, turns, **tools), **session)
+    assert second.cached > first.prompt - 2 * BLOCK
+
+
 async def test_a_rewritten_history_supersedes_the_session_s_earlier_prompt(stage: Stage) -> None:
+    """Once the session's next prompt has confirmed it; until then nothing is lost."""
     start = unique()
     tails = [unique("One way to go on. "), unique("Another way to go on. ")]
 
-    async def cached(tail: str, **headers: str) -> int:
-        messages = [
-            {"role": "user", "content": start},
-            {"role": "assistant", "content": "Yes?"},
-            {"role": "user", "content": tail},
-        ]
-        return (await stage.send(CHAT, CHAT.body("", 4, messages=messages), **headers)).cached
+    async def cached(*turns: str, **headers: str) -> Content:
+        body = agent_body(CHAT, "Be brief.", [start, "Yes?", *turns])
+        return await stage.send(CHAT, body, **headers)
 
     session = {"x-kvmesh-session-id": secrets.token_hex(4)}
-    assert await cached(tails[0], **session) == 0
-    shared = await cached(tails[1], **session)
-    assert shared > 0
-    assert await cached(tails[1]) > shared + BLOCK
-    assert await cached(tails[0]) <= shared + BLOCK
+    assert (await cached(tails[0], **session)).cached == 0
+    changed = await cached(tails[1], **session)
+    assert changed.cached > 0
+    kept = await cached(tails[0])
+    assert kept.cached == cachable(kept)
+    last = "Go on. " * 20
+    assert (
+        await cached(tails[1], changed.text, last, **session)
+    ).cached > changed.prompt - 2 * BLOCK
+    await cached(tails[1], changed.text, last, "Well.", last, **session)
+    assert (await cached(tails[0])).cached <= changed.cached + BLOCK
+
+
+async def test_a_session_that_returns_to_an_edited_history_loses_nothing(stage: Stage) -> None:
+    start, session = unique(), {"x-kvmesh-session-id": secrets.token_hex(4)}
+    tails = [unique("One way to go on. "), unique("Another way to go on. ")]
+    turns = [[start, "Yes?", tail] for tail in tails]
+    prompts = [0, 0]
+    for number in (0, 1, 0, 1, 0):
+        content = await stage.send(CHAT, agent_body(CHAT, "Be brief.", turns[number]), **session)
+        assert content.cached > prompts[number] - 2 * BLOCK
+        prompts[number] = content.prompt
+        turns[number] += [content.text, "Go on. " * 20]

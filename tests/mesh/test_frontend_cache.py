@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -270,7 +271,7 @@ async def test_no_caller_can_form_the_name_of_an_inferred_session(stage: Stage) 
     more = [words, {"role": "assistant", "content": "Done."}, ASK]
     work, _ = await complete(stage, CHAT, {"messages": more}, "root")
     assert work.session is not None
-    assert "auto-" in work.session
+    assert re.fullmatch(r"\x1f\x1fhttp-client [0-9a-f]{8}", work.session)
     await stage.post("/v1/sessions/release", {"sessions": [work.session]}, "root")
     assert work.session not in (await only_command(stage.a, Release)).sessions
 
@@ -334,6 +335,8 @@ async def test_a_prefetch_has_the_prompt_of_its_request(
     prefetch = await only_command(stage.a, Prefetch)
     assert (prefetch.tokens, prefetch.salt, prefetch.tenant) == (work.tokens, work.salt, stage.team)
     assert (prefetch.compute, prefetch.deadline_s, prefetch.at) == (64, 5, None)
+    assert prefetch.conversation == work.conversation
+    assert bool(work.conversation) == (path != "/v1/completions")
     assert (answer["instance"], answer["tokens"]) == (stage.a.instance, len(work.tokens) // 4)
     assert stage.router.requests[-1].sequence_hashes == stage.router.requests[-2].sequence_hashes
     assert stage.router.requests[-1].salt == stage.router.requests[-2].salt == work.salt
@@ -348,7 +351,7 @@ async def test_every_frontend_resolves_a_session_s_last_prompt(stage: Stage) -> 
     assert status == 200, answer
     prefetch = await only_command(stage.a, Prefetch)
     assert (prefetch.tokens, prefetch.salt, prefetch.at) == (work.tokens, work.salt, at)
-    assert prefetch.session == work.session
+    assert (prefetch.session, prefetch.conversation) == (work.session, work.conversation)
     status, answer = await stage.other.post("/v1/prefetch", body, **bearer("b"))
     assert (status, answer["error"]["code"]) == (404, "session_not_found")
 
@@ -555,6 +558,7 @@ async def test_a_hinted_turn_is_prefilled_speculatively_and_its_use_counted(
     ahead = await only_command(stage.a, Prefetch)
     assert ahead.tokens.startswith(work.tokens)
     assert (ahead.salt, ahead.tenant) == (work.salt, work.tenant)
+    assert ahead.conversation == work.conversation != 0
     assert ahead.compute > 0
     before = stage.mesh.metric("kvmesh_frontend_speculative_tokens_total")
     message = answer["choices"][0]["message"]

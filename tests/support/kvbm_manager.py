@@ -77,11 +77,13 @@ class ManagedNode:
         session: str | None = None,
         retention: list[Retain] | None = None,
         tenant: str = "",
+        conversation: int = 0,
     ) -> None:
         """Offer and write a prompt, two blocks at a time: more must not be staged at once."""
         names = self.names(digests)
         offer = Offer(1, 0, digests, names, names, 5, request=request)
         offer = replace(offer, session=session, retention=retention or [], tenant=tenant)
+        offer = replace(offer, conversation=conversation)
         for first in range(0, len(digests) // 16, 2):
             end = first + 2
             part = replace(
@@ -99,13 +101,19 @@ class ManagedNode:
             self.settle()
 
     def get(
-        self, request: str, digests: bytes, session: str | None = None, compute_tps: float = 0.0
+        self,
+        request: str,
+        digests: bytes,
+        session: str | None = None,
+        compute_tps: float = 0.0,
+        **fields: int,
     ) -> None:
         """Fetch a prompt's blocks, without a reply from elsewhere, and return them."""
         names = self.names(digests)
         fetch = Fetch(
             1, request, 0, digests, names, names, 5, compute_tps, 0.0, 0.0, session=session
         )
+        fetch = replace(fetch, **fields)
         reply = self.manager.answer(fetch, self.now)
         self.settle()
         parked = list(self.manager.drain_replies(self.now).values())

@@ -17,6 +17,7 @@ from support.wait import eventually
 TENANT_BLOCKS = 32
 SOON, NEVER = pack_rates([1.0] * BINS), pack_rates([1e-7] * BINS)
 WITHDRAWN = pack_rates([0.0] * BINS)
+MAIN, CLEARED, TITLE = 7 << 32 | 1, 7 << 32 | 2, 8 << 32 | 1  # CLEARED is of MAIN's agent
 
 
 async def run(
@@ -220,7 +221,137 @@ class RetentionSuite:
         await started_holds(started, {old: 9})
         compacted = joined(head, started.prompt(2, 200))
         await run(started, "new", compacted, session="A")
-        await started_holds(started, {old: 3, compacted: 5})
+        await started_holds(started, {old: 9, compacted: 5})
+        later = joined(compacted, started.prompt(2, 300))
+        await run(started, "next", later, session="A")
+        await started_holds(started, {old: 3, later: 7})
+
+    async def test_what_a_session_may_have_left_goes_first(self, started: StartedEngine) -> None:
+        started.sink.reasons.clear()
+        plain, head = started.prompt(10, 700), started.prompt(3)
+        old, new = joined(head, started.prompt(6, 100)), joined(head, started.prompt(2, 200))
+        await run(started, "plain", plain)
+        await run(started, "old", old, session="A", conversation=MAIN)
+        await run(started, "new", new, session="A", conversation=MAIN)
+        await fill_engine(started, requests=4)
+        await run(started, "more", started.prompt(7, 2000))
+        await eventually(lambda: held_blocks(started, old) < 9, what="doubtful blocks are evicted")
+        assert {reason for reason, _ in started.sink.reasons} == {"superseded"}
+        await started_holds(started, {plain: 10, new: 5})
+
+    async def test_a_session_that_returns_to_what_it_left_loses_nothing(
+        self, started: StartedEngine
+    ) -> None:
+        head = started.prompt(3)
+        tails = [started.prompt(6, 100), started.prompt(2, 200), started.prompt(4, 2200)]
+        prompts = [joined(head, tail) for tail in tails]
+        for number, tokens in enumerate(prompts[:2]):
+            await run(started, f"a{number}", tokens, session="A", conversation=MAIN)
+        for turn in range(2):
+            for number, tokens in enumerate(prompts):
+                prompts[number] = joined(tokens, started.prompt(1, 2500 + 10 * turn))
+                name = f"b{turn}{number}"
+                await run(started, name, prompts[number], session="A", conversation=MAIN)
+                known = 3 if (turn, number) == (0, 2) else len(tokens) // 4 // started.size
+                assert started.sink.cached(name) == known * started.size
+        await started_holds(started, {prompts[0]: 11, prompts[1]: 7, prompts[2]: 9})
+
+    async def test_side_requests_leave_a_session_s_conversation_alone(
+        self, started: StartedEngine
+    ) -> None:
+        """Titles, hooks and subagents under the session of the main conversation."""
+        head = started.prompt(2)
+        main, side = joined(head, started.prompt(14, 100)), joined(head, started.prompt(2, 2000))
+        for turn in range(3):
+            name = f"main{turn}"
+            await run(started, name, main, session="A", conversation=MAIN)
+            known = 0 if not turn else 14 + 2 * turn
+            assert started.sink.cached(name) == known * started.size
+            for key in (TITLE, TITLE, 0):
+                side = joined(side, started.prompt(1, 2100 + 50 * turn))
+                await run(
+                    started, f"side{turn}{len(side)}{key}", side, session="A", conversation=key
+                )
+            main = joined(main, started.prompt(2, 3000 + 100 * turn))
+        await fill_engine(started, requests=1)
+        await started_holds(started, {main: 20})
+
+    async def test_a_compaction_leaves_the_conversation_until_the_next_turn(
+        self, started: StartedEngine
+    ) -> None:
+        """The agent has it summarized without tools, and goes on from the summary."""
+        head = started.prompt(3)
+        main = joined(head, started.prompt(10, 100))
+        await run(started, "main", main, session="A", conversation=MAIN)
+        summarize = joined(started.prompt(1), started.prompt(12, 600))
+        await run(started, "summarize", summarize, session="A", conversation=TITLE)
+        await started_holds(started, {main: 13, summarize: 13})
+        summary = joined(head, started.prompt(4, 2000))
+        await run(started, "summary", summary, session="A", conversation=MAIN)
+        await started_holds(started, {main: 13, summary: 7})
+        summary = joined(summary, started.prompt(2, 2500))
+        await run(started, "next", summary, session="A", conversation=MAIN)
+        await started_holds(started, {main: 3, summarize: 13, summary: 9})
+
+    async def test_conversations_of_one_agent_are_not_dropped_for_each_other(
+        self, started: StartedEngine
+    ) -> None:
+        """A session that clears its history, forks it, or runs two tasks at once."""
+        started.sink.reasons.clear()
+        head, plain = started.prompt(3), started.prompt(10, 700)
+        first, second = joined(head, started.prompt(7, 100)), joined(head, started.prompt(3, 2000))
+        await run(started, "plain", plain)
+        await run(started, "first", first, session="A", conversation=MAIN)
+        for turn in range(3):
+            second = joined(second, started.prompt(1, 2500 + 50 * turn))
+            await run(started, f"second{turn}", second, session="A", conversation=CLEARED)
+        await started_holds(started, {first: 10, second: 9})
+        await fill_engine(started, requests=4)
+        assert {reason for reason, _ in started.sink.reasons} == {"superseded"}
+        await started_holds(started, {plain: 10, second: 9})
+        assert held_blocks(started, first) >= 3
+        for turn in range(2):
+            first = joined(first, started.prompt(1, 2700 + 50 * turn))
+            await run(started, f"again{turn}", first, session="A", conversation=MAIN)
+        started.sink.reasons.clear()
+        await fill_engine(started, requests=3, first=3000)
+        assert "superseded" not in {reason for reason, _ in started.sink.reasons}
+        await started_holds(started, {first: 12})
+
+    async def test_an_ephemeral_request_says_nothing_about_the_conversation(
+        self, started: StartedEngine
+    ) -> None:
+        head = started.prompt(3)
+        main = joined(head, started.prompt(10, 100))
+        await run(started, "main", main, session="A", conversation=MAIN)
+        aside = joined(head, started.prompt(2, 2000))
+        for turn in range(3):
+            aside = joined(aside, started.prompt(1, 2500 + 50 * turn))
+            name = f"aside{turn}"
+            await run(started, name, aside, session="A", conversation=MAIN, ephemeral=True)
+        await started_holds(started, {main: 13, aside: 8})
+        main = joined(main, started.prompt(1, 2700))
+        await run(started, "again", main, session="A", conversation=MAIN)
+        assert started.sink.cached("again") == 13 * started.size
+        edited = joined(head, started.prompt(4, 3000))
+        await run(started, "edited", edited, session="A", conversation=MAIN)
+        edited = joined(edited, started.prompt(1, 2700))
+        await run(started, "next", edited, session="A", conversation=MAIN)
+        await started_holds(started, {main: 3, aside: 3, edited: 8})
+
+    async def test_release_drops_all_conversations_of_a_session_and_none_of_others(
+        self, started: StartedEngine
+    ) -> None:
+        head = started.prompt(3)
+        main, left = joined(head, started.prompt(4, 100)), joined(head, started.prompt(5, 2000))
+        title, child = started.prompt(4, 600), joined(main, started.prompt(3, 2500))
+        await run(started, "left", left, session="A", conversation=MAIN)
+        await run(started, "main", main, session="A", conversation=MAIN)
+        await run(started, "title", title, session="A", conversation=TITLE)
+        await run(started, "child", child, session="B", conversation=MAIN)
+        await started_holds(started, {left: 8, main: 7, title: 4, child: 10})
+        assert (await started.execute(Release(sessions=["A"]))).blocks == 5 + 4
+        await started_holds(started, {left: 3, title: 0, child: 10})
 
     async def _expires(self, started: StartedEngine) -> bool:
         """True once a directive has expired; an engine without requests may not report it."""
@@ -235,11 +366,14 @@ class RetentionSuite:
         started.sink.reasons.clear()
         head, brief = started.prompt(3, 3900), [Retain(0, None, 90, 0.1, explicit=True)]
         await run(started, "old", joined(head, started.prompt(6, 100)), session="A")
-        await run(started, "new", joined(head, started.prompt(2, 200)), session="A")
+        new = joined(head, started.prompt(2, 200))
+        await run(started, "new", new, session="A")
+        assert removed("superseded") == 0
+        await run(started, "next", joined(new, started.prompt(1, 4200)), session="A")
         await eventually(lambda: removed("superseded") == 6, what="superseded blocks")
-        assert started.sink.reasons["superseded", "new"] == 6
+        assert started.sink.reasons["superseded", "next"] == 6
         await started.execute(Release(sessions=["A"]))
-        await eventually(lambda: removed("released") == 5, what="released blocks")
+        await eventually(lambda: removed("released") == 6, what="released blocks")
         await run(started, "brief", started.prompt(5, 300), retention=brief)
         await eventually(partial(self._expires, started), what="the end of a retention")
         kept = [Retain(0, None, 90, explicit=True)]

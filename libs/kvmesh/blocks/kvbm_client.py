@@ -71,7 +71,8 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
     """The full blocks of a prompt from its root: one digest and two hashes each, packed.
 
     `salt` seeds the hashes; `retention` is in tokens of the prompt. `traceparent` is that of a
-    traced request. Blocks of an `ephemeral` request are loaded, but not offered.
+    traced request. Blocks of an `ephemeral` request are loaded, but not offered. `conversation` and
+    `tentative` are as in `Offer`.
     """
 
     request: str
@@ -84,6 +85,8 @@ class KvbmPrompt(Struct, frozen=True, kw_only=True):
     retention: list[Retain] = []
     traceparent: str = ""
     ephemeral: bool = False
+    conversation: int = 0
+    tentative: bool = False
 
     @property
     def blocks(self) -> int:
@@ -314,6 +317,8 @@ def _fetch(
         retention=prompt.retention,
         traceparent=prompt.traceparent,
         overlaps=overlaps,
+        conversation=prompt.conversation,
+        tentative=prompt.tentative,
     )
 
 
@@ -330,6 +335,8 @@ def _offer(attachment: Attachment, prompt: KvbmPrompt, first: int) -> Offer:
         retention=prompt.retention,
         traceparent=prompt.traceparent,
         request=prompt.request,
+        conversation=prompt.conversation,
+        tentative=prompt.tentative,
     )
 
 

@@ -29,18 +29,35 @@ class AwaitedPrompt(Generic[P]):
     """An ended prompt with its answer: `blocks` full blocks, of which `last` is the last hash.
 
     `place` is where its owner finds the blocks. `forecast`: a forecast says what is expected.
+    `conversation` tells those of the session apart.
     """
 
-    __slots__ = ("blocks", "expectation", "forecast", "last", "place", "request", "session")
+    __slots__ = (
+        "blocks",
+        "conversation",
+        "expectation",
+        "forecast",
+        "last",
+        "place",
+        "request",
+        "session",
+    )
 
     def __init__(
-        self, request: str, session: str | None, blocks: int, last: Hashable, place: P
+        self,
+        request: str,
+        session: str | None,
+        blocks: int,
+        last: Hashable,
+        place: P,
+        conversation: int = 0,
     ) -> None:
         self.request = request
         self.session = session
         self.blocks = blocks
         self.last = last
         self.place = place
+        self.conversation = conversation
         self.expectation: Expectation | None = None
         self.forecast = False
 
@@ -104,14 +121,16 @@ class AwaitedPrompts(Generic[P]):
         return self.end(prompt)
 
     def end_ahead(self, prompt: AwaitedPrompt[P]) -> bool:
-        """Record a prompt that was computed ahead: the next one of its session, as predicted.
+        """Record a prompt that was computed ahead: the next one of its conversation, as predicted.
 
-        It takes the place of the session's latest prompt, with the forecast for it. True if
+        It takes the place of the conversation's latest prompt, with the forecast for it. True if
         something is expected of it.
         """
         awaited = self._by_session.get(prompt.session) if prompt.session is not None else None
-        if awaited:
-            prompt.request = next(reversed(awaited))
+        for latest in reversed(awaited.values()) if awaited else ():
+            if latest.conversation == prompt.conversation:
+                prompt.request = latest.request
+                break
         return self.grow(prompt) or prompt.expectation is not None
 
     def expectation(self, request: str) -> Expectation | None:

@@ -7,12 +7,13 @@ from kvmesh.retention.outcomes import Directive
 DEFAULT_LEVEL = 35
 MAX_LEVEL = 100
 THINKING_LEVEL = -1
+DOUBTFUL_LEVEL = -2  # of what may be dead: below all that a request can ask for
 
 
 class EvictionRank(NamedTuple):
     """Position in the eviction order, valid until `until`: the lowest is evicted first.
 
-    Levels are the priorities 0 to 100 of TensorRT-LLM's retention, and -1. Times are seconds on
+    Levels are the priorities 0 to 100 of TensorRT-LLM's retention, -1 and -2. Times are seconds on
     the caller's clock, above 0.
     """
 
@@ -21,6 +22,15 @@ class EvictionRank(NamedTuple):
 
 
 UNCLAIMED = EvictionRank(DEFAULT_LEVEL, 0.0)
+DOUBTFUL = EvictionRank(DOUBTFUL_LEVEL, 0.0)
+
+
+def rank_of(claimed: EvictionRank, doubtful: bool) -> EvictionRank:
+    """The rank of blocks by their claims, and by whether they may be dead.
+
+    Doubt, which is a guess, counts only for blocks that nothing retains longer than others.
+    """
+    return DOUBTFUL if doubtful and claimed <= UNCLAIMED else claimed
 
 
 class RetentionWish(NamedTuple):

@@ -233,3 +233,19 @@ def test_requests_that_name_each_other_are_not_followed_without_end(
     assert (found.request, StoredRoutes.reads) == ("root", 2)
     (found,) = asyncio.run(find_events(bus, "root", None))  # and not those that take its name
     assert (found.request, StoredRoutes.reads) == ("root", 3)
+
+
+def test_the_conversation_and_the_origin_of_a_fork_are_named() -> None:
+    cache = CacheAccount(prompt_tokens=9, previous="chatcmpl-0")
+    outcome = replace(OUTCOME, conversation="3fa2b1c0", agent="qwen-code", cache=cache)
+    decision = replace(DECISION, hints=Hints(session="s", forked_from="tag\x1forigin"))
+    shown = text(decision, outcome)
+    assert "conversation 3fa2b1c0 of qwen-code, continues chatcmpl-0" in shown
+    assert "session s, forked from origin" in shown
+
+
+def test_turns_of_several_conversations_are_told_apart() -> None:
+    turns = [replace(OUTCOME, conversation=name) for name in ("3fa2b1c0", "99999999")]
+    for count, shown in ((1, False), (2, True)):
+        headings = [column.header for column in render(turns[:count]).columns]
+        assert ("conversation" in headings) == shown

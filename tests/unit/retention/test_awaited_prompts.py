@@ -219,3 +219,18 @@ def test_what_was_computed_ahead_takes_the_place_of_the_session_s_latest_prompt(
     assert prompts.returns["held"] == 1
     assert not prompts.end_ahead(prompt("of no session", None))
     assert not prompts.end_ahead(prompt("of a new session", "new"))
+
+
+def test_what_was_computed_ahead_takes_the_place_of_its_own_conversation_s() -> None:
+    prompts = awaited()
+    for request, conversation in (("main", 7), ("title", 8)):
+        ended = prompt(request)
+        ended.conversation = conversation
+        prompts.end(ended)
+    prompts.expect(forecast("main"))
+    ahead, unknown = prompt("ahead", blocks=5), prompt("unknown", blocks=5)
+    ahead.conversation = 7
+    assert prompts.end_ahead(ahead)
+    assert (ahead.request, len(prompts)) == ("main", 2)
+    assert not prompts.end_ahead(unknown)
+    assert (unknown.request, len(prompts)) == ("unknown", 3)

@@ -6,7 +6,7 @@ from math import isfinite
 
 from kvmesh.bus.messages import Outcome, PromptChange
 from kvmesh.frontend.namespaces import own_name
-from kvmesh.observer.cache_text import part
+from kvmesh.observer.cache_text import change_text
 from kvmesh.observer.pauses import wait_text
 from kvmesh.runtime.lru import LruCache
 
@@ -178,7 +178,7 @@ class Activity:
         change = self.change
         if change is None:
             return ""
-        text = f"{part(change)} {change.way}"
+        text = change_text(change)
         return f"{text}, {change.turns} turns" if change.turns > 1 else text
 
 

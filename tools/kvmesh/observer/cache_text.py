@@ -12,7 +12,7 @@ REASONS = {
     "expired": "evicted after their retention had expired",
     "clipped": "evicted, as the tenant's budget did not cover their retention",
     "released": "dropped with their session",
-    "superseded": "dropped when the session changed its prompt",
+    "superseded": "given up, as the session had changed its prompt",
     "cleared": "cleared on command",
     "corrupt": "dropped, as their content was wrong or unreadable",
     "worker_gone": "lost with their worker",
@@ -30,8 +30,14 @@ REASONS = {
     "forgotten": "computed before; the index does not remember their removal",
     "other_namespace": "computed before in another namespace (model, adapter or tenant)",
     "diverged": "after a change of the prompt",
+    "thinking_not_returned": "after thinking that the client did not return",
+    "call_rewritten": "after a tool call that the client returned with other arguments",
+    "rerendered": "after text that the chat template writes in another form",
     "unknown": "computed before; the index did not reply",
 }
+
+_OF_A_CHANGE = ("thinking_not_returned", "call_rewritten", "rerendered")
+_OWN_REASON = ("not_returned", "rewritten", "rerendered")  # ways of changes that say it, too
 
 Named = Callable[[str], str]
 
@@ -65,17 +71,35 @@ def account_lines(
 def change_line(change: PromptChange) -> str:
     """The position and the way of a change, and for how many turns it has come again."""
     again = f", for the {_ordinal(change.turns)} turn in a row" if change.turns > 1 else ""
+    at = f" at character {change.offset:,}" if change.way == "changed" else ""
     return (
         f"the prompt differs from the session's last one at token {change.token:,}:"
-        f" {part(change)} {change.way} at character {change.offset:,}{again}"
+        f" {change_text(change)}{at}{again}"
     )
+
+
+def change_text(change: PromptChange) -> str:
+    """The part of the prompt that has changed, and the way."""
+    if change.way == "not_returned":
+        return f"the client did not return the thinking of the last answer (message {change.index})"
+    if change.way == "rewritten":
+        return f"the client returned tool call {change.name} with other arguments"
+    if change.way == "rerendered" and change.part == "thinking":
+        return f"the chat template left out the {part(change)}"
+    if change.way == "rerendered":
+        return f"the chat template wrote {part(change)} in another form"
+    return f"{part(change)} {change.way}"
 
 
 def part(change: PromptChange) -> str:
     """The part of the prompt that has changed."""
-    if change.part == "message":
-        return f"message {change.index} ({change.name})"
-    names = {"system": "system prompt", "tool": f"tool {change.index} ({change.name})"}
+    names = {
+        "system": "system prompt",
+        "tool": f"tool {change.index} ({change.name})",
+        "message": f"message {change.index} ({change.name})",
+        "thinking": f"thinking of message {change.index}",
+        "call": f"tool call in message {change.index} ({change.name})",
+    }
     return names.get(change.part, "text")
 
 
@@ -91,9 +115,12 @@ def lost_for(account: CacheAccount | None) -> str:
     lost = {loss.reason: 0 for loss in account.losses}
     for loss in account.losses:
         lost[loss.reason] += loss.tokens
-    reasons = [reason_text(reason) for reason, _ in sorted(lost.items(), key=lambda i: -i[1])]
-    if account.change is not None:
-        reasons.append(f"{part(account.change)} {account.change.way}")
+    change = account.change
+    told = _OF_A_CHANGE if change is not None and change.way in _OWN_REASON else ()
+    ordered = (reason for reason, _ in sorted(lost.items(), key=lambda i: -i[1]))
+    reasons = [reason_text(reason) for reason in ordered if reason not in told]
+    if change is not None:
+        reasons.append(change_text(change))
     return "; ".join(reasons)
 
 
@@ -103,7 +130,7 @@ def _loss(loss: CacheLoss, name: Named) -> str:
         tier = f", {TIERS[loss.tier]}" if loss.tier is not None and loss.tier < len(TIERS) else ""
         text += f" ({loss.worker}{tier}{_at(loss.time)})"
     if loss.request is not None:
-        cause = "by the prompt of" if loss.reason == "superseded" else "for blocks of"
+        cause = "at the prompt of" if loss.reason == "superseded" else "for blocks of"
         text += f", {cause} {name(loss.request)}"
     return text
 

@@ -70,6 +70,8 @@ def outcome_lines(outcome: Outcome, decision: Decision | None) -> list[str]:
         lines.append(sender)
     if outcome.shown is not None:
         lines.append(shown_line(outcome.shown))
+    if outcome.conversation:
+        lines.append(_conversation(outcome))
     return lines
 
 
@@ -193,6 +195,7 @@ def _caller(hints: Hints) -> str:
     parts = {
         "session": own_name(hints.session or ""),
         "child of": own_name(hints.parent_session or ""),
+        "forked from": own_name(hints.forked_from or ""),
         "class": "/".join(name for name in (hints.tenant, hints.fair_class) if name),
         "priority": hints.priority or "",
         "strict priority": hints.strict_priority or "",
@@ -208,6 +211,14 @@ def _sender(outcome: Outcome) -> str:
     if outcome.device_s:
         named.append(f"{time_text(outcome.device_s)} of device time")
     return ", ".join(named)
+
+
+def _conversation(outcome: Outcome) -> str:
+    """The conversation, the agent, and the request whose prompt is compared."""
+    previous = None if outcome.cache is None else outcome.cache.previous
+    after = f", continues {previous}" if previous else ""
+    agent = f" of {outcome.agent}" if outcome.agent else ""
+    return f"conversation {outcome.conversation}{agent}{after}"
 
 
 def _margin(chosen: Candidate, best: Candidate) -> str:

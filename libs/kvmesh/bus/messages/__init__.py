@@ -8,6 +8,7 @@ they pass from the wire to the native core without a Python object per element.
 
 from kvmesh.bus.messages.adapters import adapter_identity, adapter_name, is_adapter_name
 from kvmesh.bus.messages.cache import (
+    CALL_REWRITTEN,
     DIVERGED,
     ELSEWHERE,
     FORGOTTEN,
@@ -15,6 +16,8 @@ from kvmesh.bus.messages.cache import (
     NEVER_ANNOUNCED,
     NOT_FOUND,
     OTHER_NAMESPACE,
+    RERENDERED,
+    THINKING_NOT_RETURNED,
     UNFINISHED,
     UNKNOWN,
     CacheAccount,
@@ -75,7 +78,14 @@ from kvmesh.bus.messages.discovery import (
     WeightOffer,
     WeightQuery,
 )
-from kvmesh.bus.messages.frontends import KeepTraces, KeyUse, LimitUse, SessionPrompt, SessionQuery
+from kvmesh.bus.messages.frontends import (
+    KeepTraces,
+    KeyUse,
+    LimitUse,
+    PromptParts,
+    SessionPrompt,
+    SessionQuery,
+)
 from kvmesh.bus.messages.kv_events import (
     CLEARED,
     CLIPPED,
@@ -187,6 +197,7 @@ from kvmesh.bus.messages.work import (
 
 __all__ = [
     "BATCH_PRIORITY",
+    "CALL_REWRITTEN",
     "CLEARED",
     "CLIPPED",
     "CORRUPT",
@@ -200,7 +211,9 @@ __all__ = [
     "NOT_FOUND",
     "OTHER_NAMESPACE",
     "RELEASED",
+    "RERENDERED",
     "SUPERSEDED",
+    "THINKING_NOT_RETURNED",
     "UNFINISHED",
     "UNKNOWN",
     "UNLIKELY",
@@ -289,6 +302,7 @@ __all__ = [
     "PromisedLatency",
     "Promote",
     "PromptChange",
+    "PromptParts",
     "RankKey",
     "RankSpeed",
     "Refused",

@@ -13,6 +13,9 @@ NEVER_ANNOUNCED = "never_announced"  # the session has computed them, without a 
 FORGOTTEN = "forgotten"  # the session has computed them; the index does not remember their removal
 OTHER_NAMESPACE = "other_namespace"  # the session has computed them with another salt
 DIVERGED = "diverged"  # the session's prompt has changed before them
+THINKING_NOT_RETURNED = "thinking_not_returned"  # the client left out thinking before them
+CALL_REWRITTEN = "call_rewritten"  # the client returned a call before them with other arguments
+RERENDERED = "rerendered"  # the template writes what the client returned in another form
 UNKNOWN = "unknown"  # the session has computed them; the index did not reply
 ELSEWHERE_REASONS = (
     *("load", "room", "busy", "role"),
@@ -23,6 +26,7 @@ LOSS_REASONS = frozenset(
         *kv_events.REASONS,
         *(f"{ELSEWHERE}:{reason}" for reason in ELSEWHERE_REASONS),
         *(UNFINISHED, NOT_FOUND, NEVER_ANNOUNCED, FORGOTTEN, OTHER_NAMESPACE, DIVERGED, UNKNOWN),
+        *(THINKING_NOT_RETURNED, CALL_REWRITTEN, RERENDERED),
     )
 )
 
@@ -30,10 +34,13 @@ LOSS_REASONS = frozenset(
 class PromptChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first difference of a prompt from its session's earlier one, at index `token`.
 
-    `part` is "system", "tool", "message" or "prompt"; `index` counts such parts from 0, `name` is
-    a tool's name or a message's role, `offset` counts characters from the start of the part. `way`
-    is "changed", "inserted" or "removed". `turns` counts the consecutive turns that changed in this
-    part.
+    `part` is "system", "tool", "message", "thinking" or "call" (within a message), or "prompt".
+    `index` counts such parts from 0, or is that of the message; `name` is the name of the tool, the
+    one that is called, or the role of the message. `offset` counts characters from the start of the
+    part. `way` is "changed", "inserted", "removed", "not_returned" (thinking of the last answer,
+    by the client), "rewritten" (a call of the last answer, by the client), or "rerendered" (the
+    same content in another form, by the template). `turns` counts the consecutive turns that
+    changed in this part.
     """
 
     token: int

@@ -84,7 +84,7 @@ class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
 
     Up to `compute` tokens that no tier holds are computed. A prefetch ends by `Cancel` of `id`, by
     a request whose prompt shares the prefix, or `deadline_s` after `at`. `traceparent` is that of a
-    traced prefetch (W3C).
+    traced prefetch (W3C). `conversation` is as in `Hints`.
     """
 
     id: str
@@ -99,6 +99,7 @@ class Prefetch(Struct, frozen=True, kw_only=True, tag="prefetch"):
     compute: int = 0
     rank: int = 0
     traceparent: str = ""
+    conversation: int = 0
 
 
 class ReturnForecast(Struct, frozen=True, array_like=True):

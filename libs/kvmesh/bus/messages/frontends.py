@@ -5,17 +5,32 @@ from msgspec import Struct
 from kvmesh.bus.messages.cache import PromptChange
 
 
+class PromptParts(Struct, frozen=True, omit_defaults=True):
+    """The parts of a prompt, to compare two prompts without their texts.
+
+    `tools` are the names of the tools that the prompt shows, `tool_hashes` one packed uint32 for
+    each. `messages` has two packed uint32 for each message: a hash, whose two lowest bits are the
+    role (system, user, assistant, tool), and a hash of its thinking, 0 if it has none.
+    """
+
+    tools: list[str] = []
+    tool_hashes: bytes = b""
+    messages: bytes = b""
+
+
 class SessionQuery(Struct, frozen=True, omit_defaults=True):
     """Query to all frontends for the last prompt of a session; only one that has it replies.
 
     With `conversation`, for the last prompt of one of the session's conversations. `request` is the
-    request that asks, whose own prompt is no reply.
+    request that asks, whose own prompt is no reply. With `parts`, those of the asking prompt, any
+    conversation whose prompt is similar is a reply.
     """
 
     model: str
     session: str
     conversation: int | None = None
     request: str = ""
+    parts: PromptParts | None = None
 
 
 class SessionPrompt(Struct, frozen=True, omit_defaults=True):
@@ -23,7 +38,8 @@ class SessionPrompt(Struct, frozen=True, omit_defaults=True):
 
     `request` is the request's id, `time` its arrival in Unix seconds, `salt` that of its blocks,
     `output` the tokens generated after it, complete once `done` is set. `conversation` identifies
-    the session's conversation; `change` is the prompt's own difference from the one before.
+    the session's conversation; `change` is the prompt's own difference from the one before. `parts`
+    is None of a raw prompt.
     """
 
     tokens: bytes
@@ -35,6 +51,7 @@ class SessionPrompt(Struct, frozen=True, omit_defaults=True):
     output: bytes = b""
     done: bool = False
     change: PromptChange | None = None
+    parts: PromptParts | None = None
 
 
 class KeyUse(Struct, frozen=True, array_like=True):

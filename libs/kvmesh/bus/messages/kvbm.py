@@ -68,7 +68,8 @@ class Offer(Struct, frozen=True, array_like=True, tag="offer"):
 
     `digests`, `sequence_hashes` and `local` are those of the whole prefix up to the last block;
     `salt` seeds the hashes. `retention` is in tokens of the prompt; later entries win. `request` is
-    the one that computed the blocks.
+    the one that computed the blocks. `conversation` is as in `Hints`; a `tentative` prompt says
+    nothing about earlier ones of its session.
     """
 
     attachment: int
@@ -84,6 +85,8 @@ class Offer(Struct, frozen=True, array_like=True, tag="offer"):
     shared: int = 0
     traceparent: str = ""
     request: str = ""
+    conversation: int = 0
+    tentative: bool = False
 
 
 class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
@@ -122,7 +125,8 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     0 if unknown. The ticket waits up to `wait_s` for blocks that another worker is computing, the
     reply at most half a second. With `computes`, this worker is recorded as computing the blocks
     that are missing everywhere. With `overlaps`, the worker loads while it computes, from the last
-    block on, and decides itself what to load of the arena. Reply: `Fetched` or `Incomplete`.
+    block on, and decides itself what to load of the arena. `conversation` and `tentative` are as in
+    `Offer`. Reply: `Fetched` or `Incomplete`.
     """
 
     attachment: int
@@ -143,6 +147,8 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     shared: int = 0
     traceparent: str = ""
     overlaps: bool = False
+    conversation: int = 0
+    tentative: bool = False
 
 
 class Fetched(Struct, frozen=True, array_like=True, tag="fetched"):

@@ -62,7 +62,8 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `ephemeral`: no tier below the engine stores the request's blocks. `conversation` tells the
     conversations of a session apart, 0 if unknown: its upper 32 bits identify the tools and the
-    system text, its lower ones the first message of the user.
+    system text, its lower ones the first message of the user. `forked_from` is the session whose
+    history a new session began with.
     """
 
     priority: int = 0
@@ -76,6 +77,7 @@ class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
     fair_class: str | None = None
     ephemeral: bool = False
     conversation: int = 0
+    forked_from: str | None = None
 
 
 BATCH_PRIORITY = -100  # of batch requests in engines, which compute them after all others
@@ -294,7 +296,9 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     `agent` is the kind of the caller's agent. `waits_for` names what the session waits for before
     its next prompt, from coarse to fine, such as ["tool", "Bash", "sleep", "64s"] or ["human"];
     ["end"] if it has ended, and empty if that is not known (docs/requests.md). `shown`: earlier
-    answers of the conversation in the prompt, None if none of them is stored.
+    answers of the conversation in the prompt, None if none of them is stored. `conversation` is
+    the short name of the session's conversation, empty of a raw prompt; `forked_from` is as in
+    `Hints`.
     """
 
     request: str
@@ -325,6 +329,8 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome", omit_defaults=Tr
     agent: str = ""
     waits_for: list[str] = []
     shown: ShownAnswers | None = None
+    conversation: str = ""
+    forked_from: str = ""
 
 
 RouteEvent: TypeAlias = Decision | Outcome

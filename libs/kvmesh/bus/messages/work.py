@@ -76,7 +76,7 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     only finds blocks. `retention` is for the prompt, where later entries win; `decode` is for the
     generated tokens. With `base`, a request whose prompt the worker has stored, the prompt is the
     first `shared` tokens of that prompt followed by `tokens` (`kvmesh.prompt_delta`). Blocks of
-    `ephemeral` work are not written to lower tiers.
+    `ephemeral` work are not written to lower tiers. `conversation` is as in `Hints`.
     `traceparent` is that of a traced request (W3C).
     """
 
@@ -101,6 +101,7 @@ class Work(Struct, frozen=True, kw_only=True, omit_defaults=True):
     shared: int = 0
     traceparent: str = ""
     ephemeral: bool = False
+    conversation: int = 0
 
 
 class WorkReply(Struct, frozen=True, kw_only=True):

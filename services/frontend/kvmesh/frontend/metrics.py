@@ -126,7 +126,7 @@ speculative_tokens = Counter(
 
 
 REUSED = ("own", "ahead", "shared")
-PARTS = ("system", "tool", "message", "prompt")  # of `PromptChange`
+PARTS = ("system", "tool", "message", "thinking", "prompt")  # of `PromptChange`
 
 
 class FrontendModelMetrics:

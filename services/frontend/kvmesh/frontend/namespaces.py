@@ -37,6 +37,11 @@ def inferred(tenant: str, name: str) -> str:
     return f"{tenant}{SEPARATOR}{SEPARATOR}{name}"
 
 
+def is_inferred(name: str) -> bool:
+    """True if no caller has given this name."""
+    return SEPARATOR * 2 in name
+
+
 def check_name(name: str, param: str) -> None:
     """Raises InvalidRequest unless `name` is valid for a tenant or a fair class."""
     if not _NAME.fullmatch(name):
@@ -46,14 +51,11 @@ def check_name(name: str, param: str) -> None:
 
 def scope_sessions(hints: Hints, tenant: str) -> Hints:
     """The hints with session names scoped to the tenant."""
-    session, parent = hints.session, hints.parent_session
-    if session is None and parent is None:
+    names = hints.session, hints.parent_session, hints.forked_from
+    if names == (None, None, None):
         return hints
-    return replace(
-        hints,
-        session=None if session is None else scoped(tenant, session),
-        parent_session=None if parent is None else scoped(tenant, parent),
-    )
+    session, parent, origin = (None if name is None else scoped(tenant, name) for name in names)
+    return replace(hints, session=session, parent_session=parent, forked_from=origin)
 
 
 class TenantNamespaces:

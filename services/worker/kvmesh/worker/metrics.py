@@ -46,7 +46,7 @@ RETENTION_COUNTERS = (
         "evicted",
         "evicted_blocks",
         "order",
-        "blocks evicted for others by what chose them: a forecast, recency, or a claim's rank",
+        "blocks evicted for others by what chose them: a forecast, recency, or claims and doubt",
     ),
     (
         "forecasts",

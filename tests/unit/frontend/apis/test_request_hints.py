@@ -36,6 +36,26 @@ def test_every_harness_names_its_session(
     assert session_of(head) == (session, parent)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "origin"),
+    [
+        ('{"turn_id":"1","forked_from_thread_id":"t-0","sandbox":"none"}', "t-0"),
+        ('{"turn_id":"1","forked_from_thread_id":null}', None),
+        ('{"turn_id":"1"}', None),
+        ('{"forked_from_thread_id":7}', None),
+        ('{"forked_from_thread_id":""}', None),
+        (f'{{"forked_from_thread_id":"{"t" * 600}"}}', None),
+        ("[" * 100_000, None),
+        ("broken", None),
+        ("", None),
+    ],
+)
+def test_a_fork_of_codex_knows_its_origin(metadata: str, origin: str | None) -> None:
+    head = headers(session_id="t-1", x_codex_turn_metadata=metadata)
+    hints = request(head).hints
+    assert (hints.session, hints.parent_session, hints.forked_from) == ("t-1", None, origin)
+
+
 def test_claude_code_s_user_id_holds_a_session() -> None:
     assert session_in_user_id('{"device_id":"d","session_id":"s"}') == "s"
     assert session_in_user_id("user_abc") is None

@@ -12,6 +12,7 @@ from kvmesh.frontend.cache_account.comparison import (
     compare,
     described,
 )
+from kvmesh.frontend.cache_account.differences import PromptDifference
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -24,8 +25,10 @@ def text(tokens: bytes) -> str:
     return " ".join(map(str, array("I", tokens)))
 
 
-def system(token: int) -> PromptChange:
-    return PromptChange(token=token, part="system", way="", index=0, offset=2 * token)
+def system(token: int) -> PromptDifference:
+    return PromptDifference(
+        PromptChange(token=token, part="system", way="", index=0, offset=2 * token)
+    )
 
 
 def comparison(
@@ -89,6 +92,8 @@ def test_a_change_is_described_by_its_part() -> None:
         ("system", "system", "the system prompt"),
         ("tool", "read", "tool 2 (read)"),
         ("message", "user", "message 2 (user)"),
+        ("thinking", "assistant", "the thinking of message 2"),
+        ("call", "read", "the tool call in message 2 (read)"),
         ("prompt", None, "the prompt"),
     ]
     for part, name, words in names:

@@ -11,7 +11,8 @@ from support.stamp import STAMP
 from kvmesh.bus.messages import ModelCard, PromptChange
 from kvmesh.demo import model_dir
 from kvmesh.frontend.apis.chat.api import Chat
-from kvmesh.frontend.cache_account.prompt_parts import MAX_NAME, char_offset, locate
+from kvmesh.frontend.cache_account.fingerprints import MAX_NAME
+from kvmesh.frontend.cache_account.prompt_parts import char_offset, locate
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor

@@ -67,7 +67,7 @@ def test_a_call_of_a_shell_has_the_class_of_its_command() -> None:
 def test_a_call_without_a_command_has_the_name_of_its_tool() -> None:
     assert awaited(*call("Read", path="/etc/passwd")) == ["tool", "Read"]
     assert awaited(*call("Agent", prompt="Count", run_in_background=False)) == ["tool", "Agent"]
-    assert awaited(*call("spawn", "agents", message="Count")) == ["tool", "agents.spawn"]
+    assert awaited(*call("spawn", "agents", message="Count")) == ["tool", "agents__spawn"]
 
 
 def test_a_tool_in_the_background_returns_at_once() -> None:

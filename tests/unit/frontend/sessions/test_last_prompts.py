@@ -2,12 +2,18 @@
 
 import asyncio
 from array import array
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from kvmesh.bus.messages import PromptChange, SessionPrompt, SessionQuery
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import PromptChange, PromptParts, Sampling, SessionPrompt, SessionQuery
 from kvmesh.bus.subjects import Subjects
+from kvmesh.frontend.cache_account.fingerprints import fingerprints
+from kvmesh.frontend.conversation import GenerateRequest, Message, Text, Tool
 from kvmesh.frontend.namespaces import scoped
-from kvmesh.frontend.sessions.last_prompts import CONVERSATIONS, ENTRY_BYTES, LastPrompts
+from kvmesh.frontend.sessions.last_prompts import ENTRY_BYTES, PROMPTS, LastPrompts
+
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 def store(limit: int = 1 << 20) -> LastPrompts:
@@ -20,15 +26,32 @@ def prompt(request: str, conversation: int = 0, tokens: int = 4) -> SessionPromp
 
 
 def ids(prompts: LastPrompts, session: str, conversations: range) -> list[str]:
-    found = (prompts.earlier("m", session, conversation) for conversation in conversations)
+    found = (prompts.earlier("m", session, prompt("", number)) for number in conversations)
     return [p.request for p in found if p is not None]
+
+
+def parts(*messages: str, tools: tuple[str, ...] = ()) -> PromptParts:
+    """The parts of a conversation that begins with a system prompt."""
+    roles: list[Role] = ["system"]
+    for _ in messages:
+        roles += ["user", "assistant"]
+    spoken = [Message(role, [Text(text)]) for role, text in zip(roles, messages, strict=False)]
+    offered = [Tool(name, "", {}) for name in tools]
+    found = fingerprints(
+        GenerateRequest(
+            id="", model="m", sampling=Sampling(max_tokens=1), messages=spoken, tools=offered
+        )
+    )
+    assert found is not None
+    return found
 
 
 def test_a_session_has_the_last_prompt_of_each_conversation() -> None:
     prompts = store()
     prompts.store("m", "s", prompt("a", 1))
     prompts.store("m", "s", prompt("b", 2))
-    prompts.store("m", "s", prompt("c", 1))
+    first = prompts.earlier("m", "s", prompt("c", 1))
+    prompts.store("m", "s", prompt("c", 1), first)
     assert ids(prompts, "s", range(1, 3)) == ["c", "b"]
     newest = prompts.newest("m", "s")
     assert newest is not None
@@ -38,11 +61,72 @@ def test_a_session_has_the_last_prompt_of_each_conversation() -> None:
 
 def test_the_oldest_conversation_is_dropped_first() -> None:
     prompts = store()
-    for number in range(CONVERSATIONS + 2):
+    for number in range(PROMPTS + 2):
         prompts.store("m", "s", prompt(f"r{number}", number))
-    kept = [f"r{number}" for number in range(2, CONVERSATIONS + 2)]
-    assert ids(prompts, "s", range(CONVERSATIONS + 2)) == kept
+    kept = [f"r{number}" for number in range(2, PROMPTS + 2)]
+    assert ids(prompts, "s", range(PROMPTS + 2)) == kept
     assert prompts.of_request("r0", "") is None
+
+
+def test_side_requests_do_not_drop_the_main_conversation() -> None:
+    prompts = store()
+    main = replace(prompt("main", 1), parts=parts("Code.", "Begin.", "Done.", tools=("read",)))
+    prompts.store("m", "s", main)
+    for number in range(2, 3 * PROMPTS):
+        side = replace(prompt(f"r{number}", number), parts=parts("Title.", f"Of {number}."))
+        prompts.store("m", "s", side)
+    assert ids(prompts, "s", range(1, 2)) == ["main"]
+
+
+def test_two_conversations_that_begin_alike_are_both_stored() -> None:
+    prompts, begin = store(), parts("Code.", "Begin.")
+    for name, output in (("a", b"1111"), ("b", b"2222")):
+        earlier = prompts.earlier("m", "s", replace(prompt(name), parts=begin))
+        prompts.store("m", "s", replace(prompt(name), parts=begin), earlier)
+        prompts.complete("m", "s", name, output)
+    for name, output in (("a", b"1111"), ("b", b"2222")):
+        longer = replace(prompt("next"), tokens=prompt("").tokens + output + b"0000")
+        found = prompts.earlier("m", "s", longer)
+        assert found is not None
+        assert found.request == name
+
+
+def test_the_prompt_with_an_edited_part_is_found_and_no_side_request() -> None:
+    prompts = store()
+    tools = ("read", "write")
+    main = replace(prompt("main", 1), parts=parts("At 1.", "Begin.", "Done.", tools=tools))
+    side = replace(prompt("title", 2), parts=parts("Title.", "Begin."))
+    for each in (main, side):
+        prompts.store("m", "s", each)
+    edited = [
+        parts("At 2.", "Begin.", "Done.", "Go on.", tools=tools),
+        parts("At 1.", "Start.", "Done.", "Go on.", tools=tools),
+        parts("At 1.", "Begin.", "Done.", "Go on.", tools=("read", "edit")),
+    ]
+    for now in edited:
+        found = prompts.similar("m", "s", replace(prompt("now"), parts=now))
+        assert found is not None
+        assert found.request == "main"
+    others = [
+        parts("Explore.", "A subtask.", "Found.", "More.", tools=tools),
+        parts("Summarize.", "Begin.", "Done.", "Sum it up.", tools=("remember", "forget")),
+        parts("Extract.", "Other words.", "Others.", "More.", tools=tools[:1]),
+    ]
+    for now in others:
+        assert prompts.similar("m", "s", replace(prompt("now"), parts=now)) is None
+    compaction = parts("At 1.", "Begin.", "Done.", "Sum it up.")
+    assert prompts.similar("m", "s", replace(prompt("now"), parts=compaction)) is None
+
+
+def test_a_short_prompt_with_an_edited_part_is_found_by_its_answer() -> None:
+    prompts, answer = store(), array("I", range(90, 110)).tobytes()
+    main = replace(prompt("main", 1), parts=parts("At 1.", "Begin."))
+    prompts.store("m", "s", main)
+    prompts.complete("m", "s", "main", answer)
+    now = parts("At 2.", "Begin.", "Done.", "Go on.")
+    for tokens, found in ((answer + b"0000", "main"), (b"0000", None)):
+        other = prompts.similar("m", "s", SessionPrompt(tokens, parts=now))
+        assert (other and other.request) == found
 
 
 def test_an_output_completes_the_prompt_of_its_request_alone() -> None:
@@ -51,7 +135,7 @@ def test_an_output_completes_the_prompt_of_its_request_alone() -> None:
     prompts.complete("m", "s", "other", b"1234")
     prompts.complete("m", "s", "a", b"12345678")
     prompts.note_change("m", "s", "a", PromptChange(token=1, part="system", way="changed"))
-    found = prompts.earlier("m", "s", 0)
+    found = prompts.earlier("m", "s", prompt(""))
     assert found is not None
     assert (found.output, found.done) == (b"12345678", True)
     assert found.change is not None
@@ -104,5 +188,6 @@ def test_a_request_does_not_find_itself_as_the_earlier_one() -> None:
     assert not asyncio.run(answers(SessionQuery("m", "s", 1, request="own"), prompts))
     (found,) = asyncio.run(answers(SessionQuery("m", "s", 1, request="another"), prompts))
     assert found.request == "own"
+    assert not asyncio.run(answers(SessionQuery("m", "s", 1, "", parts("Other.", "x")), prompts))
     older = SessionQuery("m", "s", 1)  # of a frontend without the field
     assert asyncio.run(answers(older, prompts)) == [found]

@@ -17,11 +17,52 @@ def test_the_least_recently_used_are_evicted_for_a_request() -> None:
     assert node.removed == {(ARENA, "evicted", "new"): 3}
 
 
-def test_a_new_prompt_of_a_session_supersedes_its_last_one() -> None:
+def test_the_second_prompt_on_a_new_line_supersedes_what_the_session_has_left() -> None:
     node = ManagedNode()
     node.put("old", prompt(6, 1, head=2), session="s")
     node.get("new", prompt(4, 2, head=2), session="s")
-    assert node.removed == {(ARENA, "superseded", "new"): 4}
+    node.get("new", prompt(5, 2, head=2), session="s")
+    assert not node.removed, "it is the same request"
+    node.get("next", prompt(6, 2, head=2), session="s")
+    assert node.removed == {(ARENA, "superseded", "next"): 4}
+
+
+def test_what_a_session_may_have_left_is_evicted_first() -> None:
+    node = ManagedNode()
+    node.put("old", prompt(4, 1, head=1), session="s")
+    node.put("other", prompt(2, 3))
+    node.get("new", prompt(3, 2, head=1), session="s")
+    node.put("more", prompt(4, 4))
+    assert node.removed == {(ARENA, "superseded", "more"): 2}
+    node.get("back", prompt(4, 1, head=1), session="s")
+    node.put("again", prompt(2, 5))
+    assert node.removed[ARENA, "superseded", "again"] == 0
+
+
+def test_interleaved_conversations_of_a_session_leave_each_other_alone() -> None:
+    main, side = prompt(6, 1, head=2), prompt(4, 2, head=2)
+    for fields, first in (
+        ({"conversation": 5 << 32}, 0),
+        ({"conversation": 4 << 32 | 2}, 4),
+        ({"conversation": 4 << 32 | 1, "tentative": True}, 0),
+    ):
+        node = ManagedNode(arena=12)
+        node.put("old", main, session="s", conversation=4 << 32 | 1)
+        node.put("plain", prompt(2, 6))
+        for number in range(3):
+            node.get(f"side-{number}", side[: 16 * (number + 2)], session="s", **fields)
+        assert not node.removed
+        node.put("more", prompt(8, 7))
+        assert node.removed[ARENA, "superseded", "more"] == first
+
+
+def test_release_leaves_what_a_conversation_of_another_session_uses() -> None:
+    node = ManagedNode()
+    node.put("parent", prompt(5, 1, head=2), session="parent", conversation=1)
+    node.put("child", prompt(4, 2, head=2), session="child", conversation=1)
+    node.get("child again", prompt(3, 3, head=2), session="child", conversation=1)
+    assert node.manager.release(["parent"], node.now) == 3
+    assert (node.held(prompt(5, 1, head=2)), node.held(prompt(4, 2, head=2))) == (2, 4)
 
 
 def test_a_released_session_drops_its_blocks() -> None:

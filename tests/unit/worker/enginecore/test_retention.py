@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from kvmesh.bus.messages import (
     Cleared,
@@ -20,11 +21,16 @@ from kvmesh.bus.messages import (
     Work,
 )
 from kvmesh.hashing import sequence_hashes
+from kvmesh.retention.claims import DOUBTFUL
 from kvmesh.returns.rates import BINS, pack_rates
 from kvmesh.worker.enginecore.block_manager import BlockManager
 from kvmesh.worker.enginecore.radix_tree import BlockRun
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
-from kvmesh.worker.enginecore.retention_request import inherited_retention, parse_retention
+from kvmesh.worker.enginecore.retention_request import (
+    PREFETCH_PRIORITY,
+    inherited_retention,
+    parse_retention,
+)
 
 CAPACITY = 16
 SALT = 9
@@ -61,6 +67,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.running: list[tuple[array[int], Work]] = []
         self.held: dict[int, int | None] = {}
         self.newest: dict[str, set[int]] = {}
+        self.conversations: dict[tuple[str, int], set[int]] = {}
         self.ever: dict[str, set[int]] = {}
         self.left: set[int] = set()
         self.ended = 0
@@ -74,9 +81,17 @@ class RetentionMachine(RuleBasedStateMachine):
         session=st.one_of(st.none(), NAMES),
         retention=RETAINS,
         tenant=st.sampled_from(["", "t"]),
+        conversation=st.sampled_from([0, 0, 4 << 32 | 1, 4 << 32 | 2, 5 << 32]),
+        priority=st.sampled_from([0, 0, 0, PREFETCH_PRIORITY]),
     )
     def begin(
-        self, local: list[int], session: str | None, retention: list[Retain], tenant: str
+        self,
+        local: list[int],
+        session: str | None,
+        retention: list[Retain],
+        tenant: str,
+        conversation: int,
+        priority: int,
     ) -> None:
         if tenant:
             local = [9, *local]  # what differs in tenant shares nothing
@@ -97,14 +112,21 @@ class RetentionMachine(RuleBasedStateMachine):
             session=session,
             tenant=tenant,
             retention=retention,
+            conversation=conversation,
+            priority=priority,
         )
+        self.apply_events()
+        before = set(self.held)
         asked = parse_retention(work, 1, RetentionOptions().defaults)
         told = self.manager.retention.start_request(blocks, blocks, asked, self.manager.now)
         explicit = sum(retain.explicit for retain in retention)
         assert len(told or []) == explicit
         self.running.append((blocks, work))
+        self.apply_events()
+        assert not (before - set(self.held)) & set().union(*self.conversations.values())
         if session is not None:
             self.newest[session] = set(blocks)
+            self.conversations[session, conversation] = set(blocks)
             self.ever.setdefault(session, set()).update(blocks)
 
     @precondition(lambda self: self.running)
@@ -132,6 +154,7 @@ class RetentionMachine(RuleBasedStateMachine):
     def release(self, session: str) -> None:
         before = set(self.held)
         gone = self.newest.pop(session, set())
+        self.conversations = {k: v for k, v in self.conversations.items() if k[0] != session}
         ended = self.ever.pop(session, set())
         count = self.manager.retention.release([session])
         self.apply_events()
@@ -233,6 +256,14 @@ class RetentionMachine(RuleBasedStateMachine):
         idle = [run for run in self.manager.retention._tree if not run.refs]
         assert len(self.manager.retention.evictable) == len(idle)
         assert all(run in self.manager.retention.evictable for run in idle)
+        for run in idle:
+            if run.doubtful and run.retention is None:
+                assert self.manager.retention.evictable.eviction_rank(run) == DOUBTFUL
+
+    @invariant()
+    def what_is_used_is_not_doubtful(self) -> None:
+        runs = list(self.manager.retention._tree)
+        assert not any(run.doubtful for run in runs if run.refs)
 
 
 TestRetention = RetentionMachine.TestCase
@@ -334,9 +365,93 @@ def test_sessions_that_end_or_change_their_prompt_name_the_reason() -> None:
     manager = BlockManager(16, RetentionOptions(session_idle_s=1e9))
     run_request(manager, [1, 2, 3, 4], work_of(4, [], "a"), "r-1")
     run_request(manager, [1, 2, 9, 9], work_of(4, [], "a"), "r-2")
+    assert removals(manager) == []
+    run_request(manager, [1, 2, 9, 9, 5], work_of(5, [], "a"), "r-3")
     assert removals(manager) == [(2, "superseded", None)]
     manager.retention.release(["a"])
-    assert removals(manager) == [(4, "released", None)]
+    assert removals(manager) == [(5, "released", None)]
+
+
+def test_doubtful_blocks_go_first_and_name_the_reason() -> None:
+    manager = BlockManager(16, RetentionOptions(session_idle_s=1e9))
+    thinking = Retain(0, None, -1, kind="thinking")
+    run_request(manager, [1, 2, 3, 4], work_of(4, [], "a"), "r-1")
+    run_request(manager, [21, 22], work_of(2, [thinking]), "r-thinking")
+    run_request(manager, [1, 2, 9, 9], work_of(4, [], "a"), "r-2")
+    assert matched(manager, [1, 2, 3, 4]) == [4]
+    put(manager, list(range(100, 109)), "")
+    assert removals(manager) == [(1, "superseded", None)]
+    assert manager.retention.state(0, 0.0).evicted == {"forecast": 0, "recency": 0, "claim": 1}
+    put(manager, [200, 201], "")
+    assert removals(manager) == [(1, "superseded", None), (1, "evicted", None)]
+
+
+def test_a_use_ends_the_doubt_as_the_conversation_s_return_does() -> None:
+    for session, back in (("b", [1, 2, 3]), (None, [1, 2, 3]), ("a", [1, 2, 3, 7])):
+        manager = BlockManager(10, RetentionOptions(session_idle_s=1e9))
+        run_request(manager, [1, 2, 3, 4, 5], work_of(5, [], "a"), "r-1")
+        run_request(manager, [1, 9], work_of(2, [], "a"), "r-2")
+        run_request(manager, back, work_of(4, [], session), "r-3")
+        manager.take_events()
+        assert manager.allocate(manager.capacity - len(manager.contents) + 2)
+        assert matched(manager, [1, 2, 3, 4, 5]) == [3]
+        reason = "evicted" if session == "a" else "superseded"
+        assert removals(manager) == [(2, reason, None)]
+
+
+def test_explicitly_retained_and_pinned_blocks_are_not_moved_first() -> None:
+    manager = BlockManager(12, RetentionOptions(session_idle_s=1e9))
+    kept = [Retain(0, 3, 90, explicit=True)]
+    run_request(manager, [1, 2, 3, 4], work_of(4, kept, "a"), "r-1")
+    run_request(manager, [1, 9], work_of(2, [], "a"), "r-2")
+    put(manager, [31, 32], "")
+    put(manager, list(range(100, 108)), "")
+    assert matched(manager, [1, 2, 3, 4], [1, 9]) == [3, 1]
+    pin = Pin(id="p", sequence_hashes=hashes([1, 2, 3]).tobytes(), ttl_s=60.0)
+    manager.retention.pin(pin, manager.now)
+    run_request(manager, [1, 9], work_of(2, [], "a"), "r-3")
+    run_request(manager, [1, 9, 5], work_of(3, [], "a"), "r-4")
+    assert matched(manager, [1, 2, 3]) == [3], "the doubt is confirmed, but a pin holds them"
+
+
+def test_a_confirmed_tail_leaves_what_others_continue() -> None:
+    manager = BlockManager(16, RetentionOptions(session_idle_s=1e9))
+    run_request(manager, [1, 2, 3, 4], work_of(4, [], "a"), "r-1")
+    run_request(manager, [1, 2, 3, 8], work_of(4, []), "r-nobody")
+    run_request(manager, [1, 9], work_of(2, [], "a"), "r-2")
+    run_request(manager, [1, 9, 5], work_of(3, [], "a"), "r-3")
+    assert matched(manager, [1, 2, 3, 4], [1, 2, 3, 8]) == [3, 4]
+
+
+def test_requests_that_are_no_turn_say_nothing_about_the_conversation() -> None:
+    main, other = [1, 2, 3, 4], work_of(3, [], "a")
+    for work in (
+        structs.replace(other, ephemeral=True),
+        structs.replace(other, generated=1),
+        structs.replace(other, conversation=5 << 32),
+        structs.replace(other, priority=PREFETCH_PRIORITY),
+    ):
+        manager = BlockManager(16, RetentionOptions(session_idle_s=1e9))
+        run_request(manager, main, structs.replace(other, conversation=4 << 32), "r-1")
+        run_request(manager, [1, 9, 9], structs.replace(work, conversation=4 << 32), "r-2")
+        run_request(manager, [1, 9, 9, 9], work, "r-3")
+        assert (matched(manager, main), removals(manager)) == ([4], [])
+
+
+def test_a_prediction_casts_doubt_until_the_next_prompt_tells() -> None:
+    for actual, kept in (([1, 2, 3, 4, 5], 4), ([1, 8, 8, 8, 8], 3)):
+        manager = BlockManager(14, RetentionOptions(session_idle_s=1e9))
+        run_session(manager, [1, 2, 3, 4], "a", "r-1")
+        put(manager, [31, 32], "")
+        run_session(manager, [1, 8], "a", "ahead", ahead=True)
+        put(manager, list(range(100, 108)), "")
+        assert matched(manager, [1, 2, 3, 4], [31, 32]) == [3, 2]
+        manager.clear()
+        run_session(manager, [1, 2, 3, 4], "a", "r-1")
+        run_session(manager, [1, 8], "a", "ahead", ahead=True)
+        run_session(manager, actual, "a", "r-2")
+        put(manager, list(range(100, 100 + manager.capacity - len(manager.contents) + 1)), "")
+        assert matched(manager, [1, 2, 3, 4]) == [kept]
 
 
 SOON, NEVER = [1.0] * BINS, [1e-7] * BINS
@@ -393,8 +508,10 @@ def test_what_was_computed_ahead_is_expected_as_its_session_is() -> None:
     expect(manager, "r-a", SOON)
     run_session(manager, ahead, "a", "ahead", ahead=True)
     expect(manager, "r-b", NEVER)
-    assert matched(manager, before, ahead, other) == [1, 3, 4]
-    assert manager.allocate(7, "new")
+    assert matched(manager, before, ahead, other) == [3, 3, 4]
+    assert manager.allocate(3, "new")
+    assert matched(manager, before, ahead, other) == [1, 3, 4], "what the prediction lacks goes"
+    assert manager.allocate(4, "more")
     assert matched(manager, ahead, other) == [3, 0]
     expect(manager, "r-a", NEVER)
     assert manager.allocate(3, "last")

@@ -45,8 +45,8 @@ REQUESTS = (
     *("index", "indexer", "router", "work", "ctl", "ask", "dump", "ping", "kvbm", "sessions"),
     *("oracle", "weights", "adapters"),
 )
-HASHES = frozenset({"parent", "previous", "salt"})
-TOKENS = frozenset({"tokens"})
+HASHES = frozenset({"conversation", "parent", "previous", "salt"})
+TOKENS = frozenset({"messages", "tokens", "tool_hashes"})
 CLASSES = frozenset({"fair_class"})  # a tenant's name and a class within it
 _decoders: dict[str, MessageDecoder[Any]] = {
     "kv": MessageDecoder(KvBatch),

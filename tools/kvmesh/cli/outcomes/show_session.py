@@ -64,7 +64,8 @@ def show_session(arguments: argparse.Namespace, settings: Settings) -> int:
             return 1
         if arguments.json:
             for outcome in turns.turns:
-                shown = replace(outcome, session=own_name(outcome.session))
+                origin = own_name(outcome.forked_from)
+                shown = replace(outcome, session=own_name(outcome.session), forked_from=origin)
                 print(msgspec.json.encode(shown).decode())
             return 0
         classes = await _learned(bus, settings)
@@ -98,7 +99,8 @@ def render(
     """
     shown = list(turns)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("request", "ended"):
+    several = len({outcome.conversation for outcome in shown}) > 1
+    for heading in ("request", *(["conversation"] if several else []), "ended"):
         table.add_column(heading, no_wrap=True)
     for heading in ("prompt", "reused", "lost", "new"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -115,6 +117,7 @@ def render(
         following = (continued or {}).get(outcome.request)
         table.add_row(
             outcome.request,
+            *([literal(outcome.conversation)] if several else []),
             f"{datetime.fromtimestamp(outcome.time).astimezone():%H:%M:%S}",
             f"{outcome.prompt_tokens:,}",
             *_counts(account),

@@ -6,9 +6,26 @@ from kvmesh.frontend.apis.base import Headers
 
 OTHER = "other"
 SUBAGENT = "/subagent"
-_FIRST_WORD = re.compile(r"[A-Za-z]{1,32}")
-# by the first word of the user agent: "claude-cli/2.1", "codex_exec/0.9", "OpenAI/Python 3.5"
-_PRODUCTS = {
+MAX_AGENT = 512  # characters of a user agent; the rest is not read
+_COMMENT = re.compile(r"\([^()]*\)")
+_FIRST_WORD = re.compile(r"[a-z]{1,32}")
+# by the beginning of a product's name
+_NAMES = {
+    "agent-framework": "agent-framework",
+    "gemini-cli": "gemini-cli",
+    "google-adk": "google-adk",
+    "kimi-cli": "kimi-cli",
+    "llama-index": "llama-index",
+    "llama_index": "llama-index",
+    "mini-swe-agent": "mini-swe-agent",
+    "mistral-vibe": "mistral-vibe",
+    "pi-coding-agent": "pi",
+    "pydantic-ai": "pydantic-ai",
+    "qwen-code": "qwen-code",
+    "semantic-kernel": "semantic-kernel",
+}
+# by the first word of a product's name: "claude-cli/2.1", "codex_exec/0.9"
+_WORDS = {
     "claude": "claude-code",
     "codex": "codex",
     "opencode": "opencode",
@@ -19,17 +36,31 @@ _PRODUCTS = {
     "roo": "roo-code",
     "roocode": "roo-code",
     "kilo": "kilo-code",
+    "kilocode": "kilo-code",
     "cline": "cline",
+    "continue": "continue",
     "cursor": "cursor",
     "goose": "goose",
     "aider": "aider",
     "crush": "crush",
     "zed": "zed",
+    "minisweagent": "mini-swe-agent",
+    "pi": "pi",
     "agents": "openai-agents",
-    "litellm": "litellm",
+    "deepagents": "deepagents",
     "langchain": "langchain",
+    "litellm": "litellm",
+    "llamaindex": "llama-index",
+    "mastra": "mastra",
+    "smolagents": "smolagents",
+    "strands": "strands",
+}
+# libraries and programs that anything may send requests with
+_GENERIC = {
     "openai": "openai-sdk",
     "asyncopenai": "openai-sdk",
+    "azureopenai": "openai-sdk",
+    "asyncazureopenai": "openai-sdk",
     "anthropic": "anthropic-sdk",
     "asyncanthropic": "anthropic-sdk",
     "ai": "ai-sdk",
@@ -46,16 +77,61 @@ _HEADERS = {
     "x-openai-subagent": "codex",
     "x-session-affinity": "opencode",
 }
-KINDS = frozenset((*_PRODUCTS.values(), OTHER))
+_TITLES = ("x-title", "x-openrouter-title")  # of the program, as OpenRouter asks for it
+# JavaScript's SDKs send the name of their class, which Continue's build shortens
+_SHORTENED = {"ls/js": "continue"}
+KINDS = frozenset(
+    (
+        *(*_NAMES.values(), *_WORDS.values(), *_GENERIC.values()),
+        *(*_HEADERS.values(), *_SHORTENED.values(), OTHER),
+    )
+)
+HARNESSES = frozenset(
+    (
+        *("claude-code", "codex", "opencode", "gemini-cli", "qwen-code", "kimi-cli", "openhands"),
+        *("roo-code", "kilo-code", "cline", "continue", "cursor", "goose", "aider", "crush", "zed"),
+        *("mini-swe-agent", "mistral-vibe", "pi"),
+    )
+)
 
 
 def agent_kind(headers: Headers, child: bool) -> str:
     """The kind, such as `claude-code`; with `/subagent` if it is the `child` of another session.
 
-    The agent is recognised by a header of its own or by its user agent; else it is `other`.
+    The agent is recognised by a header of its own, by its user agent, or by the title that it gives
+    itself; else the kind is that of its library, or `other`. An agent in the user agent counts
+    before the library that it names, too.
     """
     own = next((kind for name, kind in _HEADERS.items() if headers.get(name)), None)
-    word = _FIRST_WORD.match(headers.get("user-agent") or "")
-    named = None if word is None else _PRODUCTS.get(word[0].lower())
-    kind = own or named or OTHER
+    products = _products(headers.get("user-agent") or "")
+    kind = own or next(filter(None, map(_agent, products)), None) or _titled(headers)
+    kind = kind or next(
+        (_GENERIC[word] for word in map(_word, products) if word in _GENERIC), OTHER
+    )
     return kind + SUBAGENT if child or headers.get("x-openai-subagent") else kind
+
+
+def is_harness(agent: str) -> bool:
+    """True for the kind of an agent, not of a library that others build agents with."""
+    return agent.removesuffix(SUBAGENT) in HARNESSES
+
+
+def _products(user_agent: str) -> list[str]:
+    """The first word of a user agent, and those that are a product with its version."""
+    words = _COMMENT.sub(" ", user_agent[:MAX_AGENT].lower()).split()
+    return [*words[:1], *(word for word in words[1:] if "/" in word)]
+
+
+def _agent(product: str) -> str | None:
+    named = (kind for name, kind in _NAMES.items() if product.startswith(name))
+    return next(named, None) or _SHORTENED.get(product) or _WORDS.get(_word(product))
+
+
+def _titled(headers: Headers) -> str | None:
+    title = next(filter(None, map(headers.get, _TITLES)), "")
+    return _agent(title[:MAX_AGENT].lower().strip())
+
+
+def _word(product: str) -> str:
+    found = _FIRST_WORD.match(product)
+    return "" if found is None else found[0]

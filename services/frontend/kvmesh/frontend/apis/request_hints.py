@@ -71,6 +71,7 @@ def _hints(headers: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
         osl=_int(headers, "osl", agent.osl or 0) or None,
         session=_checked_id(session.id or named),
         parent_session=_checked_id(parent),
+        forked_from=origin_of(headers),
         session_final=_flag(headers, "session-final")
         or context.trajectory_final
         or bool(control and control.action == "close"),
@@ -160,6 +161,25 @@ def _checked_id(name: str | None) -> str | None:
     if name is not None and len(name) > MAX_ID:
         raise InvalidRequest(f"Session ids must be at most {MAX_ID} characters long.")
     return name or None
+
+
+class _TurnMetadata(msgspec.Struct):
+    forked_from_thread_id: str | None = None
+
+
+def origin_of(headers: Headers) -> str | None:
+    """The session that a session was forked from: Codex names it in the metadata of its turns.
+
+    A fork begins with the history of its origin, and does not end with it.
+    """
+    metadata = headers.get("x-codex-turn-metadata")
+    if not metadata:
+        return None
+    try:
+        origin = msgspec.json.decode(metadata, type=_TurnMetadata).forked_from_thread_id
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return origin if origin and len(origin) <= MAX_ID else None
 
 
 class _UserId(msgspec.Struct):

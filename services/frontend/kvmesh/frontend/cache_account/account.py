@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from kvmesh.bus.messages import (
-    DIVERGED,
     ELSEWHERE,
     FORGOTTEN,
     NEVER_ANNOUNCED,
@@ -44,7 +43,7 @@ def cache_account(
     if earlier is not None and not earlier.same_salt:
         losses.lose_blocks(earlier.computed // block_size, OTHER_NAMESPACE)
     elif earlier is not None and earlier.common < earlier.length:
-        losses.diverge(earlier.common, earlier.length)
+        losses.diverge(earlier)
     reused_own = min(own, cached)
     used = 0 if ahead is None else min(ahead.used, cached - reused_own)
     return CacheAccount(
@@ -122,11 +121,11 @@ class _Losses:
             )
             self.at = end
 
-    def diverge(self, common: int, length: int) -> None:
-        """Lose the tokens that follow `common` in the prompt, as many as the earlier one had."""
-        first, end = max(self.at, common), min(length, self._prompt)
+    def diverge(self, earlier: PromptComparison) -> None:
+        """Lose the tokens after the first difference, as many as the earlier prompt had."""
+        first, end = max(self.at, earlier.common), min(earlier.length, self._prompt)
         if end > first:
-            self._append(CacheLoss(first=first, tokens=end - first, reason=DIVERGED))
+            self._append(CacheLoss(first=first, tokens=end - first, reason=earlier.reason))
 
     def _append(self, loss: CacheLoss) -> None:
         self.found.append(loss)

@@ -7,7 +7,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import PromptChange, SessionPrompt
+from kvmesh.bus.messages import DIVERGED, PromptChange, SessionPrompt
+from kvmesh.frontend.cache_account.differences import PromptDifference
 from kvmesh.hashing import TOKEN_BYTES
 
 WINDOW = 4096 * TOKEN_BYTES  # bytes to search for text that has moved
@@ -20,7 +21,8 @@ class PromptComparison(Struct, frozen=True, kw_only=True):
 
     They share the first `common` tokens; an engine has computed the first `computed` ones, all but
     the last of the output. `same_salt`: they share blocks. `done`: the earlier
-    request had ended. `before` and `after` are the texts from the first difference on.
+    request had ended. `reason` is that of the tokens lost after the first difference, from which on
+    `before` and `after` are the texts.
     """
 
     request: str
@@ -31,6 +33,7 @@ class PromptComparison(Struct, frozen=True, kw_only=True):
     same_salt: bool = True
     done: bool = True
     change: PromptChange | None = None
+    reason: str = DIVERGED
     before: str = ""
     after: str = ""
 
@@ -39,23 +42,28 @@ def compare(
     tokens: bytes,
     salt: int,
     earlier: SessionPrompt,
-    locate: Callable[[int], PromptChange],
+    find: Callable[[int], PromptDifference],
     decode: Callable[[bytes], str],
 ) -> PromptComparison:
     """Compare the packed `tokens` of a prompt with an earlier prompt and its output.
 
-    `locate` finds the part of the prompt that contains a token; `decode` returns tokens' text.
+    `find` returns the difference that is first seen at a token; `decode` returns tokens' text.
     """
     before = earlier.tokens + earlier.output
     common = common_tokens(tokens, before)
     length = len(before) // TOKEN_BYTES
-    change, excerpts = None, ("", "")
+    change, excerpts, reason = None, ("", ""), DIVERGED
     if common < min(length, len(tokens) // TOKEN_BYTES):
         at = common * TOKEN_BYTES
         end = at + EXCERPT_TOKENS * TOKEN_BYTES
         excerpts = decode(before[at:end]), decode(tokens[at:end])
-        change = _change(tokens, before, common, earlier.change, locate(common))
-        change = replace(change, offset=change.offset + _common_characters(*excerpts))
+        change, reason = find(common)
+        if not change.way:
+            change = replace(change, way=_way(tokens[at:], before[at:]))
+        if change.way == "changed":
+            change = replace(change, offset=change.offset + _common_characters(*excerpts))
+        if earlier.change is not None and _same_part(change, earlier.change):
+            change = replace(change, turns=earlier.change.turns + 1)
     return PromptComparison(
         request=earlier.request,
         time=earlier.time,
@@ -65,6 +73,7 @@ def compare(
         same_salt=salt == earlier.salt,
         done=earlier.done,
         change=change,
+        reason=reason,
         before=excerpts[0],
         after=excerpts[1],
     )
@@ -80,26 +89,6 @@ def common_tokens(one: bytes, other: bytes) -> int:
     return int((a[:shortest] != b[:shortest]).argmax())
 
 
-def _change(
-    tokens: bytes,
-    before: bytes,
-    common: int,
-    last: PromptChange | None,
-    found: PromptChange,
-) -> PromptChange:
-    at = common * TOKEN_BYTES
-    turns = last.turns + 1 if last is not None and _same_part(found, last) else 1
-    return PromptChange(
-        token=common,
-        part=found.part,
-        way=_way(tokens[at:], before[at:]),
-        index=found.index,
-        name=found.name,
-        offset=found.offset,
-        turns=turns,
-    )
-
-
 def _common_characters(one: str, other: str) -> int:
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -107,9 +96,8 @@ def _common_characters(one: str, other: str) -> int:
 
 def _same_part(one: PromptChange, other: PromptChange) -> bool:
     """True if two changes are in the same part; the message that changes moves with the turns."""
-    if one.part == "message":
-        return other.part == "message"
-    return (one.part, one.index) == (other.part, other.index)
+    moves = one.part not in ("system", "tool")
+    return one.part == other.part and (moves or one.index == other.index)
 
 
 def _way(after: bytes, before: bytes) -> str:
@@ -130,6 +118,8 @@ def described(change: PromptChange) -> str:
     """The part that has changed, in words."""
     if change.part == "system":
         return "the system prompt"
-    if change.part == "tool":
-        return f"tool {change.index} ({change.name})"
-    return f"message {change.index} ({change.name})" if change.part == "message" else "the prompt"
+    if change.part == "thinking":
+        return f"the thinking of message {change.index}"
+    names = {"tool": "tool", "message": "message", "call": "the tool call in message"}
+    name = names.get(change.part)
+    return "the prompt" if name is None else f"{name} {change.index} ({change.name})"

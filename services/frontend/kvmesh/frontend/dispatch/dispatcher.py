@@ -287,6 +287,7 @@ class Dispatcher:
             priority=BATCH_PRIORITY if self._is_batch(task) else request.hints.priority,
             generated=len(task.stream.tokens),
             session=request.hints.session,
+            conversation=request.hints.conversation,
             turn=request.turn,
             handoff=task.dispatch.handoff,
             tenant=request.cache_salt,

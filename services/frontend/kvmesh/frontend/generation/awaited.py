@@ -16,6 +16,7 @@ from kvmesh.frontend.conversation import (
     ToolCallDelta,
     ToolCallStart,
 )
+from kvmesh.frontend.dialects.tools import model_name
 from kvmesh.frontend.generation.command_classes import (
     BACKGROUND,
     INSTANT,
@@ -27,7 +28,7 @@ from kvmesh.frontend.generation.command_classes import (
 
 MAX_CALLS = 32  # of an answer, whose class is made
 MAX_ARGUMENTS = 64 << 10  # characters of all calls together
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _SUBAGENT, _ASKED = SLOWEST + 2, SLOWEST + 3
 # tools by the rank of their usual duration, under the names that harnesses give them
 _TOOLS = {
@@ -84,7 +85,7 @@ class AnswerCalls:
 
     def slowest(self, tools: list[Tool]) -> list[str]:
         """The class of the call that probably takes longest; `tools` are those of the request."""
-        declared = {_qualified(tool.name, tool.namespace) for tool in tools}
+        declared = {model_name(tool.name, tool.namespace) for tool in tools}
         found = [_awaited(start, "".join(parts), declared) for start, parts in self._calls]
         return min(found, key=lambda each: (-each.rank, each.labels)).labels
 
@@ -113,7 +114,7 @@ def waits_for(request: GenerateRequest, finish: str, calls: AnswerCalls) -> list
 
 
 def _awaited(start: ToolCallStart, arguments: str, declared: set[str]) -> _Awaited:
-    name = _qualified(start.name, start.namespace)
+    name = model_name(start.name, start.namespace)
     if name not in declared or not _NAME.fullmatch(name):
         name = OTHER  # the model may have made it up from the prompt
     rank = _RANKS.get(start.name, UNKNOWN)
@@ -127,10 +128,6 @@ def _awaited(start: ToolCallStart, arguments: str, declared: set[str]) -> _Await
         found = command_class(command if isinstance(command, str) else _line(command))
         return _Awaited(found.rank, ["tool", name, *found.labels])
     return _Awaited(rank, ["tool", name])
-
-
-def _qualified(name: str, namespace: str | None) -> str:
-    return name if namespace is None else f"{namespace}.{name}"
 
 
 def _decoded(arguments: str) -> _Arguments:

@@ -26,8 +26,9 @@ class CommandClass(NamedTuple):
 INSTANT, QUICK, UNKNOWN, SLOW, SLOWEST = range(5)
 _PROGRAMS = {
     INSTANT: """awk basename cat cd chmod chown cp cut date diff dirname echo env export false file
-        grep head hostname id ln ls mkdir mv printf ps pwd read realpath rg rm rmdir sed sort source
-        stat tail tee test touch tr tree true uname uniq wc which whoami xxd""",
+        grep head hostname id ln ls mkdir mv popd printf ps pushd pwd read realpath rg rm rmdir sed
+        set sort source stat tail tee test touch tr tree true uname uniq unset wc which whoami
+        xxd""",
     QUICK: """bat curl dig du fd find gh git jq kill lsof nc ping psql redis-cli sqlite3 tar unzip
         wget""",
     SLOW: """ansible aws az black bun clang cmake deno docker eslint ffmpeg flutter g++ gcc gcloud
@@ -38,6 +39,22 @@ _PROGRAMS = {
         webpack xcodebuild yarn yum""",
 }
 RANKS = {name: rank for rank, names in _PROGRAMS.items() for name in names.split()}
+_BUILTINS = {".": "source", ":": "true", "[": "test", "[[": "test"}
+# they prepare or report what another command does, whose class counts
+_SETUP = frozenset(
+    (
+        *("cd", "echo", "export", "false", "popd", "printf", "pushd", "set", "source", "test"),
+        *("true", "unset"),
+    )
+)
+# words of the shell without a class of their own
+_KEYWORDS = frozenset(
+    (
+        *("case", "done", "esac", "fi", "for", "function", "in", "select", "}"),
+        *("alias", "break", "continue", "declare", "exit", "hash", "let", "local", "readonly"),
+        *("return", "shift", "shopt", "trap", "type", "typeset", "ulimit", "umask", "unalias"),
+    )
+)
 _SCRIPT_RUNNERS = ("npm", "pnpm", "yarn", "bun")  # "npm run test" is "npm test"
 _SCRIPTS = "add audit build check ci dev exec format install lint run start test typecheck update"
 _SUBCOMMANDS = {
@@ -88,12 +105,18 @@ _MAX_DEPTH = 3  # of shells within shells
 def command_class(command: str) -> CommandClass:
     """The class of the slowest program of a command line, the first of equally slow ones.
 
+    A builtin such as `cd` or `echo` counts only if no other command stands beside it.
     Labels are the program, or `other`, with a known subcommand ("npm test"); of a sleep also its
     duration, rounded up to a power of two ("sleep", "64s"). A command that only starts
     programs in the background is `background`.
     """
     found = list(_classes(command[:MAX_COMMAND], 0))
-    return max(found, key=lambda each: each.rank, default=CommandClass((OTHER,), UNKNOWN))
+    return max(found, key=_weight, default=CommandClass((OTHER,), UNKNOWN))
+
+
+def _weight(found: CommandClass) -> tuple[bool, bool, int]:
+    name = found.labels[0]
+    return name not in _SETUP, name != BACKGROUND, found.rank
 
 
 def _classes(command: str, depth: int) -> Iterator[CommandClass]:
@@ -110,7 +133,7 @@ def _simple_commands(command: str) -> Iterator[tuple[list[str], bool]]:
     for token in _TOKENS.finditer(_without_documents(command)):
         word, end = token["word"], token["end"]
         if word is not None:
-            words.append(_QUOTES.sub("", word) if " " not in word else word[1:-1])
+            words.append(word[1:-1] if " " in word and word[0] in "'\"" else _QUOTES.sub("", word))
         elif ">" not in end:
             if words:
                 yield words, end == "&"
@@ -120,12 +143,14 @@ def _simple_commands(command: str) -> Iterator[tuple[list[str], bool]]:
 
 
 def _without_documents(command: str) -> str:
-    """The command without the bodies of its here-documents."""
+    """The command without the bodies of its here-documents and without comments."""
     kept: list[str] = []
     delimiter = ""
-    for line in command.split("\n"):
+    for line in command.replace("\\\n", " ").split("\n"):
         if delimiter:
             delimiter = "" if line.strip() == delimiter else delimiter
+            continue
+        if line.lstrip().startswith("#"):
             continue
         found = _DOCUMENT.search(line)
         delimiter = found[1] if found is not None else ""
@@ -135,9 +160,10 @@ def _without_documents(command: str) -> str:
 
 def _class_of(words: list[str], depth: int) -> Iterator[CommandClass]:
     words = _unwrapped(words)
-    if not words:
+    if not words or words[0] in _KEYWORDS:
         return
     program = words[0].rpartition("/")[2]
+    program = _BUILTINS.get(program, program)
     if program == "sleep":
         yield _sleep(words[1:])
     elif program in _SHELLS:

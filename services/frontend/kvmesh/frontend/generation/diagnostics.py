@@ -14,7 +14,11 @@ from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.accounts import loss_object, prompt_account
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
-TYPES = {"system": "system_changed", "tool": "tools_changed", "message": "messages_changed"}
+TYPES = {
+    "system": "system_changed",
+    "tool": "tools_changed",
+    **dict.fromkeys(("message", "thinking", "call"), "messages_changed"),
+}
 
 
 def diagnostics(

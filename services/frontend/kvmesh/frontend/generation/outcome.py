@@ -11,6 +11,7 @@ from kvmesh.frontend.generation.accounts import account_of, count_tokens
 from kvmesh.frontend.generation.awaited import AnswerCalls, waits_for
 from kvmesh.frontend.generation.cache_expectations import CacheExpectations
 from kvmesh.frontend.generation.nvext import all_outcomes
+from kvmesh.frontend.preprocess.conversation_key import conversation_name
 from kvmesh.frontend.tenant_figures import TenantUse
 
 
@@ -69,6 +70,8 @@ class OutcomeReporter:
                 agent=request.agent,
                 waits_for=waits_for(request, finish, calls),
                 shown=task.prepared.shown if task.index == 0 else None,
+                conversation=conversation_name(request.hints.conversation),
+                forked_from=request.hints.forked_from or "",
             ),
         )
         _measure(task, started, now)

@@ -2,15 +2,18 @@
 
 Harnesses send side requests (titles, hooks, summaries, subagents) under the session of the main
 conversation. They differ from it in their tools, their system text or their first message, none of
-which a turn of a conversation changes. Frontends compute the same key without asking each other.
+which a turn of a conversation changes. Frontends compute the same key without asking each other;
+a session that its client does not name is named by it.
 """
 
 from collections.abc import Iterator
 from itertools import takewhile
 
 from kvmesh._native import xxh3
+from kvmesh.frontend.apis.agent_kinds import OTHER, is_harness
 from kvmesh.frontend.conversation import GenerateRequest, Text
 from kvmesh.frontend.dialects.templates.chat_messages import without_billing
+from kvmesh.frontend.namespaces import inferred
 
 HALF = 32
 MASK = (1 << HALF) - 1
@@ -24,6 +27,26 @@ def conversation_key(request: GenerateRequest) -> int:
     if not request.messages:
         return 0
     return agent_key(request) << HALF | first_message_key(request)
+
+
+def conversation_name(conversation: int) -> str:
+    """The short name of a conversation by its key; empty if that is unknown."""
+    return f"{conversation >> HALF ^ conversation & MASK:08x}" if conversation else ""
+
+
+def inferred_session(request: GenerateRequest) -> str | None:
+    """The name of a session that its client does not name, such as `qwen-code 3fa2b1c0`.
+
+    None of a request that has neither tools nor an earlier turn, and comes from no known harness:
+    most such requests are the only ones of their conversation, and a session costs the engines
+    memory.
+    """
+    conversation = request.hints.conversation
+    continues = any(message.role == "assistant" for message in request.messages)
+    if not conversation or not (request.tools or continues or is_harness(request.agent)):
+        return None
+    name = f"{request.agent or OTHER} {conversation_name(conversation)}"
+    return inferred(request.cache_salt, name)
 
 
 def agent_key(request: GenerateRequest) -> int:

@@ -9,17 +9,17 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvmesh.bus.messages import ComputedAhead, Guided, Retain, ShownAnswers
+from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain, ShownAnswers
 from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
+from kvmesh.frontend.cache_account.fingerprints import fingerprints
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Image,
     Message,
     RenderedPrompt,
-    Text,
     ToolResult,
 )
 from kvmesh.frontend.dialects.errors import TemplateError
@@ -28,8 +28,8 @@ from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
-from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions
-from kvmesh.frontend.preprocess.conversation_key import conversation_key
+from kvmesh.frontend.namespaces import TenantNamespaces, is_inferred, scope_sessions
+from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
 from kvmesh.frontend.preprocess.limits import check_prompt_memory, output_limit
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
@@ -39,7 +39,6 @@ from kvmesh.frontend.preprocess.retention import (
     output_retention,
     prompt_retention,
 )
-from kvmesh.frontend.preprocess.session_inference import InferredSessions
 from kvmesh.frontend.preprocess.shared_prefix import AGENT, shared_prefix
 from kvmesh.frontend.preprocess.tool_choice import (
     RequiredToolCall,
@@ -85,8 +84,8 @@ class PreparedRequest(Struct):
     the answer, which is recorded for that. `ahead` is what a speculative prefill was to compute of
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
     compares it with the earlier prompt, one of the model `earlier_model` if that is another;
-    `comparing` while it is looked up. `shown`: earlier answers, as they were generated;
-    `keeps_answer`: the answer is stored for that.
+    `comparing` while it is looked up. `parts` are those of the conversation. `shown`: earlier
+    answers, as they were generated; `keeps_answer`: the answer is stored for that.
     """
 
     request: GenerateRequest
@@ -101,6 +100,7 @@ class PreparedRequest(Struct):
     speculates: bool = False
     ahead: ComputedAhead | None = None
     encoded: EncodedPrompt | None = None
+    parts: PromptParts | None = None
     comparison: PromptComparison | None = None
     earlier_model: str | None = None
     comparing: bool = False
@@ -138,24 +138,22 @@ class Preprocessor:
         self._share_prefixes = share_prefixes
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
         self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
-        self._sessions = InferredSessions()
         self.threads = FairThreads()
 
     async def prepare(
         self, request: GenerateRequest, model: ServedModel, adapter: str | None
     ) -> PreparedRequest:
-        """Render, tokenize and hash the prompts of a request, and infer its session if unnamed.
+        """Render, tokenize and hash the prompts of a request, and name its session if unnamed.
 
         Raises ContextExceeded or InvalidRequest.
         """
         self._arrange(request)
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
+        if hints.session is None and (session := inferred_session(request)) is not None:
+            request.hints = replace(request.hints, session=session)
         found = await self._stored(request, model)
-        prepared = await self._run(request, self._prepare(request, model, adapter, found))
-        if request.messages and request.hints.session is None:
-            self._infer_session(request, prepared.prompts[0], model.card.block_size)
-        return prepared
+        return await self._run(request, self._prepare(request, model, adapter, found))
 
     async def _stored(self, request: GenerateRequest, model: ServedModel) -> FoundAnswers:
         """The answers in a conversation that are stored."""
@@ -239,15 +237,8 @@ class Preprocessor:
             encoded=encoded,
             shown=shown,
             keeps_answer=self.answers is not None and bool(request.messages) and request.n == 1,
+            parts=fingerprints(request),
         )
-
-    def _infer_session(
-        self, request: GenerateRequest, prompt: PromptTokens, block_size: int
-    ) -> None:
-        tenant = request.cache_salt
-        session = self._sessions.observe(tenant, prompt.sequence_hashes, prompt.tokens, block_size)
-        if session is not None:
-            request.hints = replace(request.hints, session=inferred(tenant, session))
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
         """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
@@ -339,7 +330,7 @@ class Preprocessor:
         text = rendered.text
         check_fits(text, model)
         encoder, tenant = model.dialect.encoder, request.cache_salt
-        key = self._memo_key(tenant, model), hash(_conversation_key(request))
+        key = self._memo_key(tenant, model), hash(_conversation(request))
         cached = self._prefix_cache.get(key, text, encoder.longest_marker)
         cached = cached.outside(rendered.insertions)
         pieces = text_pieces(rendered, encoder, cached.end)
@@ -414,12 +405,11 @@ def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Ste
     return b"".join(parts)
 
 
-def _conversation_key(request: GenerateRequest) -> str:
-    """A text shared by the turns of a conversation: session name or first user message."""
-    if request.hints.session is not None:
-        return request.hints.session
-    first = next((m.blocks[-1] for m in request.messages if m.role == "user" and m.blocks), None)
-    return first.text if isinstance(first, Text) else ""
+def _conversation(request: GenerateRequest) -> tuple[str, int]:
+    """The key that turns of a conversation share, with the session if the client names it."""
+    session = request.hints.session or ""
+    key = request.hints.conversation or conversation_key(request)
+    return "" if is_inferred(session) else session, key
 
 
 def _guided(

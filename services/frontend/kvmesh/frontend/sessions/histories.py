@@ -3,23 +3,26 @@
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 
 from msgspec.structs import replace
 
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import SessionPrompt, owner
+from kvmesh.bus.messages import DIVERGED, SessionPrompt, owner
 from kvmesh.frontend import metrics
+from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.cache_account.comparison import (
     PromptComparison,
-    common_tokens,
     compare,
     described,
 )
-from kvmesh.frontend.cache_account.prompt_parts import locate
-from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.cache_account.differences import AnswerForm, ComparedPrompt
+from kvmesh.frontend.conversation import Block, GenerateRequest
 from kvmesh.frontend.dispatch.token_stream import TokenStream
-from kvmesh.frontend.namespaces import SEPARATOR, inferred
+from kvmesh.frontend.namespaces import inferred, is_inferred, own_name
+from kvmesh.frontend.preprocess.conversation_key import MASK
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, PromptTokens
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt
@@ -29,12 +32,13 @@ from kvmesh.runtime.background import BackgroundTasks
 log = logging.getLogger(__name__)
 MOVING_TURNS = 3  # consecutive turns that change in one part of the prompt
 MAX_TASKS = 256
+TAIL_TOKENS = 32  # of a prompt, which show whether the answer begins with thinking
 
 
 class Histories:
     """Call `begin` once a request is prepared, and `end` at its end.
 
-    The session of a request that names none is its conversation, by the first user message.
+    The prompts of requests that name no session are stored by their first message.
     """
 
     def __init__(self, last_prompts: LastPrompts) -> None:
@@ -51,26 +55,26 @@ class Histories:
         if len(prepared.prompts) != 1:
             return None
         request, model = prepared.request, prepared.model.card.name
-        conversation = request.hints.conversation
-        session = _session(request, conversation)
+        session = _session(request)
         if session is None:
             return None
-        earlier = self._earlier(prepared, model, session, conversation)
         current = SessionPrompt(
             prepared.prompts[0].tokens,
             prepared.adapter,
             prepared.prompts[0].salt,
             request.id,
             time.time(),
-            conversation,
+            request.hints.conversation,
+            parts=prepared.parts,
         )
+        earlier = self._earlier(prepared, model, session, current)
         encoded, prepared.encoded = prepared.encoded, None
         if earlier is not None:
             current = replace(current, change=_compare(prepared, encoded, earlier).change)
-        elif request.turn and len(self._tasks) < MAX_TASKS:
-            prepared.comparing = True
-            self._tasks.start(self._find(prepared, encoded, session, conversation))
-        self._last_prompts.store(model, session, current)
+        if request.turn and not _is_earlier(request, earlier) and len(self._tasks) < MAX_TASKS:
+            prepared.comparing = earlier is None
+            self._tasks.start(self._find(prepared, encoded, session, current))
+        self._last_prompts.store(model, session, current, earlier)
         return session
 
     def end(self, prepared: PreparedRequest, session: str, stream: TokenStream) -> None:
@@ -79,14 +83,14 @@ class Histories:
         output = array("I", stream.tokens).tobytes() if request.n == 1 else b""
         self._last_prompts.complete(prepared.model.card.name, session, request.id, output)
         compared = prepared.comparison
-        if compared is not None and compared.change is not None:
-            _report_moving(prepared, compared, session, self._reported)
+        if compared is not None and compared.change is not None and compared.reason == DIVERGED:
+            _report_moving(prepared, compared, self._reported)
 
     async def close(self) -> None:
         await self._tasks.close()
 
     def _earlier(
-        self, prepared: PreparedRequest, model: str, session: str, conversation: int
+        self, prepared: PreparedRequest, model: str, session: str, current: SessionPrompt
     ) -> SessionPrompt | None:
         """The earlier prompt that this frontend has; the one that the request names, if any."""
         request = prepared.request
@@ -97,12 +101,12 @@ class Histories:
             if found is not None:
                 prepared.earlier_model = found[0]
                 return found[1]
-        earlier = self._last_prompts.earlier(model, session, conversation)
-        if earlier is None and request.turn:
-            # the first message itself may change, but then most of the prompt does not
-            newest, tokens = self._last_prompts.newest(model, session), prepared.prompts[0].tokens
-            if newest is not None and _is_similar(tokens, newest.tokens):
-                return newest
+        earlier = self._last_prompts.earlier(model, session, current)
+        if earlier is not None or not request.turn:
+            return earlier
+        # a part that tells conversations apart may have changed; a fork begins in its origin
+        for name in filter(None, (session, request.hints.forked_from)):
+            earlier = earlier or self._last_prompts.similar(model, name, current)
         return earlier
 
     async def _find(
@@ -110,19 +114,34 @@ class Histories:
         prepared: PreparedRequest,
         encoded: EncodedPrompt | None,
         session: str,
-        conversation: int,
+        current: SessionPrompt,
     ) -> None:
-        """Query the other frontends for the earlier prompt, and compare."""
+        """Query the other frontends for the earlier prompt, and compare.
+
+        One of the same conversation is better than a similar one, which this frontend may have.
+        """
         model = prepared.model.card.name
         try:
             found = await self._last_prompts.find_elsewhere(
-                model, session, conversation, prepared.request.id
+                model, session, current.conversation, current.request
             )
+            if found is None and prepared.comparing and current.parts is not None:
+                found = await self._last_prompts.find_elsewhere(
+                    model, session, current.conversation, current.request, current.parts
+                )
         finally:
             prepared.comparing = False
         if found is not None:
             change = _compare(prepared, encoded, found).change
-            self._last_prompts.note_change(model, session, prepared.request.id, change)
+            self._last_prompts.note_change(model, session, current.request, change)
+
+
+def _is_earlier(request: GenerateRequest, earlier: SessionPrompt | None) -> bool:
+    """True if no other frontend can have a better one: it is named or of the same conversation."""
+    if earlier is None:
+        return False
+    same = earlier.conversation == request.hints.conversation
+    return same or earlier.request == request.previous_message
 
 
 def _compare(
@@ -130,19 +149,32 @@ def _compare(
 ) -> PromptComparison:
     """Compare the prompt, and note the comparison in the request."""
     prompt, decode = prepared.prompts[0], _decoder(prepared)
+    compared = ComparedPrompt(
+        prepared.request, prepared.parts, encoded, decode, _answers(prepared, decode)
+    )
     prepared.comparison = compare(
-        prompt.tokens,
-        prompt.salt,
-        earlier,
-        lambda token: locate(prepared.request, encoded, decode, token),
-        decode,
+        prompt.tokens, prompt.salt, earlier, partial(compared.difference, earlier), decode
     )
     return prepared.comparison
 
 
-def _is_similar(one: bytes, other: bytes) -> bool:
-    """True if two packed prompts share at least half of the shorter one."""
-    return 2 * TOKEN_BYTES * common_tokens(one, other) >= min(len(one), len(other))
+def _answers(prepared: PreparedRequest, decode: Callable[[bytes], str]) -> AnswerForm:
+    dialect, tools = prepared.model.dialect, prepared.request.tools
+
+    def tail(earlier: SessionPrompt) -> str:
+        return decode(earlier.tokens[-TAIL_TOKENS * TOKEN_BYTES :])
+
+    def generated(earlier: SessionPrompt) -> Sequence[Block]:
+        parser, transcript = dialect.grammar.parser(tools, tail(earlier), eager=False), Transcript()
+        for event in chain(parser.feed(decode(earlier.output)), parser.finish()):
+            transcript.add(event)
+        return transcript.blocks(in_order=True)
+
+    return AnswerForm(
+        generated,
+        lambda earlier: dialect.grammar.begins_thinking(tail(earlier)),
+        dialect.template.drops_thinking,
+    )
 
 
 def _decoder(prepared: PreparedRequest) -> Callable[[bytes], str]:
@@ -155,16 +187,20 @@ def _decoder(prepared: PreparedRequest) -> Callable[[bytes], str]:
     return decode
 
 
-def _session(request: GenerateRequest, conversation: int) -> str | None:
-    """The session's name; that of its conversation for one that the caller does not name."""
+def _session(request: GenerateRequest) -> str | None:
+    """The session's name; that of its first message for one that the caller does not name.
+
+    So the turns of a conversation are compared even if its system prompt or its tools change.
+    """
     session, tenant = request.hints.session, request.cache_salt
-    if session is not None and SEPARATOR * 2 not in session:
+    if session is not None and not is_inferred(session):
         return session
-    return inferred(tenant, f"conversation {conversation:x}") if request.messages else None
+    first = request.hints.conversation & MASK
+    return inferred(tenant, f"conversation {first:x}") if request.messages else None
 
 
 def _report_moving(
-    prepared: PreparedRequest, compared: PromptComparison, session: str, reported: LogOnce
+    prepared: PreparedRequest, compared: PromptComparison, reported: LogOnce
 ) -> None:
     change, model = compared.change, prepared.model.card.name
     if change is None or change.turns < MOVING_TURNS:
@@ -172,7 +208,8 @@ def _report_moving(
     prompt: PromptTokens = prepared.prompts[0]
     again = min(compared.length, len(prompt.tokens) // TOKEN_BYTES) - compared.common
     metrics.moving_prompts.labels(model, change.part).inc()
-    name = session.rpartition(SEPARATOR)[2].encode("unicode_escape").decode()
+    session = prepared.request.hints.session or ""
+    name = own_name(session).encode("unicode_escape").decode()
     if change.turns == MOVING_TURNS and reported.first(session):
         log.warning(
             "session %s changes its prompt every turn, in %s from character %d on (token %d):"

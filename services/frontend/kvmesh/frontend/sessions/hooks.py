@@ -90,7 +90,7 @@ class SessionHooks:
             hooked.planned = self._gate.plan(family, request.speculative)
             prepared.speculates = hooked.planned is not None
         speculation = self._speculations.pop(
-            request.cache_salt, hooked.session, prompt.sequence_hashes
+            request.cache_salt, request.hints.session, prompt.sequence_hashes
         )
         if speculation is None:
             return hooked
@@ -233,6 +233,7 @@ class SessionHooks:
             tenant=speculation.tenant,
             adapter=prepared.adapter,
             session=prepared.request.hints.session,
+            conversation=prepared.request.hints.conversation,
             deadline_s=DEADLINE_S,
             compute=speculation.requested_tokens,
             rank=rank.rank,

@@ -1,11 +1,11 @@
 """The last prompts of each session: callers name them by the session, and accounts compare them.
 
-A session holds several conversations if subagents or forks share its name; the last prompt of each
-is stored.
+A session holds several conversations if side requests, subagents or forks share its name; the last
+prompt of each is stored, and of two that run side by side with the same key both.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -15,14 +15,21 @@ from kvmesh.bus.errors import RequestTimeout
 from kvmesh.bus.messages import (
     MessageDecoder,
     PromptChange,
+    PromptParts,
     SessionPrompt,
     SessionQuery,
     session_owner,
 )
+from kvmesh.frontend.cache_account.comparison import common_tokens
+from kvmesh.frontend.cache_account.fingerprints import has_turns, likeness, messages_of
+from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 2000  # more than the longest name of a session
-CONVERSATIONS = 4  # of one session
+NAME_BYTES = 64  # of a tool's name, beside its characters
+PROMPTS = 8  # of one session
+HALF = 0.5  # of an earlier prompt's messages, which a similar one has at least
+ANSWER_END = 9  # tokens of an answer to search for, with the one that ends it
 QUERY_TIMEOUT_S = 0.5
 _queries = MessageDecoder(SessionQuery)
 _prompts = MessageDecoder(SessionPrompt)
@@ -53,11 +60,21 @@ class LastPrompts:
         """Reply to other frontends' queries."""
         await self._bus.serve(self._bus.subjects.sessions, _queries, self._reply)
 
-    def store(self, model: str, session: str, prompt: SessionPrompt) -> None:
-        """Store a prompt as the newest of its session and of its conversation."""
+    def store(
+        self, model: str, session: str, prompt: SessionPrompt, earlier: SessionPrompt | None = None
+    ) -> None:
+        """Store a prompt as the newest of its session, in place of the one that it continues.
+
+        Beyond the bound, the oldest is dropped of those that side requests usually send: prompts
+        without an earlier turn, and without tools.
+        """
         key = SessionKey(model, session)
-        others = [p for p in self._stored(key) if p.conversation != prompt.conversation]
-        self._put(key, (*others[1 - CONVERSATIONS :], prompt))
+        kept = list(self._stored(key))
+        if earlier is not None and _continues(prompt, earlier):
+            kept = [each for each in kept if each.request != earlier.request]
+        if len(kept) == PROMPTS:
+            kept.remove(min(kept, key=_worth))
+        self._put(key, (*kept, prompt))
 
     def complete(self, model: str, session: str, request: str, output: bytes) -> None:
         """Add the output of a request to its prompt, if that is stored still."""
@@ -78,13 +95,25 @@ class LastPrompts:
         if any(prompt.request == request for prompt in prompts):
             self._put(key, tuple(change(p) if p.request == request else p for p in prompts))
 
-    def earlier(self, model: str, session: str, conversation: int) -> SessionPrompt | None:
-        """The last prompt of a conversation, if it is stored here."""
-        return _of_conversation(self._stored(SessionKey(model, session)), conversation)
+    def earlier(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
+        """The prompt stored here of the same conversation, with which this one shares most."""
+        stored = _of_conversation(self._stored(SessionKey(model, session)), prompt.conversation)
+        if len(stored) < 2:
+            return stored[0] if stored else None
+        return max(stored, key=lambda p: common_tokens(prompt.tokens, p.tokens + p.output))
+
+    def similar(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
+        """The prompt stored here that shares most messages with this one, of any conversation.
+
+        So a conversation is found whose system prompt, tools or first message have changed. None
+        if no prompt is similar: a side request is another conversation.
+        """
+        stored = self._stored(SessionKey(model, session))
+        return _similar(stored, prompt.parts, prompt.tokens)
 
     def newest(self, model: str, session: str) -> SessionPrompt | None:
         """The last prompt of a session, if it is stored here."""
-        return _of_conversation(self._stored(SessionKey(model, session)), None)
+        return next(iter(self._stored(SessionKey(model, session))[::-1]), None)
 
     def of_request(self, request: str, owned_by: str) -> tuple[str, SessionPrompt] | None:
         """The model and the prompt of a request, if it is its conversation's last, stored here.
@@ -103,13 +132,18 @@ class LastPrompts:
         return self.newest(model, session) or await self.find_elsewhere(model, session)
 
     async def find_elsewhere(
-        self, model: str, session: str, conversation: int | None = None, request: str = ""
+        self,
+        model: str,
+        session: str,
+        conversation: int | None = None,
+        request: str = "",
+        parts: PromptParts | None = None,
     ) -> SessionPrompt | None:
-        """The last prompt, or that of a conversation, on another frontend.
+        """The last prompt, or that of a conversation, on another frontend; with `parts`, a similar.
 
         This frontend gets the query, too: the prompt of the asking `request` is no reply.
         """
-        query = SessionQuery(model, session, conversation, request)
+        query = SessionQuery(model, session, conversation, request, parts)
         subject = self._bus.subjects.sessions
         try:
             return await self._bus.request(subject, query, _prompts, QUERY_TIMEOUT_S)
@@ -118,8 +152,12 @@ class LastPrompts:
 
     def _reply(self, query: SessionQuery, reply: Reply) -> None:
         stored = self._stored(SessionKey(query.model, query.session))
-        found = _of_conversation(stored, query.conversation)
-        if found is not None and not (query.request and found.request == query.request):
+        others = [p for p in stored if not query.request or p.request != query.request]
+        if query.parts is not None:
+            found = _similar(others, query.parts)
+        else:
+            found = next(iter(_of_conversation(others, query.conversation)), None)
+        if found is not None:
             reply(found)
 
     def _stored(self, key: SessionKey) -> tuple[SessionPrompt, ...]:
@@ -152,12 +190,48 @@ class LastPrompts:
 
 
 def _of_conversation(
-    prompts: tuple[SessionPrompt, ...], conversation: int | None
+    prompts: Sequence[SessionPrompt], conversation: int | None
+) -> list[SessionPrompt]:
+    """The prompts of a conversation, or all; the newest first."""
+    return [p for p in reversed(prompts) if conversation in (None, p.conversation)]
+
+
+def _similar(
+    prompts: Sequence[SessionPrompt], parts: PromptParts | None, tokens: bytes = b""
 ) -> SessionPrompt | None:
-    """The newest prompt, or that of a conversation."""
-    matching = (p for p in reversed(prompts) if conversation in (None, p.conversation))
-    return next(matching, None)
+    """The prompt that shares most messages, if that are more than half of its own.
+
+    Half is enough for one whose answer is in the `tokens`: a short prompt has few messages beside
+    the edited one, and that of a title has half of them, too.
+    """
+    if parts is None:
+        return None
+    alike = [(likeness(parts, p.parts), p) for p in reversed(prompts) if p.parts is not None]
+    best, found = max(alike, key=lambda each: each[0], default=(0.0, None))
+    if found is None or best < HALF:
+        return None
+    answer = found.output[-ANSWER_END * TOKEN_BYTES : -TOKEN_BYTES]
+    return found if best > HALF or (answer and answer in tokens) else None
+
+
+def _continues(prompt: SessionPrompt, earlier: SessionPrompt) -> bool:
+    """True unless both may go on: two conversations begin with the same prompt."""
+    if prompt.parts is None or earlier.parts is None:
+        return True
+    return messages_of(prompt.parts) > messages_of(earlier.parts)
+
+
+def _worth(prompt: SessionPrompt) -> tuple[bool, bool]:
+    parts = prompt.parts
+    return (False, False) if parts is None else (has_turns(parts), bool(parts.tools))
 
 
 def _size(_key: SessionKey, prompts: tuple[SessionPrompt, ...]) -> int:
-    return sum(ENTRY_BYTES + len(prompt.tokens) + len(prompt.output) for prompt in prompts)
+    return sum(map(_bytes, prompts))
+
+
+def _bytes(prompt: SessionPrompt) -> int:
+    parts = prompt.parts or PromptParts()
+    names = sum(NAME_BYTES + len(name) for name in parts.tools)
+    hashes = len(parts.tool_hashes) + len(parts.messages)
+    return ENTRY_BYTES + len(prompt.tokens) + len(prompt.output) + names + hashes

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 
 from kvmesh.bus.messages import RELEASED, SUPERSEDED, Pin, Retain, owner
@@ -65,15 +65,27 @@ class TierRetention:
             self._closed.pop(session)
 
     def follow(self, prompt: PromptBlocks) -> None:
-        """Record a session's new prompt; drop blocks that only its previous one used."""
-        tails: list[PromptTail[bytes]] = []
-        if prompt.session is not None:
-            if self.is_closed(prompt.session):
-                return
-            sessions = self._sessions[prompt.space.layout.part]
-            tails = sessions.record(prompt.session, prompt.digests, self._store.now)
-            self._drop_tails(tails, DropCause(SUPERSEDED, prompt.request))
-        self._returns.on_prompt(prompt, [tail.prompt for tail in tails])
+        """Record a session's prompt: what it leaves goes first, or is dropped if confirmed."""
+        if prompt.session is None:
+            self._returns.on_prompt(prompt, [])
+            return
+        if self.is_closed(prompt.session):
+            return
+        changes = self._sessions[prompt.space.layout.part].record(
+            prompt.session,
+            prompt.digests,
+            self._store.now,
+            prompt.conversation,
+            prompt.tentative,
+            prompt.request,
+        )
+        for tail in changes.restored:
+            self._doubt(tail, False)
+        for tail in changes.doubted:
+            self._doubt(tail, True)
+        for tail in changes.dropped:
+            self._drop_confirmed(tail, DropCause(SUPERSEDED, prompt.request))
+        self._returns.on_prompt(prompt, [tail.prompt for tail in changes.doubted])
 
     def apply(
         self, prompt: PromptBlocks, wishes: Mapping[int, RetentionWish], blocks: Iterable[Block]
@@ -84,7 +96,7 @@ class TierRetention:
         directives: dict[int, Directive] = {}
         if wishes or any(copy.retention is not None for copy in copies):
             sessions = self._sessions[prompt.space.layout.part]
-            shared = sessions.shared_blocks(prompt.digests, prompt.session)
+            shared = sessions.shared_blocks(prompt.digests, prompt.session, prompt.conversation)
             for copy in copies:
                 wish = wishes.get(copy.block.index, NO_WISH)
                 exclusive = copy.block.index >= shared
@@ -176,14 +188,33 @@ class TierRetention:
         parts, cause = self._sessions.values(), DropCause(RELEASED)
         return sum(self._drop_tails(part.release(ended), cause) for part in parts)
 
+    def _doubt(self, tail: PromptTail[bytes], doubtful: bool) -> None:
+        """Put the blocks of a tail first in the order of eviction, or back in their place."""
+        for block in self._unused_blocks(tail):
+            block.doubtful = doubtful
+            for copy in self._local_copies(block):
+                self._store.tiers[copy.tier].rerank(copy)
+
+    def _drop_confirmed(self, tail: PromptTail[bytes], cause: DropCause) -> None:
+        """Drop the unused blocks of a tail on which nothing else depends."""
+        tiers = self._store.tiers.values()
+        for block in self._unused_blocks(tail):
+            if not any(tier.holds_child(block.digest) for tier in tiers):
+                self._drop_local(block, cause)
+
     def _drop_tails(self, tails: Iterable[PromptTail[bytes]], cause: DropCause) -> int:
         dropped = 0
         for tail in tails:
-            for digest in reversed(tail.prompt[tail.start :]):
-                block = self._store.blocks.get(digest)
-                if block is not None and not _is_used(block):
-                    dropped += self._drop_local(block, cause) and block.space.is_lead
+            for block in self._unused_blocks(tail):
+                dropped += self._drop_local(block, cause) and block.space.is_lead
         return dropped
+
+    def _unused_blocks(self, tail: PromptTail[bytes]) -> Iterator[Block]:
+        """The blocks of a tail that nothing uses or pins, last first."""
+        for digest in reversed(tail.prompt[tail.start :]):
+            block = self._store.blocks.get(digest)
+            if block is not None and not _is_used(block):
+                yield block
 
     def _local_copies(self, block: Block) -> list[Copy]:
         return [copy for copy in block.copies.values() if copy.tier in self._store.tiers]

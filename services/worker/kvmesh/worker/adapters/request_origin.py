@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Retain, Work
 from kvmesh.hashing import TOKEN_BYTES
+from kvmesh.worker.enginecore.retention_request import is_tentative
 
 KEY = "kvmesh"
 MAX_RANGES = 4096
@@ -23,7 +24,7 @@ class RequestOrigin(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Fields of a request that determine the identity and retention of its blocks; see `Work`.
 
     `prompt_tokens` excludes tokens generated before a migration. `traceparent` is that of a traced
-    request.
+    request. A `tentative` prompt says nothing about earlier ones of its session.
     """
 
     request: str
@@ -37,6 +38,8 @@ class RequestOrigin(Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode: Retain | None = None
     traceparent: str = ""
     ephemeral: bool = False
+    conversation: int = 0
+    tentative: bool = False
 
     @property
     def ranges(self) -> list[Retain]:
@@ -60,6 +63,8 @@ def origin_of_work(work: Work) -> RequestOrigin:
         decode=work.decode,
         traceparent=work.traceparent,
         ephemeral=work.ephemeral,
+        conversation=work.conversation,
+        tentative=is_tentative(work),
     )
 
 
@@ -84,6 +89,8 @@ def request_origin(request: Any) -> RequestOrigin | None:
         raise OriginError(f"its id has more than {MAX_NAME} characters")
     if not 0 <= origin.salt < 1 << 64:
         raise OriginError(f"salt {origin.salt} is not an unsigned integer of 64 bits")
+    if not 0 <= origin.conversation < 1 << 64:
+        raise OriginError(f"conversation {origin.conversation} is no unsigned integer of 64 bits")
     if not 0 <= origin.prompt_tokens <= request.num_tokens:
         raise OriginError(f"prompt_tokens {origin.prompt_tokens} exceeds the prompt")
     if len(origin.retention) > MAX_RANGES or not all(map(_is_valid, origin.ranges)):

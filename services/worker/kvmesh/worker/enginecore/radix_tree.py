@@ -17,7 +17,8 @@ class BlockRun:
 
     `hashes` and `local_hashes` have one entry per block. `children` continue after the last block,
     by the first hash of each. `salt` and `tenant` are meaningful only without a `parent`.
-    `retention` is None if nothing is requested for the run; `lapsed` is EXPIRED or CLIPPED if the
+    `retention` is None if nothing is requested for the run; unused blocks are `doubtful` if the
+    session that used them may have left them; `lapsed` is EXPIRED or CLIPPED if the
     retention requested at its last use has expired or was refused. `used` is the time of its last
     use in seconds, and `expected` what is expected of the prompts that it is part of. A run of no
     blocks has been evicted.
@@ -25,6 +26,7 @@ class BlockRun:
 
     __slots__ = (
         "children",
+        "doubtful",
         "expected",
         "hashes",
         "lapsed",
@@ -52,6 +54,7 @@ class BlockRun:
         self.tenant = tenant
         self.refs = 0
         self.retention: BlockRetention | None = None
+        self.doubtful = False
         self.lapsed: str | None = None
         self.used = 0.0
         self.expected: tuple[Expectation, ...] = ()
@@ -153,7 +156,7 @@ class RadixTree:
         )
         upper.refs = run.refs
         upper.retention = run.retention.copy() if run.retention is not None else None
-        upper.lapsed = run.lapsed
+        upper.doubtful, upper.lapsed = run.doubtful, run.lapsed
         upper.used, upper.expected = run.used, run.expected
         del run.hashes[:at]
         del run.local_hashes[:at]

@@ -22,14 +22,17 @@ from kvmesh.bus.messages import (
     ReturnForecast,
     owner,
 )
+from kvmesh.retention.awaited_prompts import AwaitedPrompt
 from kvmesh.retention.budget import RetentionBudget
 from kvmesh.retention.claims import (
     DEFAULT_LEVEL,
+    DOUBTFUL,
     MAX_LEVEL,
     UNCLAIMED,
     BlockRetention,
     EvictionRank,
     RetentionWish,
+    rank_of,
 )
 from kvmesh.retention.eviction_pool import EvictionPool
 from kvmesh.retention.outcomes import Directive, DirectiveOutcome
@@ -100,14 +103,15 @@ class RetentionManager:
 
     def eviction_rank(self, run: BlockRun, now: float) -> EvictionRank:
         """The position of a run in the order of eviction."""
-        return run.retention.eviction_rank(now) if run.retention is not None else UNCLAIMED
+        claimed = run.retention.eviction_rank(now) if run.retention is not None else UNCLAIMED
+        return rank_of(claimed, True) if run.doubtful else claimed
 
     def begin_use(self, run: BlockRun, now: float) -> None:
         """Take an unused run out of the eviction order; its expired claims end."""
         self.evictable.discard(run)
         if run.retention is not None:
             self._expire_claims(run, now)
-        run.lapsed = None
+        run.lapsed, run.doubtful = None, False
 
     def end_use(self, run: BlockRun, now: float) -> None:
         """Restart the time to live of a run's claims; put it into the eviction order if unused."""
@@ -125,6 +129,9 @@ class RetentionManager:
             if self.evictable.is_valued(run):
                 self._evicted[BY_FORECAST] += part
                 reason = run.lapsed or UNLIKELY
+            elif run.doubtful and self.evictable.eviction_rank(run) == DOUBTFUL:
+                self._evicted[BY_CLAIM] += part
+                reason = SUPERSEDED
             else:
                 self._evicted[BY_CLAIM if run.retention is not None else BY_RECENCY] += part
             if run.expected:
@@ -144,13 +151,12 @@ class RetentionManager:
     ) -> list[str] | None:
         """Claim the full blocks `held` of a prompt in memory; return the outcome of each directive.
 
-        The prompt becomes the newest of its session; blocks that only its superseded prompts used
-        are dropped.
+        The prompt becomes the newest of its session; see `record_prompt`.
         """
         self.claim(held, request, now)
         if request is None:
             return None
-        self.record_prompt(request.session, prompt, now, request.ahead)
+        self.record_prompt(request, prompt, now)
         granted = self.budget.outcomes.record_grant
         return [
             str(granted(request.directives[i])) for i in range(request.prompt_directives)
@@ -175,18 +181,30 @@ class RetentionManager:
             payer = payer if at else owner(run.tenant)
             self._raise_run(run, wish, payer, now)
 
-    def record_prompt(
-        self, session: str | None, prompt: "array[int]", now: float, ahead: bool = False
-    ) -> None:
-        """Record a session's newest prompt; drop blocks that only its superseded prompts used.
+    def record_prompt(self, request: RetentionRequest, prompt: "array[int]", now: float) -> None:
+        """Record a session's newest prompt: what it leaves goes first, or is dropped if confirmed.
 
-        A prompt that is computed `ahead` of its request is no return.
+        A prompt that is computed ahead of its request is no return.
         """
-        if session is not None:
-            tails = self._sessions.record(session, prompt, now)
-            if self._returns is not None and not ahead:
-                self._returns.on_prompt(session, [prompt, *(tail.prompt for tail in tails)])
-            self._drop_tails(tails, SUPERSEDED)
+        if request.session is None:
+            return
+        changes = self._sessions.record(
+            request.session,
+            prompt,
+            now,
+            request.conversation,
+            request.tentative,
+            ahead=request.ahead,
+        )
+        if self._returns is not None and not request.ahead:
+            prompts = [prompt, *(tail.prompt for tail in changes.doubted)]
+            self._returns.on_prompt(request.session, prompts)
+        for tail in changes.restored:
+            self._doubt_tail(tail, False, now)
+        for tail in changes.doubted:
+            self._doubt_tail(tail, True, now)
+        for tail in changes.dropped:
+            self._drop_confirmed(tail)
 
     def finish_request(
         self, held: "array[int]", request: RetentionRequest, now: float, first: int
@@ -209,7 +227,9 @@ class RetentionManager:
         self.evictable.expire(now)
         if request.segments or self._has_claims:
             shared = (
-                self._sessions.shared_blocks(prompt, request.session) if request.segments else first
+                self._sessions.shared_blocks(prompt, request.session, request.conversation)
+                if request.segments
+                else first
             )
             edges = (e for s in request.segments for e in (s.first, s.end) if e)
             for at, run in self._split_runs(prompt, {first, shared, *edges}):
@@ -242,7 +262,7 @@ class RetentionManager:
         """Forget sessions and drop blocks that only they used; return the number of blocks."""
         if self._returns is not None:
             self._returns.release(sessions)
-        return self._drop_tails(self._sessions.release(sessions), RELEASED)
+        return sum([self._drop_released(tail) for tail in self._sessions.release(sessions)])
 
     # returns
 
@@ -253,14 +273,16 @@ class RetentionManager:
         held: "array[int]",
         now: float,
         ahead: bool = False,
+        conversation: int = 0,
     ) -> None:
         """Note the end of a request with the locked full blocks `held`, at least one.
 
-        `ahead`: its prompt was computed ahead of the session's next request.
+        `ahead`: its prompt was computed ahead of the conversation's next request.
         """
         run = self._tree.run_ending_at(held[-1])
         if self._returns is not None and run is not None:
-            self._returns.end_prompt(request, session, held, run, now, ahead)
+            prompt = AwaitedPrompt(request, session, len(held), held[-1], run, conversation)
+            self._returns.end_prompt(prompt, now, ahead)
 
     def expect_returns(self, forecasts: Iterable[ReturnForecast], now: float) -> None:
         """Order eviction by forecasts, with `since` on the engine's clock."""
@@ -405,40 +427,57 @@ class RetentionManager:
         if run.parent is not None and not run.parent.children:
             self.evictable.unblock(run.parent)
 
-    # dropping blocks that no session uses
+    # blocks that no session uses
 
-    def _drop_tails(self, tails: Iterable[PromptTail[int]], reason: str) -> int:
-        return sum([self._drop_tail(tail, reason) for tail in tails])
+    def _doubt_tail(self, tail: PromptTail[int], doubtful: bool, now: float) -> None:
+        """Put the unused blocks of a tail first in the order of eviction, or back in their place.
 
-    def _drop_tail(self, tail: PromptTail[int], reason: str) -> int:
+        A request that runs uses its blocks: there is no doubt about them.
+        """
+        for run in self._tail_runs(tail.prompt, tail.start):
+            if not run.refs and run.doubtful != doubtful:
+                run.doubtful = doubtful
+                self.evictable.update(run, self.eviction_rank(run, now))
+
+    def _drop_confirmed(self, tail: PromptTail[int]) -> None:
+        """Drop the unused blocks of a tail on which nothing else depends."""
+        for run in reversed(self._unused_runs(tail)):
+            self._drop_run(run, SUPERSEDED)
+
+    def _drop_released(self, tail: PromptTail[int]) -> int:
+        """Drop the unused blocks of a tail, and all below them; return their number."""
+        runs = self._unused_runs(tail)
+        return self._prune(runs[0], RELEASED) if runs else 0
+
+    def _unused_runs(self, tail: PromptTail[int]) -> list[BlockRun]:
+        """The runs of a tail of which an upper tier holds nothing."""
         prompt = array("Q", tail.prompt)
-        retained = max(tail.start, self._used_above(prompt))
-        at = 0
-        for run in self._tree.match(prompt).runs:
-            end = at + len(run)
-            if end > retained:
-                if at < retained and not run.refs:
-                    self._split(run, retained - at)
-                return self._prune(run, reason)
-            at = end
-        return 0
+        return self._tail_runs(prompt, max(tail.start, self._used_above(prompt)))
+
+    def _tail_runs(self, prompt: Sequence[int], start: int) -> list[BlockRun]:
+        """The runs of a prompt's held blocks from index `start` on, split where they begin."""
+        split = self._split_runs(array("Q", prompt), (start,))
+        return [run for at, run in split if at >= start]
 
     def _prune(self, top: BlockRun, reason: str, pinned: bool = False) -> int:
         """Drop unused blocks of a run and all runs below it; return their number.
 
         Pinned blocks are dropped only with `pinned`.
         """
-        runs, blocks = [top], 0
+        runs = [top]
         for run in runs:
             runs.extend(run.children.values())
-        for run in reversed(runs):
-            retained = run.retention is not None and bool(run.retention.pins) and not pinned
-            if run.refs or run.children or retained:
-                continue
-            blocks += len(run)
-            if run.retention is not None:
-                self.budget.on_dropped(run.retention, len(run))
-            self._evict_run(run, reason)
+        return sum([self._drop_run(run, reason, pinned) for run in reversed(runs)])
+
+    def _drop_run(self, run: BlockRun, reason: str, pinned: bool = False) -> int:
+        """Drop the blocks of a run unless they are needed; return their number."""
+        retained = run.retention is not None and bool(run.retention.pins) and not pinned
+        if run.refs or run.children or retained:
+            return 0
+        blocks = len(run)
+        if run.retention is not None:
+            self.budget.on_dropped(run.retention, blocks)
+        self._evict_run(run, reason)
         return blocks
 
 

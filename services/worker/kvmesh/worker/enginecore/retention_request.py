@@ -19,7 +19,8 @@ class RetentionRequest:
     """Claims of one request on its blocks, charged to the budget of `tenant`.
 
     `directives` are the explicit ones; the first `prompt_directives` of them concern the prompt.
-    `ahead`: the prompt is computed ahead of the session's next request.
+    `ahead`: the prompt is computed ahead of the session's next request. `conversation` and
+    `tentative` are those of `SessionBlocks.record`.
     """
 
     segments: list[RetentionSegment]
@@ -28,6 +29,8 @@ class RetentionRequest:
     tenant: str
     session: str | None
     ahead: bool = False
+    conversation: int = 0
+    tentative: bool = False
 
     def wish_at(self, block: int) -> RetentionWish | None:
         """The claim for a block, if any."""
@@ -76,7 +79,21 @@ def parse_retention(
     claims = request_claims(
         work.retention, work.decode, prompt, block_size, defaults, owner(work.tenant), work.session
     )
-    return replace(claims, ahead=True) if work.priority == PREFETCH_PRIORITY else claims
+    return replace(
+        claims,
+        ahead=work.priority == PREFETCH_PRIORITY,
+        conversation=work.conversation,
+        tentative=is_tentative(work),
+    )
+
+
+def is_tentative(work: Work) -> bool:
+    """True if the prompt says nothing about earlier ones of its session.
+
+    It is computed ahead of the request, goes on with an answer that began on another worker, or its
+    caller says that it is no part of what follows.
+    """
+    return work.priority == PREFETCH_PRIORITY or work.generated > 0 or work.ephemeral
 
 
 def request_claims(

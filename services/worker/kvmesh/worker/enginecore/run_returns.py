@@ -1,6 +1,5 @@
 """Expected returns of the runs of a rank: forecasts of prompts, applied to the runs of each."""
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -36,17 +35,8 @@ class RunReturns:
         """Prompts with a forecast that returned, by what had become of their blocks."""
         return self._awaited.returns
 
-    def end_prompt(
-        self,
-        request: str,
-        session: str | None,
-        held: "array[int]",
-        run: BlockRun,
-        now: float,
-        ahead: bool,
-    ) -> None:
-        """Note an ended request with the full blocks `held`, the last of which ends `run`."""
-        prompt = AwaitedPrompt(request, session, len(held), held[-1], run)
+    def end_prompt(self, prompt: AwaitedPrompt[BlockRun], now: float, ahead: bool) -> None:
+        """Note a prompt with its answer; its place is the run that ends with its last block."""
         end = self._awaited.end_ahead if ahead else self._awaited.end
         if end(prompt):
             self._apply(prompt, now)

@@ -235,7 +235,7 @@ class Scheduler:
         outcomes = self.blocks.retention.start_request(held, sequence.sequence_hashes, claims, now)
         self.blocks.request = None
         if claims is not None and self.tiers.lower:
-            self.tiers.record_prompt(claims.session, sequence.sequence_hashes, now)
+            self.tiers.record_prompt(claims, sequence.sequence_hashes, now)
         return outcomes
 
     def record_computed(self, sequence: Sequence, tokens: int) -> None:
@@ -339,7 +339,7 @@ class Scheduler:
         request = sequence.request
         claims = request.retention or NO_RETENTION
         self.blocks.retention.end_request(
-            request.id, claims.session, held, self.blocks.now, claims.ahead
+            request.id, claims.session, held, self.blocks.now, claims.ahead, claims.conversation
         )
 
     def _all_running(self) -> list[Sequence]:

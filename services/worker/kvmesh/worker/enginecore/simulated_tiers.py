@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvmesh.settings.schema import MockSettings
 from kvmesh.worker.enginecore.block_manager import DEFAULTS, BlockManager
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
-from kvmesh.worker.enginecore.retention_request import NO_RETENTION
+from kvmesh.worker.enginecore.retention_request import NO_RETENTION, RetentionRequest
 from kvmesh.worker.enginecore.sequence import Sequence
 
 HOST, DISK = 1, 2
@@ -189,11 +189,11 @@ class SimulatedTiers:
 
     # retention
 
-    def record_prompt(self, session: str | None, prompt: "array[int]", now: float) -> None:
+    def record_prompt(self, request: RetentionRequest, prompt: "array[int]", now: float) -> None:
         """Record a session's newest prompt in each tier; see `RetentionManager.record_prompt`."""
         for tier in self.lower:
             tier.now = now
-            tier.retention.record_prompt(session, prompt, now)
+            tier.retention.record_prompt(request, prompt, now)
 
     def store(self, sequence: Sequence, priority: int, now: float) -> None:
         """Store a sequence that leaves the engine's memory in each tier."""

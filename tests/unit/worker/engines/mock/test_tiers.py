@@ -152,7 +152,45 @@ async def test_superseded_tails_are_dropped_from_all_tiers(started: StartedEngin
     await started.run("old", old, max_tokens=1, session="A")
     assert blocks_by_tier(started, old) == [9, 9, 9]
     await started.run("new", new, max_tokens=1, session="A")
-    assert (blocks_by_tier(started, old), blocks_by_tier(started, new)) == ([3, 3, 3], [5, 5, 5])
+    assert (blocks_by_tier(started, old), blocks_by_tier(started, new)) == ([9, 9, 9], [5, 5, 5])
+    new += prompt(16, first=300)
+    await started.run("next", new, max_tokens=1, session="A")
+    assert (blocks_by_tier(started, old), blocks_by_tier(started, new)) == ([3, 3, 3], [6, 6, 6])
+
+
+async def test_side_requests_leave_a_session_s_blocks_in_all_tiers(started: StartedEngine) -> None:
+    head, main_key, side_key = prompt(48), 4 << 32, 5 << 32
+    main, side = head + prompt(96, first=100), head + prompt(32, first=200)
+    await started.run("main", main, max_tokens=1, session="A", conversation=main_key)
+    for number in range(3):
+        side += prompt(16, first=300 + number)
+        name = f"side{number}"
+        await started.run(name, side, max_tokens=1, session="A", conversation=side_key)
+    edited = head + prompt(32, first=400)
+    await started.run(
+        "aside", edited, max_tokens=1, session="A", conversation=main_key, ephemeral=True
+    )
+    assert blocks_by_tier(started, main) == [9, 9, 9]
+    main += prompt(16, first=900)
+    await started.run("again", main, max_tokens=1, session="A", conversation=main_key)
+    assert started.sink.cached("again") == 9 * 16
+    assert (await started.execute(Release(sessions=["A"]))).blocks == 10 + 5 + 2
+    assert blocks_by_tier(started, main) == [0, 0, 0]
+
+
+async def test_doubtful_blocks_go_first_from_all_tiers(started: StartedEngine) -> None:
+    head, plain = prompt(48), prompt(160, first=700)
+    old, new = head + prompt(96, first=100), head + prompt(32, first=200)
+    await started.run("plain", plain, max_tokens=1)
+    await started.run("old", old, max_tokens=1, session="A", conversation=1)
+    await started.run("new", new, max_tokens=1, session="A", conversation=1)
+    await fill_engine(started, 6)
+    assert blocks_by_tier(started, old)[HOST] == 9
+    await started.run("more", prompt(96, first=2000), max_tokens=1)
+    assert (blocks_by_tier(started, old), blocks_by_tier(started, plain)) == (
+        [0, 6, 9],
+        [0, 10, 10],
+    )
 
 
 async def test_a_pin_applies_to_lower_tiers_until_it_is_removed(started: StartedEngine) -> None:

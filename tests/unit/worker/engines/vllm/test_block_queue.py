@@ -70,6 +70,11 @@ class Pool:
             self.budget.claim(made.retention, len(part), wish, self.now)
             self.runs.update(made, part, self.now)
 
+    def doubt(self, doubtful: bool, *numbers: int) -> None:
+        for start, stop, run in list(self.runs.segments(numbers)):
+            part = numbers[start:stop]
+            self.runs.doubt(self.runs.isolate(part, run, ""), part, doubtful, self.now)
+
 
 @pytest.fixture
 def pool() -> Pool:
@@ -127,6 +132,48 @@ def test_an_expired_claim_leaves_the_place_of_the_last_use(pool: Pool) -> None:
     assert pool.take(3) == [1, 0, 2]
 
 
+def test_doubtful_blocks_go_first_for_that_reason_unless_they_are_retained(pool: Pool) -> None:
+    pool.take(BLOCKS)
+    for block in pool.blocks:
+        block.block_hash = b"%d" % block.block_id
+    pool.claim(LOW, 0)
+    pool.claim(HIGH, 5)
+    pool.free(*range(BLOCKS - 1, -1, -1))
+    pool.doubt(True, 3, 4, 5)
+    assert pool.take(3) == [4, 3, 0]
+    assert pool.runs.lapsed == {b"4": "superseded", b"3": "superseded"}
+    assert pool.runs.evictions["claim"] == 3
+    assert pool.take(BLOCKS - 3)[-1] == 5
+    assert not pool.runs.retained
+
+
+def test_of_the_blocks_that_are_used_again_there_is_no_doubt_any_more(pool: Pool) -> None:
+    pool.take(BLOCKS)
+    pool.free(*range(BLOCKS - 1, -1, -1))
+    pool.doubt(True, 2, 3, 4, 5)
+    pool.use(2, 3)
+    pool.free(3, 2)
+    assert pool.runs.retained == 2
+    pool.use(2)
+    pool.claim(RetentionWish(40, 5.0), 2)
+    pool.free(2)
+    pool.doubt(True, 9)
+    pool.doubt(False, 9)
+    pool.doubt(True, 2)
+    pool.now = 10.0
+    assert pool.take(3) == [5, 4, 2]
+    assert pool.take(BLOCKS - 3)[-2:] == [3, 9]
+
+
+def test_blocks_that_are_not_doubtful_any_more_are_evicted_as_others(pool: Pool) -> None:
+    pool.take(BLOCKS)
+    pool.free(0)
+    pool.doubt(True, 0)
+    pool.doubt(False, 0)
+    assert pool.take(1) == [0]
+    assert (pool.runs.lapsed, pool.runs.retained) == ({}, 0)
+
+
 def test_blocks_without_content_lose_their_claims(pool: Pool) -> None:
     pool.take(BLOCKS)
     pool.claim(HIGH, 0, 1)
@@ -153,7 +200,9 @@ Step = tuple[str, int, int]
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["take", "free", "use", "high", "low", "plain", "wait"]),
+            st.sampled_from(
+                ["take", "free", "use", "high", "low", "plain", "wait", "doubt", "trust"]
+            ),
             st.integers(0, BLOCKS - 1),
             st.integers(1, 6),
         ),
@@ -182,6 +231,9 @@ def test_blocks_are_taken_by_level_and_the_counts_stay_exact(steps: list[Step]) 
             pool.use(*there)
             for n in there:
                 del free[n]
+        elif action in ("doubt", "trust"):
+            there = [n for n in some if n in free]
+            pool.doubt(action == "doubt", *there)
         elif action in ("high", "low", "plain") and used:
             pool.claim({"high": HIGH, "low": LOW, "plain": DEFAULT}[action], *used)
         known = {n: level(pool, n) for n in range(BLOCKS)}

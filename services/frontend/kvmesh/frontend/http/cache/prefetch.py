@@ -130,6 +130,7 @@ def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: i
         tenant=target.tenant,
         adapter=target.adapter,
         session=target.request.hints.session,
+        conversation=target.request.hints.conversation,
         retention=target.prompt.retention,
         at=None if parsed.at is None or parsed.at <= time.time() else parsed.at,
         deadline_s=parsed.deadline,

@@ -93,7 +93,7 @@ class PromptResolver:
         if known is None:
             reason = f"No prompt of session `{session}` is stored."
             raise ApiError("not_found", reason, code="session_not_found", param="session")
-        request.hints = replace(request.hints, session=name)
+        request.hints = replace(request.hints, session=name, conversation=known.conversation)
         adapter = _current(known.adapter, model)
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         prompt = hash_prompt(known.tokens, model, salt, explicit_retention(request))

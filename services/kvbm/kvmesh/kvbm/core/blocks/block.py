@@ -111,7 +111,8 @@ class Block:
     `parent_digest` names the block that it is useless without; blocks of a window have none.
     `index` counts from the prompt's root; `parent_hash` is the sequence hash of the block before,
     or the salt at the root. `last_operation` is the serial number of the last operation that
-    touched it, at the time `used`. `expected` are the returns of the prompts that it is part of.
+    touched it, at the time `used`. `expected` are the returns of the prompts that it is part of. A
+    block is `doubtful` if the session that used it may have left it.
     """
 
     digest: bytes
@@ -125,6 +126,7 @@ class Block:
     salt: int
     last_operation: int = 0
     used: float = 0.0
+    doubtful: bool = False
     expected: tuple[Expectation, ...] = ()
     frequency: Frequency = field(default_factory=Frequency)
     copies: dict[int, Copy] = field(default_factory=dict)

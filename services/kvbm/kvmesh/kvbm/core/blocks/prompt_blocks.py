@@ -49,6 +49,7 @@ class PromptBlocks:
     """Digests, sequence and local hashes of a prompt's full blocks, from the root on.
 
     `traceparent` is that of a traced request, `request` the request's id if it is known.
+    `conversation` and `tentative` are as in `Offer`.
     """
 
     space: Space
@@ -61,6 +62,8 @@ class PromptBlocks:
     retention: list[Retain]
     traceparent: str = ""
     request: str | None = None
+    conversation: int = 0
+    tentative: bool = False
 
     @classmethod
     def of(cls, message: Offer | Fetch, hashes: BlockHashes, space: Space) -> "PromptBlocks":
@@ -86,6 +89,8 @@ class PromptBlocks:
             message.retention,
             message.traceparent,
             message.request or None,
+            message.conversation,
+            message.tentative,
         )
 
     def __len__(self) -> int:

@@ -143,7 +143,7 @@ class Store:
         serial, now = self.operation.serial, self.operation.now
         known = [block for block in reversed(blocks) if block is not None]
         for block in known:
-            block.last_operation, block.used = serial, now
+            block.last_operation, block.used, block.doubtful = serial, now, False
             if block.expected:
                 block.expected = still_expected(block.expected)
         for number, tier in self.tiers.items():

@@ -5,12 +5,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvmesh.bus.messages import EVICTED, EXPIRED, UNLIKELY, owner
+from kvmesh.bus.messages import EVICTED, EXPIRED, SUPERSEDED, UNLIKELY, owner
 from kvmesh.kvbm.core.blocks.block import EVICTION, Block, Copy, CopyState, DropCause
 from kvmesh.kvbm.core.blocks.slab_allocator import SlabAllocator
 from kvmesh.kvbm.core.errors import TooSmall
 from kvmesh.retention.budget import RetentionBudget
-from kvmesh.retention.claims import UNCLAIMED, BlockRetention, EvictionRank
+from kvmesh.retention.claims import (
+    DOUBTFUL,
+    UNCLAIMED,
+    BlockRetention,
+    EvictionRank,
+    rank_of,
+)
 from kvmesh.retention.eviction_pool import EvictionPool
 from kvmesh.retention.valued_keys import ReturnOrder
 
@@ -165,6 +171,10 @@ class Tier:
         retention = copy.retention or BlockRetention(owner(copy.block.tenant))
         change(self.budget, retention, copy.block.space.slot_bytes)
         copy.retention = retention if retention else None
+        self.rerank(copy)
+
+    def rerank(self, copy: Copy) -> None:
+        """Take account of a change of a copy's rank."""
         if copy in self._pool(copy):
             self._pool(copy).update(copy, self._rank(copy))
 
@@ -190,21 +200,26 @@ class Tier:
                 pool.order_by_returns(self._order)
         return pool
 
+    def holds_child(self, digest: bytes) -> bool:
+        """True if the tier has a block that is useless without that of `digest`."""
+        return digest in self._children
+
     def _has_children(self, copy: Copy) -> bool:
-        return self._children[copy.block.digest] > 0
+        return copy.block.digest in self._children
 
     def _renew_rank(self, copy: Copy, now: float) -> EvictionRank:
         if copy.retention is None:
-            return UNCLAIMED
+            return rank_of(UNCLAIMED, copy.block.doubtful)
         rank = self.budget.expire(copy.retention, copy.block.space.slot_bytes, now)
         if not copy.retention:
             copy.retention, copy.lapsed = None, EXPIRED
-        return rank
+        return rank_of(rank, copy.block.doubtful)
 
     def _rank(self, copy: Copy) -> EvictionRank:
-        if copy.retention is None:
-            return UNCLAIMED
-        return copy.retention.eviction_rank(self._operation.now)
+        retention, claimed = copy.retention, UNCLAIMED
+        if retention is not None:
+            claimed = retention.eviction_rank(self._operation.now)
+        return rank_of(claimed, True) if copy.block.doubtful else claimed
 
     def _add(self, block: Block, offset: int) -> Copy:
         copy = Copy(block, self.number, offset, users=1)
@@ -297,7 +312,10 @@ class Tier:
             self._renew_rank(copy, self._operation.now)
             chosen = self._pool(copy).is_valued(copy)
             self.unlikely += chosen
-            cause = DropCause(copy.lapsed or (UNLIKELY if chosen else EVICTED), request)
+            reason = copy.lapsed or (UNLIKELY if chosen else EVICTED)
+            if copy.block.doubtful and self._rank(copy) == DOUBTFUL:
+                reason = SUPERSEDED
+            cause = DropCause(reason, request)
             for expectation in copy.block.expected if len(copy.block.copies) == 1 else ():
                 expectation.evicted += 1
             if copy.retention is not None:

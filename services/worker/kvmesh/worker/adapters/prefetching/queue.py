@@ -189,6 +189,7 @@ def prefetch_work(command: Prefetch, tokens: bytes) -> Work:
         rank=command.rank,
         priority=PREFETCH_PRIORITY,
         session=command.session,
+        conversation=command.conversation,
         tenant=command.tenant,
         retention=command.retention,
         traceparent=command.traceparent,

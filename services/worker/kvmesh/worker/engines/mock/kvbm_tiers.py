@@ -310,6 +310,8 @@ class KvbmTiers:
             session=claims.session if claims is not None else None,
             retention=retained(item.sequence),
             ephemeral=request.ephemeral,
+            conversation=claims.conversation if claims is not None else 0,
+            tentative=claims.tentative if claims is not None else False,
         )
 
     def _digests(self, item: MockBlocks) -> bytes:

@@ -39,7 +39,7 @@ from kvmesh.worker.adapters.throughput import MIN_MEASURED_TOKENS, Throughput
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.enginecore.backward_load import LoadBatch
-from kvmesh.worker.enginecore.retention_request import inherited_retention
+from kvmesh.worker.enginecore.retention_request import inherited_retention, is_tentative
 from kvmesh.worker.enginecore.sequence import Sequence
 from kvmesh.worker.engines.torch.blocks.block_copier import BlockCopier
 from kvmesh.worker.engines.torch.blocks.block_io import HeldPrefix, lock_held_prefix
@@ -411,4 +411,6 @@ def _make_prompt(
         retention=retention,
         traceparent=work.traceparent,
         ephemeral=work.ephemeral,
+        conversation=work.conversation,
+        tentative=is_tentative(work),
     )

@@ -147,6 +147,8 @@ class PromptChain:
                 retention=origin.ranges,
                 traceparent=origin.traceparent,
                 ephemeral=origin.ephemeral,
+                conversation=origin.conversation,
+                tentative=origin.tentative,
             )
             for layout in layouts
         ]

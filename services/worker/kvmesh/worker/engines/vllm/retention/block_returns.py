@@ -56,6 +56,7 @@ class BlockReturns:
             len(request.hashes),
             request.hashes[-1],
             HeldBlocks(numbers, self._contents(numbers)),
+            request.conversation,
         )
         end = self.awaited.end_ahead if request.ahead else self.awaited.end
         if end(prompt):

@@ -13,10 +13,16 @@ from itertools import count
 from math import inf
 from typing import Any, TypeAlias
 
-from kvmesh.bus.messages import CLIPPED, EXPIRED, UNLIKELY
+from kvmesh.bus.messages import CLIPPED, EXPIRED, SUPERSEDED, UNLIKELY
 from kvmesh.retention.awaited_prompts import still_expected, with_expectation
 from kvmesh.retention.budget import RetentionBudget
-from kvmesh.retention.claims import UNCLAIMED, BlockRetention, EvictionRank
+from kvmesh.retention.claims import (
+    DOUBTFUL,
+    UNCLAIMED,
+    BlockRetention,
+    EvictionRank,
+    rank_of,
+)
 from kvmesh.retention.return_value import Expectation, TypicalReturn
 from kvmesh.retention.valued_keys import ValuedKey, ValuedKeys
 from kvmesh.worker.enginecore.counters import (
@@ -98,12 +104,25 @@ class FreeList:
 class RetainedRun:
     """`size` blocks with equal claims; those in `free` are unused.
 
-    `floor` is the rank of blocks that depend on these: none of a run is evicted before them. Once
+    `floor` is the rank of blocks that depend on these: none of a run is evicted before them.
+    `doubtful`: the session that used the blocks may have left them. `lapsed`: claims on them have
+    expired. Once
     freed, a run has a `stamp` of its last use, at the time `used`, and an `entry` in the order of
     eviction, unless the value of what is `expected` decides.
     """
 
-    __slots__ = ("entry", "expected", "floor", "free", "retention", "size", "stamp", "used")
+    __slots__ = (
+        "doubtful",
+        "entry",
+        "expected",
+        "floor",
+        "free",
+        "lapsed",
+        "retention",
+        "size",
+        "stamp",
+        "used",
+    )
 
     def __init__(self, retention: BlockRetention, free: FreeList) -> None:
         self.retention = retention
@@ -113,12 +132,15 @@ class RetainedRun:
         self.used = 0.0
         self.expected: tuple[Expectation, ...] = ()
         self.floor = NO_FLOOR
+        self.doubtful = False
+        self.lapsed = False
         self.entry: Entry | None = None
 
     def eviction_rank(self, now: float) -> EvictionRank:
         """The higher rank of the blocks themselves and of those that depend on them."""
         rank, floor = self.retention.eviction_rank(now), self.floor
-        return rank if 0.0 < floor.until <= now else max(rank, floor)
+        claimed = rank if 0.0 < floor.until <= now else max(rank, floor)
+        return rank_of(claimed, self.doubtful)
 
     def __lt__(self, other: "RetainedRun") -> bool:
         return self.stamp < other.stamp
@@ -181,9 +203,12 @@ class RetainedRuns:
         if run in self._valued:
             self.evictions[BY_FORECAST] += len(taken)
             reason = UNLIKELY
+        elif run.doubtful and run.eviction_rank(now) == DOUBTFUL:
+            self.evictions[BY_CLAIM] += len(taken)
+            reason = SUPERSEDED
         else:
             self.evictions[BY_CLAIM if run.retention else BY_RECENCY] += len(taken)
-            reason = "" if run.retention.eviction_rank(now).until else EXPIRED
+            reason = EXPIRED if run.lapsed and not run.retention else ""
         if reason:
             self.lapsed.update(dict.fromkeys((block.block_hash for block in taken), reason))
         for expectation in run.expected:
@@ -213,6 +238,7 @@ class RetainedRuns:
             run = entry[3]
             if run.entry is entry:
                 self._budget.expire(run.retention, run.size, now)
+                run.lapsed = not run.retention
                 self._enter(run, now)
 
     # use
@@ -222,11 +248,15 @@ class RetainedRuns:
 
         False if the run has no claims any more: then its freed blocks have left it.
         """
+        if run.doubtful:  # of those alone that have been used is there no doubt any more
+            run = self.isolate([block.block_id for block in freed], run, "")
+            run.doubtful = False
         self._budget.expire(run.retention, run.size, now)
         run.expected = still_expected(run.expected)
         if not run.retention and not run.expected:
             self.forget(block.block_id for block in freed)
             return False
+        run.lapsed = False
         run.retention.renew(now)
         run.free.append(freed)
         run.stamp, run.used = self.next_stamp(), now
@@ -251,6 +281,13 @@ class RetainedRuns:
         run.expected = with_expectation(run.expected, expectation, now)
         self.update(run, blocks, now)
 
+    def doubt(self, run: RetainedRun, blocks: Sequence[int], doubtful: bool, now: float) -> None:
+        """Doubt that a free run is used again, or no more; `blocks` are all of it."""
+        run.doubtful = doubtful
+        if not doubtful:
+            run.used = now
+        self.update(run, blocks, now)
+
     def segments(self, blocks: Sequence[int]) -> Iterator[tuple[int, int, RetainedRun | None]]:
         """Divide block ids where the run changes: (start, end, run), in order."""
         by_block = self.by_block
@@ -268,10 +305,15 @@ class RetainedRuns:
         if run is None:
             made = RetainedRun(BlockRetention(tenant), FreeList(self._block_type))
         elif run.size == len(blocks):
+            if not run.retention:
+                run.retention.tenant = tenant
             return run
         else:
             made = RetainedRun(run.retention.copy(), FreeList(self._block_type))
             made.floor, made.expected, made.used = run.floor, run.expected, run.used
+            made.doubtful, made.lapsed = run.doubtful, run.lapsed
+            if not made.retention:
+                made.retention.tenant = tenant
             run.size -= len(blocks)
         self._move(blocks, made)
         made.size = len(blocks)
@@ -306,6 +348,7 @@ class RetainedRuns:
             and a.charged == b.charged
             and a.pins == b.pins
             and one.expected == other.expected
+            and one.doubtful == other.doubtful
             and not one.free
             and not other.free
         )

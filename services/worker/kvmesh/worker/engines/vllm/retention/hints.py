@@ -41,8 +41,8 @@ class PinHint(Struct, frozen=True, forbid_unknown_fields=True):
 class RequestHint(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Retention that one request asks for; the fields are those of the mesh's `nvext`.
 
-    `cache_control` retains the whole prompt. `session` names the conversation: its next prompt
-    supersedes this one. With `final` the session is released when the request ends. Blocks of an
+    `cache_control` retains the whole prompt. `session` names the conversation: its next prompts
+    supersede this one. With `final` the session is released when the request ends. Blocks of an
     `ephemeral` request are not written to lower tiers.
     """
 
@@ -98,6 +98,7 @@ def hinted_origin(
         retention=ranges,
         decode=decode,
         ephemeral=hint.ephemeral,
+        tentative=hint.ephemeral,
     )
 
 

@@ -120,18 +120,31 @@ class PrefixCacheRetention:
     # requests
 
     def start_request(self, request: RetainedRequest, now: float) -> None:
-        """Record the prompt of a request; drop blocks that only superseded prompts used."""
+        """Record the prompt of a request: what it leaves goes first, or is dropped if confirmed."""
         known = zip(request.sequence_hashes, request.hashes, strict=False)
         self._hash_of.update(known)
         if len(self._hash_of) > 4 * len(self._runs.by_block) + MAX_UNUSED:
             self._forget_evicted_hashes()
-        request.shared = self._sessions.shared_blocks(request.hashes, request.session)
-        if request.session is not None:
-            tails = self._sessions.record(request.session, request.hashes, now)
-            if self._returns is not None and not request.ahead:
-                prompts = [request.hashes, *(tail.prompt for tail in tails)]
-                self._returns.awaited.on_prompt(request.session, prompts)
-            self._drop_tails(tails, SUPERSEDED, request.id)
+        session, conversation = request.session, request.conversation
+        request.shared = self._sessions.shared_blocks(request.hashes, session, conversation)
+        if session is None:
+            return
+        changes = self._sessions.record(
+            session,
+            request.hashes,
+            now,
+            conversation,
+            request.tentative,
+            ahead=request.ahead,
+        )
+        if self._returns is not None and not request.ahead:
+            prompts = [request.hashes, *(tail.prompt for tail in changes.doubted)]
+            self._returns.awaited.on_prompt(session, prompts)
+        for tail in changes.restored:
+            self._doubt_tail(tail, False, now)
+        for tail in changes.doubted:
+            self._doubt_tail(tail, True, now)
+        self._drop_tails(changes.dropped, SUPERSEDED, request.id)
 
     def allocated(
         self, request: RetainedRequest | None, blocks: Sequence[int], salt: int, tenant: str
@@ -248,6 +261,7 @@ class PrefixCacheRetention:
         if wish is None and run is None:
             return
         made = self._runs.isolate(blocks, run, request.payer)
+        made.doubtful = False
         if wish is None:
             self._budget.touch(made.retention, len(blocks), now)
             self._runs.update(made, blocks, now)
@@ -313,15 +327,34 @@ class PrefixCacheRetention:
     ) -> int:
         return sum([self._drop(self._unpinned(tail), reason, request) for tail in tails])
 
+    def _doubt_tail(self, tail: PromptTail[bytes], doubtful: bool, now: float) -> None:
+        """Put the unused blocks of a tail first in the order of eviction, or back in their place.
+
+        A request that runs uses its blocks: there is no doubt about them.
+        """
+        for group in range(len(self.group_sizes)):
+            blocks = [one for one in self._tail_blocks(tail, group) if self._cache.is_free(one)]
+            for start, stop, run in list(self._runs.segments(blocks)):
+                if doubtful or (run is not None and run.doubtful):
+                    part = blocks[start:stop]
+                    self._runs.doubt(self._runs.isolate(part, run, ""), part, doubtful, now)
+
+    def _tail_blocks(self, tail: PromptTail[bytes], group: int) -> list[int]:
+        """The blocks of a group that hold a tail, in order."""
+        per_block = self.group_sizes[group] // self.hash_size
+        return [
+            block
+            for index in range(tail.start // per_block, len(tail.prompt) // per_block)
+            for block in self._cache.find(tail.prompt[(index + 1) * per_block - 1], group)
+        ]
+
     def _unpinned(self, tail: PromptTail[bytes]) -> Iterable[int]:
         """The blocks of a tail that no pin holds, last first."""
-        for group, size in enumerate(self.group_sizes):
-            per_block = size // self.hash_size
-            for index in reversed(range(tail.start // per_block, len(tail.prompt) // per_block)):
-                for block in self._cache.find(tail.prompt[(index + 1) * per_block - 1], group):
-                    run = self._runs.by_block[block]
-                    if run is None or not run.retention.pins:
-                        yield block
+        for group in range(len(self.group_sizes)):
+            for block in reversed(self._tail_blocks(tail, group)):
+                run = self._runs.by_block[block]
+                if run is None or not run.retention.pins:
+                    yield block
 
     def _drop(self, blocks: Iterable[int], reason: str, request: str | None = None) -> int:
         unused = [block for block in blocks if self._cache.is_free(block)]

@@ -37,6 +37,8 @@ class RetainedRequest:
         self.tenant = origin.tenant
         self.payer = owner(origin.tenant)
         self.session = origin.session
+        self.conversation = origin.conversation
+        self.tentative = origin.tentative
         self.ahead = origin.priority == PREFETCH_PRIORITY
         self.hashes = hashes
         packed = block_hashes(tokens.tobytes(), hash_size, origin.salt)[1]
