@@ -26,7 +26,7 @@ from local_mesh import Mesh, running_mesh
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Decision, MessageDecoder, Outcome
 
-WORKERS, SPEEDUP = 2, 1000.0
+WORKERS, SPEEDUP = 1, 1000.0  # with one worker no placement decides what is cached
 PATIENCE_S = 60.0
 HERE, THERE = "this build", "the other build"
 CPU_SESSION = "claude"
@@ -36,9 +36,9 @@ LIMIT = aiohttp.ClientTimeout(total=PATIENCE_S)
 
 @dataclass(frozen=True)
 class Figures:
-    """Sums over a session, in tokens; `cached`, `possible` and `later` are of turns that continue one.
+    """Sums over a session, in tokens.
 
-    `computed` are those of all turns.
+    `cached`, `possible` and `later`, the computed ones, are of turns that continue another one.
     """
 
     turns: int
@@ -221,7 +221,7 @@ def sums(found: dict[str, dict[str, Figures]], names: list[str], report: Report)
 
 async def run(options: argparse.Namespace) -> None:
     checkouts = {HERE: None} | ({THERE: options.build} if options.build else {})
-    report = Report("Recorded sessions of agents, two mock workers", "")
+    report = Report("Recorded sessions of agents, one mock worker", "")
     async with running(checkouts) as builds:
         found = await compare(builds, sessions(options.clients.split(",")))
         for build in builds:
