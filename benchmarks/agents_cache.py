@@ -154,7 +154,7 @@ async def running(checkouts: dict[str, Path | None]) -> AsyncIterator[list[Build
         builds = []
         for name, checkout in checkouts.items():
             kind = kind_of(checkout)
-            mesh = stack.enter_context(running_mesh(WORKERS, SPEEDUP, kind=kind, **options))
+            mesh = stack.enter_context(running_mesh(WORKERS, SPEEDUP, 1, kind, **options))
             bus = await Bus.connect(BusOptions(url=mesh.nats_url), "benchmark")
             stack.push_async_callback(bus.close)
             build = Build(name, mesh, bus)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
 DRIVERS = Path(__file__).with_name("drivers")
 PYTHON = INSTALLED.parents[1] / "py/bin/python"
 CASES = [
-    *(("ai_sdk.mjs", kind) for kind in ("compatible", "openai", "anthropic")),
+    *(("ai_sdk.mjs", kind) for kind in ("compatible", "openai", "openai-stored", "anthropic")),
     *(("agents_sdk.py", kind) for kind in ("chat", "chat-replay", "responses")),
     *(("lang_chain.py", kind) for kind in ("chat", "responses", "anthropic")),
     *(("pydantic_ai_agent.py", kind) for kind in ("chat", "responses", "anthropic")),

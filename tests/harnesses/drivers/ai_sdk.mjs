@@ -1,4 +1,4 @@
-// AI SDK: node ai_sdk.mjs (compatible | openai | anthropic) BASE_URL
+// AI SDK: node ai_sdk.mjs (compatible | openai | openai-stored | anthropic) BASE_URL
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -10,6 +10,7 @@ const settings = { baseURL: `${base}/v1`, apiKey: "none" };
 const model = {
   compatible: () => createOpenAICompatible({ name: "kvmesh", ...settings })("kvmesh-demo"),
   openai: () => createOpenAI(settings)("kvmesh-demo"),
+  "openai-stored": () => createOpenAI(settings)("kvmesh-demo"),
   anthropic: () => createAnthropic(settings)("kvmesh-demo"),
 }[kind]();
 
@@ -32,7 +33,7 @@ for (const prompt of ["How is the weather?", "And tomorrow?"]) {
     messages,
     tools: { weather },
     stopWhen: isStepCount(10),
-    providerOptions: { openai: { store: false } },
+    providerOptions: { openai: { store: kind === "openai-stored" } },
   });
   console.log(await result.text);
   for (const step of await result.steps) messages.push(...step.response.messages);
