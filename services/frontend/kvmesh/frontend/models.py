@@ -63,7 +63,7 @@ class Dialect:
         """The answer to a request as it was generated; None if its beginning cannot be told."""
         ids = tokens[:-1] if tokens and tokens[-1] in self.end_ids else tokens
         opening = self.template.opening(request, date.today())
-        if not ids or not opening:
+        if not ids or opening is None:
             return None
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         return Generated(opening, text, array("I", ids).tobytes())

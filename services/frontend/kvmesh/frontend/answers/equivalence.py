@@ -16,9 +16,11 @@ from kvmesh.frontend.dialects.tools import by_model_name, model_name
 
 MAX_STEPS = 20_000  # values and schemas that one comparison visits
 MAX_DEPTH = 64
+MAX_REFERENCE = 512  # characters
 _ABSENT = object()
 _CLAUDE_CODE = "claude-code"
-_DIRECTORY = re.compile(r"[Ww]orking directory:?[ \t]*([^\s`'\"]+)")
+_DIRECTORY = re.compile(r"[Ww]orking directory:?[ \t]*([^\n]+)")
+_LINE_END = re.compile(r"(\r\n|\n|\r)")
 _CHANGE_DIRECTORY = re.compile(r"cd (?:'([^']+)'|\"([^\"]+)\"|(\S+)) && ")
 # Claude Code cuts blanks at the ends of lines in these arguments of its tools.
 _TRIMMED = {
@@ -78,8 +80,11 @@ class AnswerComparison:
                 for block in message.blocks
                 if isinstance(block, Text)
             )
-            found = (match[1] for text in texts for match in _DIRECTORY.finditer(text))
-            self._directories = frozenset(path.rstrip("/.,") for path in found)
+            found = [match[1].strip() for text in texts for match in _DIRECTORY.finditer(text)]
+            # the rest of the line, or its first word in a sentence
+            words = [rest.split()[0] for rest in found if rest]
+            named = (path.strip("`'\"").rstrip("/.,`'\"") for path in found + words)
+            self._directories = frozenset(filter(None, named))
         return path.rstrip("/") in self._directories
 
     def _tool(self, name: str) -> Tool | None:
@@ -145,9 +150,11 @@ class _ArgumentComparison:
         """True if the schema allows what `text` spells, and that is `value`."""
         if not isinstance(text, str) or isinstance(value, str):
             return False
-        if "string" in kinds and not isinstance(value, dict | list | None):
-            return text in _spellings(value)
-        if not kinds & _allowed(value):
+        allowed = bool(kinds & _allowed(value))
+        if "string" in kinds:
+            # where both may stand, no client changes one for the other
+            return not allowed and isinstance(value, int | float) and text in _spellings(value)
+        if not allowed:
             return False
         spelled = _parsed(text.lower() if isinstance(value, bool) else text)
         if spelled is _ABSENT or isinstance(spelled, str):
@@ -158,7 +165,7 @@ class _ArgumentComparison:
         if self._habits is None or not isinstance(generated, str):
             return False
         if field in self._trimmed:
-            return _trimmed(generated) == _trimmed(returned)
+            return bool(returned == _without_line_blanks(generated))
         if self._shell and field == "command":
             found = _CHANGE_DIRECTORY.match(generated)
             if found is None or generated[found.end() :] != returned:
@@ -176,8 +183,9 @@ class _ArgumentComparison:
             if not isinstance(node, dict) or id(node) in found:
                 continue
             found[id(node)] = node
-            if isinstance(node.get("$ref"), str):
-                waiting.append(resolve(node["$ref"], self._schema))
+            reference = node.get("$ref")
+            if isinstance(reference, str) and len(reference) <= MAX_REFERENCE:
+                waiting.append(resolve(reference, self._schema))
             for key in ("anyOf", "oneOf", "allOf"):
                 options = node.get(key)
                 waiting += options if isinstance(options, list) else []
@@ -198,6 +206,12 @@ def _trimmed(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
+def _without_line_blanks(text: str) -> str:
+    """As Claude Code writes files: without blanks at the ends of lines, which stay as they are."""
+    parts = _LINE_END.split(text)
+    return "".join(part if number % 2 else part.rstrip() for number, part in enumerate(parts))
+
+
 def _parsed(text: str) -> Any:
     """The value of a JSON text, an empty one being {}; _ABSENT if it is none."""
     try:
@@ -210,7 +224,8 @@ def _kinds(nodes: list[dict[str, Any]]) -> frozenset[str]:
     kinds: set[str] = set()
     for node in nodes:
         named = node.get("type")
-        kinds.update(kind for kind in (named if isinstance(named, list) else [named]) if kind)
+        names = named if isinstance(named, list) else [named]
+        kinds.update(name for name in names if isinstance(name, str))
     return frozenset(kinds)
 
 

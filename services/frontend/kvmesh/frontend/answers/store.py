@@ -116,7 +116,10 @@ class AnswerStore:
             async with asyncio.timeout(READ_S):
                 bucket = await self._open()
                 reads = [self._read(bucket, tenant, n, limit) for n in wanted[-MAX_READ:]]
-                await asyncio.gather(*reads)
+                ended = await asyncio.gather(*reads, return_exceptions=True)
+                # none of the reads is left behind by the failure of another
+                for failure in filter(None, ended):
+                    raise failure
                 newest = missing[-1]
                 if newest in wanted and is_call(newest) and self.lookup(tenant, newest) is None:
                     await asyncio.sleep(ARRIVING_S)

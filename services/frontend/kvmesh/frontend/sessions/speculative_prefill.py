@@ -12,7 +12,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_template import CONTINUE
+from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
 
 CUT = "\ue000kvmesh-next\ue000"
 

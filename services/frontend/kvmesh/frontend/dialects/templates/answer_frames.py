@@ -20,9 +20,9 @@ from kvmesh.frontend.conversation import (
     ToolCall,
 )
 
-# A client cannot write a marker that it cannot guess.
-_KEY = f"\ue000{secrets.token_hex(4)}"
-_MARKER = re.compile(rf"{_KEY}(\d+)([tac])\ue000")
+# A client cannot write a marker that it cannot guess. Letters and digits pass every filter alike.
+_KEY = f"kvm{secrets.token_hex(8)}n"
+_MARKER = re.compile(rf"{_KEY}(\d+)([tac])")
 MAX_FRAME = 4096  # characters that a template writes on one side of the markers
 
 
@@ -30,7 +30,7 @@ class MarkedAnswer(NamedTuple):
     """An answer that is rendered as markers, `number` among those of its conversation.
 
     `text`: it has a marker for its text, even if there is none. `calls` are the names of its calls;
-    `earlier_calls` come before them.
+    `after_result`: it follows a tool's result. `earlier_calls` come before its own.
     """
 
     number: int
@@ -38,6 +38,7 @@ class MarkedAnswer(NamedTuple):
     thinking: bool
     text: bool
     calls: tuple[str, ...]
+    after_result: bool
     earlier_calls: int
 
 
@@ -45,13 +46,15 @@ class AnswerFrame(NamedTuple):
     """The text of a template around the markers of an answer.
 
     `header` begins the answer's turn, `before` and `after` are parts of the answer; `opening` is
-    what the model was given of the answer. `shows_ids`: the answer shows the ids of its calls.
+    what the model was given of the answer. `kinds` are those of the markers, in order; `shows_ids`:
+    the answer shows the ids of its calls.
     """
 
     header: str
     before: str
     opening: str
     after: str
+    kinds: str
     shows_ids: bool
 
 
@@ -81,7 +84,8 @@ def answer_frame(
     found = list(_MARKER.finditer(shown))
     if not found or not shown.startswith(before):
         return None
-    if answer.thinking != (found[0][2] == "t"):
+    kinds = "".join(match[2] for match in found)
+    if not re.fullmatch(_kinds(answer), kinds):
         return None
     first, last = found[0].start(), found[-1].end()
     opening = answer.generated.opening
@@ -89,7 +93,7 @@ def answer_frame(
     end = last
     if answer.calls:
         positions = [at for token in ends if (at := shown.find(token, last)) >= 0]
-        if not positions or found[-1][2] != "c":
+        if not positions:
             return None
         end = min(positions)
     frame = AnswerFrame(
@@ -97,6 +101,7 @@ def answer_frame(
         shown[start:first],
         opening[start - len(before) :],
         shown[last:end],
+        kinds,
         any(name in shown[start:end] for name in ids),
     )
     return frame if max(map(len, frame[:4])) <= MAX_FRAME else None
@@ -120,7 +125,7 @@ class MarkedText:
     def insert(self, answer: MarkedAnswer, frame: AnswerFrame) -> bool:
         """Insert an answer; False if the text does not show it as its frame does."""
         place = self._places.get(answer.number)
-        if place is None or answer.thinking != ("t" in place[2]):
+        if place is None or place[2] != frame.kinds:
             return False
         header = place[0] - len(frame.before) - len(frame.header)
         start, end = header + len(frame.header), place[1] + len(frame.after)
@@ -144,8 +149,14 @@ class MarkedText:
         self._length += len(text)
 
 
+def _kinds(answer: MarkedAnswer) -> str:
+    """A pattern of the kinds of an answer's markers: one for each text, two for an argument."""
+    text = "a?" if answer.calls else "a"
+    return ("t" if answer.thinking else "") + text + ("cc" if answer.calls else "")
+
+
 def _marker(number: int, kind: str) -> str:
-    return f"{_KEY}{number}{kind}\ue000"
+    return f"{_KEY}{number}{kind}"
 
 
 def _common(one: str, other: str) -> int:

@@ -5,7 +5,7 @@ or sessions (ids, billing headers, the form of content) never reaches the templa
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
@@ -54,9 +54,9 @@ def template_messages(
     writer = _MessageWriter(tools, capabilities, count)
     entries: list[dict[str, Any]] = []
     number = 0
-    for turn in turns:
+    for index, turn in enumerate(turns):
         if mark is not None and turn.generated is not None:
-            answer = writer.mark(turn, number)
+            answer = writer.mark(turn, number, _ends_in_result(turns, index, capabilities))
             number += 1
             if answer is not None and mark(answer):
                 entries.append(writer.assistant(markers(turn.blocks, answer)))
@@ -68,6 +68,34 @@ def template_messages(
     if not capabilities.repeats or not capabilities.user_after_tool:
         entries = _merge(entries, capabilities)
     return [_as_parts(m) for m in entries] if capabilities.parts else entries
+
+
+def ends_in_result(
+    messages: Sequence[Message], end: int, capabilities: TemplateCapabilities
+) -> bool:
+    """True if the template shows a tool's result at the end of the first `end` messages.
+
+    Templates may write such a result within the model's turn, which then does not begin anew.
+    """
+    before = (messages[index] for index in range(end - 1, -1, -1))
+    recent = [*takewhile(lambda message: message.role != "assistant", before)]
+    turns = _separate(reversed(recent))
+    return _ends_in_result(turns, len(turns), capabilities)
+
+
+def _ends_in_result(
+    turns: Sequence[ConversationTurn], end: int, capabilities: TemplateCapabilities
+) -> bool:
+    """`ends_in_result` of the first `end` turns."""
+    for index in range(end - 1, -1, -1):
+        role = turns[index].role
+        if role == "system" and not capabilities.late_system:
+            role = "user"
+        if role == "tool":
+            return capabilities.calls is not None
+        if role == "assistant" or (role == "user" and capabilities.user_after_tool):
+            return False
+    return False
 
 
 def _separate(messages: Iterable[Message]) -> list[ConversationTurn]:
@@ -138,7 +166,7 @@ class _MessageWriter:
         shown: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
         return [{"role": role, "content": _content(shown)}]
 
-    def mark(self, turn: ConversationTurn, number: int) -> MarkedAnswer | None:
+    def mark(self, turn: ConversationTurn, number: int, after_result: bool) -> MarkedAnswer | None:
         """The answer as one that markers stand for; None if the template splits it."""
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
         if turn.generated is None or (len(calls) > 1 and not self._capabilities.parallel):
@@ -149,6 +177,7 @@ class _MessageWriter:
             any(isinstance(block, Thinking) for block in turn.blocks),
             not calls or self._capabilities.text_beside_calls,
             tuple(tool_forms.model_name(call.name, call.namespace) for call in calls),
+            after_result,
             self._count,
         )
 

@@ -22,12 +22,16 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
     MarkedText,
 )
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
-from kvmesh.frontend.dialects.templates.chat_messages import template_messages
-from kvmesh.frontend.dialects.templates.frame_probe import AnswerFrames, shows_tools
+from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result, template_messages
+from kvmesh.frontend.dialects.templates.frame_probe import (
+    CONTINUE,
+    AnswerFrames,
+    probed,
+    shows_tools,
+)
 from kvmesh.frontend.dialects.templates.prompt_json import ToolEntry
 from kvmesh.frontend.dialects.tools import function
 
-CONTINUE = "continue_final_message"
 ATTEMPTS = 2  # to show answers as they were generated
 _OPEN_END = "\ue000kvmesh-continue\ue000"
 # Switches of templates that can show earlier thinking: dropping it would change the prompt's prefix
@@ -74,12 +78,14 @@ class ChatTemplate:
         if not any(message.generated for message in messages):
             return RenderedPrompt(self._render(request, today, messages))
         capabilities = self._select(shows_tools(request))[1]
-        unmarked = _hidden_answers(messages) if capabilities.drops_thinking else set()
+        unmarked = _hidden_answers(messages, capabilities)
         frames: dict[int, tuple[MarkedAnswer, AnswerFrame]] = {}
-        find = self._frames.finder(request, ends, today)
+        asked = probed(request, ends, today)
 
         def mark(answer: MarkedAnswer) -> bool:
-            frame = None if answer.number in unmarked else find(answer)
+            if answer.number in unmarked:
+                return False
+            frame = self._frames.of(asked, answer)
             if frame is None:
                 return False
             frames[answer.number] = answer, frame
@@ -87,15 +93,18 @@ class ChatTemplate:
 
         for _ in range(ATTEMPTS):
             frames.clear()
-            text = MarkedText(self._render(request, today, messages, mark))
+            try:
+                text = MarkedText(self._render(request, today, messages, mark))
+            except TemplateError:
+                break  # its message may quote markers
             failed = {number for number, each in frames.items() if not text.insert(*each)}
             if not failed:
                 return text.finish()
             unmarked |= failed  # the template shows them otherwise in this place
         return RenderedPrompt(self._render(request, today, messages))
 
-    def opening(self, request: GenerateRequest, today: datetime.date) -> str:
-        """The end of the request's prompt, from the beginning of the answer's turn on."""
+    def opening(self, request: GenerateRequest, today: datetime.date) -> str | None:
+        """The part of the answer's turn that ends the prompt; None if it cannot be told."""
         return self._frames.opening(request, today)
 
     def _render(
@@ -192,12 +201,19 @@ def _thinking(request: GenerateRequest) -> dict[str, bool]:
     return {"enable_thinking": request.thinking, "thinking": request.thinking}
 
 
-def _hidden_answers(messages: list[Message]) -> set[int]:
-    """The numbers of the answers before the user's last message with thinking.
+def _hidden_answers(messages: list[Message], capabilities: TemplateCapabilities) -> set[int]:
+    """The numbers of the answers with thinking before the user's last message.
 
-    A template that drops thinking does not show theirs.
+    A template that drops thinking does not show them whole.
     """
-    last = max((i for i, m in enumerate(messages) if m.role == "user"), default=0)
+    if not capabilities.drops_thinking:
+        return set()
+    # a message with nothing but results is no message of the user
+    last = len(messages) - 1
+    while last > 0 and (
+        messages[last].role == "assistant" or ends_in_result(messages, last + 1, capabilities)
+    ):
+        last -= 1
     answers = [message for message in messages[:last] if message.generated is not None]
     return {
         number

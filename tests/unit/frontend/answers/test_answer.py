@@ -1,0 +1,72 @@
+"""Names of generated answers."""
+
+import pytest
+from unit.frontend.dialects.recorded import assistant, result, system, user
+
+from kvmesh.frontend.answers.answer import answer_name, answer_runs, is_call, name_after
+from kvmesh.frontend.conversation import Block, Message, Text, Thinking, ToolCall
+from kvmesh.frontend.dialects.output import call_id
+
+OURS, THEIRS = ToolCall(call_id(), "read", "{}"), ToolCall("toolu_01", "read", "{}")
+FIRST = [system("Be brief."), user("hi")]
+
+
+def name_of(before: list[Message], blocks: list[Block], number: int) -> str:
+    return answer_name(before, len(before), blocks, number)
+
+
+def test_an_answer_with_calls_has_the_name_of_the_first() -> None:
+    other = ToolCall(call_id(), "read", "{}")
+    assert name_of(FIRST, [Text("x"), OURS, other], 0) == OURS.id
+    assert name_of([], [OURS], 7) == OURS.id
+
+
+@pytest.mark.parametrize("identifier", ["", "call_1", "toolu_01", f"{OURS.id}0", OURS.id.upper()])
+def test_a_call_that_no_frontend_made_has_no_name(identifier: str) -> None:
+    assert name_of(FIRST, [Text("x"), ToolCall(identifier, "read", "{}"), OURS], 0) == ""
+
+
+def test_other_answers_are_named_by_text_and_place() -> None:
+    name = name_of(FIRST, [Thinking("I see."), Text("Hello.")], 0)
+    assert name
+    assert name == name_of(FIRST, [Text("Hel"), Text("lo.\n")], 0)
+    assert name not in {
+        name_of(FIRST, [Text("Hello!")], 0),
+        name_of(FIRST, [Text("Hello.")], 1),
+        name_of([*FIRST, user("more")], [Text("Hello.")], 0),
+        name_of([system("Be long."), user("hi")], [Text("Hello.")], 0),
+    }
+    assert name_of([system("a"), user("bc")], [Text("d")], 0) != name_of(
+        [system("ab"), user("c")], [Text("d")], 0
+    )
+
+
+def test_answers_without_text_have_no_name() -> None:
+    assert name_of(FIRST, [], 0) == ""
+    assert name_of(FIRST, [Thinking("I see."), Text(" \n")], 0) == ""
+    assert name_of([], [Text("Hello.")], 0) == ""
+    assert name_of([user("\ud800")], [Text("\udfff")], 0)
+
+
+def test_neighbouring_assistant_messages_are_one_answer() -> None:
+    messages = [
+        *FIRST,
+        assistant("Let me see."),
+        assistant(OURS),
+        result("found", OURS.id),
+        assistant(THEIRS),
+        result("none", THEIRS.id),
+        assistant("Done."),
+        user("Go on."),
+        assistant("The begi"),
+    ]
+    runs = [(run.first, run.end, run.name) for run in answer_runs(messages)]
+    done = name_of(messages[:7], [Text("Done.")], 2)
+    assert runs == [(2, 4, OURS.id), (7, 8, done)]
+    assert name_after(messages[:7], [Text("Done.")]) == done
+    assert not [*answer_runs([])]
+
+
+def test_names_tell_answers_with_calls() -> None:
+    assert is_call(name_after(FIRST, [Text("x"), OURS]))
+    assert not is_call(name_after(FIRST, [Text("x")]))

@@ -1,0 +1,199 @@
+"""Generated answers in memory and in the bucket of all frontends."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.wait import eventually
+
+from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.jetstream import Bucket
+from kvmesh.bus.errors import BusError, NotFound
+from kvmesh.bus.subjects import Subjects
+from kvmesh.frontend.answers.answer import Answer
+from kvmesh.frontend.answers.store import READ_S, AnswerStore
+from kvmesh.frontend.conversation import Block, Generated, Text, Thinking, ToolCall
+from kvmesh.frontend.dialects.output import call_id
+
+BLOCKS: list[Block] = [
+    Thinking("I see.", "signed"),
+    Text("Let me."),
+    ToolCall("call_1", "read", '{"a": 1}', "files"),
+    ToolCall("call_2", "patch", "*** Begin", custom=True),
+]
+
+
+def answer(size: int = 10, forced: bool = False) -> Answer:
+    return Answer("digest", BLOCKS, Generated("<assistant>", "x" * size, b"\1\0\0\0"), forced)
+
+
+class FakeBucket:
+    """A bucket in memory; `failure` is raised by each operation, after `delay_s`."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.failure: Exception | None = None
+        self.delay_s = 0.0
+        self.reads = 0
+
+    async def get(self, key: str) -> Any:
+        self.reads += 1
+        await self._pass()
+        if key not in self.values:
+            raise NotFound(key)
+        return SimpleNamespace(value=self.values[key])
+
+    async def store(self, subject: str, value: bytes, timeout: float) -> None:
+        await self._pass()
+        self.values[subject.removeprefix(f"$KV.{Subjects().answers_bucket}.")] = value
+
+    async def _pass(self) -> None:
+        await asyncio.sleep(self.delay_s)
+        if self.failure is not None:
+            raise self.failure
+
+
+class Store(AnswerStore):
+    """A frontend's store over the fake bucket."""
+
+    def __init__(self, bucket: FakeBucket, max_bytes: int = 1 << 20, stored: int = 1 << 20) -> None:
+        bus = SimpleNamespace(connected=True, subjects=Subjects(), store=bucket.store)
+        super().__init__(cast(Bus, bus), max_bytes, stored, 60.0)
+        self._bucket = cast(Bucket, bucket)
+
+    async def found(self, tenant: str, name: str) -> Answer | None:
+        known = (await self.find(tenant, [name])).get(name)
+        return known.answer if known is not None else None
+
+
+@pytest.fixture
+def bucket() -> FakeBucket:
+    return FakeBucket()
+
+
+async def test_another_frontend_reads_what_one_has_stored(bucket: FakeBucket) -> None:
+    one, other = Store(bucket), Store(bucket)
+    one.record("t", "name", answer(forced=True))
+    assert await one.found("t", "name") == answer(forced=True)
+    assert bucket.reads == 0
+    await one.close()
+    assert await other.found("t", "name") == answer(forced=True)
+    assert await other.found("t", "name") == answer(forced=True)
+    assert bucket.reads == 1
+
+
+async def test_a_tenant_s_answers_are_its_own(bucket: FakeBucket) -> None:
+    one = Store(bucket)
+    one.record("t", "name", answer())
+    await one.close()
+    assert await one.found("u", "name") is None
+    assert await Store(bucket).found("u", "name") is None
+    (key,) = bucket.values
+    for found in ("u", ""):  # even if keys were alike
+        bucket.get = _any_key(bucket, key)  # type: ignore[method-assign]
+        assert await Store(bucket).found(found, "name") is None
+    assert await Store(bucket).found("t", "name") == answer()
+
+
+def _any_key(bucket: FakeBucket, key: str) -> Any:
+    async def get(_: str) -> Any:
+        return SimpleNamespace(value=bucket.values[key])
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"x", b"\x28\xb5\x2f\xfd\x20\x01\x09\x00\x00\x90", b"\0" * 1000]
+)
+async def test_malformed_answers_are_absent(bucket: FakeBucket, value: bytes) -> None:
+    one = Store(bucket)
+    one.record("t", "name", answer())
+    await one.close()
+    bucket.values = dict.fromkeys(bucket.values, value)
+    assert await Store(bucket).found("t", "name") is None
+
+
+async def test_absent_answers_are_looked_up_once_until_they_are_generated(
+    bucket: FakeBucket,
+) -> None:
+    store = Store(bucket)
+    for _ in range(3):
+        assert await store.found("t", "name") is None
+    assert bucket.reads == 1
+    store.record("t", "name", answer())
+    assert await store.found("t", "name") == answer()
+
+
+@pytest.mark.parametrize("fault", ["slow", "failing"])
+async def test_a_prompt_does_not_wait_for_a_bad_bucket(
+    bucket: FakeBucket, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault == "slow":
+        bucket.delay_s = 60.0
+    else:
+        bucket.failure = BusError("no bucket")
+    store = Store(bucket)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with caplog.at_level(logging.WARNING):
+        await store.find("t", [f"name{n}" for n in range(100)])
+        assert loop.time() - began < READ_S + 5
+        reads = bucket.reads
+        await store.find("t", ["other"])
+    assert bucket.reads == reads  # it pauses
+    assert len(caplog.records) == 1
+
+
+async def test_the_newest_answer_may_be_arriving(bucket: FakeBucket) -> None:
+    one, other = Store(bucket), Store(bucket)
+    name = call_id()
+    finding = asyncio.create_task(other.find("t", ["older", name]))
+    await eventually(lambda: bucket.reads == 2, what="the first look")
+    one.record("t", name, answer())
+    assert (await finding)[name].answer == answer()
+
+
+async def test_no_read_is_left_behind_by_the_failure_of_another(bucket: FakeBucket) -> None:
+    bucket.delay_s = 0.01
+    bucket.failure = BusError("no bucket")
+    before = asyncio.all_tasks()
+    await Store(bucket).find("t", [f"name{n}" for n in range(100)])
+    assert asyncio.all_tasks() == before
+
+
+async def test_an_answer_that_cannot_be_stored_is_known_here(
+    bucket: FakeBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.failure = BusError("no space")
+    store = Store(bucket)
+    with caplog.at_level(logging.WARNING):
+        for number in range(10):
+            store.record("t", f"name{number}", answer())
+        await store.close()
+    assert store.lookup("t", "name9") is not None
+    assert len(caplog.records) == 1
+    assert not bucket.values
+
+
+async def test_without_storage_the_bucket_is_not_used(bucket: FakeBucket) -> None:
+    store = Store(bucket, stored=0)
+    store.record("t", "name", answer())
+    assert await store.found("t", "other") is None
+    await store.close()
+    assert not bucket.values
+    assert bucket.reads == 0
+
+
+async def test_memory_is_bounded_and_the_largest_tenant_pays(bucket: FakeBucket) -> None:
+    store = Store(bucket, max_bytes=100_000, stored=0)
+    store.record("small.x", "kept", answer())
+    for number in range(1000):
+        store.record(f"large{number % 3}.x", f"name{number}", answer(number % 300 * 20))
+        assert store.size <= 100_000
+    assert store.lookup("small.x", "kept") is not None
+    assert store.lookup("large0.x", "name999") is not None
+    store.record("small.x", "huge", answer(1_000_000))
+    assert store.size <= 100_000
+    assert not Store(bucket, max_bytes=0).enabled
