@@ -11,6 +11,7 @@ from kvmesh.demo import model_dir
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.cache_account.comparison import PromptComparison, compare
 from kvmesh.frontend.cache_account.differences import AnswerForm, ComparedPrompt
+from kvmesh.frontend.cache_account.fingerprints import fingerprints
 from kvmesh.frontend.conversation import Block, GenerateRequest, Message, Tool
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
@@ -40,7 +41,9 @@ def request(messages: list[Message], tools: list[Tool]) -> GenerateRequest:
 
 def prepared(asked: GenerateRequest, served: ServedModel) -> PreparedRequest:
     preprocessor = Preprocessor(1 << 20, TenantNamespaces())
-    return asyncio.run(preprocessor.prepare(asked, served, None))
+    made = asyncio.run(preprocessor.prepare(asked, served, None))
+    made.parts = fingerprints(made.request)
+    return made
 
 
 def decoder(served: ServedModel) -> Callable[[bytes], str]:

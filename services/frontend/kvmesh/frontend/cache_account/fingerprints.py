@@ -65,6 +65,24 @@ def fingerprints(request: GenerateRequest) -> PromptParts | None:
     )
 
 
+def continued(request: GenerateRequest, earlier: PromptParts) -> PromptParts | None:
+    """The parts of a request whose prompt begins with an earlier one; None if they must be found.
+
+    Only the messages behind those of the earlier prompt are hashed.
+    """
+    count, messages = messages_of(earlier), request.messages
+    if not 0 < count <= len(messages):
+        return None
+    last = np.array(_message(messages[count - 1]), "<u4").tobytes()
+    if last != earlier.messages[-len(last) :]:
+        return None  # messages are cut in another way
+    hashes = list(chain.from_iterable(map(_message, messages[count:])))
+    more = np.array(hashes, "<u4").tobytes()
+    return PromptParts(
+        tools=earlier.tools, tool_hashes=earlier.tool_hashes, messages=earlier.messages + more
+    )
+
+
 def visible_tools(request: GenerateRequest) -> list[Tool]:
     """The tools that the prompt shows in their own section."""
     return [tool for tool in request.tools if not tool.deferred]

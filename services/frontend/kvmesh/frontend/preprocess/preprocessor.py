@@ -14,7 +14,6 @@ from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
-from kvmesh.frontend.cache_account.fingerprints import fingerprints
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Image,
@@ -237,7 +236,6 @@ class Preprocessor:
             encoded=encoded,
             shown=shown,
             keeps_answer=self.answers is not None and bool(request.messages) and request.n == 1,
-            parts=fingerprints(request),
         )
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
@@ -362,7 +360,7 @@ class Preprocessor:
 
     def _memo_key(self, tenant: str, model: ServedModel) -> int:
         """A key that separates the cached texts of tenants and of tokenizers."""
-        return self._tenants.salt(model.card.files, "", tenant)
+        return hash((model.card.files, tenant))
 
     def _retention(
         self, request: GenerateRequest, model: ServedModel, encoded: EncodedPrompt
@@ -455,7 +453,8 @@ def hash_prompt(
 def _reject_images(request: GenerateRequest) -> None:
     for index, message in enumerate(request.messages):
         for block in message.blocks:
-            nested = type(block) is ToolResult and any(type(p) is Image for p in block.content)
-            if nested or type(block) is Image:
+            kind = type(block)
+            parts = block.content if isinstance(block, ToolResult) else ()
+            if kind is Image or (parts and Image in map(type, parts)):
                 where = f"messages[{index}].content"
                 raise InvalidRequest(f"`{where}`: this model does not read images.", where)

@@ -10,7 +10,7 @@ from itertools import chain
 from msgspec.structs import replace
 
 from kvmesh.bus.log_once import LogOnce
-from kvmesh.bus.messages import DIVERGED, SessionPrompt, owner
+from kvmesh.bus.messages import DIVERGED, PromptParts, SessionPrompt, owner
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.cache_account.comparison import (
@@ -19,6 +19,7 @@ from kvmesh.frontend.cache_account.comparison import (
     described,
 )
 from kvmesh.frontend.cache_account.differences import AnswerForm, ComparedPrompt
+from kvmesh.frontend.cache_account.fingerprints import continued, fingerprints
 from kvmesh.frontend.conversation import Block, GenerateRequest
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.namespaces import inferred, is_inferred, own_name
@@ -65,9 +66,11 @@ class Histories:
             request.id,
             time.time(),
             request.hints.conversation,
-            parts=prepared.parts,
         )
-        earlier = self._earlier(prepared, model, session, current)
+        last = self._last_prompts.earlier(model, session, current)
+        prepared.parts = _parts(request, current, last)
+        current = replace(current, parts=prepared.parts)
+        earlier = self._earlier(prepared, model, session, current, last)
         encoded, prepared.encoded = prepared.encoded, None
         if earlier is not None:
             current = replace(current, change=_compare(prepared, encoded, earlier).change)
@@ -90,9 +93,17 @@ class Histories:
         await self._tasks.close()
 
     def _earlier(
-        self, prepared: PreparedRequest, model: str, session: str, current: SessionPrompt
+        self,
+        prepared: PreparedRequest,
+        model: str,
+        session: str,
+        current: SessionPrompt,
+        last: SessionPrompt | None,
     ) -> SessionPrompt | None:
-        """The earlier prompt that this frontend has; the one that the request names, if any."""
+        """The earlier prompt that this frontend has; the one that the request names, if any.
+
+        `last` is the last one of the same conversation.
+        """
         request = prepared.request
         if request.previous_message:
             found = self._last_prompts.of_request(
@@ -101,10 +112,10 @@ class Histories:
             if found is not None:
                 prepared.earlier_model = found[0]
                 return found[1]
-        earlier = self._last_prompts.earlier(model, session, current)
-        if earlier is not None or not request.turn:
-            return earlier
+        if last is not None or not request.turn:
+            return last
         # a part that tells conversations apart may have changed; a fork begins in its origin
+        earlier: SessionPrompt | None = None
         for name in filter(None, (session, request.hints.forked_from)):
             earlier = earlier or self._last_prompts.similar(model, name, current)
         return earlier
@@ -134,6 +145,17 @@ class Histories:
         if found is not None:
             change = _compare(prepared, encoded, found).change
             self._last_prompts.note_change(model, session, current.request, change)
+
+
+def _parts(
+    request: GenerateRequest, current: SessionPrompt, last: SessionPrompt | None
+) -> PromptParts | None:
+    """The parts of the prompt, most of which are those of the last one if it begins with that."""
+    if last is not None and last.parts is not None and current.tokens.startswith(last.tokens):
+        known = continued(request, last.parts)
+        if known is not None:
+            return known
+    return fingerprints(request)
 
 
 def _is_earlier(request: GenerateRequest, earlier: SessionPrompt | None) -> bool:

@@ -8,21 +8,16 @@ conversation with the same markers shows it, is replaced by what the model gener
 import re
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from kvmesh.frontend.conversation import (
-    Block,
-    Generated,
-    Insertion,
-    RenderedPrompt,
-    Text,
-    Thinking,
-    ToolCall,
-)
+from kvmesh.frontend.conversation import Generated, Insertion, RenderedPrompt
+from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry
 
 # A client cannot write a marker that it cannot guess. Letters and digits pass every filter alike.
 _KEY = f"kvm{secrets.token_hex(8)}n"
 _MARKER = re.compile(rf"{_KEY}(\d+)([tac])")
+MAX_MARKED = 4096  # answers whose markers are kept
 MAX_FRAME = 4096  # characters that a template writes on one side of the markers
 
 
@@ -58,18 +53,19 @@ class AnswerFrame(NamedTuple):
     shows_ids: bool
 
 
-def markers(blocks: Sequence[Block], answer: MarkedAnswer) -> list[Block]:
-    """The blocks of an answer as markers."""
-    number = answer.number
-    calls = [block for block in blocks if isinstance(block, ToolCall)]
-    found: list[Block] = [Thinking(_marker(number, "t"))] if answer.thinking else []
-    if answer.text:
-        found.append(Text(_marker(number, "a")))
-    for call in calls:
-        name = _marker(number, "c")
-        arguments = f'{{"{name}": "{name}"}}' if call is calls[-1] else "{}"
-        found.append(ToolCall(call.id, call.name, arguments, call.namespace))
-    return found
+class Markers(NamedTuple):
+    """The markers of an answer: its thinking, its text, and the arguments of its last call."""
+
+    thinking: str
+    text: str
+    arguments: RepeatedEntry
+
+
+@lru_cache(MAX_MARKED)
+def markers(number: int) -> Markers:
+    """The markers of the answer `number`."""
+    name = _marker(number, "c")
+    return Markers(_marker(number, "t"), _marker(number, "a"), RepeatedEntry({name: name}))
 
 
 def answer_frame(

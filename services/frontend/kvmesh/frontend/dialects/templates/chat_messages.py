@@ -59,7 +59,7 @@ def template_messages(
             answer = writer.mark(turn, number, _ends_in_result(turns, index, capabilities))
             number += 1
             if answer is not None and mark(answer):
-                entries.append(writer.assistant(markers(turn.blocks, answer)))
+                entries.append(writer.marked(turn, answer))
                 continue
         entries += writer.write(turn)
     if not capabilities.parallel:
@@ -212,7 +212,22 @@ class _MessageWriter:
             return {"role": "assistant", "content": blocks[0].text}
         thinking = GAP.join(b.text for b in blocks if isinstance(b, Thinking))
         text = "".join(b.text for b in blocks if isinstance(b, Text))
-        calls = [self._call(b) for b in blocks if isinstance(b, ToolCall)]
+        calls = [b for b in blocks if isinstance(b, ToolCall)]
+        return self._message(
+            thinking, text, [self._call(c, tool_forms.arguments(c)) for c in calls]
+        )
+
+    def marked(self, turn: ConversationTurn, answer: MarkedAnswer) -> dict[str, Any]:
+        """One message with markers in the place of an answer's texts."""
+        thinking, text, last = markers(answer.number)
+        calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
+        return self._message(
+            thinking if answer.thinking else "",
+            text if answer.text else "",
+            [self._call(call, last if call is calls[-1] else {}) for call in calls],
+        )
+
+    def _message(self, thinking: str, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls and self._capabilities.calls is None:
             message["content"] = "\n".join(filter(None, [text, *map(_plain_call, calls)]))
@@ -232,15 +247,13 @@ class _MessageWriter:
             message["content"] = self._capabilities.empty
         message[self._capabilities.thinking_key] = thinking
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
+    def _call(self, call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
         name = tool_forms.model_name(call.name, call.namespace)
         stable_id = call_id(self._capabilities.call_ids, name, self._count)
         self._count += 1
         self._calls[call.id] = (stable_id, name)
-        arguments: Any = tool_forms.arguments(call)
-        if self._capabilities.calls == "text":
-            arguments = dumps(arguments)
-        function = {"name": name, "arguments": arguments}
+        written: Any = dumps(arguments) if self._capabilities.calls == "text" else arguments
+        function = {"name": name, "arguments": written}
         return {"id": stable_id, "type": "function", "function": function}
 
     def _result(self, result: ToolResult) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kvmesh.frontend.dialects.templates.frame_probe import (
     probed,
     shows_tools,
 )
-from kvmesh.frontend.dialects.templates.prompt_json import ToolEntry
+from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry
 from kvmesh.frontend.dialects.tools import function
 
 ATTEMPTS = 2  # to show answers as they were generated
@@ -118,7 +118,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation; with `invites`, it ends where an answer begins."""
         visible: list[dict[str, Any]] = [
-            ToolEntry(function(tool)) for tool in request.tools if not tool.deferred
+            RepeatedEntry(function(tool)) for tool in request.tools if not tool.deferred
         ]
         template, capabilities = self._select(bool(visible))
         continues = bool(request.template_args.get(CONTINUE))

@@ -14,8 +14,8 @@ ENTRY_BYTES = 300
 MAX_MEMO_ENTRY = 256 << 10
 
 
-class ToolEntry(dict[str, Any]):
-    """A tool as templates see it. Each prompt of a session shows it, so its JSON is memorized."""
+class RepeatedEntry(dict[str, Any]):
+    """An object that each prompt of a session shows, such as a tool: its JSON is kept."""
 
 
 class _Memo:
@@ -25,14 +25,14 @@ class _Memo:
         self._texts: LruCache[tuple[bytes, str], str] = LruCache(MEMO_BYTES, _size)
         self._lock = Lock()
 
-    def dumps(self, tool: ToolEntry, form: dict[str, Any]) -> str:
+    def dumps(self, value: RepeatedEntry, form: dict[str, Any]) -> str:
         # another library's JSON identifies the value, and costs a tenth
-        key = msgspec.json.encode(tool), repr(form)
+        key = msgspec.json.encode(value), str(form)
         with self._lock:
             known = self._texts.get(key)
         if known is not None:
             return known
-        text = dumps(dict(tool), **form)
+        text = dumps(dict(value), **form)
         if len(text) <= MAX_MEMO_ENTRY:
             with self._lock:
                 self._texts.put(key, text)
@@ -46,12 +46,12 @@ def _size(key: tuple[bytes, str], text: str) -> int:
 _memo = _Memo()
 
 
-def dumps_tool(tool: ToolEntry, **form: Any) -> str:
-    """`dumps` of a tool."""
+def dumps_repeated(value: RepeatedEntry, **form: Any) -> str:
+    """`dumps` of such an object."""
     try:
-        return _memo.dumps(tool, form)
+        return _memo.dumps(value, form)
     except (msgspec.MsgspecError, TypeError, UnicodeError, OverflowError):
-        return dumps(dict(tool), **form)
+        return dumps(dict(value), **form)
 
 
 def dumps(value: Any, **form: Any) -> str:

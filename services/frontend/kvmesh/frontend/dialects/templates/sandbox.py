@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from kvmesh.frontend.dialects.errors import TemplateError
-from kvmesh.frontend.dialects.templates.prompt_json import ToolEntry, dumps, dumps_tool
+from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry, dumps, dumps_repeated
 
 MAX_STEPS = 1_000_000
 MAX_CHARS = 16 << 20
@@ -66,7 +66,7 @@ class Environment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Same result as Jinja's sandbox, ten times faster for common attributes."""
         kind = type(obj)
-        if kind in (dict, ToolEntry) and attribute not in _DICT_ATTRIBUTES:
+        if kind in (dict, RepeatedEntry) and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self._undefined_named(attribute)
         if attribute in _SAFE_ATTRIBUTES.get(kind, ()):
             return getattr(obj, attribute)
@@ -171,7 +171,7 @@ def tojson(
     sort_keys: bool = False,
 ) -> str:
     """Transformers' `tojson` filter: no HTML escapes, no ASCII escapes."""
-    write = dumps_tool if isinstance(value, ToolEntry) else dumps
+    write = dumps_repeated if isinstance(value, RepeatedEntry) else dumps
     return write(
         value,
         ensure_ascii=ensure_ascii,
