@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 import uvloop
-from agent_sessions import BLOCK, Replay, Session, script, sessions
+from agent_sessions import BLOCK, Replay, ReplayError, Session, script, sessions
 from chat_load import prompts
 from common import Report, cpu_seconds, parser
 from local_mesh import Mesh, running_mesh
@@ -164,10 +164,22 @@ async def running(checkouts: dict[str, Path | None]) -> AsyncIterator[list[Build
 
 
 async def compare(builds: list[Build], chosen: list[Session]) -> dict[str, dict[str, Figures]]:
-    """The figures of each client and build; the builds take turns in being first."""
+    """The figures of each client and build; the builds take turns in being first.
+
+    A session that the other build refuses is told and left out.
+    """
     found: dict[str, dict[str, Figures]] = {}
     for session, order in zip(chosen, itertools.cycle([builds, builds[::-1]]), strict=False):
-        found[session.name] = {build.name: await build.figures(session) for build in order}
+        figures: dict[str, Figures] = {}
+        for build in order:
+            try:
+                figures[build.name] = await build.figures(session)
+            except ReplayError as error:
+                if build.name == HERE:
+                    raise
+                print(f"left out, as {THERE} refuses it: {error}\n")
+        if len(figures) == len(builds):
+            found[session.name] = figures
     return found
 
 
