@@ -79,7 +79,12 @@ async def agents(
     folder: Path = tmp_path_factory.mktemp("mesh")
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(entry) + "\n" for entry in SCRIPT))
-    env = {"KVMESH_MOCK_SPEEDUP": "50", "KVMESH_MOCK_SCRIPT": str(script)}
+    # frontends that show answers as they were generated would leave nothing to account for
+    env = {
+        "KVMESH_MOCK_SPEEDUP": "50",
+        "KVMESH_MOCK_SCRIPT": str(script),
+        "KVMESH_FRONTEND_ANSWERS_BYTES": "0",
+    }
     mesh, port = Mesh(nats_server.url, folder, env), free_port()
     mesh.start_all(workers=1)
     mesh.start("frontend", "frontend-1", KVMESH_FRONTEND_PORT=str(port))
