@@ -135,15 +135,18 @@ sanitize:
 	  cmake --build build/sanitize-$$kind && build/sanitize-$$kind/stress || exit 1; \
 	done
 
-# Coding agents from npm, against a mesh whose engine follows a script; needs Node.js.
+# Coding agents and frameworks from npm and PyPI, against a mesh whose engine follows a script;
+# needs Node.js. KVMESH_RECORD_SESSIONS=benchmarks/data/agent_sessions records their sessions anew.
 agents: $(ENGINES) .agents/.installed
 	$(BIN)/pytest -q -m agents tests/harnesses
 
-.agents/.installed: tests/harnesses/package.json
+.agents/.installed: tests/harnesses/package.json tests/harnesses/requirements.txt
 	rm -rf .agents
 	mkdir .agents
 	cp $< .agents/package.json
 	npm install --prefix .agents --no-audit --no-fund
+	$(PYTHON) -m venv .agents/py
+	.agents/py/bin/pip install --quiet --requirement tests/harnesses/requirements.txt
 	touch $@
 
 docs: setup

@@ -45,20 +45,20 @@ MODEL = {
 }
 
 
-async def codex(url: str, workspace: Workspace, *arguments: str) -> ClientResult:
-    """Run `codex exec` with its shell enabled."""
-    configure(workspace.home / ".codex", url)
+async def codex(url: str, workspace: Workspace, *arguments: str, more: str = "") -> ClientResult:
+    """Run `codex exec` with its shell enabled; `more` is appended to its configuration."""
+    configure(workspace.home / ".codex", url, more)
     flags = ("--json", "--dangerously-bypass-approvals-and-sandbox")
     return await workspace.run(
         "codex", "exec", *flags, *arguments, env={"KVMESH_API_KEY": KEY, "RUST_LOG": "off"}
     )
 
 
-def configure(folder: Path, url: str) -> None:
+def configure(folder: Path, url: str, more: str) -> None:
     folder.mkdir(exist_ok=True)
     catalog = folder / "models.json"
     catalog.write_text(json.dumps({"models": [MODEL]}))
-    (folder / "config.toml").write_text(CONFIG.format(url=url, catalog=catalog))
+    (folder / "config.toml").write_text(CONFIG.format(url=url, catalog=catalog) + more)
 
 
 def agent_messages(done: ClientResult) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -47,9 +48,12 @@ class Workspace:
             subprocess.run(["git", *command], cwd=self.repository, check=True)
 
     async def run(
-        self, program: str, *arguments: str, env: dict[str, str], timeout: float = 90.0
+        self, program: str | Path, *arguments: str, env: dict[str, str], timeout: float = 90.0
     ) -> ClientResult:
-        """Run an installed client to its end; raises TimeoutError after killing it."""
+        """Run an installed client to its end; raises TimeoutError after killing it.
+
+        A path is that of another program.
+        """
         command = INSTALLED / program
         assert command.exists(), f"{command} is missing: run `make agents`"
         process = await asyncio.create_subprocess_exec(
@@ -80,13 +84,18 @@ def _kill_group(pid: int) -> None:
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """A request as the client sent it, and the status and body that it received."""
+    """A request as the client sent it, and the status and body that it received.
+
+    `id` is the mesh's id of it, empty if the mesh gave none; `arrived` orders requests.
+    """
 
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
     status: int
     answer: bytes = field(repr=False)
+    id: str = ""
+    arrived: float = 0.0
 
 
 Intervene = Callable[[str, dict[str, Any]], web.Response | None]
@@ -95,15 +104,17 @@ Intervene = Callable[[str, dict[str, Any]], web.Response | None]
 class Recorder:
     """A proxy between a client and the mesh that records requests and responses.
 
-    `intervene`, if set, may respond in place of the mesh; a response 429 sets `refused`.
+    `intervene`, if set, may respond in place of the mesh; a response 429 sets `refused`. The mesh
+    keeps the requests apart from those of another `tenant`.
     """
 
-    def __init__(self, target: str, refused: asyncio.Event | None = None) -> None:
+    def __init__(self, target: str, refused: asyncio.Event | None = None, tenant: str = "") -> None:
         self.requests: list[RecordedRequest] = []
         self.intervene: Intervene | None = None
         self.url = ""
         self._target = target
         self._refused = refused
+        self._added = {"x-tenant-id": tenant} if tenant else {}
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["Recorder"]:
@@ -118,6 +129,7 @@ class Recorder:
         await runner.cleanup()
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
+        arrived = time.monotonic()
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         headers = {name.lower(): value for name, value in request.headers.items()}
@@ -128,13 +140,18 @@ class Recorder:
                 RecordedRequest(request.path_qs, headers, body, own.status, answer)
             )
             return own
-        return await self._forward(request, raw, body, headers)
+        return await self._forward(request, raw, body, headers, arrived)
 
     async def _forward(
-        self, request: web.Request, raw: bytes, body: dict[str, Any], headers: dict[str, str]
+        self,
+        request: web.Request,
+        raw: bytes,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        arrived: float,
     ) -> web.StreamResponse:
         url = self._target + request.path_qs
-        kept = {k: v for k, v in headers.items() if k not in OWN_HEADERS}
+        kept = {k: v for k, v in headers.items() if k not in OWN_HEADERS} | self._added
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session,
             session.request(request.method, url, data=raw, headers=kept) as answer,
@@ -146,10 +163,10 @@ class Recorder:
             async for part in answer.content.iter_any():
                 parts.append(part)
                 await response.write(part)
-            answered = b"".join(parts)
-            self.requests.append(
-                RecordedRequest(request.path_qs, headers, body, answer.status, answered)
-            )
+            answered, named = b"".join(parts), answer.headers.get("request-id", "")
+            path, status = request.path_qs, answer.status
+            seen = RecordedRequest(path, headers, body, status, answered, named, arrived)
+            self.requests.append(seen)
             if answer.status == 429 and self._refused is not None:
                 self._refused.set()
             await response.write_eof()

@@ -9,7 +9,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, ToolEvent, Work
+from kvmesh.bus.messages import Decision, MessageDecoder, Outcome, StepOutput, ToolEvent, Work
 from kvmesh.demo import model_dir
 from support.wait import eventually
 
@@ -22,6 +22,7 @@ class Tap:
         self.decisions: list[Decision] = []
         self.outcomes: list[Outcome] = []
         self.tools: list[ToolEvent] = []
+        self.generated: dict[str, list[int]] = {}
         self._tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
 
     @asynccontextmanager
@@ -37,7 +38,13 @@ class Tap:
             messages = self.decisions if isinstance(message, Decision) else self.outcomes
             messages.append(message)  # type: ignore[arg-type]
 
+        async def on_output(message: StepOutput) -> None:
+            for chunk in message.chunks:
+                tokens = self.generated.setdefault(_request(chunk.request), [])
+                tokens[chunk.offset :] = chunk.tokens
+
         await bus.subscribe(bus.subjects.expand("work.>"), work, on_work)
+        await bus.subscribe(bus.subjects.expand("out.>"), MessageDecoder(StepOutput), on_output)
         await bus.subscribe(bus.subjects.route_all, route, on_route)
         await bus.subscribe(bus.subjects.tool_all, MessageDecoder(ToolEvent), self.tools.append)
         await bus.flush()
@@ -54,8 +61,27 @@ class Tap:
 
     async def outcome(self, work: Work) -> Outcome:
         """The outcome of a request, once known."""
-        found = await eventually(lambda: [o for o in self.outcomes if o.request == work.request])
+        return await self.outcome_of(work.request)
+
+    async def outcome_of(self, request: str) -> Outcome:
+        """The outcome of a request, by its id or that of one of its attempts."""
+        wanted = _request(request)
+        found = await eventually(
+            lambda: [o for o in self.outcomes if _request(o.request) == wanted]
+        )
         return found[-1]
+
+    def answer(self, request: str) -> str:
+        """The raw text that engines generated for a request, special tokens included."""
+        ids = self.generated.get(request, [])
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def token(self, text: str) -> int:
+        """The id of a token of the demo model."""
+        found = self._tokenizer.token_to_id(text)
+        assert found is not None
+        return int(found)
 
     def text(self, work: Work) -> str:
         """The prompt as text, special tokens included."""
@@ -65,6 +91,11 @@ class Tap:
 
     def of(self, session: str) -> list[Work]:
         return [work for work in self.works if work.session == session]
+
+
+def _request(attempt: str) -> str:
+    """The request of which this is an attempt: the second of r is r.1."""
+    return attempt.partition(".")[0]
 
 
 def shared(before: Work, after: Work) -> int:

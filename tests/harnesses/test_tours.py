@@ -1,0 +1,214 @@
+"""Long sessions of real clients, whose calls return in other words than the model's.
+
+Each turn finds in the cache what it would find if the client returned every answer as generated.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harnesses.conftest import StartTour, Touring
+from harnesses.test_claude_code import claude as run_claude
+from harnesses.test_codex import agent_messages
+from harnesses.test_codex import codex as run_codex
+from harnesses.test_opencode import PATHS, QUIET, configure, texts
+from harnesses.tours import MANY
+from support.harness import KEY, ClientResult
+from support.shares import turns
+from support.up import Up
+from support.wait import eventually
+
+pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
+SERVER = Path(__file__).with_name("mcp_server.py")
+MCP = {"mcpServers": {"big": {"command": sys.executable, "args": [str(SERVER)]}}}
+LIMIT_S = 240.0
+TOURED, LISTED = "That was the tour", "There is a file"
+LONG = 500  # tokens of an answer
+Ask = Callable[[Touring, str, bool], Coroutine[Any, Any, str]]
+
+
+async def claude(tour: Touring, prompt: str, *flags: str) -> dict[str, Any]:
+    file = tour.workspace.home / "mcp.json"
+    file.write_text(json.dumps(MCP))
+    tools = "Bash,Edit,Write,Read,Agent,ToolSearch,mcp__big"
+    options = ("--mcp-config", str(file), "--strict-mcp-config", "--allowedTools", tools)
+    done = await run_claude(tour.url, tour.workspace, prompt, *options, *flags)
+    assert done.status == 0, done
+    result: dict[str, Any] = done.events[-1]
+    return result
+
+
+async def test_claude_code(start_tour: StartTour) -> None:
+    tour = await start_tour("claude")
+    prompt = "hook-check: may this call run? $ARGUMENTS"
+    hooks = [{"matcher": "Bash", "hooks": [{"type": "prompt", "prompt": prompt}]}]
+    folder = tour.workspace.home / ".claude"
+    folder.mkdir()
+    (folder / "settings.json").write_text(json.dumps({"hooks": {"PreToolUse": hooks}}))
+    result = await claude(tour, "Tour of claude")
+    assert result["result"].startswith(TOURED)
+    session = result["session_id"]
+    result = await claude(tour, "And then?", "--resume", session)
+    assert result["result"].startswith(LISTED)
+    await claude(tour, "/compact", "--resume", session)
+    result = await claude(tour, "What next?", "--resume", session)
+    assert result["result"] == "Nothing more (claude-end)."
+    await tour.assert_as_replayed()
+
+
+async def test_claude_code_in_another_folder(start_tour: StartTour) -> None:
+    """Its switch moves what names the folder behind the tools."""
+    shares = {}
+    for flags in ([], ["--exclude-dynamic-system-prompt-sections"]):
+        name = "".join(flags) or "default"
+        for place in ("one", "two"):
+            tour = await start_tour(f"folder{name}", f"folder-{place}")
+            await run_claude(tour.url, tour.workspace, f"Hello, {place}", *flags)
+        (turn, *_) = await turns(tour.recorder.requests, tour.tap)
+        shares[name] = turn.cached / turn.prompt
+        print(f"{name}: {turn.cached} of {turn.prompt} tokens, {shares[name]:.1%}")
+    assert shares[name] > 0.7
+
+
+async def test_codex(start_tour: StartTour) -> None:
+    tour = await start_tour("codex")
+    server = f'[mcp_servers.big]\ncommand = "{sys.executable}"\nargs = ["{SERVER}"]\n'
+    done = await run_codex(tour.url, tour.workspace, "Tour of codex", more=server)
+    assert any(text.startswith(TOURED) for text in agent_messages(done))
+    thread = done.events[0]["thread_id"]
+    done = await run_codex(tour.url, tour.workspace, "resume", thread, "And then?", more=server)
+    assert agent_messages(done)
+    limit = ("-c", "model_auto_compact_token_limit=9000")
+    done = await run_codex(tour.url, tour.workspace, *limit, "resume", thread, "Next?", more=server)
+    assert agent_messages(done)[-1] == "Nothing more (codex-9)."
+    await tour.assert_as_replayed()
+
+
+@pytest.mark.parametrize("package", PATHS)
+async def test_opencode(start_tour: StartTour, package: str) -> None:
+    api = package.rpartition("/")[2]
+    tour = await start_tour(f"opencode-{api}", "opencode")
+    done = await opencode(tour, package, "Tour of opencode")
+    assert texts(done)[-1].startswith(TOURED)
+    done = await opencode(tour, package, "--continue", "And then?")
+    assert texts(done)[-1].startswith(LISTED)
+    await tour.assert_as_replayed()
+
+
+async def opencode(tour: Touring, package: str, *arguments: str) -> ClientResult:
+    configuration = configure(tour.url, package)
+    command = [sys.executable, str(SERVER)]
+    configuration["mcp"] = {"big": {"type": "local", "command": command, "enabled": True}}
+    (tour.workspace.repository / "opencode.json").write_text(json.dumps(configuration))
+    command = ["run", "--format", "json", *arguments]
+    return await tour.workspace.run("opencode", *command, env=QUIET, timeout=LIMIT_S)
+
+
+PI_APIS = ("openai-completions", "openai-responses", "anthropic-messages")
+
+
+@pytest.mark.parametrize("api", PI_APIS)
+async def test_pi(start_tour: StartTour, api: str) -> None:
+    tour = await start_tour(f"pi-{api}", "pi")
+    assert (await pi(tour, api, "Tour of pi")).startswith(TOURED)
+    assert (await pi(tour, api, "--continue", "And then?")).startswith(LISTED)
+    await tour.assert_as_replayed()
+
+
+async def pi(tour: Touring, api: str, *arguments: str) -> str:
+    base = tour.url if api.startswith("anthropic") else f"{tour.url}/v1"
+    model = {"id": "kvmesh-demo", "reasoning": True, "contextWindow": 262144, "maxTokens": 16384}
+    provider = {"baseUrl": base, "api": api, "apiKey": KEY, "models": [model]}
+    folder = tour.workspace.home / ".pi/agent"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "models.json").write_text(json.dumps({"providers": {"kvmesh": provider}}))
+    quiet = {"PI_OFFLINE": "1", "PI_TELEMETRY": "0"}
+    command = ["--model", "kvmesh/kvmesh-demo", "--print", *arguments]
+    done = await tour.workspace.run("pi", *command, env=quiet, timeout=LIMIT_S)
+    assert done.status == 0, done
+    return done.output.strip()
+
+
+async def test_qwen_code(start_tour: StartTour) -> None:
+    tour = await start_tour("qwen")
+    env = {
+        "OPENAI_BASE_URL": f"{tour.url}/v1",
+        "OPENAI_API_KEY": KEY,
+        "OPENAI_MODEL": "kvmesh-demo",
+        "QWEN_TELEMETRY_ENABLED": "false",
+    }
+    for prompt, last in (
+        (["Tour of qwen"], TOURED),
+        (["--continue", "And then?"], LISTED),
+    ):
+        command = ["--auth-type", "openai", "--approval-mode", "yolo", *prompt]
+        done = await tour.workspace.run("qwen", *command, env=env, timeout=LIMIT_S)
+        assert done.status == 0, done
+        assert last in done.output, done
+    await tour.assert_as_replayed()
+
+
+async def test_continue(start_tour: StartTour) -> None:
+    tour = await start_tour("continue")
+    file = tour.workspace.home / "config.yaml"
+    model = {"name": "kvmesh", "provider": "openai", "model": "kvmesh-demo"}
+    model |= {"apiBase": f"{tour.url}/v1", "apiKey": KEY}
+    tools = {"roles": ["chat"], "capabilities": ["tool_use"]}
+    config = {"name": "kvmesh", "version": "1.0.0", "schema": "v1", "models": [model | tools]}
+    file.write_text(json.dumps(config))  # which is YAML, too
+    env = {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_CLI_ENABLE_TELEMETRY": "0"}
+    for prompt, last in (
+        (["Tour of continue"], TOURED),
+        (["--resume", "And then?"], LISTED),
+    ):
+        command = ["--config", str(file), "--auto", "--print", *prompt]
+        done = await tour.workspace.run("cn", *command, env=env, timeout=LIMIT_S)
+        assert done.status == 0, done
+        assert last in done.output, done
+    await tour.assert_as_replayed()
+
+
+async def ask_claude(tour: Touring, prompt: str, again: bool) -> str:
+    result = await claude(tour, prompt, *(["--continue"] if again else []))
+    return str(result["result"])
+
+
+async def ask_codex(tour: Touring, prompt: str, again: bool) -> str:
+    resume = ["resume", "--last"] if again else []
+    return agent_messages(await run_codex(tour.url, tour.workspace, *resume, prompt))[-1]
+
+
+async def ask_opencode(tour: Touring, prompt: str, again: bool) -> str:
+    more = ["--continue"] if again else []
+    return texts(await opencode(tour, "@ai-sdk/openai-compatible", *more, prompt))[-1]
+
+
+async def ask_pi(tour: Touring, prompt: str, again: bool) -> str:
+    return await pi(tour, "openai-completions", *(["--continue"] if again else []), prompt)
+
+
+@pytest.mark.parametrize("ask", [ask_claude, ask_codex, ask_opencode, ask_pi])
+async def test_a_worker_is_killed(start_tour: StartTour, tour_mesh: Up, ask: Ask) -> None:
+    """The other worker continues the answer, and then holds all of it."""
+    tour = await start_tour(f"killed-{ask.__name__}", "long")
+    answering = asyncio.create_task(ask(tour, "Write at length", False))
+    request = await eventually(lambda: long_answer(tour))
+    assert request is not None
+    decision = next(each for each in tour.tap.decisions if each.request == request)
+    os.kill(tour_mesh.children()[decision.chosen.instance.rpartition("-")[0]], signal.SIGKILL)
+    assert (await answering).endswith(f"{MANY * 4} (long-0)")
+    assert (await tour.tap.outcome_of(request)).attempts == 2
+    assert await ask(tour, "And then?", True) == "That was long (long-1)."
+    await tour.assert_as_replayed()
+
+
+def long_answer(tour: Touring) -> str | None:
+    """The request of which a good part of a long answer has been generated."""
+    known = tour.tap.generated.items()
+    return next((name for name, tokens in known if len(tokens) > LONG), None)
