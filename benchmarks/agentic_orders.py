@@ -263,14 +263,14 @@ def _classes(waits_for: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 class OrderedPool(EvictionPool[BlockRun]):
-    """Unused runs in an order of sessions; runs of equal worth by recency."""
+    """Unused runs in an order of sessions, doubtful ones first; runs of equal worth by recency."""
 
     def __init__(self, order: Order) -> None:
         super().__init__(_has_children, lambda run, now: UNCLAIMED)
         self._policy = order
         self._numbers = count()
         self._held: dict[BlockRun, int] = {}
-        self._ranked: list[tuple[float, int, BlockRun]] = []
+        self._ranked: list[tuple[bool, float, int, BlockRun]] = []
         self._fresh: list[BlockRun] = []
         self._ranked_at = -inf
 
@@ -292,7 +292,8 @@ class OrderedPool(EvictionPool[BlockRun]):
         return UNCLAIMED
 
     def update(self, key: BlockRun, rank: EvictionRank) -> None:
-        """Claims have no effect on the order."""
+        """Claims have no effect on the order, but doubt has."""
+        self._fresh.append(key)
 
     def unblock(self, key: BlockRun) -> None:
         if key in self._held:
@@ -311,12 +312,13 @@ class OrderedPool(EvictionPool[BlockRun]):
             self._ranked, self._fresh, self._ranked_at = [], list(self._held), now
         for run in self._fresh:
             if run in self._held and not run.children:
-                entry = (self._policy.worth(run, now), self._held[run], run)
-                heapq.heappush(self._ranked, entry)
+                worth = self._policy.worth(run, now)
+                heapq.heappush(self._ranked, (not run.doubtful, worth, self._held[run], run))
         self._fresh.clear()
         while self._ranked:
-            _, number, run = self._ranked[0]
-            if self._held.get(run) == number and not run.children:
+            live, _, number, run = self._ranked[0]
+            current = self._held.get(run) == number and live != run.doubtful
+            if current and not run.children:
                 return run
             heapq.heappop(self._ranked)
         return None
