@@ -15,6 +15,7 @@ from kvmesh.frontend.conversation import (
     Generated,
     Message,
     Text,
+    Thinking,
     ToolCall,
     ToolResult,
 )
@@ -26,19 +27,21 @@ OVERHEAD = 950  # bytes of the objects of one answer in memory
 class Answer(Struct, frozen=True, omit_defaults=True):
     """An answer of the model whose files have the digest `files`.
 
-    `blocks` are in the order of generation. `forced`: `tool_choice` made the engine write calls in
-    another syntax than the model's own.
+    `blocks` are in the order of generation; `generated` is None if they are not all of it.
+    `forced`: `tool_choice` made the engine write calls in another syntax than the model's own.
     """
 
     files: str
     blocks: list[Block]
-    generated: Generated
+    generated: Generated | None
     forced: bool = False
 
     @property
     def size(self) -> int:
         """About the bytes that it takes in memory."""
-        return OVERHEAD + 2 * len(self.generated.text) + len(self.generated.tokens)
+        texts = sum(map(_length, self.blocks))
+        made = self.generated
+        return OVERHEAD + texts + (len(made.text) + len(made.tokens) if made is not None else 0)
 
 
 class AnswerRun(Struct, frozen=True):
@@ -101,6 +104,12 @@ def name_after(messages: Sequence[Message], blocks: Sequence[Block]) -> str:
     pairs = zip(roles, ["user", *roles], strict=False)
     number = sum(role == "assistant" != before for role, before in pairs)
     return answer_name(messages, len(messages), blocks, number)
+
+
+def _length(block: Block) -> int:
+    if isinstance(block, ToolCall):
+        return len(block.name) + len(block.arguments)
+    return len(block.text) if isinstance(block, Text | Thinking) else 0
 
 
 def _words(message: Message) -> str:

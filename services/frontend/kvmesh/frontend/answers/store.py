@@ -199,9 +199,11 @@ def _key(tenant: str, name: str) -> str:
 
 
 def _packed(tenant: str, answer: Answer) -> bytes:
-    opening, text, tokens = answer.generated.opening, answer.generated.text, answer.generated.tokens
+    made = answer.generated or Generated("", "", b"")
     parts = [_part(block) for block in answer.blocks]
-    stored = _StoredAnswer(tenant, answer.files, parts, opening, text, tokens, answer.forced)
+    stored = _StoredAnswer(
+        tenant, answer.files, parts, made.opening, made.text, made.tokens, answer.forced
+    )
     return _compress(_encode(stored))
 
 
@@ -216,7 +218,8 @@ def _unpacked(packed: bytes, tenant: str) -> Answer | None:
         return None
     if stored.tenant != tenant or len(stored.tokens) % 4:
         return None
-    generated = Generated(stored.opening, stored.text, stored.tokens)
+    made = Generated(stored.opening, stored.text, stored.tokens)
+    generated = made if made.tokens else None
     return Answer(stored.files, blocks, generated, stored.forced)
 
 

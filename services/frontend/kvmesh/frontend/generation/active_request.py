@@ -5,8 +5,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 
-from msgspec.structs import replace
-
 from kvmesh.bus.messages import SeqPrefilled
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import AnswerSummary, Renderer, Usage
@@ -80,7 +78,9 @@ class ActiveRequest:
         states = [DispatchState(started + runner.route_timeout) for _ in streams]
         diagnose = partial(diagnostics, prepared, streams[0], states[0])
         self._counter = UsageCounter(prepared, streams, self._pipelines, diagnose)
-        self.transcript = Transcript() if prepared.speculates and count == 1 else None
+        # agents' answers are read along, which costs less than reading them again
+        followed = prepared.speculates or (prepared.keeps_answer and bool(request.tools))
+        self.transcript = Transcript() if followed and count == 1 else None
         texts = (
             prepared.model.dialect.token_texts if request.sampling.logprobs is not None else None
         )
@@ -146,22 +146,25 @@ class ActiveRequest:
     def answer(self) -> list[Block]:
         """The blocks of the answer, in the order of generation, if it has calls or thinking.
 
-        Empty for other answers, for several, and for one that the model has not ended itself or of
-        which the client did not get all.
+        Empty for other answers, for several, and for one that was not rendered to its end.
         """
-        stream, pipeline, calls = self.tasks[0].stream, self._pipelines[0], self._choices[0].calls
-        cut = pipeline.stopped_by is not None or pipeline.complete or stream.finish != "stop"
-        if cut or len(self.tasks) > 1 or not (calls or pipeline.reasoning_tokens):
+        stream, pipeline, choice = self.tasks[0].stream, self._pipelines[0], self._choices[0]
+        if len(self.tasks) > 1 or stream.finish != "stop" or not choice.finished:
             return []
-        # parsed again as a whole: that costs as much as a few of its events
-        again, transcript = _pipeline(self.prepared), Transcript()
-        for event in again.feed(stream.tokens) + again.finish():
-            transcript.add(event)
-        if len(transcript.calls) != len(calls.ids):
+        if not (choice.calls or pipeline.reasoning_tokens):
             return []
-        for part, name in zip(transcript.calls, calls.ids, strict=True):
-            part.start = replace(part.start, id=name) if part.start is not None else None
+        transcript = self.transcript
+        if transcript is None:
+            again, transcript = _pipeline(self.prepared), Transcript()
+            for event in again.feed(stream.tokens) + again.finish():
+                transcript.add(event)
         return transcript.blocks(in_order=True)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the model has generated more, or less, than the answer shows."""
+        pipeline = self._pipelines[0]
+        return pipeline.stopped_by is not None or pipeline.complete
 
     def usage(self) -> Usage:
         """The tokens so far."""

@@ -66,11 +66,6 @@ class AnswerCalls:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    @property
-    def ids(self) -> list[str]:
-        """The ids of the first MAX_CALLS calls."""
-        return [start.id for start, _ in self._calls]
-
     def add(self, event: AnswerEvent) -> None:
         """Add an event of a tool call; other events are ignored."""
         if isinstance(event, ToolCallDelta):

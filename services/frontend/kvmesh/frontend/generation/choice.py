@@ -57,7 +57,7 @@ class AnswerContext:
 class Choice:
     """Renders new tokens of `stream` into the answer's sink at each `flush`.
 
-    `calls` are the tool calls of the answer so far.
+    `calls` are the tool calls of the answer so far; `finished`: all of it is rendered.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Choice:
         self._opened = False
         self._rendered = 0
         self.calls = AnswerCalls()
+        self.finished = False
 
     def flush(self) -> None:
         """Render tokens that have arrived, if the reader keeps up."""
@@ -90,6 +91,7 @@ class Choice:
 
     def finish(self) -> bytes:
         """Return the last frames, whether or not the reader keeps up."""
+        self.finished = True
         frame = self._render_tokens()
         events = self._pipeline.finish()
         if events:

@@ -127,7 +127,7 @@ class SessionHooks:
             blocks = transcript.blocks(in_order) if answer is None else answer.blocks
             calls = any(isinstance(block, ToolCall) for block in blocks)
             waits: Waits = "tools" if calls else "user"
-            following = successor(request, blocks, None if answer is None else answer.generated)
+            following = successor(request, blocks, answer)
             if following is not None and self._gate.allows(hooked.planned, waits):
                 follow_up = FollowUp(hooked.planned.family, waits)
                 self._start(self._speculate(hooked, active, following, follow_up))
@@ -140,8 +140,9 @@ class SessionHooks:
             return None
         request, model = prepared.request, prepared.model
         name = name_after(request.messages, blocks)
-        generated = model.dialect.generated(request, active.tasks[0].stream.tokens)
-        if not name or generated is None:
+        tokens = active.tasks[0].stream.tokens
+        generated = None if active.is_cut else model.dialect.generated(request, tokens)
+        if not name:
             return None
         forced = prepared.required_tool_call is not None
         answer = Answer(model.card.files, blocks, generated, forced)

@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
+from kvmesh.frontend.answers.answer import Answer
 from kvmesh.frontend.conversation import (
     Block,
-    Generated,
     GenerateRequest,
     Message,
     Text,
@@ -18,19 +18,23 @@ CUT = "\ue000kvmesh-next\ue000"
 
 
 def successor(
-    request: GenerateRequest, answer: list[Block], generated: Generated | None = None
+    request: GenerateRequest, answer: list[Block], kept: Answer | None = None
 ) -> GenerateRequest | None:
     """The request that probably follows `answer`, with a `CUT` where the client's text begins.
 
-    `generated` is the answer as later prompts show it, if it is stored for that. None if nothing
-    can be predicted.
+    `kept` is the answer as it is stored, so that later prompts show all of it. None if nothing can
+    be predicted.
     """
-    if generated is None and not request.returns_thinking:
+    if kept is None and not request.returns_thinking:
         answer = [block for block in answer if not isinstance(block, Thinking)]
     if not answer or not request.messages or request.template_args.get(CONTINUE):
         return None
     calls = [block.id for block in answer if isinstance(block, ToolCall)]
     results: list[Block] = [ToolResult(call, [Text(CUT)]) for call in calls]
     following = Message("tool", results) if results else Message("user", [Text(CUT)])
-    messages = [*request.messages, Message("assistant", answer, generated), following]
+    messages = [
+        *request.messages,
+        Message("assistant", answer, kept.generated if kept else None),
+        following,
+    ]
     return replace(request, messages=messages)
