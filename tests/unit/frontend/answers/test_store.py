@@ -5,6 +5,7 @@ import logging
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from support.wait import eventually
 
@@ -37,6 +38,7 @@ class FakeBucket:
         self.failure: Exception | None = None
         self.delay_s = 0.0
         self.reads = 0
+        self.posted = 0
 
     async def get(self, key: str) -> Any:
         self.reads += 1
@@ -49,6 +51,10 @@ class FakeBucket:
         await self._pass()
         self.values[subject.removeprefix(f"$KV.{Subjects().answers_bucket}.")] = value
 
+    def post(self, subject: str, value: msgspec.Raw) -> None:
+        self.posted += 1
+        self.values[subject.removeprefix(f"$KV.{Subjects().answers_bucket}.")] = bytes(value)
+
     async def _pass(self) -> None:
         await asyncio.sleep(self.delay_s)
         if self.failure is not None:
@@ -59,7 +65,13 @@ class Store(AnswerStore):
     """A frontend's store over the fake bucket."""
 
     def __init__(self, bucket: FakeBucket, max_bytes: int = 1 << 20, stored: int = 1 << 20) -> None:
-        bus = SimpleNamespace(connected=True, subjects=Subjects(), store=bucket.store)
+        bus = SimpleNamespace(
+            connected=True,
+            max_payload=1 << 20,
+            subjects=Subjects(),
+            store=bucket.store,
+            post=bucket.post,
+        )
         super().__init__(cast(Bus, bus), max_bytes, stored, 60.0)
         self._bucket = cast(Bucket, bucket)
 
@@ -82,6 +94,16 @@ async def test_another_frontend_reads_what_one_has_stored(bucket: FakeBucket) ->
     assert await other.found("t", "name") == answer(forced=True)
     assert await other.found("t", "name") == answer(forced=True)
     assert bucket.reads == 1
+
+
+async def test_a_server_that_stores_is_not_waited_for(bucket: FakeBucket) -> None:
+    store = Store(bucket)
+    store.record("t", "first", answer())
+    await store.close()
+    for number in range(5):
+        store.record("t", f"name{number}", answer())
+    assert (bucket.posted, len(bucket.values)) == (5, 6)
+    assert await Store(bucket).found("t", "name4") == answer()
 
 
 async def test_a_tenant_s_answers_are_its_own(bucket: FakeBucket) -> None:

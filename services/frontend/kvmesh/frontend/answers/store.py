@@ -30,6 +30,7 @@ from kvmesh.runtime.lru import LruCache
 log = logging.getLogger(__name__)
 READ_S = 0.5  # a prompt does not wait longer for its answers
 WRITE_S = 5.0
+CONFIRM_S = 5.0  # a server that has just stored an answer is trusted with more
 PAUSE_S = 10.0  # without reading, after a failure
 ABSENT_S = 600.0
 ARRIVING_S = (
@@ -76,6 +77,7 @@ class AnswerStore:
         self._bucket: Bucket | None = None
         self._tasks = BackgroundTasks()
         self._paused_until = 0.0
+        self._confirmed_at = -CONFIRM_S
         self._failing = False
         self.enabled = max_bytes > 0
 
@@ -133,8 +135,16 @@ class AnswerStore:
         """Store an answer that this frontend has generated."""
         self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
         self._absent.pop((tenant, name))
-        if self._stored_bytes and len(self._tasks) < MAX_WRITES and self._bus.connected:
-            self._tasks.start(self._write(tenant, name, answer))
+        if not self._stored_bytes or not self._bus.connected:
+            return
+        subject = f"$KV.{self._bus.subjects.answers_bucket}.{_key(tenant, name)}"
+        now, packed = asyncio.get_running_loop().time(), _packed(tenant, answer)
+        if len(packed) > self._bus.max_payload:
+            return
+        if now < self._confirmed_at + CONFIRM_S:
+            self._bus.post(subject, msgspec.Raw(packed))
+        elif len(self._tasks) < MAX_WRITES:
+            self._tasks.start(self._write(subject, packed))
 
     def open(self) -> None:
         """Create the bucket, so that the first answer does not wait for it."""
@@ -166,13 +176,13 @@ class AnswerStore:
         metrics.read_answers.inc()
         self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
 
-    async def _write(self, tenant: str, name: str, answer: Answer) -> None:
+    async def _write(self, subject: str, packed: bytes) -> None:
+        """Store an answer; those of the next CONFIRM_S are sent without waiting for the server."""
         try:
             async with asyncio.timeout(WRITE_S):
                 await self._open()
-                subject = f"$KV.{self._bus.subjects.answers_bucket}.{_key(tenant, name)}"
-                await self._bus.store(subject, _packed(tenant, answer), WRITE_S)
-            self._failing = False
+                await self._bus.store(subject, packed, WRITE_S)
+            self._failing, self._confirmed_at = False, asyncio.get_running_loop().time()
         except (BusError, TimeoutError) as error:
             self._warn("cannot store generated answers", error)
 
