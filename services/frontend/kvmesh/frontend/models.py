@@ -65,7 +65,7 @@ class Dialect:
         opening = self.template.opening(request, date.today())
         if not ids or opening is None:
             return None
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        text = self.detokenizers.decode(ids)
         return Generated(opening, text, array("I", ids).tobytes())
 
     def _hidden(self) -> frozenset[int]:

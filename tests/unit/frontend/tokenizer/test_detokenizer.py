@@ -11,6 +11,7 @@ from kvmesh.frontend.tokenizer.detokenizer import (
     ByteDetokenizer,
     ByteTable,
     Detokenizer,
+    DetokenizerFactory,
     StreamDetokenizer,
     is_byte_level,
 )
@@ -89,3 +90,12 @@ def test_a_word_level_tokenizer_streams_with_its_own_decoder() -> None:
     end = tokenizer.token_to_id("<end>")
     assert end is not None
     assert run(StreamDetokenizer(tokenizer, frozenset({end})), [*ids, end], 1) == "hello world"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_all_tokens_are_decoded_hidden_ones_included(text: str) -> None:
+    factory = DetokenizerFactory(DEMO, DEMO_FILE, HIDDEN)
+    ids = DEMO.encode(text, add_special_tokens=False).ids
+    end = DEMO.token_to_id("<|im_end|>")
+    assert factory.decode(ids) == text
+    assert factory.decode([*ids, end, *ids]) == f"{text}<|im_end|>{text}"

@@ -109,6 +109,13 @@ class DetokenizerFactory:
         self._hidden = hidden
         self._table = ByteTable(tokenizer, hidden) if is_byte_level(tokenizer_json) else None
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of all tokens, hidden ones included."""
+        if self._table is None or not self._hidden.isdisjoint(ids):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+        detokenizer = ByteDetokenizer(self._table)
+        return detokenizer.feed(ids) + detokenizer.finish()
+
     def create(self) -> Detokenizer:
         if self._table is not None:
             return ByteDetokenizer(self._table)
