@@ -97,5 +97,6 @@ def test_all_tokens_are_decoded_hidden_ones_included(text: str) -> None:
     factory = DetokenizerFactory(DEMO, DEMO_FILE, HIDDEN)
     ids = DEMO.encode(text, add_special_tokens=False).ids
     end = DEMO.token_to_id("<|im_end|>")
+    assert end is not None
     assert factory.decode(ids) == text
     assert factory.decode([*ids, end, *ids]) == f"{text}<|im_end|>{text}"

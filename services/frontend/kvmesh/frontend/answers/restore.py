@@ -4,7 +4,6 @@ The engine's cache holds an answer as it was generated. A prompt that shows it o
 again from there on.
 """
 
-import json
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
@@ -113,10 +112,7 @@ def _spelled(blocks: Sequence[Block]) -> list[str]:
 
 
 def _compact(arguments: str) -> str:
-    try:
-        return json.dumps(json.loads(arguments))
-    except (ValueError, RecursionError):
-        return arguments
+    return "".join(arguments.split())
 
 
 def _with_marks(generated: Sequence[Block], returned: Sequence[Block]) -> list[Block]:
