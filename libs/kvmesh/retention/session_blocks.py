@@ -137,7 +137,7 @@ class SessionBlocks(Generic[K]):
         request: str | None = None,
         ahead: bool = False,
     ) -> TailChanges[K]:
-        """Record a new prompt of a session's conversation, 0 if that is unknown.
+        """Record a new prompt of a session's conversation, 0 if that is not known for certain.
 
         The prompt replaces those of its conversation that it extends, and casts doubt on those of
         its agent with which it shares only a prefix (compaction, edited history, dropped thinking).
@@ -214,8 +214,11 @@ class SessionBlocks(Generic[K]):
         """Remove the doubted prompts whose conversation goes on without them.
 
         That is, if the new prompt extends one that the client has sent, beyond the difference.
-        Returns them with the index of the first block that differs.
+        Returns them with the index of the first block that differs. A prompt of no certain
+        conversation confirms nothing.
         """
+        if not new.conversation:
+            return []
         doubted = [
             old
             for old in entry.prompts

@@ -3,7 +3,13 @@
 import pytest
 
 from kvmesh.bus.messages import Hints, owner
-from kvmesh.frontend.namespaces import TenantNamespaces, inferred, scope_sessions, scoped
+from kvmesh.frontend.namespaces import (
+    TenantNamespaces,
+    certain_conversation,
+    inferred,
+    scope_sessions,
+    scoped,
+)
 from kvmesh.hashing import salt
 
 
@@ -13,6 +19,12 @@ def test_names_of_a_tenant_cannot_be_formed_outside_of_it() -> None:
     assert scoped("team", "\x1fs") == "team\x1fs"
     names = {inferred("team", "s"), inferred("", "s"), scoped("team", "s"), scoped("", "s")}
     assert len(names) == 4
+
+
+def test_a_conversation_is_certain_in_a_session_that_the_caller_names() -> None:
+    assert certain_conversation(Hints(session=scoped("team", "s"), conversation=7)) == 7
+    assert certain_conversation(Hints(session=inferred("team", "s"), conversation=7)) == 0
+    assert certain_conversation(Hints(conversation=7)) == 7
 
 
 def test_tags_are_keyed_and_distinguish_owners_and_their_parts() -> None:

@@ -92,12 +92,25 @@ def test_two_sessions_share_a_prefix() -> None:
 def test_a_doubt_is_confirmed_by_the_next_prompt_on_the_new_line() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     old = chain([1, 2, 3, 4])
-    book.record("a", old, 1.0)
+    book.record("a", old, 1.0, MAIN)
     book.record("other", chain([1, 2, 3]), 1.0)
-    assert book.record("a", chain([1, 7]), 2.0) == TailChanges([PromptTail(old, 3)], [], [])
-    assert book.record("a", chain([1, 7]), 3.0) == NOTHING  # sent again
-    assert book.record("a", chain([1, 7, 8]), 4.0) == TailChanges([], [], [PromptTail(old, 3)])
+    assert book.record("a", chain([1, 7]), 2.0, MAIN) == TailChanges([PromptTail(old, 3)], [], [])
+    assert book.record("a", chain([1, 7]), 3.0, MAIN) == NOTHING  # sent again
+    assert book.record("a", chain([1, 7, 8]), 4.0, MAIN) == TailChanges(
+        [], [], [PromptTail(old, 3)]
+    )
     assert tails(book.release(["a"])) == set(chain([1, 7, 8])[1:])
+
+
+def test_prompts_of_no_certain_conversation_confirm_nothing() -> None:
+    book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
+    main, side = chain([1, 2, 3, 4]), chain([1, 7])
+    book.record("a", main, 1.0)
+    assert book.record("a", side, 2.0).doubted == [PromptTail(main, 1)]
+    for turn in range(3):
+        side = [*side, turn]
+        assert not book.record("a", side, 3.0 + turn).dropped
+    assert book.record("a", [*main, 5], 9.0).restored == [PromptTail(main, 1)]
 
 
 def test_what_is_doubted_is_still_its_session_s() -> None:
@@ -175,13 +188,13 @@ def test_what_was_predicted_settles_nothing(tentative: bool) -> None:
 def test_more_of_a_request_s_prompt_is_no_later_one() -> None:
     book: SessionBlocks[int] = SessionBlocks(idle_s=100.0, max_blocks=1000)
     old, new = chain([1, 2, 3, 4]), chain([1, 7, 8, 9])
-    book.record("s", old[:2], 1.0, request="old")
-    book.record("s", old[:3], 2.0, request="old")
-    assert tails(book.record("s", new[:2], 3.0, request="new").doubted) == {old[1], old[2]}
-    assert book.record("s", new[:3], 4.0, request="new") == NOTHING
-    assert book.record("s", old, 5.0, request="old") == NOTHING
-    book.record("s", new, 6.0, request="third")
-    assert tails(book.record("s", [*new, 5], 7.0, request="fourth").dropped) == set(old[1:])
+    book.record("s", old[:2], 1.0, MAIN, request="old")
+    book.record("s", old[:3], 2.0, MAIN, request="old")
+    assert tails(book.record("s", new[:2], 3.0, MAIN, request="new").doubted) == {old[1], old[2]}
+    assert book.record("s", new[:3], 4.0, MAIN, request="new") == NOTHING
+    assert book.record("s", old, 5.0, MAIN, request="old") == NOTHING
+    book.record("s", new, 6.0, MAIN, request="third")
+    assert tails(book.record("s", [*new, 5], 7.0, MAIN, request="fourth").dropped) == set(old[1:])
 
 
 def test_generated_blocks_belong_to_the_session() -> None:

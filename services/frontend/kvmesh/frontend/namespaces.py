@@ -42,6 +42,15 @@ def is_inferred(name: str) -> bool:
     return SEPARATOR * 2 in name
 
 
+def certain_conversation(hints: Hints) -> int:
+    """The key of a request's conversation for engines, which drop what it has left.
+
+    0 where its session has no name of the caller: clients that work on one task at the same time
+    then share the key.
+    """
+    return 0 if hints.session is not None and is_inferred(hints.session) else hints.conversation
+
+
 def check_name(name: str, param: str) -> None:
     """Raises InvalidRequest unless `name` is valid for a tenant or a fair class."""
     if not _NAME.fullmatch(name):

@@ -19,11 +19,11 @@ def test_the_least_recently_used_are_evicted_for_a_request() -> None:
 
 def test_the_second_prompt_on_a_new_line_supersedes_what_the_session_has_left() -> None:
     node = ManagedNode()
-    node.put("old", prompt(6, 1, head=2), session="s")
-    node.get("new", prompt(4, 2, head=2), session="s")
-    node.get("new", prompt(5, 2, head=2), session="s")
+    node.put("old", prompt(6, 1, head=2), session="s", conversation=4 << 32)
+    node.get("new", prompt(4, 2, head=2), session="s", conversation=4 << 32)
+    node.get("new", prompt(5, 2, head=2), session="s", conversation=4 << 32)
     assert not node.removed, "it is the same request"
-    node.get("next", prompt(6, 2, head=2), session="s")
+    node.get("next", prompt(6, 2, head=2), session="s", conversation=4 << 32)
     assert node.removed == {(ARENA, "superseded", "next"): 4}
 
 

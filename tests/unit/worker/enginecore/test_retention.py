@@ -361,12 +361,17 @@ def test_a_removal_tells_its_reason_and_for_whose_blocks_it_was() -> None:
     assert {(reason, request) for _, reason, request in removals(manager)} == {("cleared", None)}
 
 
+def known(work: Work) -> Work:
+    """Work of a conversation that is known for certain."""
+    return structs.replace(work, conversation=4 << 32)
+
+
 def test_sessions_that_end_or_change_their_prompt_name_the_reason() -> None:
     manager = BlockManager(16, RetentionOptions(session_idle_s=1e9))
-    run_request(manager, [1, 2, 3, 4], work_of(4, [], "a"), "r-1")
-    run_request(manager, [1, 2, 9, 9], work_of(4, [], "a"), "r-2")
+    run_request(manager, [1, 2, 3, 4], known(work_of(4, [], "a")), "r-1")
+    run_request(manager, [1, 2, 9, 9], known(work_of(4, [], "a")), "r-2")
     assert removals(manager) == []
-    run_request(manager, [1, 2, 9, 9, 5], work_of(5, [], "a"), "r-3")
+    run_request(manager, [1, 2, 9, 9, 5], known(work_of(5, [], "a")), "r-3")
     assert removals(manager) == [(2, "superseded", None)]
     manager.retention.release(["a"])
     assert removals(manager) == [(5, "released", None)]
@@ -416,10 +421,10 @@ def test_explicitly_retained_and_pinned_blocks_are_not_moved_first() -> None:
 
 def test_a_confirmed_tail_leaves_what_others_continue() -> None:
     manager = BlockManager(16, RetentionOptions(session_idle_s=1e9))
-    run_request(manager, [1, 2, 3, 4], work_of(4, [], "a"), "r-1")
+    run_request(manager, [1, 2, 3, 4], known(work_of(4, [], "a")), "r-1")
     run_request(manager, [1, 2, 3, 8], work_of(4, []), "r-nobody")
-    run_request(manager, [1, 9], work_of(2, [], "a"), "r-2")
-    run_request(manager, [1, 9, 5], work_of(3, [], "a"), "r-3")
+    run_request(manager, [1, 9], known(work_of(2, [], "a")), "r-2")
+    run_request(manager, [1, 9, 5], known(work_of(3, [], "a")), "r-3")
     assert matched(manager, [1, 2, 3, 4], [1, 2, 3, 8]) == [3, 4]
 
 

@@ -33,6 +33,7 @@ from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.dispatch.token_stream import Loss, TokenStream
 from kvmesh.frontend.dispatch.work_client import WorkClient
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Overloaded, PoisonRequest, Unavailable
+from kvmesh.frontend.namespaces import certain_conversation
 from kvmesh.frontend.preprocess.preprocessor import PromptTokens
 from kvmesh.frontend.wake.waker import Waker
 from kvmesh.hashing import block_hashes
@@ -287,7 +288,7 @@ class Dispatcher:
             priority=BATCH_PRIORITY if self._is_batch(task) else request.hints.priority,
             generated=len(task.stream.tokens),
             session=request.hints.session,
-            conversation=request.hints.conversation,
+            conversation=certain_conversation(request.hints),
             turn=request.turn,
             handoff=task.dispatch.handoff,
             tenant=request.cache_salt,

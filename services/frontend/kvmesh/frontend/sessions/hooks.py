@@ -17,7 +17,7 @@ from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.task import SequenceTask
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.generation.active_request import ActiveRequest
-from kvmesh.frontend.namespaces import inferred
+from kvmesh.frontend.namespaces import certain_conversation, inferred
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 from kvmesh.frontend.sessions.histories import Histories
 from kvmesh.frontend.sessions.last_prompts import LastPrompts
@@ -234,7 +234,7 @@ class SessionHooks:
             tenant=speculation.tenant,
             adapter=prepared.adapter,
             session=prepared.request.hints.session,
-            conversation=prepared.request.hints.conversation,
+            conversation=certain_conversation(prepared.request.hints),
             deadline_s=DEADLINE_S,
             compute=speculation.requested_tokens,
             rank=rank.rank,

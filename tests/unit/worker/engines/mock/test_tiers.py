@@ -149,12 +149,12 @@ async def test_release_drops_unshared_blocks_from_all_tiers(started: StartedEngi
 async def test_superseded_tails_are_dropped_from_all_tiers(started: StartedEngine) -> None:
     head = prompt(48)
     old, new = head + prompt(96, first=100), head + prompt(32, first=200)
-    await started.run("old", old, max_tokens=1, session="A")
+    await started.run("old", old, max_tokens=1, session="A", conversation=4 << 32)
     assert blocks_by_tier(started, old) == [9, 9, 9]
-    await started.run("new", new, max_tokens=1, session="A")
+    await started.run("new", new, max_tokens=1, session="A", conversation=4 << 32)
     assert (blocks_by_tier(started, old), blocks_by_tier(started, new)) == ([9, 9, 9], [5, 5, 5])
     new += prompt(16, first=300)
-    await started.run("next", new, max_tokens=1, session="A")
+    await started.run("next", new, max_tokens=1, session="A", conversation=4 << 32)
     assert (blocks_by_tier(started, old), blocks_by_tier(started, new)) == ([3, 3, 3], [6, 6, 6])
 
 

@@ -25,7 +25,7 @@ from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 from kvmesh.frontend.http.cache.prompt_resolver import PromptResolver, ResolvedPrompt
 from kvmesh.frontend.http.endpoint import EndpointCall
-from kvmesh.frontend.namespaces import scoped
+from kvmesh.frontend.namespaces import certain_conversation, scoped
 
 ROUTE_S = 2.0
 MAX_AHEAD_S = 3600.0
@@ -130,7 +130,7 @@ def _command(wire_id: str, target: ResolvedPrompt, parsed: PrefetchBody, rank: i
         tenant=target.tenant,
         adapter=target.adapter,
         session=target.request.hints.session,
-        conversation=target.request.hints.conversation,
+        conversation=certain_conversation(target.request.hints),
         retention=target.prompt.retention,
         at=None if parsed.at is None or parsed.at <= time.time() else parsed.at,
         deadline_s=parsed.deadline,
