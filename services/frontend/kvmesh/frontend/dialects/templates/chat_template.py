@@ -29,8 +29,7 @@ from kvmesh.frontend.dialects.templates.frame_probe import (
     probed,
     shows_tools,
 )
-from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry
-from kvmesh.frontend.dialects.tools import function
+from kvmesh.frontend.dialects.templates.tool_entries import ToolEntries
 
 ATTEMPTS = 2  # to show answers as they were generated
 _OPEN_END = "\ue000kvmesh-continue\ue000"
@@ -55,6 +54,7 @@ class ChatTemplate:
         self._templates: dict[str, tuple[jinja2.Template, TemplateCapabilities]] = {}
         sources = model_files.sources(contents)
         self.source = "\n".join(sources.values())
+        self._tools = ToolEntries()
         self._frames = AnswerFrames(self._render, lambda tools: self._select(tools)[1])
         for name, source in sources.items():
             template = _compile(environment, name, source)
@@ -117,9 +117,7 @@ class ChatTemplate:
         invites: bool = True,
     ) -> str:
         """The prompt of a conversation; with `invites`, it ends where an answer begins."""
-        visible: list[dict[str, Any]] = [
-            RepeatedEntry(function(tool)) for tool in request.tools if not tool.deferred
-        ]
+        visible: list[dict[str, Any]] = [*self._tools.of(request.tools)]
         template, capabilities = self._select(bool(visible))
         continues = bool(request.template_args.get(CONTINUE))
         conversation = _mark_open_end(conversation) if continues else conversation

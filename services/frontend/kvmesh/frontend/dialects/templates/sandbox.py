@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from kvmesh.frontend.dialects.errors import TemplateError
-from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry, dumps, dumps_repeated
+from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry, dumps
 
 MAX_STEPS = 1_000_000
 MAX_CHARS = 16 << 20
@@ -171,14 +171,13 @@ def tojson(
     sort_keys: bool = False,
 ) -> str:
     """Transformers' `tojson` filter: no HTML escapes, no ASCII escapes."""
-    write = dumps_repeated if isinstance(value, RepeatedEntry) else dumps
-    return write(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=(separators[0], separators[1]) if separators else None,
-        sort_keys=sort_keys,
-    )
+    form = {
+        "ensure_ascii": ensure_ascii,
+        "indent": indent,
+        "separators": (separators[0], separators[1]) if separators else None,
+        "sort_keys": sort_keys,
+    }
+    return value.dumps(**form) if type(value) is RepeatedEntry else dumps(value, **form)
 
 
 def strftime(day: datetime.date) -> Callable[[str], str]:
