@@ -303,6 +303,7 @@ async def test_a_speculative_prefill_is_a_trace_of_its_own(
     text = f"<think>\n{'One has to read it first. ' * 6}\n</think>\n\n{'Here it is. ' * 20}"
     script.write_text(json.dumps({"match": "Think first", "text": text}))
     mesh.env |= {"KVMESH_MOCK_SCRIPT": str(script), "KVMESH_MOCK_SPEEDUP": "50"}
+    mesh.env["KVMESH_FRONTEND_ANSWERS_BYTES"] = "0"  # the prompt would have the answer as it is
     mesh.start_all(workers=1)
     await mesh.ready()
     messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "Yes?"}]

@@ -24,7 +24,7 @@ def test_names_of_a_tenant_cannot_be_formed_outside_of_it() -> None:
 def test_a_conversation_is_certain_in_a_session_that_the_caller_names() -> None:
     assert certain_conversation(Hints(session=scoped("team", "s"), conversation=7)) == 7
     assert certain_conversation(Hints(session=inferred("team", "s"), conversation=7)) == 0
-    assert certain_conversation(Hints(conversation=7)) == 7
+    assert certain_conversation(Hints(conversation=7)) == 0
 
 
 def test_tags_are_keyed_and_distinguish_owners_and_their_parts() -> None:

@@ -48,7 +48,8 @@ def certain_conversation(hints: Hints) -> int:
     0 where its session has no name of the caller: clients that work on one task at the same time
     then share the key.
     """
-    return 0 if hints.session is not None and is_inferred(hints.session) else hints.conversation
+    is_named = hints.session is not None and not is_inferred(hints.session)
+    return hints.conversation if is_named else 0
 
 
 def check_name(name: str, param: str) -> None:
