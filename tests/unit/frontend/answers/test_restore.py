@@ -1,6 +1,7 @@
 """The request with the answers as they were generated."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from unit.frontend.dialects.recorded import request, result, user
@@ -16,6 +17,7 @@ from kvmesh.frontend.conversation import (
     Message,
     Text,
     Thinking,
+    Tool,
     ToolCall,
 )
 from kvmesh.frontend.dialects.output import call_id
@@ -46,8 +48,11 @@ class Known:
         calls = [block.id for block in blocks if isinstance(block, ToolCall)]
         self.messages += [result("found", call) for call in calls] or [user("Go on.")]
 
-    def restore(self, forced: bool = False) -> tuple[ShownAnswers | None, GenerateRequest]:
+    def restore(
+        self, forced: bool = False, tools: Sequence[Tool] = ()
+    ) -> tuple[ShownAnswers | None, GenerateRequest]:
         asked = request(*self.messages)
+        asked.tools = [*tools]
         runs = [run for run in answer_runs(asked.messages) if run.name in self.answers]
         found = [(run, self.answers[run.name]) for run in runs]
         self.news: list[str] = []
@@ -113,6 +118,39 @@ def test_calls_that_tool_choice_forced_are_shown_to_requests_that_force_calls() 
     blocks: list[Block] = [Thinking("I see."), read(identifier, a=1)]
     assert known.restore(forced=True)[1].messages[1] == Message("assistant", blocks, GENERATED)
     assert known.restore()[1].messages[1] == Message("assistant", blocks)
+
+
+def test_answers_to_other_requests_are_shown_as_generated_where_calls_are_forced() -> None:
+    known, identifier = Known(), call_id()
+    known.generated(Thinking("I see."), read(identifier, a=1))
+    known.returned(read(identifier, a=1))
+    assert known.restore(forced=True)[1].messages[1].generated == GENERATED
+
+
+def test_a_form_is_compared_anew_under_another_schema() -> None:
+    known, identifier = Known(), call_id()
+    known.generated(read(identifier, a="1"))
+    known.returned(read(identifier, a=1))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [Tool("read", "", schema)]
+    for offered in ([], tools, [], tools):
+        restored, _ = known.restore(tools=offered)
+        assert restored is not None
+        assert restored.answers == bool(offered)
+
+
+def test_a_request_compares_a_bounded_number_of_values() -> None:
+    known = Known()
+    for _ in range(10):
+        identifier = call_id()
+        known.generated(read(identifier, a=[0] * 15_000))
+        known.returned(read(identifier, a=[0.0] * 15_000))
+    first, _ = known.restore()
+    again, _ = known.restore()
+    assert first is not None
+    assert again is not None
+    assert 0 < first.answers < 10
+    assert again.answers == 10
 
 
 def test_equal_texts_are_told_apart_by_their_place() -> None:

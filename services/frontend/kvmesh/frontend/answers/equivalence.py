@@ -14,7 +14,8 @@ from kvmesh.frontend.conversation import Block, GenerateRequest, Text, Thinking,
 from kvmesh.frontend.dialects.parsing.coerce import resolve
 from kvmesh.frontend.dialects.tools import by_model_name, model_name
 
-MAX_STEPS = 20_000  # values and schemas that one comparison visits
+MAX_STEPS = 20_000  # values and schemas that the comparison of one call visits
+MAX_REQUEST_STEPS = 100_000  # those of all calls of a request
 MAX_DEPTH = 64
 MAX_REFERENCE = 512  # characters
 _ABSENT = object()
@@ -37,6 +38,8 @@ class AnswerComparison:
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._tools: dict[str, Tool] | None = None
+        self._hashes: dict[int, int] = {}  # of schemas, by the id of their tool
+        self._steps = MAX_REQUEST_STEPS
         self._directories: frozenset[str] | None = None
 
     def same(self, generated: Sequence[Block], returned: Sequence[Block]) -> bool:
@@ -69,7 +72,15 @@ class AnswerComparison:
         tool = self._tool(name)
         schema = tool.parameters if tool is not None else {}
         habits = self if self._request.agent.startswith(_CLAUDE_CODE) else None
-        return _ArgumentComparison(schema, generated.name, habits).same(before, after)
+        comparison = _ArgumentComparison(schema, generated.name, habits, self._steps)
+        same = comparison.same(before, after)
+        self._steps -= comparison.used
+        return same
+
+    @property
+    def exhausted(self) -> bool:
+        """True if calls may differ only since too many have been compared."""
+        return self._steps <= 0
 
     def names_directory(self, path: str) -> bool:
         """True if the request's first messages name `path` as the working directory."""
@@ -87,6 +98,19 @@ class AnswerComparison:
             self._directories = frozenset(filter(None, named))
         return path.rstrip("/") in self._directories
 
+    def schemas(self, blocks: Sequence[Block]) -> int:
+        """A hash of the schemas of the tools that `blocks` call."""
+        tools = [self._tool(model_name(call.name, call.namespace)) for call in _calls(blocks)]
+        return hash(tuple(map(self._schema_hash, tools)))
+
+    def _schema_hash(self, tool: Tool | None) -> int:
+        if tool is None:
+            return 0
+        known = self._hashes.get(id(tool))
+        if known is None:
+            known = self._hashes[id(tool)] = hash(repr(tool.parameters))
+        return known
+
     def _tool(self, name: str) -> Tool | None:
         if self._tools is None:
             self._tools = by_model_name(self._request.tools)
@@ -94,14 +118,24 @@ class AnswerComparison:
 
 
 class _ArgumentComparison:
-    """One comparison of arguments; it gives up after MAX_STEPS. `habits`: of Claude Code."""
+    """One comparison of arguments; it gives up after `most` steps, or MAX_STEPS.
 
-    def __init__(self, schema: Any, tool: str, habits: AnswerComparison | None) -> None:
+    `habits`: of Claude Code.
+    """
+
+    def __init__(
+        self, schema: Any, tool: str, habits: AnswerComparison | None, most: int = MAX_STEPS
+    ) -> None:
         self._schema = schema
         self._habits = habits
         self._trimmed = _TRIMMED.get(tool, frozenset()) if habits is not None else frozenset()
         self._shell = tool == "Bash"
-        self._steps = MAX_STEPS
+        self._most = self._steps = min(most, MAX_STEPS)
+
+    @property
+    def used(self) -> int:
+        """The steps so far."""
+        return self._most - self._steps
 
     def same(self, one: Any, other: Any) -> bool:
         return self._same(one, other, [self._schema], MAX_DEPTH, "")

@@ -38,11 +38,14 @@ class KnownAnswer:
 
     def compare(self, returned: list[Block], comparison: AnswerComparison) -> bool:
         """Compare a form in which a client returns the answer; False if it was the last one."""
-        form = hash(tuple(map(_content, returned)))
+        # the same form may mean another thing to a request with other tools
+        form = hash((*map(_content, returned), comparison.schemas(returned)))
         if self.returned == form:
             return False
         generated = self.answer.blocks
-        self.returned, self.same = form, comparison.same(generated, returned)
+        self.same = comparison.same(generated, returned)
+        # what is told apart for want of time is compared again
+        self.returned = 0 if comparison.exhausted and not self.same else form
         self.thinking = _has_thinking(generated) and not _has_thinking(returned)
         self.calls = _spelled(generated) != _spelled(returned)
         return True
@@ -64,9 +67,10 @@ def restore(
 ) -> ShownAnswers | None:
     """Replace the messages of those of the stored answers that the model `files` has generated.
 
-    `forced`: `tool_choice` makes the engine write calls in another syntax, which answers to other
-    requests must not imitate. `note` gets the verdict on each answer that is returned in a form not
-    seen before. Returns None if none of the answers is stored.
+    `forced`: `tool_choice` makes the engine write calls in another syntax. Answers written so are
+    shown so to such requests alone: those to others must not imitate them. `note` gets the verdict
+    on each answer that is returned in a form not seen before. Returns None if none of the answers
+    is stored.
     """
     answers = thinking = calls = edited = 0
     messages: list[Message] = []
@@ -85,7 +89,7 @@ def restore(
         thinking += known.thinking
         calls += known.calls
         blocks = _with_marks(answer.blocks, run.blocks)
-        generated = answer.generated if answer.forced == forced else None
+        generated = None if answer.forced and not forced else answer.generated
         messages += request.messages[done : run.first]
         messages.append(Message("assistant", blocks, generated))
         done = run.end
