@@ -7,7 +7,8 @@ from kvmesh.frontend.answers.answer import answer_name, answer_runs, is_call, na
 from kvmesh.frontend.conversation import Block, Message, Text, Thinking, ToolCall
 from kvmesh.frontend.dialects.output import call_id
 
-OURS, THEIRS = ToolCall(call_id(), "read", "{}"), ToolCall("toolu_01", "read", "{}")
+OURS = ToolCall("call_00112233445566778899aabb", "read", "{}")
+THEIRS = ToolCall("toolu_01", "read", "{}")
 FIRST = [system("Be brief."), user("hi")]
 
 
