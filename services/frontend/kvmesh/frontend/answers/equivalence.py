@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from kvmesh.frontend.conversation import Block, GenerateRequest, Text, Thinking, Tool, ToolCall
 from kvmesh.frontend.dialects.parsing.coerce import resolve
 from kvmesh.frontend.dialects.tools import by_model_name, model_name
@@ -108,7 +110,7 @@ class AnswerComparison:
             return 0
         known = self._hashes.get(id(tool))
         if known is None:
-            known = self._hashes[id(tool)] = hash(repr(tool.parameters))
+            known = self._hashes[id(tool)] = hash(_encoded(tool.parameters))
         return known
 
     def _tool(self, name: str) -> Tool | None:
@@ -224,6 +226,13 @@ class _ArgumentComparison:
                 options = node.get(key)
                 waiting += options if isinstance(options, list) else []
         return list(found.values())
+
+
+def _encoded(schema: Any) -> bytes:
+    try:
+        return msgspec.json.encode(schema)
+    except (msgspec.MsgspecError, TypeError, UnicodeError, OverflowError, RecursionError):
+        return b""
 
 
 def _calls(blocks: Sequence[Block]) -> list[ToolCall]:
