@@ -108,7 +108,11 @@ class AnswerComparison:
             return 0
         known = self._hashes.get(id(tool))
         if known is None:
-            known = self._hashes[id(tool)] = hash(repr(tool.parameters))
+            try:
+                known = hash(repr(tool.parameters))
+            except RecursionError:
+                known = 0
+            self._hashes[id(tool)] = known
         return known
 
     def _tool(self, name: str) -> Tool | None:
