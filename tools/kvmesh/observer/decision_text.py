@@ -84,7 +84,8 @@ def shown_line(shown: ShownAnswers) -> str:
     returned = [f"{count} {how}" for count, how in changes if count]
     by_client = f" (the client returned {' and '.join(returned)})" if returned else ""
     edited = f"; {shown.edited} that the client had edited as sent" if shown.edited else ""
-    return f"the prompt shows {shown.answers} earlier answers as generated{by_client}{edited}"
+    answers = f"{shown.answers} earlier answer{'' if shown.answers == 1 else 's'}"
+    return f"the prompt shows {answers} as generated{by_client}{edited}"
 
 
 def moved(expected: ExpectedReturn, decision: Decision) -> bool:

@@ -48,6 +48,16 @@ def test_with_one_call_the_answer_ends_with_the_first() -> None:
     assert made.finish() == []
 
 
+def test_with_one_call_the_model_writes_the_end_of_the_calls_syntax() -> None:
+    call: list[AnswerEvent] = [ToolCallStart("c", "f"), ToolCallDelta("{}"), ToolCallEnd()]
+    made = pipeline(call, [TextDelta("\n")], [TextDelta("So")], one_call=True)
+    assert made.feed([65]) == call
+    assert made.feed([65]) == []
+    assert not made.complete
+    assert made.feed([65]) == []
+    assert made.complete
+
+
 def test_otherwise_calls_follow_one_another_and_the_rest_follows_them() -> None:
     events: list[AnswerEvent] = [ToolCallStart("c", "f"), ToolCallEnd(), ToolCallStart("d", "g")]
     made = pipeline(events)

@@ -121,6 +121,19 @@ async def test_long_texts_have_the_tokens_of_the_library() -> None:
     ]
 
 
+async def test_half_a_character_in_the_arguments_of_a_call_becomes_a_question_mark() -> None:
+    function = {"name": "f", "arguments": '{"a": "x\\ud83d"}'}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function"} | {"function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "c", "content": "ok"}
+    encoded = (
+        await prepared(chat(messages=[{"role": "user", "content": "Hi"}, call, result]))
+    ).encoded
+    assert '"x?"' in encoded.text
+
+
 async def test_the_prompts_of_all_choices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_PROMPT_BYTES", 4 * 500)
     text = "one two three " * 30

@@ -33,6 +33,7 @@ WRITE_S = 5.0
 CONFIRM_S = 5.0  # a server that has just stored an answer is trusted with more
 PAUSE_S = 10.0  # without reading, after a failure
 ABSENT_S = 600.0
+FRESH_S = 1.0  # another frontend may be storing it
 ARRIVING_S = (
     0.03  # until the newest answer, which another frontend has just stored, is in the bucket
 )
@@ -117,15 +118,18 @@ class AnswerStore:
         try:
             async with asyncio.timeout(READ_S):
                 bucket = await self._open()
-                reads = [self._read(bucket, tenant, n, limit) for n in wanted[-MAX_READ:]]
+                newest = missing[-1]
+                reads = [
+                    self._read(bucket, tenant, n, limit, FRESH_S if n is newest else ABSENT_S)
+                    for n in wanted[-MAX_READ:]
+                ]
                 ended = await asyncio.gather(*reads, return_exceptions=True)
                 # none of the reads is left behind by the failure of another
                 for failure in filter(None, ended):
                     raise failure
-                newest = missing[-1]
                 if newest in wanted and is_call(newest) and self.lookup(tenant, newest) is None:
                     await asyncio.sleep(ARRIVING_S)
-                    await self._read(bucket, tenant, newest, limit)
+                    await self._read(bucket, tenant, newest, limit, FRESH_S)
             self._failing = False
         except (BusError, TimeoutError) as error:
             self._paused_until = now + PAUSE_S
@@ -164,14 +168,22 @@ class AnswerStore:
     def _readable(self, now: float) -> bool:
         return bool(self._stored_bytes) and self._bus.connected and now >= self._paused_until
 
-    async def _read(self, bucket: Bucket, tenant: str, name: str, limit: asyncio.Semaphore) -> None:
+    async def _read(
+        self,
+        bucket: Bucket,
+        tenant: str,
+        name: str,
+        limit: asyncio.Semaphore,
+        absent_s: float,
+    ) -> None:
+        """Read an answer; if it is absent, it is not looked up again for `absent_s`."""
         async with limit:
             try:
                 answer = _unpacked((await bucket.get(_key(tenant, name))).value or b"", tenant)
             except NotFound:
                 answer = None
         if answer is None:
-            self._absent.put((tenant, name), asyncio.get_running_loop().time() + ABSENT_S)
+            self._absent.put((tenant, name), asyncio.get_running_loop().time() + absent_s)
             return
         metrics.read_answers.inc()
         self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))

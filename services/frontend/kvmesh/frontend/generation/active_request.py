@@ -149,7 +149,8 @@ class ActiveRequest:
         Empty for other answers, for several, and for one that was not rendered to its end.
         """
         stream, pipeline, choice = self.tasks[0].stream, self._pipelines[0], self._choices[0]
-        if len(self.tasks) > 1 or stream.finish != "stop" or not choice.finished:
+        whole = stream.finish == "stop" or (stream.finish == "length" and not choice.calls)
+        if len(self.tasks) > 1 or not whole or not choice.finished:
             return []
         if not (choice.calls or pipeline.reasoning_tokens):
             return []

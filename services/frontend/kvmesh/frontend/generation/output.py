@@ -19,8 +19,9 @@ class PlainText:
 class OutputPipeline:
     """State between one sequence's tokens and its events.
 
-    With `one_call` the answer is `complete` at the end of its first tool call; later tokens are
-    to be dropped.
+    With `one_call` the answer ends with its first tool call: it is `complete` once the model goes
+    on after that, and later tokens are to be dropped. The model may write the end of the call's
+    syntax, so that later prompts can show the answer as it was generated.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class OutputPipeline:
         self._may_stop = bool(stops)
         self._parser = parser
         self._one_call = one_call
+        self._called = False
         self._reasoning = 0.0
         self.complete = False
 
@@ -66,14 +68,24 @@ class OutputPipeline:
             return []
         text = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
         events = self._parser.feed(text) if text else []
-        return events + self._parser.finish()
+        events += self._parser.finish()
+        return self._first_call(events) if self._one_call else events
 
     def _first_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        """The events up to the end of the first call."""
+        if self._called:
+            self.complete = self.complete or not all(map(_is_blank, events))
+            return []
         for index, event in enumerate(events):
             if type(event) is ToolCallEnd:
-                self.complete = True
+                self._called = True
+                self.complete = not all(map(_is_blank, events[index + 1 :]))
                 return events[: index + 1]
         return events
+
+
+def _is_blank(event: AnswerEvent) -> bool:
+    return isinstance(event, TextDelta) and not event.text.strip()
 
 
 def _reasoning_share(events: list[AnswerEvent]) -> float:

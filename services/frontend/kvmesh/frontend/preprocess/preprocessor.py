@@ -323,11 +323,21 @@ def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
         check_arguments(request.messages)
     dialect = model.dialect
     try:
-        return dialect.template.prompt(request, datetime.date.today(), dialect.end_tokens)
+        rendered = dialect.template.prompt(request, datetime.date.today(), dialect.end_tokens)
     except TemplateError as error:
         raise InvalidRequest(
             f"The model's chat template refused the conversation: {error}", "messages"
         ) from error
+    return rendered._replace(text=_encodable(rendered.text))
+
+
+def _encodable(text: str) -> str:
+    r"""The text with a question mark for each half of a character, such as \ud83d in arguments."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def hash_prompt(
