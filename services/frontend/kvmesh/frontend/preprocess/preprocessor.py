@@ -333,6 +333,8 @@ def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
 
 def _encodable(text: str) -> str:
     r"""The text with a question mark for each half of a character, such as \ud83d in arguments."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:
