@@ -217,14 +217,26 @@ class RetentionSuite:
     async def test_a_new_prompt_leaves_the_old_tail(self, started: StartedEngine) -> None:
         head = started.prompt(3)
         old = joined(head, started.prompt(6, 100))
-        await run(started, "old", old, session="A")
+        await run(started, "old", old, session="A", conversation=MAIN)
         await started_holds(started, {old: 9})
         compacted = joined(head, started.prompt(2, 200))
-        await run(started, "new", compacted, session="A")
+        await run(started, "new", compacted, session="A", conversation=MAIN)
         await started_holds(started, {old: 9, compacted: 5})
         later = joined(compacted, started.prompt(2, 300))
-        await run(started, "next", later, session="A")
+        await run(started, "next", later, session="A", conversation=MAIN)
         await started_holds(started, {old: 3, later: 7})
+
+    async def test_prompts_of_no_certain_conversation_drop_nothing(
+        self, started: StartedEngine
+    ) -> None:
+        """Raw prompts, and those of a session that the frontend has named."""
+        head = started.prompt(3)
+        main, side = joined(head, started.prompt(6, 100)), joined(head, started.prompt(2, 200))
+        await run(started, "main", main, session="A")
+        for number in range(3):
+            await run(started, f"side{number}", side, session="A")
+            side = joined(side, started.prompt(1, 300 + number))
+        await started_holds(started, {main: 9})
 
     async def test_what_a_session_may_have_left_goes_first(self, started: StartedEngine) -> None:
         started.sink.reasons.clear()
@@ -365,11 +377,15 @@ class RetentionSuite:
 
         started.sink.reasons.clear()
         head, brief = started.prompt(3, 3900), [Retain(0, None, 90, 0.1, explicit=True)]
-        await run(started, "old", joined(head, started.prompt(6, 100)), session="A")
+        await run(
+            started, "old", joined(head, started.prompt(6, 100)), session="A", conversation=MAIN
+        )
         new = joined(head, started.prompt(2, 200))
-        await run(started, "new", new, session="A")
+        await run(started, "new", new, session="A", conversation=MAIN)
         assert removed("superseded") == 0
-        await run(started, "next", joined(new, started.prompt(1, 4200)), session="A")
+        await run(
+            started, "next", joined(new, started.prompt(1, 4200)), session="A", conversation=MAIN
+        )
         await eventually(lambda: removed("superseded") == 6, what="superseded blocks")
         assert started.sink.reasons["superseded", "next"] == 6
         await started.execute(Release(sessions=["A"]))
