@@ -199,7 +199,8 @@ class AnswerStore:
             self._warn("cannot store generated answers", error)
 
     def _warn(self, what: str, error: Exception) -> None:
-        """Log the first failure of a series."""
+        """Log the first failure of a series; the bucket, which may be lost, is made anew."""
+        self._bucket = None
         if not self._failing:
             log.warning("%s: %s; prompts show what clients return", what, cause(error))
         self._failing = True
