@@ -191,3 +191,18 @@ def test_a_request_does_not_find_itself_as_the_earlier_one() -> None:
     assert not asyncio.run(answers(SessionQuery("m", "s", 1, "", parts("Other.", "x")), prompts))
     older = SessionQuery("m", "s", 1)  # of a frontend without the field
     assert asyncio.run(answers(older, prompts)) == [found]
+
+
+def test_a_prompt_whose_system_text_moves_is_found_by_its_tokens() -> None:
+    def of(request: str, agent: int, first: int, tokens: list[int]) -> SessionPrompt:
+        packed = array("I", tokens).tobytes()
+        return SessionPrompt(packed, request=request, conversation=agent << 32 | first)
+
+    prompts, long = store(), list(range(100))
+    prompts.store("m", "s", of("main", 1, 7, long))
+    prompts.store("m", "s", of("title", 2, 7, [*range(20), 900, 901]))
+    moved = prompts.alike("m", "s", of("now", 3, 7, [900, *long[1:], 100, 101]))
+    assert moved is not None
+    assert moved.request == "main"
+    assert prompts.alike("m", "s", of("now", 3, 8, [900, *long[1:]])) is None, "another task"
+    assert prompts.alike("m", "s", of("now", 3, 7, [*range(30), *range(500, 570)])) is None

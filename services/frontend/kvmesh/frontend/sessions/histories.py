@@ -112,8 +112,10 @@ class Histories:
             if found is not None:
                 prepared.earlier_model = found[0]
                 return found[1]
-        if last is not None or not request.turn:
+        if last is not None:
             return last
+        if not request.turn:  # it has few messages by which to recognise it
+            return self._last_prompts.alike(model, session, current)
         # a part that tells conversations apart may have changed; a fork begins in its origin
         earlier: SessionPrompt | None = None
         for name in filter(None, (session, request.hints.forked_from)):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus, Reply
@@ -22,6 +23,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.frontend.cache_account.comparison import common_tokens
 from kvmesh.frontend.cache_account.fingerprints import has_turns, likeness, messages_of
+from kvmesh.frontend.preprocess.conversation_key import MASK
 from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.runtime.lru import LruCache
 
@@ -101,6 +103,14 @@ class LastPrompts:
         if len(stored) < 2:
             return stored[0] if stored else None
         return max(stored, key=lambda p: common_tokens(prompt.tokens, p.tokens + p.output))
+
+    def alike(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
+        """The newest prompt stored here with the same first message and most tokens in place."""
+        for stored in reversed(self._stored(SessionKey(model, session))):
+            same = (stored.conversation ^ prompt.conversation) & MASK == 0
+            if same and _are_alike(stored.tokens, prompt.tokens):
+                return stored
+        return None
 
     def similar(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
         """The prompt stored here that shares most messages with this one, of any conversation.
@@ -194,6 +204,13 @@ def _of_conversation(
 ) -> list[SessionPrompt]:
     """The prompts of a conversation, or all; the newest first."""
     return [p for p in reversed(prompts) if conversation in (None, p.conversation)]
+
+
+def _are_alike(one: bytes, other: bytes) -> bool:
+    """True if two packed prompts are equal in more than half of the places of the longer one."""
+    a, b = np.frombuffer(one, "<u4"), np.frombuffer(other, "<u4")
+    count = min(len(a), len(b))
+    return 2 * int((a[:count] == b[:count]).sum()) > max(len(a), len(b))
 
 
 def _similar(
