@@ -82,7 +82,7 @@ async def test_it_uses_a_tool_and_answers(
     assert_grows(works)
     outcomes = [await tap.outcome(work) for work in works]
     assert [(outcome.agent, outcome.waits_for) for outcome in outcomes] == [
-        ("codex", ["tool", "exec_command", "echo"]),
+        ("codex", ["tool", "exec_command", "cat"]),
         ("codex", ["human"]),
     ]
     usage = done.events[-1]["usage"]

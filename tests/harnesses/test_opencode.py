@@ -68,7 +68,7 @@ async def test_it_uses_a_tool_and_answers(
     outcomes = [await tap.outcome(work) for work in (*turns, *titles)]
     assert {outcome.agent for outcome in outcomes} == {"opencode"}
     assert [outcome.waits_for for outcome in outcomes] == [
-        ["tool", "bash", "echo"],
+        ["tool", "bash", "cat"],
         ["human"],
         *[["human", "no_tools"]] * len(titles),
     ]
