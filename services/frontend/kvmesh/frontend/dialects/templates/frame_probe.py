@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -66,6 +67,7 @@ class AnswerFrames:
         self._capabilities = capabilities
         self._frames: LruCache[object, tuple[AnswerFrame | None]] = LruCache(MAX_FRAMES)
         self._openings: LruCache[object, tuple[str | None]] = LruCache(MAX_FRAMES)
+        self._lock = Lock()  # long prompts are rendered in threads
 
     def of(self, probed: Probed, answer: MarkedAnswer) -> AnswerFrame | None:
         """The frame of an answer; None if the template does not show it as it was generated."""
@@ -89,7 +91,7 @@ class AnswerFrames:
         capabilities = self._capabilities(shows_tools(request))
         after_result = ends_in_result(request.messages, len(request.messages), capabilities)
         key = _variables(request), after_result
-        known = self._openings.get(key)
+        known = self._openings.peek(key)
         if known is None:
             small = _small(request)
             start = _start(small, after_result)
@@ -99,19 +101,21 @@ class AnswerFrames:
                 known = (whole[len(before) :] if whole.startswith(before) else None,)
             except TemplateError:
                 known = (None,)
-            self._openings.put(key, known)
+            with self._lock:
+                self._openings.put(key, known)
         return known[0]
 
     def _frame(
         self, key: object, probed: Probed, answer: MarkedAnswer, earlier_calls: int
     ) -> AnswerFrame | None:
-        known = self._frames.get(key)
+        known = self._frames.peek(key)
         if known is None:
             try:
                 known = (self._probe(probed, answer._replace(earlier_calls=earlier_calls)),)
             except TemplateError:
                 known = (None,)
-            self._frames.put(key, known)
+            with self._lock:
+                self._frames.put(key, known)
         return known[0]
 
     def _probe(self, probed: Probed, answer: MarkedAnswer) -> AnswerFrame | None:
