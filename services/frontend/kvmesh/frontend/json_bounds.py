@@ -19,7 +19,10 @@ def check_values(body: bytes) -> None:
 def check_arguments(messages: Iterable[Message]) -> None:
     """Same bound for the arguments of tool calls, which are JSON within strings."""
     blocks = (block for message in messages for block in message.blocks)
-    texts = [b.arguments.encode() for b in blocks if isinstance(b, ToolCall) and not b.custom]
+    arguments = [b.arguments for b in blocks if isinstance(b, ToolCall) and not b.custom]
+    if COMPOUND_WEIGHT * sum(map(len, arguments)) <= MAX_VALUES:
+        return
+    texts = [text.encode() for text in arguments]
     if sum(_count(_slices(text)) for text in texts) <= MAX_VALUES:
         return
     if sum(_count(_outside_strings(text)) for text in texts) > MAX_VALUES:

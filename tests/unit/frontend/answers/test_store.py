@@ -102,6 +102,7 @@ async def test_a_server_that_stores_is_not_waited_for(bucket: FakeBucket) -> Non
     await store.close()
     for number in range(5):
         store.record("t", f"name{number}", answer())
+    await store.close()
     assert (bucket.posted, len(bucket.values)) == (5, 6)
     assert await Store(bucket).found("t", "name4") == answer()
 

@@ -22,7 +22,7 @@ MAX_DEPTH = 64
 MAX_REFERENCE = 512  # characters
 _ABSENT = object()
 _CLAUDE_CODE = "claude-code"
-_DIRECTORY = re.compile(r"[Ww]orking directory:?[ \t]*([^\n]+)")
+_DIRECTORY = re.compile(r"orking directory:?[ \t]*([^\n]+)")  # fast: it begins with plain text
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 _CHANGE_DIRECTORY = re.compile(r"cd (?:'([^']+)'|\"([^\"]+)\"|(\S+)) && ")
 # Claude Code cuts blanks at the ends of lines in these arguments of its tools.

@@ -30,6 +30,7 @@ from kvmesh.runtime.lru import LruCache
 log = logging.getLogger(__name__)
 READ_S = 0.5  # a prompt does not wait longer for its answers
 WRITE_S = 5.0
+GATHER_S = 0.003  # then answers leave with the events of their requests, in one write
 CONFIRM_S = 5.0  # a server that has just stored an answer is trusted with more
 PAUSE_S = 10.0  # without reading, after a failure
 ABSENT_S = 600.0
@@ -76,6 +77,7 @@ class AnswerStore:
         self._known: FairLru[Name, KnownAnswer] = FairLru(max_bytes, _size)
         self._absent: LruCache[Name, float] = LruCache(MAX_ABSENT)
         self._bucket: Bucket | None = None
+        self._unsent: list[tuple[str, str, Answer]] = []
         self._tasks = BackgroundTasks()
         self._paused_until = 0.0
         self._confirmed_at = -CONFIRM_S
@@ -139,16 +141,25 @@ class AnswerStore:
         """Store an answer that this frontend has generated."""
         self._known.put(owner(tenant), (tenant, name), KnownAnswer(answer))
         self._absent.pop((tenant, name))
-        if not self._stored_bytes or not self._bus.connected:
+        if not self._stored_bytes or not self._bus.connected or len(self._unsent) >= MAX_WRITES:
             return
-        subject = f"$KV.{self._bus.subjects.answers_bucket}.{_key(tenant, name)}"
-        now, packed = asyncio.get_running_loop().time(), _packed(tenant, answer)
-        if len(packed) > self._bus.max_payload:
-            return
-        if now < self._confirmed_at + CONFIRM_S:
-            self._bus.post(subject, msgspec.Raw(packed))
-        elif len(self._tasks) < MAX_WRITES:
-            self._tasks.start(self._write(subject, packed))
+        if not self._unsent:
+            asyncio.get_running_loop().call_later(GATHER_S, self._send)
+        self._unsent.append((tenant, name, answer))
+
+    def _send(self) -> None:
+        """Send the recorded answers to the bucket."""
+        unsent, self._unsent = self._unsent, []
+        now = asyncio.get_running_loop().time()
+        for tenant, name, answer in unsent:
+            subject = f"$KV.{self._bus.subjects.answers_bucket}.{_key(tenant, name)}"
+            packed = _packed(tenant, answer)
+            if len(packed) > self._bus.max_payload:
+                continue
+            if now < self._confirmed_at + CONFIRM_S:
+                self._bus.post(subject, msgspec.Raw(packed))
+            elif len(self._tasks) < MAX_WRITES:
+                self._tasks.start(self._write(subject, packed))
 
     def open(self) -> None:
         """Create the bucket, so that the first answer does not wait for it."""
@@ -162,6 +173,7 @@ class AnswerStore:
             self._warn("cannot store generated answers", error)
 
     async def close(self) -> None:
+        self._send()
         await self._tasks.wait(WRITE_S)
         await self._tasks.close()
 

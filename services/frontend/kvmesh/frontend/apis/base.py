@@ -182,24 +182,24 @@ class ErrorShape(Protocol):
         ...
 
 
-def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """Decode a body; raises InvalidRequest with the invalid field."""
+def decode(decoder: "msgspec.json.Decoder[T]", body: bytes, where: str = "") -> T:
+    """Decode a body, or the part of one at `where`; raises InvalidRequest with the field."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), decoder.type) from error
+        raise _invalid(str(error), decoder.type, where) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply.") from error
 
 
-def _invalid(text: str, kind: Any) -> InvalidRequest:
+def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:
     reason, _, path = text.partition(" - at `$")
     allowed = allowed_at(kind, path.rstrip("`"))
     if allowed:
         reason = f"{_PATTERN.sub('Invalid value', reason)}; allowed: {allowed}"
-    path = path.rstrip("`").lstrip(".")
+    path = f"{where}{path}".rstrip("`").lstrip(".")
     missing = _MISSING.search(reason)
     if missing is not None:
         path = f"{path}.{missing[1]}".lstrip(".")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from msgspec import inspect
+from msgspec import Meta, Struct, inspect
 from msgspec.inspect import (
     CustomType,
     ListType,
@@ -18,6 +18,7 @@ from msgspec.inspect import (
 )
 
 MAX_SHOWN = 20
+DEFINITION = "definition"
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _PATTERNS = {
     r"^[1-9][0-9]{0,4}[smhd]$": "a duration such as 30s, 5m, 1h or 2d",
@@ -31,6 +32,12 @@ def unknown_fields(body: Any, kind: Any) -> Iterator[str]:
     Free-form objects, such as JSON schemas, have no unknown fields.
     """
     return _unknown(body, [_type_of(kind)], "")
+
+
+def defined_as(kind: type[Struct]) -> Meta:
+    """Annotation of a raw value that is decoded as `kind` later."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return Meta(extra={DEFINITION: kind}, extra_json_schema=schema)
 
 
 def allowed_at(kind: Any, path: str) -> str:
@@ -56,7 +63,8 @@ def _flat(types: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for kind in types:
         if isinstance(kind, Metadata):
-            found += _flat([kind.type])
+            definition = (kind.extra or {}).get(DEFINITION)
+            found += _flat([kind.type if definition is None else _type_of(definition)])
         elif isinstance(kind, UnionType):
             found += _flat(kind.types)
         else:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.frontend.apis.base import CountCall, Headers, RequestStamp, decode, json_encode
-from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage, ChatToolBody
+from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage, ToolList
 from kvmesh.frontend.apis.chat.body import to_request as chat_request
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.conversation import GenerateRequest
@@ -20,7 +20,7 @@ class TokenizeBody(Struct, kw_only=True):
     model: str
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    tools: list[ChatToolBody] | None = None
+    tools: ToolList | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -14,11 +14,11 @@ from kvmesh.frontend.apis.cache_body import (
     ReleaseBody,
     UnpinBody,
 )
-from kvmesh.frontend.apis.chat.body import ChatBody
+from kvmesh.frontend.apis.chat.body import ChatBody, ChatToolBody
 from kvmesh.frontend.apis.completions import CompletionBody
-from kvmesh.frontend.apis.messages.body import MessagesBody
+from kvmesh.frontend.apis.messages.body import MessagesBody, MessagesToolBody
 from kvmesh.frontend.apis.messages.context_management import EDIT_TYPES
-from kvmesh.frontend.apis.responses.body import ResponsesBody
+from kvmesh.frontend.apis.responses.body import ResponsesBody, ResponsesToolBody
 from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
 from kvmesh.frontend.apis.tool_events import ClaudeCodeHook, ToolBody
 from kvmesh.frontend.http.bodies import JSON
@@ -98,10 +98,13 @@ ENDPOINTS = [
 ]
 
 
+PARTS = (*EDIT_TYPES, ChatToolBody, MessagesToolBody, ResponsesToolBody)  # decoded on their own
+
+
 def document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     bodies = list(dict.fromkeys(e.body for e in ENDPOINTS if e.body is not None))
-    schemas, components = msgspec.json.schema_components([*bodies, *EDIT_TYPES], ref_template=REF)
+    schemas, components = msgspec.json.schema_components([*bodies, *PARTS], ref_template=REF)
     refs = dict(zip(bodies, schemas, strict=False))
     paths: dict[str, Any] = {}
     for endpoint in ENDPOINTS:

@@ -20,12 +20,18 @@ HEADERS = {
 }
 
 
+class _Response(web.StreamResponse):
+    """A response whose headers leave with its first frame, in one write."""
+
+    _send_headers_immediately = False
+
+
 class EventStream:
     """The streaming response of one request; `write` never waits."""
 
     def __init__(self, http: web.Request) -> None:
         self._http = http
-        self._response = web.StreamResponse(headers=HEADERS)
+        self._response = _Response(headers=HEADERS)
         self._transport: asyncio.Transport | None = None
         self._chunked = http.version >= HttpVersion11
         self._loop = asyncio.get_running_loop()

@@ -21,6 +21,7 @@ from kvmesh.hashing import TOKEN_BYTES
 
 LONG_TEXT = 8192
 SLICE_TOKENS = 4096
+MAX_CHAR_BYTES = 4  # of UTF-8
 
 
 class PromptEncoder:
@@ -101,7 +102,7 @@ class PromptEncoder:
 def check_fits(text: str, model: ServedModel) -> None:
     """Raise ContextExceeded for a text with more bytes than a full context of longest tokens."""
     longest, context = model.dialect.encoder.longest_token, model.card.context
-    if longest is not None:
+    if longest is not None and len(text) * MAX_CHAR_BYTES > context * longest:
         size = len(text) if text.isascii() else len(text.encode())
         if size > context * longest:
             raise ContextExceeded(-(-size // longest), None, context)

@@ -51,7 +51,7 @@ class ByteDetokenizer:
         try:
             if len(ids) == 1:
                 return self._decode(table[ids[0]])
-            return self._decode(b"".join([table[i] for i in ids]))
+            return self._decode(b"".join(map(table.__getitem__, ids)))
         except IndexError:
             return self._decode(b"".join([table[i] for i in ids if i < len(table)]))
 

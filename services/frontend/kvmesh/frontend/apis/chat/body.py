@@ -1,11 +1,12 @@
 """Body of a chat completion request, and its translation into the internal form."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range
+from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import (
     CacheBreakpoint,
     CacheOptions,
@@ -15,6 +16,7 @@ from kvmesh.frontend.apis.cache_ttl import (
 )
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
+from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import (
     Block,
     GenerateRequest,
@@ -99,6 +101,9 @@ class ChatToolBody(Struct):
     custom: CustomTool | None = None
 
 
+ToolList = list[Annotated[Raw, defined_as(ChatToolBody)]]
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
 
@@ -135,7 +140,7 @@ class ChatBody(SamplingBody, kw_only=True):
     n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[ChatToolBody] | None = None
+    tools: ToolList | None = None
     tool_choice: Literal["auto", "none", "required"] | ChatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -158,7 +163,7 @@ def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
         model=body.model,
         sampling=_sampling(body),
         messages=[_message(m, f"messages[{i}]") for i, m in enumerate(body.messages)],
-        tools=_tools(body.tools or []),
+        tools=_definitions.tools(body.tools or []),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         guided=guided(body.response_format),
@@ -238,21 +243,21 @@ def _part(part: ChatPart, where: str) -> Block:
     raise InvalidRequest(f"Content of type `{part.type}` is not supported.", f"{where}.type")
 
 
-def _tools(tools: list[ChatToolBody]) -> list[Tool]:
-    """Function and custom tools; skips types of hosted tools."""
-    found = []
-    for tool in tools:
-        if tool.function is not None:
-            f = tool.function
-            strict = bool(f.strict)
-            found.append(Tool(f.name, f.description or "", f.parameters or {}, strict=strict))
-        elif tool.custom is not None:
-            c = tool.custom
-            grammar = c.format.grammar if c.format and c.format.grammar else Grammar()
-            description, regex = c.description or "", grammar.syntax == "regex"
-            text = grammar.definition
-            found.append(Tool(c.name, description, {}, custom=True, grammar=text, regex=regex))
-    return found
+def _tools(tool: ChatToolBody) -> list[Tool]:
+    """A function or custom tool; nothing of a hosted one."""
+    if tool.function is not None:
+        f = tool.function
+        return [Tool(f.name, f.description or "", f.parameters or {}, strict=bool(f.strict))]
+    if tool.custom is not None:
+        c = tool.custom
+        grammar = c.format.grammar if c.format and c.format.grammar else Grammar()
+        description, regex = c.description or "", grammar.syntax == "regex"
+        text = grammar.definition
+        return [Tool(c.name, description, {}, custom=True, grammar=text, regex=regex)]
+    return []
+
+
+_definitions = ToolDefinitions(ChatToolBody, _tools)
 
 
 def _choice(choice: str | ChatNamedTool | None) -> ToolChoice:

@@ -1,18 +1,20 @@
 """Body of an Anthropic Messages request, and its translation into the internal form."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range
+from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import inner_cache_control
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.messages.context_management import ContextManagement, to_edits
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
 from kvmesh.frontend.apis.sealed_reasoning import Sealed, SealedTooLong
+from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import (
     Block,
     CacheControl,
@@ -120,7 +122,7 @@ class MessagesBody(Struct, kw_only=True):
     messages: list[InputMessage]
     max_tokens: int | None = None
     system: str | list[Content] | None = None
-    tools: list[MessagesToolBody] | None = None
+    tools: list[Annotated[Raw, defined_as(MessagesToolBody)]] | None = None
     tool_choice: ToolChoiceBody | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -266,7 +268,7 @@ def _cache(mark: CacheMark | None) -> CacheControl | None:
 
 def _tools(body: MessagesBody) -> list[Tool]:
     """The tools of `tools`, then those defined in the conversation, which are deferred."""
-    found = [_tool(tool) for tool in body.tools or [] if tool.input_schema is not None]
+    found = _definitions.tools(body.tools or [])
     known = {tool.name for tool in found}
     for message in body.messages:
         for block in message.content if isinstance(message.content, list) else []:
@@ -287,6 +289,14 @@ def _tool(tool: MessagesToolBody) -> Tool:
         deferred=bool(tool.defer_loading),
         cache=_cache(tool.cache_control),
     )
+
+
+def _listed(tool: MessagesToolBody) -> list[Tool]:
+    """The tool, but for one of Anthropic's own, which has no schema."""
+    return [_tool(tool)] if tool.input_schema is not None else []
+
+
+_definitions = ToolDefinitions(MessagesToolBody, _listed)
 
 
 def _choice(choice: ToolChoiceBody | None) -> ToolChoice:

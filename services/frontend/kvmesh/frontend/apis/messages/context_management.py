@@ -83,10 +83,10 @@ def to_edits(body: ContextManagement | None) -> ContextEdits | None:
     found = ContextEdits()
     for index, raw in enumerate(body.edits):
         where = f"context_management.edits.{index}"
-        decoder = EDITS.get(_decode_at(_kind, raw, where).type)
+        decoder = EDITS.get(decode(_kind, bytes(raw), where).type)
         if decoder is None:
             continue
-        edit = _decode_at(decoder, raw, where)
+        edit = decode(decoder, bytes(raw), where)
         if isinstance(edit, ClearThinkingEdit):
             _once(found.thinking, where)
             found.thinking = _clear_thinking(edit, where)
@@ -104,14 +104,6 @@ def unknown_edits(body: ContextManagement | None) -> list[str]:
         for index, raw in enumerate(edits)
         if _kind.decode(raw).type not in EDITS
     ]
-
-
-def _decode_at(decoder: "msgspec.json.Decoder[Any]", raw: Raw, where: str) -> Any:
-    try:
-        return decode(decoder, bytes(raw))
-    except InvalidRequest as error:
-        param = f"{where}.{error.param}" if error.param else where
-        raise InvalidRequest(f"{where}: {error.message}", param) from error
 
 
 def _once(before: Struct | None, where: str) -> None:

@@ -1,12 +1,13 @@
 """Body of a Responses request, and its translation into the internal form."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range, decode
+from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import (
     CacheBreakpoint,
     CacheOptions,
@@ -19,6 +20,7 @@ from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.responses.references import ItemHead
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
 from kvmesh.frontend.apis.sealed_reasoning import Sealed, SealedTooLong
+from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import (
     Block,
     GenerateRequest,
@@ -109,7 +111,7 @@ class ResponsesBody(Struct, kw_only=True):
     stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    tools: list[Raw] | None = None
+    tools: list[Annotated[Raw, defined_as(ResponsesToolBody)]] | None = None
     tool_choice: Literal["auto", "none", "required"] | ResponsesNamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
@@ -129,7 +131,6 @@ class ResponsesBody(Struct, kw_only=True):
 
 
 _item = msgspec.json.Decoder(Item)
-_tool = msgspec.json.Decoder(ResponsesToolBody)
 
 
 def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
@@ -142,7 +143,7 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
         model=body.model,
         sampling=_sampling(body),
         messages=[*instructions(body), *to_messages(input_items(body), sealed)],
-        tools=_tools(body),
+        tools=_definitions.tools(body.tools or []),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         guided=_guided(body.text),
@@ -190,7 +191,7 @@ def to_messages(items: list[Raw], sealed: Sealed) -> list[Message]:
     found = []
     for index, raw in enumerate(items):
         where = f"input[{index}]"
-        message = _message(_decode_at(_item, raw, where), where, sealed)
+        message = _message(decode(_item, bytes(raw), where), where, sealed)
         if message is not None and message.blocks:
             found.append(message)
     return found
@@ -204,14 +205,6 @@ def storable_items(items: list[Raw]) -> list[Raw]:
         for item in map(_item.decode, items)
         if _message(item, "input", sealed) is not None or item.is_reference
     ]
-
-
-def _decode_at(decoder: "msgspec.json.Decoder[Any]", raw: Raw, where: str) -> Any:
-    try:
-        return decode(decoder, bytes(raw))
-    except InvalidRequest as error:
-        param = f"{where}.{error.param}" if error.param else where
-        raise InvalidRequest(f"`{where}`: {error.message}", param) from error
 
 
 def instructions(body: ResponsesBody) -> list[Message]:
@@ -292,18 +285,10 @@ def _thinking(item: Item, where: str, sealed: Sealed) -> str:
     return full or "\n".join(part.text or "" for part in item.summary or [])
 
 
-def _tools(body: ResponsesBody) -> list[Tool]:
-    """Functions, namespaces of functions and custom tools; skips hosted tools."""
-    found: list[Tool] = []
-    for index, raw in enumerate(body.tools or []):
-        tool = _decode_at(_tool, raw, f"tools[{index}]")
-        if tool.type == "namespace":
-            inner = tool.tools or []
-            found += [made for t in inner if (made := _one_tool(t, tool.name)) is not None]
-        else:
-            made = _one_tool(tool, None)
-            found += [made] if made is not None else []
-    return found
+def _tools(tool: ResponsesToolBody) -> list[Tool]:
+    """A function or custom tool, or the functions of a namespace; nothing of a hosted tool."""
+    listed, space = ([tool], None) if tool.type != "namespace" else (tool.tools or [], tool.name)
+    return [made for each in listed if (made := _one_tool(each, space)) is not None]
 
 
 def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
@@ -325,6 +310,9 @@ def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
         strict=bool(tool.strict),
         deferred=bool(tool.defer_loading),
     )
+
+
+_definitions = ToolDefinitions(ResponsesToolBody, _tools)
 
 
 def _choice(choice: str | ResponsesNamedTool | None) -> ToolChoice:

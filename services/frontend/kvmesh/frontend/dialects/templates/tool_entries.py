@@ -1,6 +1,7 @@
 """Tools as templates show them, kept for the next prompts with the same tools."""
 
 from threading import Lock
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,37 +11,38 @@ from kvmesh.frontend.dialects.tools import function
 from kvmesh.runtime.lru import LruCache
 
 MEMO_BYTES = 16 << 20
-SIZE = 8  # times the JSON of tools: about what they take in memory
+SIZE = 8  # times the JSON of a tool: about what its entry takes in memory
+
+
+class _Kept(NamedTuple):
+    """An entry with its tool, whose id thus stays its own."""
+
+    tool: Tool
+    entry: RepeatedEntry
 
 
 class ToolEntries:
-    """The entries of the lists of tools seen last, bounded by MEMO_BYTES. Thread-safe."""
+    """The entries of the tools seen last, by their identity, bounded by MEMO_BYTES. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lists: LruCache[bytes, list[RepeatedEntry]] = LruCache(MEMO_BYTES, _size)
+        self._kept: LruCache[int, _Kept] = LruCache(MEMO_BYTES, _size)
         self._lock = Lock()
 
     def of(self, tools: list[Tool]) -> list[RepeatedEntry]:
         """An entry for each tool of the prompt's own section; not to be changed."""
-        shown = [tool for tool in tools if not tool.deferred]
-        if not shown:
-            return []
-        try:
-            key = msgspec.json.encode(shown)
-        except (msgspec.MsgspecError, TypeError, UnicodeError, OverflowError, RecursionError):
-            return _entries(shown)
         with self._lock:
-            known = self._lists.get(key)
-        if known is None:
-            known = _entries(shown)
-            with self._lock:
-                self._lists.put(key, known)
-        return known
+            return [self._entry(tool) for tool in tools if not tool.deferred]
+
+    def _entry(self, tool: Tool) -> RepeatedEntry:
+        kept = self._kept.get(id(tool))
+        if kept is None:
+            kept = _Kept(tool, RepeatedEntry(function(tool)))
+            self._kept.put(id(tool), kept)
+        return kept.entry
 
 
-def _entries(tools: list[Tool]) -> list[RepeatedEntry]:
-    return [RepeatedEntry(function(tool)) for tool in tools]
-
-
-def _size(key: bytes, _: list[RepeatedEntry]) -> int:
-    return SIZE * len(key)
+def _size(_: int, kept: _Kept) -> int:
+    try:
+        return SIZE * len(msgspec.json.encode(kept.entry))
+    except (msgspec.MsgspecError, TypeError, UnicodeError, OverflowError, RecursionError):
+        return MEMO_BYTES + 1  # not kept

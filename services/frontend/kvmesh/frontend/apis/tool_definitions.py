@@ -1,0 +1,44 @@
+"""Tools of requests, kept by their JSON: every turn of an agent defines the same ones."""
+
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+from kvmesh.frontend.apis.base import decode
+from kvmesh.frontend.conversation import Tool
+from kvmesh.runtime.lru import LruCache
+
+B = TypeVar("B", bound=Struct)
+MEMO_BYTES = 16 << 20
+SIZE = 8  # times the JSON of a tool: about what it takes in memory
+
+
+class ToolDefinitions(Generic[B]):
+    """Tools defined as `kind`, bounded by MEMO_BYTES; `tools_of` converts one. Thread-safe."""
+
+    def __init__(self, kind: type[B], tools_of: Callable[[B], list[Tool]]) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._tools_of = tools_of
+        self._known: LruCache[bytes, list[Tool]] = LruCache(MEMO_BYTES, _size)
+        self._lock = Lock()
+
+    def tools(self, definitions: Iterable[Raw]) -> list[Tool]:
+        """The tools of a request, the same objects for the same JSON. Raises InvalidRequest."""
+        found: list[Tool] = []
+        for index, raw in enumerate(definitions):
+            text = bytes(raw)
+            with self._lock:
+                known = self._known.get(text)
+            if known is None:
+                known = self._tools_of(decode(self._decoder, text, f"tools[{index}]"))
+                with self._lock:
+                    self._known.put(text, known)
+            found += known
+        return found
+
+
+def _size(text: bytes, _: list[Tool]) -> int:
+    return SIZE * len(text)
