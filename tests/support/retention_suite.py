@@ -240,7 +240,8 @@ class RetentionSuite:
 
     async def test_what_a_session_may_have_left_goes_first(self, started: StartedEngine) -> None:
         started.sink.reasons.clear()
-        plain, head = started.prompt(10, 700), started.prompt(3)
+        # no other test's session has begun so: its blocks would be no tail of this one
+        plain, head = started.prompt(10, 700), started.prompt(3, 3300)
         old, new = joined(head, started.prompt(6, 100)), joined(head, started.prompt(2, 200))
         await run(started, "plain", plain)
         await run(started, "old", old, session="A", conversation=MAIN)
