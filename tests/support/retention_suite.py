@@ -206,13 +206,24 @@ class RetentionSuite:
     async def test_blocks_of_a_running_request_are_not_dropped(
         self, started: StartedEngine
     ) -> None:
+        """The request may end before the release where others load the machine: some tries."""
         tokens = started.prompt(8)
-        await run(started, "a", tokens, session="A")
-        started.submit("runs", joined(started.prompt(6), started.prompt(1, 9)), max_tokens=300)
-        await started.wait_for_tokens("runs")
-        assert (await started.execute(Release(sessions=["A"]))).blocks == 2
+        for number in range(5):
+            runs = f"runs{number}"
+            await run(started, f"a{number}", tokens, session="A")
+            started.submit(runs, joined(started.prompt(6), started.prompt(1, 9)), max_tokens=300)
+            await started.wait_for_tokens(runs)
+            reply = await started.execute(Release(sessions=["A"]))
+            if was_running := started.engine.abort(runs):
+                break
+        assert was_running
+        assert reply.blocks == 2, (
+            reply,
+            number,
+            held_blocks(started, tokens),
+            started.sink.reasons,
+        )
         await started_holds(started, {tokens: 6})
-        assert started.engine.abort("runs")
 
     async def test_a_new_prompt_leaves_the_old_tail(self, started: StartedEngine) -> None:
         head = started.prompt(3)

@@ -7,7 +7,7 @@ import pytest
 
 from kvmesh.bus.messages import ToolEvent
 from kvmesh.frontend.apis.base import decode
-from kvmesh.frontend.apis.tool_events import (
+from kvmesh.frontend.apis.cache.tool_events import (
     MAX_EVENTS,
     MAX_NAME,
     MAX_REMAINING_S,

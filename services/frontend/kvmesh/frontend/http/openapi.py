@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from kvmesh.frontend.apis.cache_body import (
+from kvmesh.frontend.apis.cache.body import (
     ClearBody,
     PinBody,
     PrefetchBody,
     ReleaseBody,
     UnpinBody,
 )
+from kvmesh.frontend.apis.cache.tool_events import ClaudeCodeHook, ToolBody
 from kvmesh.frontend.apis.chat.body import ChatBody, ChatToolBody
 from kvmesh.frontend.apis.completions import CompletionBody
 from kvmesh.frontend.apis.messages.body import MessagesBody, MessagesToolBody
 from kvmesh.frontend.apis.messages.context_management import EDIT_TYPES
 from kvmesh.frontend.apis.responses.body import ResponsesBody, ResponsesToolBody
 from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
-from kvmesh.frontend.apis.tool_events import ClaudeCodeHook, ToolBody
 from kvmesh.frontend.http.bodies import JSON
 from kvmesh.runtime.service import VERSION
 

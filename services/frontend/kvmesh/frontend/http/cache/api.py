@@ -19,14 +19,14 @@ from kvmesh.bus.messages import (
     ShowLearned,
 )
 from kvmesh.frontend.apis.base import decode
-from kvmesh.frontend.apis.cache_body import (
+from kvmesh.frontend.apis.cache.body import (
     clear_decoder,
     pin_decoder,
     prefetch_decoder,
     release_decoder,
     unpin_decoder,
 )
-from kvmesh.frontend.apis.tool_events import hook_decoder, tool_decoder
+from kvmesh.frontend.apis.cache.tool_events import hook_decoder, tool_decoder
 from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.dispatch.control_client import ControlClient, held_models

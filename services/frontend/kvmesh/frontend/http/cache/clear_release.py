@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from kvmesh.bus.messages import Clear, Instance, Release, Role, adapter_name
-from kvmesh.frontend.apis.cache_body import ClearBody, ReleaseBody
+from kvmesh.frontend.apis.cache.body import ClearBody, ReleaseBody
 from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.dispatch.control_client import ControlClient, summary
 from kvmesh.frontend.errors import InvalidRequest

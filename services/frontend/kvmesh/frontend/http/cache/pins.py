@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from kvmesh.bus.messages import Instance, Pin, Unpin, owner
-from kvmesh.frontend.apis.cache_body import PinBody, UnpinBody
+from kvmesh.frontend.apis.cache.body import PinBody, UnpinBody
 from kvmesh.frontend.dispatch.control_client import (
     ControlClient,
     InstanceReply,

@@ -17,7 +17,7 @@ from kvmesh.bus.messages import (
     SeqFree,
 )
 from kvmesh.bus.subjects import token, untoken
-from kvmesh.frontend.apis.cache_body import PrefetchBody
+from kvmesh.frontend.apis.cache.body import PrefetchBody
 from kvmesh.frontend.dispatch.control_client import ControlClient
 from kvmesh.frontend.dispatch.route_client import RouteClient
 from kvmesh.frontend.dispatch.route_request import route_request

@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import adapter_name
-from kvmesh.frontend.apis.cache_body import PromptBody, to_request
+from kvmesh.frontend.apis.cache.body import PromptBody, to_request
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvmesh.bus.client import Bus
 from kvmesh.frontend import metrics
-from kvmesh.frontend.apis.tool_events import (
+from kvmesh.frontend.apis.cache.tool_events import (
     ClaudeCodeHook,
     ToolBodies,
     check_session,
