@@ -20,6 +20,7 @@ from support.tiny import tiny_model
 from support.wait import eventually
 
 SALT = 77
+STEP = 13  # between the ids of a prompt's tokens
 
 
 @dataclass
@@ -34,6 +35,7 @@ class StartedEngine:
     sink: Recorder
     salt: int = SALT
     earlier: dict[str, int] = field(default_factory=dict)
+    step: int = STEP
 
     @property
     def size(self) -> int:
@@ -45,7 +47,8 @@ class StartedEngine:
         return self.sink.sequences
 
     def prompt(self, blocks: float, first: int = 0) -> bytes:
-        return prompt(int(blocks * self.size), first)
+        """A prompt of this test, which shares no block with those of another `step`."""
+        return prompt(int(blocks * self.size), first, self.step)
 
     def sequence(self, tokens: bytes, salt: int | None = None) -> list[int]:
         """The sequence hashes of a prompt's full blocks."""
@@ -126,8 +129,8 @@ async def running(name: str) -> AsyncIterator[StartedEngine]:
     await made.engine.close()
 
 
-def prompt(length: int, first: int = 0) -> bytes:
-    return array("I", [(first + 13 * i) % 4000 for i in range(length)]).tobytes()
+def prompt(length: int, first: int = 0, step: int = STEP) -> bytes:
+    return array("I", [(first + step * i) % 4000 for i in range(length)]).tobytes()
 
 
 def work(name: str, tokens: bytes, max_tokens: int = 12, **fields: object) -> Work:

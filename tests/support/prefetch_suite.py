@@ -29,12 +29,12 @@ class PrefetchSuite:
     ) -> None:
         tokens = started.prompt(4)
         await started.run("a", tokens, max_tokens=1, tenant="a" * 32)
-        cached = started.load().cached_blocks
+        await eventually(lambda: started.load().cached_blocks == 4, what="the request's blocks")
         more = tokens + started.prompt(1.25, first=3)
         command = prefetch_of(started, more, tenant="b" * 32, compute=0)
         assert (await started.execute(command)).ok
         await eventually(lambda: not started.engine.abort("p"), what="it has ended")
-        assert started.load().cached_blocks == cached
+        assert started.load().cached_blocks == 4
         await started.run("b", tokens, max_tokens=1, tenant="b" * 32)
         assert started.sink.cached("b") == 0
 
