@@ -47,9 +47,15 @@ def test_nested_fields_without_effect_are_listed_with_their_place() -> None:
     made = request(
         nvext=nvext,
         messages=[{"role": "user", "content": [part]}],
-        tools=[{"type": "function", "function": {"name": "f", "parameters": {"anything": 1}}}],
+        tools=[
+            {"type": "function", "function": {"name": "f", "parameters": {"x": 1}, "stric": True}}
+        ],
     )
-    assert made.ignored == ["messages[0].content[0].cache_controll", "nvext.agent_hints.priorty"]
+    assert made.ignored == [
+        "messages[0].content[0].cache_controll",
+        "tools[0].function.stric",
+        "nvext.agent_hints.priorty",
+    ]
 
 
 def test_mistyped_headers_are_known() -> None:
