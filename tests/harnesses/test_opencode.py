@@ -29,8 +29,8 @@ async def opencode(
     return await workspace.run("opencode", "run", "--format", "json", prompt, env=QUIET)
 
 
-def configure(url: str, package: str) -> dict[str, Any]:
-    limit = {"context": 262144, "output": 16384}
+def configure(url: str, package: str, context: int = 262144) -> dict[str, Any]:
+    limit = {"context": context, "output": 16384}
     return {
         "model": "kvmesh/kvmesh-demo",
         "small_model": "kvmesh/kvmesh-demo",

@@ -30,6 +30,8 @@ MCP = {"mcpServers": {"big": {"command": sys.executable, "args": [str(SERVER)]}}
 LIMIT_S = 240.0
 TOURED, LISTED = "That was the tour", "There is a file"
 LONG = 500  # tokens of an answer
+# tokens of context, with which a client compacts the session that it resumes
+SHORT = {"opencode": 38_000, "pi": 7_000}
 Ask = Callable[[Touring, str, bool], Coroutine[Any, Any, str]]
 
 
@@ -98,16 +100,27 @@ async def test_opencode(start_tour: StartTour, package: str) -> None:
     assert texts(done)[-1].startswith(TOURED)
     done = await opencode(tour, package, "--continue", "And then?")
     assert texts(done)[-1].startswith(LISTED)
+    done = await opencode(tour, package, "--continue", "Go on", context=SHORT["opencode"])
+    assert texts(done)[-1] == "Nothing more (opencode-10)."
+    assert summarized(tour, "anchored summary")
     await tour.assert_as_replayed()
 
 
-async def opencode(tour: Touring, package: str, *arguments: str) -> ClientResult:
-    configuration = configure(tour.url, package)
+async def opencode(
+    tour: Touring, package: str, *arguments: str, context: int = 262144
+) -> ClientResult:
+    """With a short `context`, it compacts the session."""
+    configuration = configure(tour.url, package, context)
     command = [sys.executable, str(SERVER)]
     configuration["mcp"] = {"big": {"type": "local", "command": command, "enabled": True}}
     (tour.workspace.repository / "opencode.json").write_text(json.dumps(configuration))
     command = ["run", "--format", "json", *arguments]
     return await tour.workspace.run("opencode", *command, env=QUIET, timeout=LIMIT_S)
+
+
+def summarized(tour: Touring, instruction: str) -> bool:
+    """True if the client has asked for a summary of the session with this instruction."""
+    return any(instruction in json.dumps(request.body) for request in tour.recorder.requests)
 
 
 PI_APIS = ("openai-completions", "openai-responses", "anthropic-messages")
@@ -118,16 +131,22 @@ async def test_pi(start_tour: StartTour, api: str) -> None:
     tour = await start_tour(f"pi-{api}", "pi")
     assert (await pi(tour, api, "Tour of pi")).startswith(TOURED)
     assert (await pi(tour, api, "--continue", "And then?")).startswith(LISTED)
+    last = await pi(tour, api, "--continue", "Go on", context=SHORT["pi"])
+    assert last == "Nothing more (pi-9)."
+    assert summarized(tour, "context summarization assistant")
     await tour.assert_as_replayed()
 
 
-async def pi(tour: Touring, api: str, *arguments: str) -> str:
+async def pi(tour: Touring, api: str, *arguments: str, context: int = 262144) -> str:
+    """With a short `context`, it compacts the session."""
     base = tour.url if api.startswith("anthropic") else f"{tour.url}/v1"
-    model = {"id": "kvmesh-demo", "reasoning": True, "contextWindow": 262144, "maxTokens": 16384}
+    model = {"id": "kvmesh-demo", "reasoning": True, "contextWindow": context, "maxTokens": 16384}
     provider = {"baseUrl": base, "api": api, "apiKey": KEY, "models": [model]}
     folder = tour.workspace.home / ".pi/agent"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "models.json").write_text(json.dumps({"providers": {"kvmesh": provider}}))
+    kept = {"compaction": {"reserveTokens": 4096, "keepRecentTokens": 300}}
+    (folder / "settings.json").write_text(json.dumps(kept))
     quiet = {"PI_OFFLINE": "1", "PI_TELEMETRY": "0"}
     command = ["--model", "kvmesh/kvmesh-demo", "--print", *arguments]
     done = await tour.workspace.run("pi", *command, env=quiet, timeout=LIMIT_S)

@@ -152,6 +152,7 @@ def opencode(cwd: Path) -> list[Entry]:
     ]
     return [
         {"match": "You are a title generator", "text": "A tour"},
+        {"match": "anchored summary", "text": "Files were made (opencode-9)."},
         *tour(
             "opencode",
             "Tour of opencode",
@@ -164,6 +165,7 @@ def opencode(cwd: Path) -> list[Entry]:
                 step("That was the tour (LABEL)."),
                 step("I list (LABEL).", written("bash", {"description": "List", "command": "ls"})),
                 step("There is a file (LABEL)."),
+                step("Nothing more (LABEL)."),
             ],
         ),
         {"match": "HELPED", "text": step("The other has reported.")},
@@ -179,19 +181,24 @@ def pi(cwd: Path) -> list[Entry]:
     edits = [
         {"edits": [{"newText": changed(at), "oldText": line(at)}], "path": file} for at in EDITED
     ]
-    return tour(
-        "pi",
-        "Tour of pi",
-        [
-            step("I write (LABEL).", written("write", {"content": MANY, "path": file})),
-            *(step("I edit (LABEL).", written("edit", edit)) for edit in edits),
-            step("I count (LABEL).", written("bash", {"timeout": "50", "command": "wc -l *.txt"})),
-            step("I read (LABEL).", written("read", {"limit": 2.0, "path": file}, compact)),
-            step("That was the tour (LABEL)."),
-            step("I list (LABEL).", written("bash", {"timeout": 9.0, "command": "ls"}, compact)),
-            step("There is a file (LABEL)."),
-        ],
-    )
+    count = {"timeout": "50", "command": "wc -l *.txt"}
+    return [
+        {"match": "context summarization assistant", "text": "Files were made (pi-8)."},
+        *tour(
+            "pi",
+            "Tour of pi",
+            [
+                step("I write (LABEL).", written("write", {"content": MANY, "path": file})),
+                *(step("I edit (LABEL).", written("edit", edit)) for edit in edits),
+                step("I count (LABEL).", written("bash", count)),
+                step("I read (LABEL).", written("read", {"limit": 2.0, "path": file}, compact)),
+                step("That was the tour (LABEL)."),
+                step("I list (LABEL).", written("bash", {"timeout": 9.0, "command": "ls"})),
+                step("There is a file (LABEL)."),
+                step("Nothing more (LABEL)."),
+            ],
+        ),
+    ]
 
 
 def qwen(cwd: Path) -> list[Entry]:
