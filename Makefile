@@ -54,7 +54,7 @@ waiting:
 # The compiler of the cores uses the cache of `types`, which only one process may.
 computing:
 	nice $(MAKE) types simulation
-	nice $(MAKE) compiled unit
+	nice $(MAKE) --jobs 2 --output-sync=target compiled unit
 
 lint: $(ENGINES)
 	$(BIN)/ruff format --check .
