@@ -79,6 +79,8 @@ class Mesh:
             "KVMESH_NATS_NAMESPACE": self.namespace,
             "KVMESH_STREAMS_LEASE_S": "10",  # long enough for a busy machine to renew it
             "KVMESH_FRONTEND_PORT": str(self.port),
+            # the server reserves it for each mesh, and keeps those of earlier tests
+            "KVMESH_FRONTEND_STORED_ANSWERS_BYTES": str(64 << 20),
             f"KVMESH_{role}_NAME".upper(): name,
         }
         if role == "worker":
