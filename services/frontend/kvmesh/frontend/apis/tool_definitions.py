@@ -12,8 +12,8 @@ from kvmesh.frontend.conversation import Tool
 from kvmesh.runtime.lru import LruCache
 
 B = TypeVar("B", bound=Struct)
-MEMO_BYTES = 16 << 20
-SIZE = 8  # times the JSON of a tool: about what it takes in memory
+MEMO_BYTES = 48 << 20
+SIZE = 24  # times the JSON of a tool: at most what it takes in memory
 
 
 class ToolDefinitions(Generic[B]):

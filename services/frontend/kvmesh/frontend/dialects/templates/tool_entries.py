@@ -10,8 +10,8 @@ from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry
 from kvmesh.frontend.dialects.tools import function
 from kvmesh.runtime.lru import LruCache
 
-MEMO_BYTES = 16 << 20
-SIZE = 8  # times the JSON of a tool: about what its entry takes in memory
+MEMO_BYTES = 48 << 20
+SIZE = 24  # times the JSON of a tool: at most what its entry takes in memory
 
 
 class _Kept(NamedTuple):
