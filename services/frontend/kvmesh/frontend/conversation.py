@@ -76,10 +76,15 @@ class Insertion(NamedTuple):
 
 
 class RenderedPrompt(NamedTuple):
-    """A prompt's text, and the answers in it whose tokens are known, in order."""
+    """A prompt's text, and the answers in it whose tokens are known, in order.
+
+    `cuts`: offsets, in order, on whose sides the text is encoded apart, so that a control token's
+    text in a message does not become that token.
+    """
 
     text: str
     insertions: Sequence[Insertion] = ()
+    cuts: Sequence[int] = ()
 
 
 Block: TypeAlias = Text | Thinking | Image | ToolCall | ToolResult | ToolNotice

@@ -59,13 +59,13 @@ class PromptEncoder:
         check_fits(text, model)
         encoder, tenant = model.dialect.encoder, request.cache_salt
         key = self._memo_key(tenant, model), hash(_shared_key(request))
-        cached = self._prefix_cache.get(key, text, encoder.longest_marker)
+        cached = self._prefix_cache.get(key, rendered, encoder.longest_marker)
         cached = cached.outside(rendered.insertions)
         pieces = text_pieces(rendered, encoder, cached.end)
         if len(pieces) > model.card.context:
             raise ContextExceeded(len(pieces), None, model.card.context)
         tokens = yield from self.encode(pieces, tenant, model)
-        encoded = cached.extended(text, [piece.text for piece in pieces], tokens)
+        encoded = cached.extended(rendered, [piece.text for piece in pieces], tokens)
         if len(text) >= LONG_TEXT:
             self._prefix_cache.put(key, encoded)
         return encoded

@@ -42,16 +42,18 @@ def template_messages(
     messages: Iterable[Message],
     tools: list[Tool],
     capabilities: TemplateCapabilities,
+    definition: Callable[[Tool], dict[str, Any]] = tool_forms.function,
     mark: Callable[[MarkedAnswer], bool] | None = None,
     count: int = 0,
 ) -> list[dict[str, Any]]:
     """The messages in the form that the template supports; `tools`: all tools, even deferred.
 
+    `definition` returns what the prompt shows of a tool.
     An answer that is known as it was generated is written as markers if `mark` returns True.
     `count` calls come before the messages.
     """
     turns = _join_assistants(_separate(messages))
-    writer = _MessageWriter(tools, capabilities, count)
+    writer = _MessageWriter(tools, capabilities, definition, count)
     entries: list[dict[str, Any]] = []
     number = 0
     for index, turn in enumerate(turns):
@@ -150,7 +152,14 @@ def _join_assistants(turns: list[ConversationTurn]) -> list[ConversationTurn]:
 class _MessageWriter:
     """Writes turns one by one; the ids of calls depend only on their index."""
 
-    def __init__(self, tools: list[Tool], capabilities: TemplateCapabilities, count: int) -> None:
+    def __init__(
+        self,
+        tools: list[Tool],
+        capabilities: TemplateCapabilities,
+        definition: Callable[[Tool], dict[str, Any]],
+        count: int,
+    ) -> None:
+        self._shown = definition
         self._tools = tool_forms.by_model_name(tools)
         self._deferred = {t.name: t for t in tools if t.deferred}
         self._capabilities = capabilities
@@ -270,7 +279,7 @@ class _MessageWriter:
         tool = self._deferred.get(reference) or self._tools.get(reference)
         if tool is None or not tool.deferred:
             return Text(f"Tool {reference} is available.")
-        definition = dumps(tool_forms.function(tool))
+        definition = dumps(self._shown(tool))
         return Text(f"Tool {reference} is available:\n{definition}")
 
 

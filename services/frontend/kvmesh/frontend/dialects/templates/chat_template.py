@@ -23,6 +23,7 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
 )
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
 from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result, template_messages
+from kvmesh.frontend.dialects.templates.control_tokens import NO_CONTROL, ControlTokens
 from kvmesh.frontend.dialects.templates.frame_probe import (
     CONTINUE,
     AnswerFrames,
@@ -46,15 +47,23 @@ class ChatTemplate:
     the text of all templates, "" if there is none.
     """
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Raises TemplateError if a file is unreadable or the template does not compile."""
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        control: Callable[[str], ControlTokens] = lambda _: NO_CONTROL,
+    ) -> None:
+        """`control` returns the control tokens of a template with this source.
+
+        Raises TemplateError if a file is unreadable or the template does not compile.
+        """
         contents = dict(files)
         self._tokens = model_files.special_tokens(contents)
         environment = sandbox.Environment()
         self._templates: dict[str, tuple[jinja2.Template, TemplateCapabilities]] = {}
         sources = model_files.sources(contents)
         self.source = "\n".join(sources.values())
-        self._tools = ToolEntries()
+        self._control = control(self.source)
+        self._tools = ToolEntries(self._control)
         self._frames = AnswerFrames(self._render, lambda tools: self._select(tools)[1])
         for name, source in sources.items():
             template = _compile(environment, name, source)
@@ -74,7 +83,13 @@ class ChatTemplate:
         Answers that are known as they were generated are shown so where the template shows all of
         an answer; `ends` are the tokens that end one.
         """
-        messages = request.messages
+        return self._control.reveal(self._prompt(request, today, ends))
+
+    def _prompt(
+        self, request: GenerateRequest, today: datetime.date, ends: frozenset[str]
+    ) -> RenderedPrompt:
+        """`prompt` with guards."""
+        messages = self._control.guard(request.messages)
         if not any(message.generated for message in messages):
             return RenderedPrompt(self._render(request, today, messages))
         capabilities = self._select(shows_tools(request))[1]
@@ -121,7 +136,9 @@ class ChatTemplate:
         template, capabilities = self._select(bool(visible))
         continues = bool(request.template_args.get(CONTINUE))
         conversation = _mark_open_end(conversation) if continues else conversation
-        messages = template_messages(conversation, request.tools, capabilities, mark, count)
+        messages = template_messages(
+            conversation, request.tools, capabilities, self._tools.entry, mark, count
+        )
         if visible and self.plain_parser:
             messages = _with_instructions(
                 messages, instructions(visible, self.plain_parser), capabilities
