@@ -34,7 +34,7 @@ from kvmesh.frontend.tokenizer.text_slices import alternation
 log = logging.getLogger(__name__)
 RETRY_S = 2.0
 ADAPTERS = 1024
-_MARKUP = re.compile(r"[<\[◁].*[>\]▷]")  # such as <think> or [ARGS]
+_MARKUP = re.compile(r"[<\[◁｜].*[>\]▷｜]")  # such as <think> or [ARGS]
 Spawn = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
 
 
