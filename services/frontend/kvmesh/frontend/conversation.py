@@ -39,6 +39,17 @@ class Image(Struct, frozen=True):
     cache: CacheControl | None = None
 
 
+class Attachment(Struct, frozen=True):
+    """A file that no model here reads; `kind` names it in words, such as "PDF document"."""
+
+    kind: str
+    name: str = ""
+    cache: CacheControl | None = None
+
+
+ResultPart: TypeAlias = Text | Image | Attachment
+
+
 class ToolCall(Struct, frozen=True):
     """`arguments` is JSON text for functions and free text for custom (grammar) tools."""
 
@@ -54,7 +65,7 @@ class ToolResult(Struct, frozen=True):
     """`references` names deferred tools that are available from this result on."""
 
     call_id: str
-    content: "list[Text | Image]"
+    content: list[ResultPart]
     is_error: bool = False
     references: list[str] = []
     cache: CacheControl | None = None
@@ -82,7 +93,7 @@ class RenderedPrompt(NamedTuple):
     insertions: Sequence[Insertion] = ()
 
 
-Block: TypeAlias = Text | Thinking | Image | ToolCall | ToolResult | ToolNotice
+Block: TypeAlias = Text | Thinking | Image | Attachment | ToolCall | ToolResult | ToolNotice
 
 
 class Generated(Struct, frozen=True):

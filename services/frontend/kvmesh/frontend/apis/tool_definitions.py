@@ -25,8 +25,11 @@ class ToolDefinitions(Generic[B]):
         self._known: LruCache[bytes, list[Tool]] = LruCache(MEMO_BYTES, _size)
         self._lock = Lock()
 
-    def tools(self, definitions: Iterable[Raw]) -> list[Tool]:
-        """The tools of a request, the same objects for the same JSON. Raises InvalidRequest."""
+    def tools(self, definitions: Iterable[Raw], skipped: list[str]) -> list[Tool]:
+        """The tools of a request, the same objects for the same JSON. Raises InvalidRequest.
+
+        `skipped` gets the paths of those that only their vendor's servers run.
+        """
         found: list[Tool] = []
         for index, raw in enumerate(definitions):
             text = bytes(raw)
@@ -36,6 +39,8 @@ class ToolDefinitions(Generic[B]):
                 known = self._tools_of(decode(self._decoder, text, f"tools[{index}]"))
                 with self._lock:
                     self._known.put(text, known)
+            if not known:
+                skipped.append(f"tools[{index}]")
             found += known
         return found
 
