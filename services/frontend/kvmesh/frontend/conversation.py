@@ -39,7 +39,7 @@ class Image(Struct, frozen=True):
     cache: CacheControl | None = None
 
 
-class Attachment(Struct, frozen=True):
+class AttachedFile(Struct, frozen=True):
     """A file that no model here reads; `kind` names it in words, such as "PDF document"."""
 
     kind: str
@@ -47,7 +47,7 @@ class Attachment(Struct, frozen=True):
     cache: CacheControl | None = None
 
 
-ResultPart: TypeAlias = Text | Image | Attachment
+ResultPart: TypeAlias = Text | Image | AttachedFile
 
 
 class ToolCall(Struct, frozen=True):
@@ -93,7 +93,7 @@ class RenderedPrompt(NamedTuple):
     insertions: Sequence[Insertion] = ()
 
 
-Block: TypeAlias = Text | Thinking | Image | Attachment | ToolCall | ToolResult | ToolNotice
+Block: TypeAlias = Text | Thinking | Image | AttachedFile | ToolCall | ToolResult | ToolNotice
 
 
 class Generated(Struct, frozen=True):

@@ -74,9 +74,9 @@ class OutputGrammar(Struct, frozen=True):
         return reasoning is not None and _begins_thinking(reasoning, prompt)
 
     def tail_of(self, text: str) -> str:
-        """What stands for the end of a prompt whose last answer, `text` so far, is continued.
+        """The end of a prompt that continues the answer `text`, as `begins_thinking` takes it.
 
-        It says whether the text has left thinking open, which no fixed number of characters shows.
+        It is the tag that the text has passed last: no fixed number of characters shows that.
         """
         reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
         if reasoning is None:

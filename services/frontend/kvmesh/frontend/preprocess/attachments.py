@@ -6,7 +6,7 @@ session. Only what a person has just sent is refused: a client can take that bac
 
 from collections.abc import Sequence
 
-from kvmesh.frontend.conversation import Attachment, Block, Image, Message, Text, ToolResult
+from kvmesh.frontend.conversation import AttachedFile, Block, Image, Message, Text, ToolResult
 from kvmesh.frontend.errors import InvalidRequest
 
 IMAGE = "image"
@@ -18,7 +18,7 @@ def readable(messages: list[Message], images: bool) -> list[Message]:
     `images`: it reads images. The same list if there are none. Raises InvalidRequest for one that
     the newest message brings.
     """
-    unread: tuple[type, ...] = (Attachment,) if images else (Attachment, Image)
+    unread: tuple[type, ...] = (AttachedFile,) if images else (AttachedFile, Image)
     holding = [index for index, message in enumerate(messages) if _holds(message, unread)]
     if not holding:
         return messages
@@ -67,7 +67,7 @@ def _follows_results(messages: Sequence[Message], index: int) -> bool:
 
 def _refuse(message: Message, unread: tuple[type, ...], where: str) -> None:
     first = next(block for block in message.blocks if isinstance(block, unread))
-    what = f"{first.kind}s" if isinstance(first, Attachment) else f"{IMAGE}s"
+    what = f"{first.kind}s" if isinstance(first, AttachedFile) else f"{IMAGE}s"
     raise InvalidRequest(f"`{where}`: this model does not read {what}.", where)
 
 
@@ -81,6 +81,6 @@ def _shown(block: Block, unread: tuple[type, ...]) -> Block:
 def _placeholder(block: Block) -> Text:
     """Depends on nothing but the block, so that it is the same in every later prompt."""
     what, cache = IMAGE, getattr(block, "cache", None)
-    if isinstance(block, Attachment):
+    if isinstance(block, AttachedFile):
         what = f"{block.kind} {block.name}".rstrip()
     return Text(f"[{what} omitted: this model cannot read it]", cache)

@@ -9,7 +9,7 @@ from kvmesh.frontend.apis.cache_ttl import CacheBreakpoint, to_cache_control
 from kvmesh.frontend.apis.content.files import kind_of, split_data_url, text_of
 from kvmesh.frontend.apis.content.foreign import with_sources
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading, TaggedDecoder
-from kvmesh.frontend.conversation import Attachment, CacheControl, Image, ResultPart, Text
+from kvmesh.frontend.conversation import AttachedFile, CacheControl, Image, ResultPart, Text
 
 
 class TextPart(Struct, tag="text"):
@@ -109,7 +109,7 @@ def _block(raw: Raw, where: str, reading: Reading) -> ResultPart | None:
         found = url if isinstance(url, str) else str((url or {}).get("url", ""))
         return Image(found or part.file_id or "", cache)
     if isinstance(part, AudioPart):
-        return Attachment("audio file", cache=cache)
+        return AttachedFile("audio file", cache=cache)
     return _file(part if isinstance(part, FileBody) else part.file or FileBody(), cache)
 
 
@@ -121,11 +121,11 @@ def _foreign(part: Foreign, where: str, reading: Reading) -> Text | None:
     return None
 
 
-def _file(file: FileBody, cache: CacheControl | None) -> Text | Attachment:
+def _file(file: FileBody, cache: CacheControl | None) -> Text | AttachedFile:
     """A text file, named by its first line, or one that no model reads."""
     name = file.filename or file.file_url or file.file_id or ""
     media_type, data = split_data_url(file.file_data or "")
     text = text_of(data, media_type)
     if text is not None:
         return Text(f"{name}\n{text}".lstrip("\n"), cache)
-    return Attachment(kind_of(media_type, name), name, cache)
+    return AttachedFile(kind_of(media_type, name), name, cache)

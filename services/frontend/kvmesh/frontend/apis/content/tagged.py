@@ -32,7 +32,7 @@ class TaggedDecoder(Generic[T]):
 
 
 class Reading:
-    """What the translation of one body has met."""
+    """State of the translation of one body."""
 
     def __init__(self) -> None:
         self.sealed = Sealed()

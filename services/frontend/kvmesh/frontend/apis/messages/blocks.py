@@ -17,7 +17,7 @@ from kvmesh.frontend.apis.content.tagged import Foreign, Reading, TaggedDecoder
 from kvmesh.frontend.apis.messages.client_tools import MessagesToolBody, cache_control
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
 from kvmesh.frontend.conversation import (
-    Attachment,
+    AttachedFile,
     Block,
     CacheControl,
     Image,
@@ -238,7 +238,7 @@ def _result(
     if isinstance(parts, dict):
         parts = plain_text(parts)
     blocks = to_blocks(parts, f"{where}.content", reading, depth + 1)
-    content = [b for b in blocks if isinstance(b, Text | Image | Attachment)]
+    content = [b for b in blocks if isinstance(b, Text | Image | AttachedFile)]
     listed = parts if isinstance(parts, list) else []
     found = (_decoder.decode(raw, where) for raw in listed if b"tool_reference" in bytes(raw))
     names = [b.tool_name for b in found if isinstance(b, ToolReferenceBlock) and b.tool_name]
@@ -252,7 +252,7 @@ def _document(
     cache: CacheControl | None,
     reading: MessagesReading,
     depth: int,
-) -> Text | Attachment:
+) -> Text | AttachedFile:
     """A document with text, or one that no model reads."""
     source, name = block.source, block.title or ""
     if source.type == "text":
@@ -263,7 +263,7 @@ def _document(
         text = text_of(source.data, source.media_type)
         if text is None:
             kind = kind_of(source.media_type or "application/pdf", source.url)
-            return Attachment(kind, name or source.url or source.file_id, cache)
+            return AttachedFile(kind, name or source.url or source.file_id, cache)
         texts = [text]
     return Text(_lines(name, block.context or "", *texts), cache)
 

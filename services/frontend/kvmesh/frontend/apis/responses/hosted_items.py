@@ -10,7 +10,14 @@ from typing import Any, Literal
 from kvmesh.frontend.apis.base import as_json
 from kvmesh.frontend.apis.content.foreign import plain_text
 from kvmesh.frontend.apis.content.tagged import Foreign
-from kvmesh.frontend.conversation import Attachment, Message, ResultPart, Text, ToolCall, ToolResult
+from kvmesh.frontend.conversation import (
+    AttachedFile,
+    Message,
+    ResultPart,
+    Text,
+    ToolCall,
+    ToolResult,
+)
 
 _CALL, _OUTPUT = "_call", "_call_output"
 _RESULTS = ("output", "outputs", "results", "result", "error")
@@ -55,6 +62,6 @@ def _arguments(item: Mapping[str, Any]) -> str:
 
 def _shown(output: Any) -> list[ResultPart]:
     if isinstance(output, dict) and output.get("type") == _SCREENSHOT:
-        return [Attachment("screenshot")]
+        return [AttachedFile("screenshot")]
     text = plain_text(output)
     return [Text(text)] if text else []
