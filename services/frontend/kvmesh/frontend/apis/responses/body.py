@@ -106,7 +106,7 @@ class ResponsesBody(Struct, kw_only=True):
     """Fields of the Responses API. Ignores unknown fields."""
 
     model: str
-    input: str | list[Annotated[Raw, defined_as(Item)]] = msgspec.field(default_factory=list)
+    input: str | list[Raw] = msgspec.field(default_factory=list)
     instructions: str | None = None
     stream: bool | None = None
     store: bool | None = None
