@@ -40,10 +40,14 @@ class Image(Struct, frozen=True):
 
 
 class AttachedFile(Struct, frozen=True):
-    """A file that no model here reads; `kind` names it in words, such as "PDF document"."""
+    """A file that no model here reads; `kind` names it in words, such as "PDF document".
+
+    `context`: what the client says about it.
+    """
 
     kind: str
     name: str = ""
+    context: str = ""
     cache: CacheControl | None = None
 
 

@@ -10,6 +10,7 @@ from kvmesh.frontend.conversation import AttachedFile, Block, Image, Message, Te
 from kvmesh.frontend.errors import InvalidRequest
 
 IMAGE = "image"
+_OMITTED = "[%s omitted: this model cannot read it]"
 
 
 def readable(messages: list[Message], images: bool) -> list[Message]:
@@ -80,7 +81,7 @@ def _shown(block: Block, unread: tuple[type, ...]) -> Block:
 
 def _placeholder(block: Block) -> Text:
     """Depends on nothing but the block, so that it is the same in every later prompt."""
-    what, cache = IMAGE, getattr(block, "cache", None)
-    if isinstance(block, AttachedFile):
-        what = f"{block.kind} {block.name}".rstrip()
-    return Text(f"[{what} omitted: this model cannot read it]", cache)
+    if not isinstance(block, AttachedFile):
+        return Text(_OMITTED % IMAGE, getattr(block, "cache", None))
+    omitted = _OMITTED % f"{block.kind} {block.name}".rstrip()
+    return Text(f"{omitted}\n{block.context}".rstrip(), block.cache)

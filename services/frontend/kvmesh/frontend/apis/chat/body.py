@@ -220,6 +220,8 @@ def _arguments(body: ChatBody) -> dict[str, Any]:
 def _sampling(body: ChatBody) -> Sampling:
     limit = body.max_completion_tokens
     check_range(body.top_logprobs, 0, MAX_LOGPROBS, "top_logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("`top_logprobs` requires `logprobs`.", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return to_sampling(body, body.max_tokens if limit is None else limit, logprobs)
 
@@ -294,7 +296,7 @@ def _tools(tool: ChatToolBody) -> list[Tool]:
     return []
 
 
-_definitions = ToolDefinitions(ChatToolBody, _tools)
+_definitions = ToolDefinitions(ChatToolBody, ("function", "custom"), _tools)
 
 
 def _choice(choice: str | ChatNamedTool | None) -> ToolChoice:

@@ -128,4 +128,4 @@ def _file(file: FileBody, cache: CacheControl | None) -> Text | AttachedFile:
     text = text_of(data, media_type)
     if text is not None:
         return Text(f"{name}\n{text}".lstrip("\n"), cache)
-    return AttachedFile(kind_of(media_type, name), name, cache)
+    return AttachedFile(kind_of(media_type, name), name, cache=cache)

@@ -263,7 +263,8 @@ def _document(
         text = text_of(source.data, source.media_type)
         if text is None:
             kind = kind_of(source.media_type or "application/pdf", source.url)
-            return AttachedFile(kind, name or source.url or source.file_id, cache)
+            named = name or source.url or source.file_id
+            return AttachedFile(kind, named, block.context or "", cache)
         texts = [text]
     return Text(_lines(name, block.context or "", *texts), cache)
 

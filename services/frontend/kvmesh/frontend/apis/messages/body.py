@@ -160,7 +160,7 @@ def _tools(body: MessagesBody, reading: MessagesReading) -> list[Tool]:
     return found
 
 
-_definitions = ToolDefinitions(MessagesToolBody, listed)
+_definitions = ToolDefinitions(MessagesToolBody, ("custom",), listed)
 
 
 def _choice(choice: ToolChoiceBody | None) -> ToolChoice:

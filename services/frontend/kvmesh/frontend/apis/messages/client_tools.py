@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvmesh.frontend.conversation import CacheControl, Tool
 from kvmesh.retention.hints import CacheMark
@@ -49,15 +50,7 @@ def listed(body: MessagesToolBody) -> list[Tool]:
         return []
     description, schema = _KNOWN[dated[1]](body, dated[2])
     tool = to_tool(body)
-    return [
-        Tool(
-            tool.name,
-            tool.description or description,
-            schema,
-            deferred=tool.deferred,
-            cache=tool.cache,
-        )
-    ]
+    return [replace(tool, description=tool.description or description, parameters=schema)]
 
 
 def cache_control(mark: CacheMark | None) -> CacheControl | None:

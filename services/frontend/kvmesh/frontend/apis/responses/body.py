@@ -4,10 +4,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range, decode
-from kvmesh.frontend.apis.body_types import defined_as
+from kvmesh.frontend.apis.body_types import defined_as, unknown_fields
 from kvmesh.frontend.apis.cache_ttl import (
     CacheOptions,
     CacheRetention,
@@ -191,6 +192,10 @@ def without_effect(body: ResponsesBody) -> list[str]:
         found.append("text.verbosity")
     if body.reasoning is not None and body.reasoning.summary is not None:
         found.append("reasoning.summary")
+    for index, raw in enumerate(input_items(body)):
+        if isinstance(_decode(raw, "input"), Item):
+            fields = unknown_fields(msgspec.json.decode(raw), Item)
+            found += [f"input[{index}].{field}" for field in fields]
     return found
 
 
@@ -323,7 +328,8 @@ def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
         form = tool.format or {}
         grammar, regex = form.get("definition"), form.get("syntax") == "regex"
         text = grammar if isinstance(grammar, str) else None
-        return Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
+        made = Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
+        return replace(made, deferred=bool(tool.defer_loading))
     if tool.type != "function":
         return None
     return Tool(
@@ -336,7 +342,7 @@ def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
     )
 
 
-_definitions = ToolDefinitions(ResponsesToolBody, _tools)
+_definitions = ToolDefinitions(ResponsesToolBody, ("function", "custom", "namespace"), _tools)
 
 
 def _choice(choice: str | ResponsesNamedTool | None) -> ToolChoice:
