@@ -87,7 +87,12 @@ DOCUMENTS: list[tuple[dict[str, Any], str]] = [
 def test_documents_show_title_context_and_text(
     source: dict[str, Any], text: str, inside: bool
 ) -> None:
-    document = {"type": "document", "source": source, "title": "Report", "context": "From May"}
+    document: dict[str, Any] = {
+        "type": "document",
+        "source": source,
+        "title": "Report",
+        "context": "From May",
+    }
     document |= {"citations": {"enabled": True}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [document]}
     found = shown("messages", result if inside else document)
@@ -97,7 +102,7 @@ def test_documents_show_title_context_and_text(
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("content", ["Alpha", [ALPHA]])
 def test_search_results_show_their_source(content: Any, inside: bool) -> None:
-    hit = {"type": "search_result", "source": "https://example.com/a", "title": "A"}
+    hit: dict[str, Any] = {"type": "search_result", "source": "https://example.com/a", "title": "A"}
     hit |= {"content": content, "citations": {"enabled": True}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [hit]}
     assert "A\nhttps://example.com/a\nAlpha" in shown("messages", result if inside else hit)

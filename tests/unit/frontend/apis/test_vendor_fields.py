@@ -165,7 +165,9 @@ LISTED: dict[str, dict[str, Any]] = {
         "truncation": "auto",
     },
 }
-NEEDED = {  # fields without which others have no effect, or are refused
+NEEDED: dict[
+    tuple[str, str], dict[str, Any]
+] = {  # fields without which others have no effect, or are refused
     ("chat", "top_logprobs"): {"logprobs": True},
     ("chat", "tool_choice"): {"tools": [TOOL]},
     ("chat", "stream_options"): {"stream": True},
@@ -221,7 +223,8 @@ def test_a_parameter_whose_loss_changes_the_answer_is_refused(
     with pytest.raises(InvalidRequest, match=name) as error:
         run(api, {name: value})
     assert error.value.param == name
-    for neutral in (None, [], {}):
+    empty: tuple[Any, ...] = (None, [], {})
+    for neutral in empty:
         if isinstance(value, type(neutral)) or neutral is None:
             run(api, {name: neutral})
 

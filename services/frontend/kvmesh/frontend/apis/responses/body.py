@@ -289,13 +289,14 @@ def _call(item: Item, where: str) -> ToolCall:
 
 
 def _result(item: Item, where: str, reading: Reading) -> ToolResult:
-    if not item.call_id:
+    call = item.call_id or item.name
+    if not call:
         raise InvalidRequest(f"`{where}.call_id`: missing.", f"{where}.call_id")
     output = item.output
     if isinstance(output, dict):
         output = as_json(output)
     content = content_blocks(output, f"{where}.output", reading)
-    return ToolResult(item.call_id, content, cache=inner_cache_control(content))
+    return ToolResult(call, content, cache=inner_cache_control(content))
 
 
 def _thinking(item: Item, where: str, reading: Reading) -> str:
