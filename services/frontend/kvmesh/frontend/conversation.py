@@ -26,10 +26,9 @@ class Text(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    """A reasoning span; the opaque `signature` is returned to the client unchanged."""
+    """A reasoning span."""
 
     text: str
-    signature: str = ""
 
 
 class Image(Struct, frozen=True):

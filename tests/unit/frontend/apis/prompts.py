@@ -20,7 +20,7 @@ from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest, Preprocessor
 
 APIS: dict[str, Api] = {api.name: api for api in (Chat(), Completions(), Messages(), Responses())}
-CARD = ModelCard(name="m", context=1 << 16, block_size=16, files="demo")
+CARD = ModelCard(name="m", context=1 << 16, block_size=16, files="demo", structural_tags=True)
 
 
 @cache

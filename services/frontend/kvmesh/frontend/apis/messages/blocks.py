@@ -184,7 +184,7 @@ def _block(
     if isinstance(block, dict):
         return _foreign(block, where, reading)
     if isinstance(block, ThinkingBlock):
-        return Thinking(_thinking_text(block, where, reading), block.signature or "")
+        return Thinking(_thinking_text(block, where, reading))
     if isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
         return _notice(block.tool, isinstance(block, ToolRemovalBlock), reading)
     if isinstance(block, ToolReferenceBlock):
