@@ -19,7 +19,7 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(api: str, *parts: dict[str, Any]) -> str:
-    """What the prompt shows of the parts of an earlier message."""
+    """The parts of an earlier message, as the prompt shows them."""
     text = prompt_of(api, conversation(api, user(*parts), QUESTION))
     first = text.partition("<|im_start|>")[2].partition("<|im_end|>")[0]
     return first.partition("\n")[2]
