@@ -126,7 +126,7 @@ def test_messages_parse_every_kind_of_block() -> None:
     request = Messages().parse(json.dumps(sent).encode(), {}, STAMP).request
     roles = [message.role for message in request.messages]
     assert roles == ["system", "user", "assistant", "user", "system"]
-    assert request.messages[2].blocks[0] == Thinking("hm", "s")
+    assert request.messages[2].blocks[0] == Thinking("hm")
     call = request.messages[2].blocks[1]
     assert isinstance(call, ToolCall)
     assert json.loads(call.arguments) == {"a": 1}

@@ -15,6 +15,8 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 json_encode = msgspec.json.Encoder().encode
 _PATTERN = re.compile(r"Expected `str` matching regex '.*'")
+_FIRST, _SECOND = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_HALF = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_FIRST, _SECOND, _FIRST, _SECOND))
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -189,9 +191,21 @@ def decode(decoder: "msgspec.json.Decoder[T]", body: bytes, where: str = "") -> 
     except msgspec.ValidationError as error:
         raise _invalid(str(error), decoder.type, where) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        mended = whole_characters(body)
+        if mended != body:
+            return decode(decoder, mended, where)
         raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply.") from error
+
+
+def whole_characters(body: bytes) -> bytes:
+    r"""The JSON with `\ufffd` for each escaped half of a character, such as `\ud83d` alone.
+
+    Clients that cut a text at a number of UTF-16 units leave one half in their history for ever.
+    """
+    # what follows an escaped backslash is no escape
+    return b"\\\\".join(_HALF.sub(rb"\\ufffd", part) for part in body.split(b"\\\\"))
 
 
 def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:

@@ -19,6 +19,7 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, cache_ttl_s
 from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, StreamOptions, guided
+from kvmesh.frontend.apis.content.refusals import refuse
 from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
@@ -35,6 +36,8 @@ class CompletionBody(SamplingBody, kw_only=True):
     model: str
     prompt: str | list[str | int | list[int]]
     n: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
     stream: bool | None = None
@@ -63,7 +66,7 @@ class Completions:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            request.ignored = [*ignored_fields(body, CompletionBody), *unknown_headers(headers)]
+            request.ignored += [*ignored_fields(body, CompletionBody), *unknown_headers(headers)]
         options = parsed.stream_options
         include_usage = bool(options and options.include_usage)
         return ApiCall(request, CompletionAnswer(request, stamp.created, include_usage))
@@ -76,6 +79,11 @@ def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
     check_range(body.logprobs, 0, MAX_LOGPROBS, "logprobs")
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequest(f"A request may have at most {MAX_CHOICES} choices.", "prompt")
+    refuse(body, {"suffix": ""})
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("`best_of` other than `n` is not supported.", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("`echo` with `logprobs`: those of a prompt are not computed.", "echo")
     if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
         raise InvalidRequest("`echo` requires text prompts.", "echo")
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

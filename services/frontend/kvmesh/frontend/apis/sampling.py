@@ -1,9 +1,12 @@
 """Sampling fields of the OpenAI APIs, and their translation into the internal form."""
 
+from typing import Any
+
 from msgspec import Struct
 
 from kvmesh.bus.messages import Sampling
 from kvmesh.frontend.apis.base import check_range
+from kvmesh.frontend.apis.content.refusals import refuse
 from kvmesh.frontend.errors import InvalidRequest
 
 MAX_STOPS = 64
@@ -12,8 +15,17 @@ MAX_TOKENS = 1 << 30
 MAX_BIASED = 1024
 
 
+UNSUPPORTED = {
+    "structured_outputs": "response_format",
+    "guided_json": "response_format",
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), ""),
+    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens"), ""),
+    **dict.fromkeys(("allowed_token_ids", "bad_words"), ""),
+}
+
+
 class SamplingBody(Struct, kw_only=True):
-    """Fields of the OpenAI API, and of vLLM those that agents use."""
+    """Fields of the OpenAI API, and of vLLM those that agents use, and the UNSUPPORTED ones."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -29,6 +41,15 @@ class SamplingBody(Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
 
 
 def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
@@ -64,6 +85,7 @@ def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
 
 
 def _check(body: SamplingBody) -> None:
+    refuse(body, UNSUPPORTED)
     check_range(body.min_tokens, 0, MAX_TOKENS, "min_tokens")
     check_range(body.temperature, 0, 2, "temperature")
     check_range(body.top_p, 0, 1, "top_p")

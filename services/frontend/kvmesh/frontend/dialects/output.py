@@ -73,6 +73,19 @@ class OutputGrammar(Struct, frozen=True):
         reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
         return reasoning is not None and _begins_thinking(reasoning, prompt)
 
+    def tail_of(self, text: str) -> str:
+        """The end of a prompt that continues the answer `text`, as `begins_thinking` takes it.
+
+        It is the tag that the text has passed last: no fixed number of characters shows that.
+        """
+        reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
+        if reasoning is None:
+            return ""
+        opened = max(map(text.rfind, reasoning.begin))
+        return (reasoning.begin if opened > max(map(text.rfind, reasoning.end)) else reasoning.end)[
+            0
+        ]
+
     def uses(self, token: str) -> bool:
         """True if the special token is part of the grammar and its text must reach the parser."""
         if HARMONY in (self.tool_parser, self.reasoning_parser):

@@ -12,20 +12,16 @@ from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
-from kvmesh.frontend.conversation import (
-    GenerateRequest,
-    Image,
-    Message,
-    RenderedPrompt,
-    ToolResult,
-)
+from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt
 from kvmesh.frontend.dialects.errors import TemplateError
+from kvmesh.frontend.dialects.templates.chat_template import continued_text
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
+from kvmesh.frontend.preprocess.attachments import readable
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
 from kvmesh.frontend.preprocess.limits import check_prompt_memory, output_limit
@@ -43,6 +39,7 @@ from kvmesh.frontend.preprocess.tool_choice import (
     required_tool_call,
     strict_tool_tags,
 )
+from kvmesh.frontend.preprocess.tool_results import in_call_order
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, TextPiece, text_pieces
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.tracing.names import RENDER, TOKENIZE
@@ -171,6 +168,7 @@ class Preprocessor:
         return restore(request, found, files, forced, note)
 
     def _arrange(self, request: GenerateRequest) -> None:
+        request.messages = in_call_order(request.messages)
         if self._share_prefixes and request.agent.startswith(AGENT):
             request.messages = list(shared_prefix(request.messages))
 
@@ -181,8 +179,11 @@ class Preprocessor:
         adapter: str | None,
         found: FoundAnswers,
     ) -> Steps[PreparedRequest]:
-        if not model.card.images:
-            _reject_images(request)
+        request.messages = readable(request.messages, model.card.images)
+        continued = continued_text(request)
+        if continued is not None and request.guided is not None:
+            reason = "The last message cannot be continued and follow a schema as well."
+            raise InvalidRequest(reason, "messages")
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         required = required_tool_call(request)
         shown = self._restore(request, model, found, required is not None)
@@ -206,6 +207,8 @@ class Preprocessor:
         request.span.record(RENDER, began, rendered)
         request.span.record(TOKENIZE, rendered, monotonic())
         tail, guided = text[-TAIL_CHARS:], _guided(request, model, required)
+        if continued is not None:
+            tail = model.dialect.grammar.tail_of(continued)
         decode = request.decode
         if encoded is not None:
             dialect = model.dialect
@@ -223,7 +226,10 @@ class Preprocessor:
             decode,
             encoded=encoded,
             shown=shown,
-            keeps_answer=self.answers is not None and bool(request.messages) and request.n == 1,
+            keeps_answer=self.answers is not None
+            and continued is None
+            and bool(request.messages)
+            and request.n == 1,
         )
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
@@ -238,8 +244,7 @@ class Preprocessor:
         model: ServedModel,
         found: FoundAnswers,
     ) -> Steps[list[bytes]]:
-        if not model.card.images:
-            _reject_images(request)
+        request.messages = readable(request.messages, model.card.images)
         if request.prompts:
             return (yield from self._encoder.raw_prompts(request, model))
         self._restore(request, model, found, required_tool_call(request) is not None)
@@ -332,13 +337,13 @@ def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
 
 
 def _encodable(text: str) -> str:
-    r"""The text with a question mark for each half of a character, such as \ud83d in arguments."""
+    r"""The text with U+FFFD for each half of a character, such as \ud83d in arguments."""
     if text.isascii():
         return text
     try:
         text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
@@ -350,13 +355,3 @@ def hash_prompt(
         raise InvalidRequest("The prompt has no tokens.", "prompt")
     _, sequence_hashes = block_hashes(tokens, model.card.block_size, salt)
     return PromptTokens(tokens, len(tokens) // 4, sequence_hashes, salt, retention)
-
-
-def _reject_images(request: GenerateRequest) -> None:
-    for index, message in enumerate(request.messages):
-        for block in message.blocks:
-            kind = type(block)
-            parts = block.content if isinstance(block, ToolResult) else ()
-            if kind is Image or (parts and Image in map(type, parts)):
-                where = f"messages[{index}].content"
-                raise InvalidRequest(f"`{where}`: this model does not read images.", where)

@@ -48,7 +48,7 @@ class Chat:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            request.ignored = [*ignored_fields(body, ChatBody), *unknown_headers(headers)]
+            request.ignored += [*ignored_fields(body, ChatBody), *unknown_headers(headers)]
         options = parsed.stream_options
         include_usage = bool(options and options.include_usage)
         return ApiCall(request, ChatAnswer(request, stamp.created, include_usage))

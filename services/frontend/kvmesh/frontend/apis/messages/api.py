@@ -63,7 +63,7 @@ def parse_body(
     request.retain_prompt(parsed.cache_control.ttl_s() if parsed.cache_control else None)
     if "ignored" in request.extra_fields:
         fields = [*ignored_fields(body, MessagesBody), *_without_effect(parsed)]
-        request.ignored = [*fields, *unknown_headers(headers)]
+        request.ignored += [*fields, *unknown_headers(headers)]
     return parsed, request
 
 

@@ -20,6 +20,7 @@ from kvmesh.frontend.apis.base import (
     json_encode,
 )
 from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
+from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.responses.body import (
@@ -29,10 +30,10 @@ from kvmesh.frontend.apis.responses.body import (
     storable_items,
     to_messages,
     to_request,
+    without_effect,
 )
 from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX, OutputItem
 from kvmesh.frontend.apis.responses.references import Outputs, referenced_responses, resolve
-from kvmesh.frontend.apis.sealed_reasoning import Sealed
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
@@ -62,7 +63,8 @@ def parse_body(
     apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
     request.retain_prompt(cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options))
     if "ignored" in request.extra_fields:
-        request.ignored = [*ignored_fields(body, ResponsesBody), *unknown_headers(headers)]
+        fields = [*ignored_fields(body, ResponsesBody), *without_effect(parsed)]
+        request.ignored += [*fields, *unknown_headers(headers)]
     return parsed, request
 
 
@@ -113,10 +115,10 @@ class ResponsesThread:
         """Insert the messages of earlier turns before this request's input; resolve references."""
         earlier = resolve(_items(turns), outputs, "previous_response_id")
         own = resolve(input_items(self._body), outputs, "input")
-        sealed = Sealed()
-        found = [message for items in (earlier, own) for message in to_messages(items, sealed)]
+        reading = Reading()
+        found = [message for items in (earlier, own) for message in to_messages(items, reading)]
         self._request.messages = [*instructions(self._body), *found]
-        self._request.body_bytes += sealed.bytes
+        self._request.body_bytes += reading.sealed.bytes
 
     def turn(self, response: bytes) -> StoredTurn:
         """The turn to store, with the whole `response` object."""

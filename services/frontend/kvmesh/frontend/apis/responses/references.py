@@ -82,5 +82,8 @@ def _item_of(item: Raw) -> str | None:
     data = bytes(item)
     if len(data) > MAX_ESCAPED and KIND.encode() not in data and b'"type"' in data:
         return None  # without decoding a large item
-    found = _head.decode(data)
+    try:
+        found = _head.decode(data)
+    except msgspec.ValidationError:
+        return None  # no reference has such fields
     return found.id if found.is_reference else None

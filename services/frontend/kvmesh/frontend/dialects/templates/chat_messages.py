@@ -14,6 +14,7 @@ from kvmesh.frontend.conversation import (
     Generated,
     Image,
     Message,
+    ResultPart,
     Text,
     Thinking,
     Tool,
@@ -27,6 +28,8 @@ from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
 GAP = "\n\n"
+ERROR = "Error: "
+ERROR_CHARS = 64  # at the start of a result, where it may say itself that it is an error
 # Differs between conversations and between an agent and its subagents, at the prompt's start.
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING = re.compile(rf"\A{BILLING_HEADER}[^\n]*\n*")
@@ -268,11 +271,12 @@ class _MessageWriter:
     def _result(self, result: ToolResult) -> dict[str, Any]:
         unknown = (call_id(self._capabilities.call_ids, "unknown", self._count), "unknown")
         stable_id, name = self._calls.get(result.call_id, unknown)
-        blocks: list[Block] = [*result.content, *map(self._definition, result.references)]
-        content = _content(blocks)
+        content = _with_error(result.content) if result.is_error else result.content
+        blocks: list[Block] = [*content, *map(self._definition, result.references)]
+        shown = _content(blocks)
         if self._capabilities.calls is None:
-            return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        return {"role": "tool", "tool_call_id": stable_id, "name": name, "content": content}
+            return {"role": "user", "content": f"<tool_response>\n{shown}\n</tool_response>"}
+        return {"role": "tool", "tool_call_id": stable_id, "name": name, "content": shown}
 
     def _definition(self, reference: str) -> Text:
         """The definition of a referenced deferred tool, which the tools section lacks."""
@@ -285,6 +289,16 @@ class _MessageWriter:
 
 def _order_in_template(block: Block) -> int:
     return 0 if isinstance(block, Thinking) else 2 if isinstance(block, ToolCall) else 1
+
+
+def _with_error(content: Sequence[ResultPart]) -> list[ResultPart]:
+    """The content of a failed call, which says so: templates know no errors."""
+    first = content[0] if content else Text("")
+    if not isinstance(first, Text):
+        return [Text(ERROR.strip()), *content]
+    if "error" in first.text[:ERROR_CHARS].lower():
+        return list(content)
+    return [Text(f"{ERROR}{first.text}".strip()), *content[1:]]
 
 
 def _content(blocks: list[Block]) -> Any:

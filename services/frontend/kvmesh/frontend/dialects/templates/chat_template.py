@@ -237,6 +237,13 @@ def _hidden_answers(messages: list[Message], capabilities: TemplateCapabilities)
     }
 
 
+def continued_text(request: GenerateRequest) -> str | None:
+    """The text that the model is to continue; None if it begins an answer."""
+    if request.prompts or not request.messages or not request.template_args.get(CONTINUE):
+        return None
+    return "".join(block.text for block in request.messages[-1].blocks if isinstance(block, Text))
+
+
 def _mark_open_end(messages: list[Message]) -> list[Message]:
     """The conversation with a marker after its last text, where the prompt must end."""
     last = messages[-1] if messages else None
