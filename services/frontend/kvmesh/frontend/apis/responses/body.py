@@ -207,6 +207,11 @@ def storable_items(items: list[Raw]) -> list[Raw]:
     ]
 
 
+def summarizes(body: ResponsesBody) -> bool:
+    """True if thinking is to be the summary of reasoning items, and not their content."""
+    return body.reasoning is not None and body.reasoning.summary not in (None, "none")
+
+
 def instructions(body: ResponsesBody) -> list[Message]:
     return [Message("system", [Text(body.instructions)])] if body.instructions else []
 
