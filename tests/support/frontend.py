@@ -34,6 +34,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.storage.model_files import publish_model
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.demo import model_dir
+from support import streams
 from support.wait import PATIENCE_S
 
 MODEL = "kvmesh-demo"
@@ -214,7 +215,7 @@ class Client:
 
 
 async def events(response: aiohttp.ClientResponse) -> list[Any]:
-    """All events of a stream without comments; `[DONE]` is a string."""
-    text = await response.text()
-    data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    return [part if part == "[DONE]" else msgspec.json.decode(part) for part in data]
+    """All events of a stream, which must build an answer or fail; `[DONE]` is a string."""
+    found = streams.parse(await response.text())
+    streams.check(response.url.path, found)
+    return found

@@ -32,7 +32,12 @@ from kvmesh.frontend.apis.responses.body import (
     to_request,
 )
 from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX, OutputItem
-from kvmesh.frontend.apis.responses.references import Outputs, referenced_responses, resolve
+from kvmesh.frontend.apis.responses.references import (
+    Outputs,
+    References,
+    referenced_responses,
+    resolve,
+)
 from kvmesh.frontend.apis.sealed_reasoning import Sealed
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
@@ -99,7 +104,7 @@ class ResponsesThread:
         self.previous = body.previous_response_id
         self.store = body.store is not False
 
-    def referenced(self, turns: list[StoredTurn]) -> list[str]:
+    def referenced(self, turns: list[StoredTurn]) -> References:
         """Responses whose items the input or an earlier turn refers to."""
         items = input_items(self._body) if isinstance(self._body.input, list) else []
         return referenced_responses([*_items(turns), *items])
