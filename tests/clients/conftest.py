@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.harness import Recorder
 from support.mesh import Mesh
 from support.nats import NatsServer
 
@@ -54,3 +55,10 @@ async def mesh(
     await mesh.ready()
     yield mesh
     mesh.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def url(mesh: Mesh) -> AsyncIterator[str]:
+    """The address of the mesh, behind a recorder that replays every stream at the end."""
+    async with Recorder(mesh.url).listening() as recorder:
+        yield recorder.url

@@ -10,7 +10,6 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from anthropic.types import MessageParam, TextBlockParam, ThinkingBlock, ToolParam, ToolUseBlock
 from support.frontend import MODEL
-from support.mesh import Mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TOOL: ToolParam = {
@@ -26,8 +25,8 @@ ASK: MessageParam = {"role": "user", "content": "How is the weather in Oslo?"}
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def client(mesh: Mesh) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url=mesh.url, api_key="x", max_retries=0) as client:
+async def client(url: str) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
         yield client
 
 

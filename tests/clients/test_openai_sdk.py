@@ -23,7 +23,6 @@ from openai.types.responses import (
 from openai.types.responses.response_input_item_param import FunctionCallOutput, ItemReference
 from pydantic import BaseModel
 from support.frontend import MODEL
-from support.mesh import Mesh
 from support.wait import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -54,8 +53,8 @@ class Person(BaseModel):
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def client(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="x", max_retries=0) as client:
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         yield client
 
 
