@@ -136,6 +136,7 @@ class MessagesBody(Struct, kw_only=True):
     metadata: Metadata | None = None
     cache_control: CacheMark | None = None
     diagnostics: Diagnostics | None = None
+    thread: dict[str, Any] | None = None
     nvext: Nvext | None = None
 
 
