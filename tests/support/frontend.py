@@ -214,8 +214,11 @@ class Client:
         return await self.session.post(self.url + path, data=data, headers=headers)
 
 
-async def events(response: aiohttp.ClientResponse) -> list[Any]:
-    """All events of a stream, which must build an answer or fail; `[DONE]` is a string."""
-    found = streams.parse(await response.text())
+async def events(response: aiohttp.ClientResponse, begin: bytes = b"") -> list[Any]:
+    """All events of a stream, which must build an answer or fail; `[DONE]` is a string.
+
+    `begin` is what has been read before.
+    """
+    found = streams.parse((begin + await response.read()).decode())
     streams.check(response.url.path, found)
     return found

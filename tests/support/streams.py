@@ -69,7 +69,7 @@ def without_form(api: str, answer: Json) -> Json:
 
 
 def _chunks(events: list[Any]) -> tuple[Json, list[Json], Json, bool]:
-    """The fields of all chunks, their choices, the last chunk's fields, and whether all is well."""
+    """What all chunks have, their choices, what the last one adds, and False after an error."""
     assert events, "the stream is empty"
     assert events[-1] == DONE
     chunks = events[:-1]
@@ -284,9 +284,9 @@ def _whole_block(block: Json, reason: str) -> Json:
 # --- responses ---------------------------------------------------------------------------------
 
 PARTS = {
-    "message": ("content", "output_text"),
-    "reasoning": ("content", "reasoning_text"),
-    "reasoning summary": ("summary", "summary_text"),
+    ("message", "content", "output_text"),
+    ("reasoning", "content", "reasoning_text"),
+    ("reasoning", "summary", "summary_text"),
 }
 CALLS = {
     "response.function_call_arguments": ("function_call", "arguments"),
@@ -337,11 +337,8 @@ class _Response:
             return
         assert step == "done"
         assert self.part is None, "a part is still open"
-        item = self.item or {}
         assert self.text_done, "the item's text is not repeated"
-        for known in (item, given):
-            assert set(known) - LATE == set(item) - LATE
-        assert {k: given[k] for k in set(item) - LATE} == {k: item[k] for k in set(item) - LATE}
+        assert _early(given) == _early(self.item or {})
         assert given.get("status") in ("completed", "incomplete", None)
         self.items.append(given)
         self.item = None
@@ -352,7 +349,7 @@ class _Response:
         if step == "added":
             assert self.part is None
             assert index == len(item[field])
-            assert (item["type"], field, given["type"]) in _PART_TYPES
+            assert (item["type"], field, given["type"]) in PARTS
             assert given["text"] == ""
             self.part, self.text_done = dict(given), False
             item[field].append(self.part)
@@ -395,7 +392,8 @@ class _Response:
         self.text_done = True
 
 
-_PART_TYPES = {(kind.partition(" ")[0], *rest) for kind, rest in PARTS.items()}
+def _early(item: Json) -> Json:
+    return {key: value for key, value in item.items() if key not in LATE}
 
 
 def _responses(events: list[Any]) -> Json | None:
@@ -421,7 +419,7 @@ def _responses(events: list[Any]) -> Json | None:
     if final["status"] == "failed":
         return None
     assert final["usage"]["total_tokens"]
-    return {**final, "output": state.items}
+    return final
 
 
 REPLAYS: dict[str, Callable[[list[Any]], Json | None]] = {
