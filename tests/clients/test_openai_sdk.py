@@ -19,6 +19,7 @@ from openai.types.responses import (
     FunctionToolParam,
     ResponseFunctionToolCall,
     ResponseFunctionToolCallParam,
+    ResponseReasoningItem,
 )
 from openai.types.responses.response_input_item_param import FunctionCallOutput, ItemReference
 from pydantic import BaseModel
@@ -196,6 +197,19 @@ async def test_responses_call_a_tool_and_continue(client: AsyncOpenAI) -> None:
     )
     assert second.output_text == "It is sunny in Oslo. Bye."
     assert second.status == "completed"
+
+
+async def test_responses_show_thinking_as_a_summary_where_asked(client: AsyncOpenAI) -> None:
+    async with client.responses.stream(
+        model=MODEL, input=ASK, tools=[TOOL], reasoning={"summary": "auto"}
+    ) as stream:
+        kinds = {event.type async for event in stream}
+        response = await stream.get_final_response()
+    reasoning = response.output[0]
+    assert isinstance(reasoning, ResponseReasoningItem)
+    assert [part.text for part in reasoning.summary] == ["The weather has to be looked up."]
+    assert "response.reasoning_summary_part.added" in kinds
+    assert "response.reasoning_text.delta" not in kinds
 
 
 async def test_a_replayed_history_counts_like_a_stored_one(client: AsyncOpenAI) -> None:

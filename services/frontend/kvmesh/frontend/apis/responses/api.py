@@ -239,7 +239,7 @@ class ResponsesAnswer:
         code = error.code if isinstance(error, ContextExceeded) else CODES.get(error.kind)
         fault = {"code": code or "server_error", "message": error.message}
         cut = self._close("incomplete")
-        response = self._object("failed", None, error=fault)
+        response = self._object("failed", None, error=fault, store=False)
         return cut + self._event("response.failed", response=response)
 
     def whole(self, summary: AnswerSummary) -> bytes:
