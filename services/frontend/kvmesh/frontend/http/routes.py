@@ -58,7 +58,8 @@ def application(
     tokenize = TokenizeEndpoints(
         endpoints, dependencies.registry, dependencies.preprocessor, dependencies.responses
     )
-    stored = StoredResponseEndpoints(endpoints, dependencies.responses)
+    threads = dependencies.preprocessor.threads
+    stored = StoredResponseEndpoints(endpoints, dependencies.responses, threads)
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator
     )

@@ -55,7 +55,10 @@ class Chat:
 
 
 class ChatChoice:
-    """The transcript of one choice, and the encoded head of its chunks."""
+    """The transcript of one choice, and the encoded head of its chunks.
+
+    A stream has the number of its `calls` instead, and whether the last is one of a `custom` tool.
+    """
 
     def __init__(self, index: int, common: bytes) -> None:
         self.head = b"data: " + common + b',"choices":[{"index":%d,"delta":' % index
@@ -63,6 +66,7 @@ class ChatChoice:
         self.transcript = Transcript()
         self.logprobs: list[TokenLogprob] = []
         self.calls = 0
+        self.custom = False
         self.finish = "stop"
 
 
@@ -74,11 +78,11 @@ class ChatAnswer:
         self._include_usage = include_usage
         self._with_logprobs = request.sampling.logprobs is not None
         self._common = {"id": request.id, "created": created, "model": request.model}
-        self._chunk_common = {"object": "chat.completion.chunk", **self._common}
+        usage = {"usage": None} if include_usage else {}
+        self._chunk_common = {"object": "chat.completion.chunk", **self._common, **usage}
         common = json_encode(self._chunk_common)[:-1]
         self._choices = [ChatChoice(index, common) for index in range(request.n)]
-        usage = b',"usage":null' if include_usage else b""
-        self._tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        self._tail = b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._text_tail = b"}" + self._tail
 
     def begin(self) -> bytes:
@@ -122,8 +126,7 @@ class ChatAnswer:
         if not self._stream:
             return b""
         last = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": state.finish}
-        usage = {"usage": None} if self._include_usage else {}
-        return openai.event({**self._chunk_common, "choices": [last], **usage})
+        return openai.event({**self._chunk_common, "choices": [last]})
 
     def done(self, summary: AnswerSummary) -> bytes:
         last: dict[str, Any] = {**self._chunk_common, "choices": []}
@@ -168,10 +171,12 @@ def _delta(choice: ChatChoice, event: AnswerEvent) -> dict[str, Any]:
         return {"reasoning_content": event.text}
     if isinstance(event, ToolCallStart):
         choice.calls += 1
+        choice.custom = event.custom
         return {"tool_calls": [{"index": choice.calls - 1, **_call(event, "")}]}
     if isinstance(event, ToolCallDelta):
-        function = {"arguments": event.arguments}
-        return {"tool_calls": [{"index": choice.calls - 1, "function": function}]}
+        text = event.arguments
+        added = {"custom": {"input": text}} if choice.custom else {"function": {"arguments": text}}
+        return {"tool_calls": [{"index": choice.calls - 1, **added}]}
     return {}
 
 

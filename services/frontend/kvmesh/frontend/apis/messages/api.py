@@ -25,7 +25,7 @@ from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, 
 from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
-from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, Kind
+from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, InvalidRequest, Kind
 from kvmesh.hashing import TOKEN_BYTES
 
 TYPES: dict[Kind, str] = {
@@ -50,11 +50,24 @@ DELTAS = {
 _decoder = msgspec.json.Decoder(MessagesBody)
 
 
+class ThreadsUnsupported(InvalidRequest):
+    """The request wants the server to hold the conversation.
+
+    The tool runners of the SDKs then send it whole, if the error has this code in its details.
+    """
+
+    def __init__(self) -> None:
+        reason = "thread: not supported; send the whole conversation in `messages`"
+        super().__init__(reason, "thread", "thread_unsupported_request")
+
+
 def parse_body(
     body: bytes, headers: Headers, stamp: RequestStamp
 ) -> tuple[MessagesBody, GenerateRequest]:
     """The body and its request, of a message or of token counting."""
     parsed = decode(_decoder, body)
+    if parsed.thread is not None:
+        raise ThreadsUnsupported
     request = to_request(parsed, Messages.id_prefix + stamp.token)
     user = session_in_user_id(parsed.metadata.user_id if parsed.metadata else None)
     apply_hints(request, headers, parsed.nvext, user)
@@ -118,11 +131,10 @@ class CountTokens:
 
 
 def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
-    return {
-        "type": "error",
-        "error": {"type": TYPES[error.kind], "message": _message(error)},
-        "request_id": request_id,
-    }
+    fault: dict[str, Any] = {"type": TYPES[error.kind], "message": _message(error)}
+    if isinstance(error, ThreadsUnsupported):
+        fault["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return {"type": "error", "error": fault, "request_id": request_id}
 
 
 def _message(error: ApiError) -> str:

@@ -94,7 +94,7 @@ class MessagesBody(Struct, kw_only=True):
     nvext: Nvext | None = None
 
 
-UNSUPPORTED = dict.fromkeys(("compaction", "container", "mcp_servers", "thread"), "")
+UNSUPPORTED = dict.fromkeys(("compaction", "container", "mcp_servers"), "")
 
 
 def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:

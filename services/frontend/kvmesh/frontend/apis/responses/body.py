@@ -252,6 +252,11 @@ def _messages(raw: Raw, where: str, reading: Reading) -> list[Message]:
     return [] if message is None else [message]
 
 
+def summarizes(body: ResponsesBody) -> bool:
+    """True if thinking is to be the summary of reasoning items, and not their content."""
+    return body.reasoning is not None and body.reasoning.summary not in (None, "none")
+
+
 def instructions(body: ResponsesBody) -> list[Message]:
     return [Message("system", [Text(body.instructions)])] if body.instructions else []
 
