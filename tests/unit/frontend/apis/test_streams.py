@@ -28,7 +28,7 @@ from kvmesh.frontend.errors import ContextExceeded, Overloaded
 SUMMARY = AnswerSummary(USAGE, {"worker": "w"})
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "chat": [{}, {"logprobs": True, "top_logprobs": 1}],
-    "completions": [{}, {"logprobs": 1, "echo": True}],
+    "completions": [{}, {"logprobs": 1}, {"echo": True}],
     "messages": [
         {},
         {"thinking": {"type": "adaptive", "display": "omitted"}},

@@ -66,7 +66,7 @@ def parse_body(
 ) -> tuple[MessagesBody, GenerateRequest]:
     """The body and its request, of a message or of token counting."""
     parsed = decode(_decoder, body)
-    if parsed.thread is not None:
+    if parsed.thread:
         raise ThreadsUnsupported
     request = to_request(parsed, Messages.id_prefix + stamp.token)
     user = session_in_user_id(parsed.metadata.user_id if parsed.metadata else None)
