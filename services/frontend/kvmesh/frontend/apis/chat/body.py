@@ -162,7 +162,11 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 UNSUPPORTED = UnsupportedFields(
-    functions="tools", function_call="tool_choice", audio=None, chat_template=None, documents=None
+    functions="tools",
+    function_call="tool_choice",
+    audio=None,
+    chat_template=None,
+    documents="chat_template_kwargs",
 )
 
 
