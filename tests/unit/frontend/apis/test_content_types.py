@@ -154,6 +154,35 @@ def test_text_files_are_text() -> None:
 # --- results of tools --------------------------------------------------------------------------
 
 
+def with_results(api: str, ids: str) -> dict[str, Any]:
+    """A conversation with the calls A to C, whose results arrive in another order."""
+    names = {"A": "f", "B": "g", "C": "h"}
+    if api == "chat":
+        calls = [
+            {"id": i, "type": "function", "function": {"name": n, "arguments": "{}"}}
+            for i, n in names.items()
+        ]
+        results = [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in ids]
+        return conversation(api, QUESTION, {"role": "assistant", "tool_calls": calls}, *results)
+    if api == "messages":
+        uses = [{"type": "tool_use", "id": i, "name": n, "input": {}} for i, n in names.items()]
+        came = [{"type": "tool_result", "tool_use_id": i, "content": f"of {i}"} for i in ids]
+        return conversation(api, QUESTION, {"role": "assistant", "content": uses}, user(*came))
+    items = [
+        {"type": "function_call", "call_id": i, "name": n, "arguments": "{}"}
+        for i, n in names.items()
+    ]
+    outputs = [{"type": "function_call_output", "call_id": i, "output": f"of {i}"} for i in ids]
+    return conversation(api, QUESTION, *items, *outputs)
+
+
+@pytest.mark.parametrize("api", CHATTY)
+def test_results_are_in_the_order_of_their_calls(api: str) -> None:
+    prompts = {prompt_of(api, with_results(api, ids)) for ids in ("ABC", "CBA", "BCA", "CAB")}
+    (prompt,) = prompts
+    assert prompt.index("of A") < prompt.index("of B") < prompt.index("of C")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

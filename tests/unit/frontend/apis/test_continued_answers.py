@@ -85,6 +85,29 @@ def test_what_cannot_be_continued_is_refused(body: dict[str, Any]) -> None:
         prompt_of("chat", body)
 
 
+def test_edits_of_the_history_leave_the_continued_text() -> None:
+    calls = [{"type": "tool_use", "id": f"t{n}", "name": "f", "input": {}} for n in range(3)]
+    results = [
+        {"type": "tool_result", "tool_use_id": f"t{n}", "content": "x" * 99} for n in range(3)
+    ]
+    turns = [
+        {"role": role, "content": [block]}
+        for pair in zip(calls, results, strict=True)
+        for role, block in zip(("assistant", "user"), pair, strict=True)
+    ]
+    edit = {"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 1}}
+    edit |= {"trigger": {"type": "input_tokens", "value": 50}}
+    answer = {"role": "assistant", "content": "So far"}
+    body = conversation("messages", QUESTION, *turns, answer)
+    request = request_of("messages", body | {"context_management": {"edits": [edit]}})
+    encoded = prepared(request).encoded
+    assert encoded is not None
+    assert encoded.text.endswith("assistant\nSo far")
+    assert encoded.text.count("[tool result cleared]") == 2
+    assert request.context_edits is not None
+    assert request.context_edits.applied[0]["cleared_input_tokens"] > 0
+
+
 def test_a_continued_answer_is_not_kept_as_one() -> None:
     assert not prepared(request_of("messages", ending("messages", "So"))).keeps_answer
 

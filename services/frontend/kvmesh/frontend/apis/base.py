@@ -15,8 +15,10 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 json_encode = msgspec.json.Encoder().encode
 _PATTERN = re.compile(r"Expected `str` matching regex '.*'")
-_FIRST, _SECOND = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_HALF = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_FIRST, _SECOND, _FIRST, _SECOND))
+# An escape of JSON: both halves of a character, one of them, or the start of another one.
+_HALF, _LOW = rb"u[dD][89a-fA-F][0-9a-fA-F]{2}", rb"u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\%b|%b|.)" % (_LOW, _HALF), re.DOTALL)
+_HALF_LENGTH = len(rb"\ud83d")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -207,8 +209,11 @@ def whole_characters(body: bytes) -> bytes:
 
     Clients that cut a text at a number of UTF-16 units leave one half in their history for ever.
     """
-    # what follows an escaped backslash is no escape
-    return b"\\\\".join(_HALF.sub(rb"\\ufffd", part) for part in body.split(b"\\\\"))
+    return _ESCAPE.sub(_whole_character, body)
+
+
+def _whole_character(escape: re.Match[bytes]) -> bytes:
+    return rb"\ufffd" if len(escape[0]) == _HALF_LENGTH else escape[0]
 
 
 def decode_query(query: Mapping[str, str], kind: type[T]) -> T:

@@ -19,7 +19,7 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, cache_ttl_s
 from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, StreamOptions, guided
-from kvmesh.frontend.apis.content.refusals import refuse
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
@@ -27,6 +27,7 @@ from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
+UNSUPPORTED = UnsupportedFields(suffix=None)
 MAX_LOGPROBS = 20
 
 
@@ -79,7 +80,7 @@ def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
     check_range(body.logprobs, 0, MAX_LOGPROBS, "logprobs")
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequest(f"A request may have at most {MAX_CHOICES} choices.", "prompt")
-    refuse(body, {"suffix": ""})
+    UNSUPPORTED.refuse(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("`best_of` other than `n` is not supported.", "best_of")
     if body.echo and body.logprobs is not None:

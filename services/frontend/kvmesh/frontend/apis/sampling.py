@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from kvmesh.bus.messages import Sampling
 from kvmesh.frontend.apis.base import check_range
-from kvmesh.frontend.apis.content.refusals import refuse
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.errors import InvalidRequest
 
 MAX_STOPS = 64
@@ -15,13 +15,17 @@ MAX_TOKENS = 1 << 30
 MAX_BIASED = 1024
 
 
-UNSUPPORTED = {
-    "structured_outputs": "response_format",
-    "guided_json": "response_format",
-    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), ""),
-    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens"), ""),
-    **dict.fromkeys(("allowed_token_ids", "bad_words"), ""),
-}
+UNSUPPORTED = UnsupportedFields(
+    structured_outputs="response_format",
+    guided_json="response_format",
+    guided_regex=None,
+    guided_choice=None,
+    guided_grammar=None,
+    prompt_logprobs=None,
+    truncate_prompt_tokens=None,
+    allowed_token_ids=None,
+    bad_words=None,
+)
 
 
 class SamplingBody(Struct, kw_only=True):
@@ -85,7 +89,7 @@ def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
 
 
 def _check(body: SamplingBody) -> None:
-    refuse(body, UNSUPPORTED)
+    UNSUPPORTED.refuse(body)
     check_range(body.min_tokens, 0, MAX_TOKENS, "min_tokens")
     check_range(body.temperature, 0, 2, "temperature")
     check_range(body.top_p, 0, 1, "top_p")

@@ -15,6 +15,7 @@ from kvmesh.frontend.cache_account.comparison import PromptComparison
 from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.templates.chat_template import continued_text
+from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.json_bounds import check_arguments
@@ -267,7 +268,9 @@ class Preprocessor:
         self, request: GenerateRequest, messages: list[Message], model: ServedModel
     ) -> Steps[int]:
         """Tokens of the prompt with these messages; raises ContextExceeded."""
-        changed = replace(request, messages=messages)
+        # a part of the conversation may end with any message
+        closed = {k: v for k, v in request.template_args.items() if k != CONTINUE}
+        changed = replace(request, messages=messages, template_args=closed)
         rendered = render(changed, model)
         return (
             len((yield from self._encoder.conversation(changed, rendered, model)).tokens)

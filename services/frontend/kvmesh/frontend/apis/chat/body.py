@@ -14,7 +14,7 @@ from kvmesh.frontend.apis.cache_ttl import (
 )
 from kvmesh.frontend.apis.content.foreign import with_sources
 from kvmesh.frontend.apis.content.parts import Content, content_blocks
-from kvmesh.frontend.apis.content.refusals import refuse
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
@@ -161,11 +161,13 @@ class ChatBody(SamplingBody, kw_only=True):
     nvext: Nvext | None = None
 
 
-UNSUPPORTED = {
-    "functions": "tools",
-    "function_call": "tool_choice",
-    **dict.fromkeys(("audio", "chat_template", "documents"), ""),
-}
+UNSUPPORTED = UnsupportedFields(
+    functions="tools",
+    function_call="tool_choice",
+    audio=None,
+    chat_template=None,
+    documents="chat_template_kwargs",
+)
 
 
 def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
@@ -196,7 +198,7 @@ def _check(body: ChatBody) -> None:
     if len(body.tools or []) > MAX_TOOLS:
         raise InvalidRequest(f"`tools` has more than {MAX_TOOLS} entries.", "tools")
     check_range(body.n, 1, MAX_CHOICES, "n")
-    refuse(body, UNSUPPORTED)
+    UNSUPPORTED.refuse(body)
     if "audio" in (body.modalities or ()):
         raise InvalidRequest("`modalities`: the model writes text only.", "modalities")
 

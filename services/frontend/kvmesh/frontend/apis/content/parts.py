@@ -96,14 +96,15 @@ def content_blocks(content: Content | None, where: str, reading: Reading) -> lis
 
 def _block(raw: Raw, where: str, reading: Reading) -> ResultPart | None:
     part = _decoder.decode(raw, where)
+    if isinstance(part, TextPart):
+        text = part.text or ""
+        text = with_sources(text, part.annotations) if part.annotations else text
+        return Text(text, to_cache_control(part.prompt_cache_breakpoint))
     if isinstance(part, dict):
         return _foreign(part, where, reading)
     if isinstance(part, RefusalPart):
         return Text(part.refusal or "")
     cache = to_cache_control(part.prompt_cache_breakpoint)
-    if isinstance(part, TextPart):
-        text = part.text or ""
-        return Text(with_sources(text, part.annotations) if part.annotations else text, cache)
     if isinstance(part, ImagePart):
         url = part.image_url
         found = url if isinstance(url, str) else str((url or {}).get("url", ""))

@@ -135,11 +135,12 @@ _decoder: TaggedDecoder[ContentBlock] = TaggedDecoder(ContentBlock)
 
 
 class MessagesReading(Reading):
-    """Also the definitions of tools that the conversation adds."""
+    """Also the tools that the conversation defines, and those that a tool result refers to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.defined: list[MessagesToolBody] = []
+        self.referenced: list[str] = []
 
     def skip(self, where: str) -> None:
         self.skipped.append(_INDEX.sub(r"[\1]", where))
@@ -181,6 +182,17 @@ def _block(
     block: ContentBlock | Foreign, where: str, reading: MessagesReading, depth: int
 ) -> Block | None:
     """The internal block; None for what a prompt cannot hold."""
+    if isinstance(block, TextBlock):
+        text = block.text or ""
+        text = with_sources(text, block.citations) if block.citations else text
+        return Text(text, cache_control(block.cache_control))
+    if isinstance(block, ToolUseBlock):
+        if not block.name:
+            raise InvalidRequest(f"{where}.name: field required", f"{where}.name")
+        given, cache = as_json(block.input or {}), cache_control(block.cache_control)
+        return ToolCall(block.id or "", block.name, given, cache=cache)
+    if isinstance(block, ToolResultBlock):
+        return _result(block, where, reading, depth)
     if isinstance(block, dict):
         return _foreign(block, where, reading)
     if isinstance(block, ThinkingBlock):
@@ -188,17 +200,10 @@ def _block(
     if isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
         return _notice(block.tool, isinstance(block, ToolRemovalBlock), reading)
     if isinstance(block, ToolReferenceBlock):
-        return None  # the tool result has read it
+        if depth and block.tool_name:
+            reading.referenced.append(block.tool_name)
+        return None
     cache = cache_control(block.cache_control)
-    if isinstance(block, TextBlock):
-        text = block.text or ""
-        return Text(with_sources(text, block.citations) if block.citations else text, cache)
-    if isinstance(block, ToolUseBlock):
-        if not block.name:
-            raise InvalidRequest(f"{where}.name: field required", f"{where}.name")
-        return ToolCall(block.id or "", block.name, as_json(block.input or {}), cache=cache)
-    if isinstance(block, ToolResultBlock):
-        return _result(block, where, cache, reading, depth)
     if isinstance(block, ImageBlock):
         source = block.source
         data = f"data:{source.media_type};base64,{source.data}" if source.data else source.file_id
@@ -225,24 +230,17 @@ def _notice(changed: ChangedTool, removed: bool, reading: MessagesReading) -> To
     return ToolNotice(name, removed) if name else None
 
 
-def _result(
-    block: ToolResultBlock,
-    where: str,
-    cache: CacheControl | None,
-    reading: MessagesReading,
-    depth: int,
-) -> ToolResult:
+def _result(block: ToolResultBlock, where: str, reading: MessagesReading, depth: int) -> ToolResult:
     if not block.tool_use_id:
         raise InvalidRequest(f"{where}.tool_use_id: field required", f"{where}.tool_use_id")
     parts = block.content or []
     if isinstance(parts, dict):
         parts = plain_text(parts)
+    reading.referenced = []
     blocks = to_blocks(parts, f"{where}.content", reading, depth + 1)
     content = [b for b in blocks if isinstance(b, Text | Image | AttachedFile)]
-    listed = parts if isinstance(parts, list) else []
-    found = (_decoder.decode(raw, where) for raw in listed if b"tool_reference" in bytes(raw))
-    names = [b.tool_name for b in found if isinstance(b, ToolReferenceBlock) and b.tool_name]
-    cache = cache or inner_cache_control(content)
+    names = reading.referenced
+    cache = cache_control(block.cache_control) or inner_cache_control(content)
     return ToolResult(block.tool_use_id, content, bool(block.is_error), names, cache)
 
 

@@ -9,7 +9,7 @@ from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
-from kvmesh.frontend.apis.content.refusals import refuse
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.messages.blocks import (
     BlockContent,
     MessagesReading,
@@ -94,7 +94,7 @@ class MessagesBody(Struct, kw_only=True):
     nvext: Nvext | None = None
 
 
-UNSUPPORTED = dict.fromkeys(("compaction", "container", "mcp_servers"), "")
+UNSUPPORTED = UnsupportedFields(compaction=None, container=None, mcp_servers=None)
 
 
 def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
@@ -105,7 +105,7 @@ def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
         raise InvalidRequest(f"messages: more than {MAX_MESSAGES} entries", "messages")
     if len(body.tools or []) > MAX_TOOLS:
         raise InvalidRequest(f"tools: more than {MAX_TOOLS} entries", "tools")
-    refuse(body, UNSUPPORTED)
+    UNSUPPORTED.refuse(body)
     choice, reading = body.tool_choice, MessagesReading()
     messages = _messages(body, reading)
     return GenerateRequest(

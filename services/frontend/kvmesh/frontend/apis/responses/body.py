@@ -16,7 +16,7 @@ from kvmesh.frontend.apis.cache_ttl import (
 )
 from kvmesh.frontend.apis.chat.body import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.content.parts import Content, content_blocks
-from kvmesh.frontend.apis.content.refusals import refuse
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.responses.hosted_items import hosted_messages
@@ -134,7 +134,7 @@ class ResponsesBody(Struct, kw_only=True):
     nvext: Nvext | None = None
 
 
-UNSUPPORTED = {"background": "", "conversation": "previous_response_id", "prompt": ""}
+UNSUPPORTED = UnsupportedFields(background=None, conversation="previous_response_id", prompt=None)
 _item = msgspec.json.Decoder(Item)
 
 
@@ -167,7 +167,7 @@ def _check(body: ResponsesBody) -> None:
         raise InvalidRequest(f"`input` has more than {MAX_MESSAGES} items.", "input")
     if len(body.tools or []) > MAX_TOOLS:
         raise InvalidRequest(f"`tools` has more than {MAX_TOOLS} entries.", "tools")
-    refuse(body, UNSUPPORTED)
+    UNSUPPORTED.refuse(body)
 
 
 def _sampling(body: ResponsesBody) -> Sampling:
