@@ -59,6 +59,7 @@ ARGUMENTS = [["{}"], ['{"path"', ': "a"}'], ['{"a": [1, ', "2]", "}"], ['{"text"
 
 def answers(api: Api) -> st.SearchStrategy[list[AnswerEvent]]:
     """Answers with thinking, text and calls in any order, with distinct ids of calls."""
+    texts: st.SearchStrategy[list[AnswerEvent]]
     texts = st.lists(st.builds(TextDelta, TEXTS), min_size=1, max_size=3)
     if api.name == "completions":
         return texts

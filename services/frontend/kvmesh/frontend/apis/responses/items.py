@@ -13,14 +13,14 @@ TOKEN_LENGTH = 24  # hexadecimal digits of the token that a response and its ite
 class ItemEvents(NamedTuple):
     """Names of the events of one kind of item.
 
-    `delta` and `done` are about its text, `part` begins those of the part that holds the text and
-    whose place is `index`; calls have no parts.
+    `delta` and `done` are about its text. `part` begins those about the part that holds the text,
+    `part_index` is the field of its place; calls have no parts.
     """
 
     delta: str
     done: str
     part: str = ""
-    index: str = ""
+    part_index: str = ""
 
 
 MESSAGE = ItemEvents(
@@ -62,8 +62,8 @@ class OutputItem:
         self.id = f"{self._prefix()}_{token}{index:02x}"
         self.events = self._events(summarized)
         self.position: dict[str, Any] = {"item_id": self.id, "output_index": index}
-        if self.events.index:
-            self.position[self.events.index] = 0
+        if self.events.part_index:
+            self.position[self.events.part_index] = 0
         self.logprobs: list[TokenLogprob] = []
 
     def _prefix(self) -> str:
