@@ -259,12 +259,6 @@ async def test_an_anthropic_header_chooses_the_error_shape(stage: Stage) -> None
     assert (reply.status, reply.body["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-async def test_a_method_that_a_path_does_not_have_is_not_found(stage: Stage, method: str) -> None:
-    reply = await stage.call(method, CHAT)
-    assert (reply.status, f"{method} {CHAT}" in reply.body["error"]["message"]) == (404, True)
-
-
 # --- headers and ids of answers ---
 
 
