@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvmesh.frontend.apis.base import Usage, json_encode
+from kvmesh.frontend.apis.faults import INVALID_VALUE
 from kvmesh.frontend.errors import STATUS, ApiError, Kind
 
 TYPES: dict[Kind, str] = {
@@ -30,12 +31,15 @@ def status_of(error: ApiError) -> int:
 
 
 def error_object(error: ApiError) -> dict[str, Any]:
+    code = error.code
+    if code is None and error.kind == "invalid_request" and error.param is not None:
+        code = INVALID_VALUE
     return {
         "error": {
             "message": error.message,
             "type": TYPES[error.kind],
             "param": error.param,
-            "code": error.code,
+            "code": code,
         }
     }
 

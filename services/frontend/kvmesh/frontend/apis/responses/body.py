@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_range, decode
+from kvmesh.frontend.apis.base import as_json, check_length, check_range, decode
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import (
     CacheBreakpoint,
@@ -157,10 +157,9 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
 def _check(body: ResponsesBody) -> None:
     if not body.input and not body.previous_response_id:
         raise InvalidRequest("`input` must not be empty.", "input")
-    if len(body.input) > MAX_MESSAGES and not isinstance(body.input, str):
-        raise InvalidRequest(f"`input` has more than {MAX_MESSAGES} items.", "input")
-    if len(body.tools or []) > MAX_TOOLS:
-        raise InvalidRequest(f"`tools` has more than {MAX_TOOLS} entries.", "tools")
+    if not isinstance(body.input, str):
+        check_length(len(body.input), 0, MAX_MESSAGES, "input")
+    check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
     if body.background:
         raise InvalidRequest("`background` responses are not supported.", "background")
 
