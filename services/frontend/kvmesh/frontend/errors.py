@@ -108,10 +108,15 @@ class ModelNotFound(ApiError):
 
 
 class ContextExceeded(ApiError):
-    """The prompt (`max_tokens` is None), or prompt plus output, exceeds the context length."""
+    """The prompt (`max_tokens` is None), or prompt plus output, exceeds the context length.
 
-    def __init__(self, prompt_tokens: int, max_tokens: int | None, context: int) -> None:
-        requested = f"{prompt_tokens} tokens in the prompt"
+    `at_least`: the prompt has at least `prompt_tokens`, and was not counted to its end.
+    """
+
+    def __init__(
+        self, prompt_tokens: int, max_tokens: int | None, context: int, at_least: bool = False
+    ) -> None:
+        requested = f"{'at least ' * at_least}{prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
             requested += f" and {max_tokens} for the completion"
         super().__init__(
@@ -120,6 +125,7 @@ class ContextExceeded(ApiError):
             code="context_length_exceeded",
         )
         self.prompt_tokens = prompt_tokens
+        self.at_least = at_least
         self.max_tokens = max_tokens
         self.context = context
 

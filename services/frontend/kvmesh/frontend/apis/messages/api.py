@@ -137,7 +137,8 @@ def _message(error: ApiError) -> str:
         return error.message
     count, wanted, limit = error.prompt_tokens, error.max_tokens, error.context
     if wanted is None:
-        return f"prompt is too long: {count} tokens > {limit} maximum"
+        stopped = " (it was not counted further)" * error.at_least
+        return f"prompt is too long: {count} tokens > {limit} maximum{stopped}"
     return f"input length and `max_tokens` exceed context limit: {count} + {wanted} > {limit}"
 
 
