@@ -372,8 +372,8 @@ async def test_a_key_sees_the_models_that_it_may_use(
         assert one.status == (200 if name in names else 404)
         if name in names:
             assert (one.body["id"], one.body["root"]) == (name, MODEL)
-            names = ("context_length", "context_window", "max_model_len")
-            assert {one.body[name] for name in names} == {CONTEXT}
+            lengths = ("context_length", "context_window", "max_model_len")
+            assert {one.body[length] for length in lengths} == {CONTEXT}
 
 
 async def test_models_need_a_key_and_health_does_not(stage: Stage) -> None:
