@@ -100,7 +100,7 @@ async def test_one_valid_key_of_two_is_enough(locked: HttpApp, headers: dict[str
 
 
 def near_misses(path: str) -> list[str]:
-    """What clients make of a path by a wrong base URL or a slip."""
+    """The paths that clients make of one by a wrong base URL or a slip."""
     made = [f"{path}/", f"/{path}", f"/api{path}", f"/v1{path}", f"/v1/v1{path}", f"{path}//"]
     made += [path.upper(), path.title(), path.removeprefix("/v1"), path.replace("/v1", "/v2", 1)]
     stem, _, last = path.rpartition("/")

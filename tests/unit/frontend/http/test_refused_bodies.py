@@ -5,7 +5,7 @@ import contextlib
 import gzip
 import itertools
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ def raw_deflate(data: bytes) -> bytes:
     return coder.compress(data) + coder.flush()
 
 
-CODERS = {
+CODERS: dict[str, Callable[[bytes], bytes]] = {
     "gzip": lambda data: gzip.compress(data, 1),
     "x-gzip": lambda data: gzip.compress(data, 1),
     "deflate": zlib.compress,

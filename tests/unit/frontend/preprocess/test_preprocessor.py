@@ -98,12 +98,12 @@ async def test_tokenizing_stops_where_nobody_counts_further(
 @pytest.mark.parametrize("text", ["one two three " * CONTEXT, "<|im_end|>" * (CONTEXT + 1)])
 async def test_a_prompt_beyond_the_context_is_counted(text: str) -> None:
     """Clients learn how much to cut, and nothing of it is kept."""
-    for made in (lambda: prompt(text), lambda: chat(messages=[{"role": "user", "content": text}])):
+    for made in (prompt(text), chat(messages=[{"role": "user", "content": text}])):
         preprocessor = make_preprocessor()
-        (tokens,) = await preprocessor.count(made(), served())
+        (tokens,) = await preprocessor.count(made, served())
         for _ in range(2):
             with pytest.raises(ContextExceeded) as error:
-                await preprocessor.prepare(made(), served(), None)
+                await preprocessor.prepare(made, served(), None)
             assert error.value.prompt_tokens == len(tokens) // 4 > CONTEXT
             assert not error.value.at_least
 

@@ -1,6 +1,7 @@
 """Faults of bodies: the code of each in OpenAI's APIs, and floats where integers are expected."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -49,12 +50,11 @@ def with_integers(body: bytes, fault: msgspec.ValidationError) -> bytes | None:
 def _replace(value: Any, steps: list[str | None]) -> bool:
     """Replace whole floats at the path, where None stands for every item; True if one was there."""
     step, rest = steps[0], steps[1:]
-    if step is not None:
-        items = [step] if isinstance(value, dict) and step in value else []
+    items: Sequence[Any] = ()
+    if isinstance(value, list):
+        items = range(len(value)) if step is None else ()
     elif isinstance(value, dict):
-        items = list(value)
-    else:
-        items = range(len(value)) if isinstance(value, list) else []
+        items = list(value) if step is None else [step] if step in value else ()
     replaced = False
     for key in items:
         if rest:
