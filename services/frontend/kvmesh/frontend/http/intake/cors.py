@@ -31,13 +31,11 @@ class CrossOrigin:
 
     def preflight(self, http: web.Request) -> web.Response | None:
         """The answer to a preflight of an allowed page; None for other requests."""
-        method = http.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
-        if http.method != hdrs.METH_OPTIONS or method is None:
+        if http.method != hdrs.METH_OPTIONS or not self.allows(http.headers.get(hdrs.ORIGIN)):
             return None
-        if not self.allows(http.headers.get(hdrs.ORIGIN)):
-            return None
+        method = http.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD, "")
         asked = http.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
-        if not (method + asked).isascii():
+        if not method or not (method + asked).isascii():
             return None
         headers = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: method,
@@ -50,7 +48,7 @@ class CrossOrigin:
     async def add_headers(self, http: web.Request, response: web.StreamResponse) -> None:
         """Signal handler that lets the page read a response, streams and errors included."""
         origin = http.headers.get(hdrs.ORIGIN)
-        if EVERY not in self._origins:
+        if self._origins and EVERY not in self._origins:
             response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # also where the origin is not allowed
         if origin is not None and self.allows(origin):
             allowed = EVERY if EVERY in self._origins else origin
