@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from kvmesh.frontend.apis import faults
 from kvmesh.frontend.apis.body_types import allowed_at
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
@@ -190,9 +191,12 @@ class ErrorShape(Protocol):
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", body: bytes, where: str = "") -> T:
-    """Decode a body, or the part of one at `where`; raises InvalidRequest with the field."""
+    """Decode a body, or the part of one at `where`; raises InvalidRequest with the field.
+
+    Floats without a fraction are integers where these are expected.
+    """
     try:
-        return decoder.decode(body)
+        return _decode(decoder, body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), decoder.type, where) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -224,8 +228,21 @@ def decode_query(query: Mapping[str, str], kind: type[T]) -> T:
         raise _invalid(str(error), kind, "") from error
 
 
+def _decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    for _ in range(faults.MAX_FIELDS):
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            changed = faults.with_integers(body, error)
+            if changed is None:
+                raise
+            body = changed
+    return decoder.decode(body)
+
+
 def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:
     reason, _, path = text.partition(" - at `$")
+    code = faults.code_of(reason)
     allowed = allowed_at(kind, path.rstrip("`"))
     if allowed:
         reason = f"{_PATTERN.sub('Invalid value', reason)}; allowed: {allowed}"
@@ -233,12 +250,23 @@ def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:
     missing = _MISSING.search(reason)
     if missing is not None:
         path = f"{path}.{missing[1]}".lstrip(".")
-    return InvalidRequest(f"`{path}`: {reason}" if path else reason, path or None)
+    return InvalidRequest(f"`{path}`: {reason}" if path else reason, path or None, code)
 
 
 def check_range(value: float | None, low: float, high: float, param: str) -> None:
     if value is not None and not low <= value <= high:
-        raise InvalidRequest(f"`{param}` must be between {low} and {high}.", param)
+        noun = "decimal" if isinstance(value, float) else "integer"
+        code = faults.bound_code(noun, value > high)
+        raise InvalidRequest(f"`{param}` must be between {low} and {high}.", param, code)
+
+
+def check_length(length: int, low: int, high: int, param: str) -> None:
+    """Check the number of entries of a list; raises InvalidRequest."""
+    if length < low:
+        raise InvalidRequest(f"`{param}` must not be empty.", param, "empty_array")
+    if length > high:
+        reason = f"`{param}` has more than {high} entries."
+        raise InvalidRequest(reason, param, "array_above_max_length")
 
 
 def as_json(value: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from kvmesh.bus.messages import Sampling
-from kvmesh.frontend.apis.base import check_range
+from kvmesh.frontend.apis.base import check_length, check_range
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.errors import InvalidRequest
 
@@ -81,8 +81,7 @@ def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None
 
 def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"`{param}` has more than {MAX_STOPS} entries.", param)
+    check_length(len(stops), 0, MAX_STOPS, param)
     if sum(map(len, stops)) > MAX_STOP:
         raise InvalidRequest(f"`{param}` is longer than {MAX_STOP} characters.", param)
     return [text for text in stops if text]
@@ -99,8 +98,7 @@ def _check(body: SamplingBody) -> None:
     check_range(body.frequency_penalty, -2, 2, "frequency_penalty")
     check_range(body.repetition_penalty, 0, 10, "repetition_penalty")
     for param, given in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
-        if len(given or ()) > MAX_BIASED:
-            raise InvalidRequest(f"`{param}` has more than {MAX_BIASED} entries.", param)
+        check_length(len(given or ()), 0, MAX_BIASED, param)
     check_range(body.seed, -(1 << 63), (1 << 63) - 1, "seed")
     for token in body.stop_token_ids or []:
         check_range(token, 0, (1 << 32) - 1, "stop_token_ids")

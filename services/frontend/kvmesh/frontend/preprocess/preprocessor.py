@@ -25,7 +25,12 @@ from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
 from kvmesh.frontend.preprocess.attachments import readable
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
-from kvmesh.frontend.preprocess.limits import check_prompt_memory, output_limit
+from kvmesh.frontend.preprocess.limits import (
+    check_context,
+    check_prompt_memory,
+    counted_tokens,
+    output_limit,
+)
 from kvmesh.frontend.preprocess.prompt_encoder import LONG_TEXT, PromptEncoder
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 from kvmesh.frontend.preprocess.retention import (
@@ -193,13 +198,20 @@ class Preprocessor:
         rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
         text = rendered_prompt.text
         encoded: EncodedPrompt | None = None
+        counted = counted_tokens(model.card.context)
         rendered = monotonic()
         if request.prompts:
-            packed = yield from self._encoder.raw_prompts(request, model)
+            packed = []
+            for prompt in request.prompts:
+                packed.append((yield from self._encoder.raw_prompt(prompt, model, counted)))
+                check_context(len(packed[-1]) // TOKEN_BYTES, model.card.context)
             retention = explicit_retention(request)
         else:
-            encoded = yield from self._encoder.conversation(request, rendered_prompt, model)
+            encoded = yield from self._encoder.conversation(
+                request, rendered_prompt, model, counted
+            )
             packed = [encoded.tokens]
+            check_context(len(encoded.tokens) // TOKEN_BYTES, model.card.context)
             retention = yield from self._retention(request, model, encoded)
         check_prompt_memory(packed, request.n)
         prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
@@ -234,7 +246,10 @@ class Preprocessor:
         )
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
-        """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
+        """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt.
+
+        A prompt may exceed the context, but not `counted_tokens`.
+        """
         self._arrange(request)
         found = await self._stored(request, model)
         return await self._run(request, self._count(request, model, found))
@@ -246,12 +261,14 @@ class Preprocessor:
         found: FoundAnswers,
     ) -> Steps[list[bytes]]:
         request.messages = readable(request.messages, model.card.images)
+        counted = counted_tokens(model.card.context)
         if request.prompts:
-            return (yield from self._encoder.raw_prompts(request, model))
+            return [(yield from self._encoder.raw_prompt(request.prompts[0], model, counted))]
         self._restore(request, model, found, required_tool_call(request) is not None)
         yield from self._edit(request, model)
         rendered = render(request, model)
-        return [(yield from self._encoder.conversation(request, rendered, model)).tokens]
+        encoded = yield from self._encoder.conversation(request, rendered, model, counted)
+        return [encoded.tokens]
 
     def _edit(self, request: GenerateRequest, model: ServedModel) -> Steps[None]:
         """Edit the conversation as the request asks."""

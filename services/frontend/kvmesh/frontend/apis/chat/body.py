@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Raw, Struct
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_range
+from kvmesh.frontend.apis.base import as_json, check_length, check_range
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import (
     CacheOptions,
@@ -50,7 +50,7 @@ class Custom(Struct):
 
 
 class ChatToolCall(Struct):
-    id: str = ""
+    id: str | None = None
     type: str = "function"
     function: Function | None = None
     custom: Custom | None = None
@@ -191,12 +191,8 @@ def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
 
 
 def _check(body: ChatBody) -> None:
-    if not body.messages:
-        raise InvalidRequest("`messages` must not be empty.", "messages")
-    if len(body.messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"`messages` has more than {MAX_MESSAGES} entries.", "messages")
-    if len(body.tools or []) > MAX_TOOLS:
-        raise InvalidRequest(f"`tools` has more than {MAX_TOOLS} entries.", "tools")
+    check_length(len(body.messages), 1, MAX_MESSAGES, "messages")
+    check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
     check_range(body.n, 1, MAX_CHOICES, "n")
     UNSUPPORTED.refuse(body)
     if "audio" in (body.modalities or ()):
@@ -223,7 +219,7 @@ def _sampling(body: ChatBody) -> Sampling:
     limit = body.max_completion_tokens
     check_range(body.top_logprobs, 0, MAX_LOGPROBS, "top_logprobs")
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("`top_logprobs` requires `logprobs`.", "top_logprobs")
+        raise InvalidRequest("`top_logprobs` requires `logprobs`: true.", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return to_sampling(body, body.max_tokens if limit is None else limit, logprobs)
 
@@ -274,10 +270,10 @@ def _assistant(message: ChatMessage, content: list[ResultPart], where: str) -> l
 
 def _tool_call(call: ChatToolCall, where: str) -> ToolCall:
     if call.custom is not None:
-        return ToolCall(call.id, call.custom.name, call.custom.input, custom=True)
+        return ToolCall(call.id or "", call.custom.name, call.custom.input, custom=True)
     if call.function is None:
         raise InvalidRequest("A tool call requires `function`.", f"{where}.function")
-    return ToolCall(call.id, call.function.name, _written(call.function.arguments))
+    return ToolCall(call.id or "", call.function.name, _written(call.function.arguments))
 
 
 def _written(arguments: str | dict[str, Any] | None) -> str:

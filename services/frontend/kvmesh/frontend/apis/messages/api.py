@@ -33,7 +33,9 @@ TYPES: dict[Kind, str] = {
     "authentication": "authentication_error",
     "permission": "permission_error",
     "not_found": "not_found_error",
+    "method_not_allowed": "invalid_request_error",
     "too_large": "request_too_large",
+    "unsupported_coding": "invalid_request_error",
     "rate_limit": "rate_limit_error",
     "overloaded": "overloaded_error",
     "unavailable": "api_error",
@@ -147,7 +149,8 @@ def _message(error: ApiError) -> str:
         return error.message
     count, wanted, limit = error.prompt_tokens, error.max_tokens, error.context
     if wanted is None:
-        return f"prompt is too long: {count} tokens > {limit} maximum"
+        stopped = " (it was not counted further)" * error.at_least
+        return f"prompt is too long: {count} tokens > {limit} maximum{stopped}"
     return f"input length and `max_tokens` exceed context limit: {count} + {wanted} > {limit}"
 
 

@@ -7,7 +7,7 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_range, decode
+from kvmesh.frontend.apis.base import as_json, check_length, check_range, decode
 from kvmesh.frontend.apis.body_types import defined_as, unknown_fields
 from kvmesh.frontend.apis.cache_ttl import (
     CacheOptions,
@@ -163,10 +163,9 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
 def _check(body: ResponsesBody) -> None:
     if not body.input and not body.previous_response_id:
         raise InvalidRequest("`input` must not be empty.", "input")
-    if len(body.input) > MAX_MESSAGES and not isinstance(body.input, str):
-        raise InvalidRequest(f"`input` has more than {MAX_MESSAGES} items.", "input")
-    if len(body.tools or []) > MAX_TOOLS:
-        raise InvalidRequest(f"`tools` has more than {MAX_TOOLS} entries.", "tools")
+    if not isinstance(body.input, str):
+        check_length(len(body.input), 0, MAX_MESSAGES, "input")
+    check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
     UNSUPPORTED.refuse(body)
 
 
