@@ -10,6 +10,8 @@ from msgspec import Struct
 from kvmesh.frontend.conversation import AnswerEvent, Tool
 from kvmesh.frontend.dialects.errors import UnknownParser
 from kvmesh.frontend.dialects.families import (
+    AUTO,
+    CHANNELS,
     REASONING_ALIASES,
     REASONING_PARSERS,
     TOOL_ALIASES,
@@ -17,8 +19,9 @@ from kvmesh.frontend.dialects.families import (
     by_name,
     by_template,
 )
-from kvmesh.frontend.dialects.grammar import ReasoningGrammar, ToolCallGrammar
+from kvmesh.frontend.dialects.grammar import ChannelGrammar, ReasoningGrammar
 from kvmesh.frontend.dialects.parsing import harmony
+from kvmesh.frontend.dialects.parsing.channels import ChannelParser
 from kvmesh.frontend.dialects.parsing.parser import GrammarParser
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
@@ -63,6 +66,8 @@ class OutputGrammar(Struct, frozen=True):
         """
         if HARMONY in (self.tool_parser, self.reasoning_parser):
             return harmony.HarmonyParser(tools, new_id, eager)
+        if self._channels is not None:
+            return ChannelParser(self._channels, tools, new_id, eager, calls)
         grammar = TOOL_PARSERS.get(self.tool_parser or "") if calls else None
         reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
         thinking = self.begins_thinking(prompt)
@@ -73,11 +78,16 @@ class OutputGrammar(Struct, frozen=True):
         reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
         return reasoning is not None and _begins_thinking(reasoning, prompt)
 
+    @property
+    def _channels(self) -> ChannelGrammar | None:
+        return CHANNELS.get(self.tool_parser or "") or CHANNELS.get(self.reasoning_parser or "")
+
     def uses(self, token: str) -> bool:
         """True if the special token is part of the grammar and its text must reach the parser."""
         if HARMONY in (self.tool_parser, self.reasoning_parser):
             return token in harmony.MARKERS
         used = (
+            self._channels,
             TOOL_PARSERS.get(self.tool_parser or ""),
             REASONING_PARSERS.get(self.reasoning_parser or ""),
         )
@@ -93,7 +103,8 @@ def choose_grammar(
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, else by its name.
 
-    Raises UnknownParser for an unknown parser name; "none" switches a parser off.
+    Raises UnknownParser for an unknown parser name; "none" switches a parser off, "auto" leaves
+    the choice to the template and the name.
     """
     tool, reasoning = by_name(model)
     detected = by_template(template.source) if template else None
@@ -102,9 +113,11 @@ def choose_grammar(
     if template is not None and template.plain_parser:
         tool = template.plain_parser
     if tool_parser is not None:
-        tool = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
+        tool = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES, tool)
     if reasoning_parser is not None:
-        reasoning = _resolve("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
+        reasoning = _resolve(
+            "reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES, reasoning
+        )
     return OutputGrammar(tool, reasoning)
 
 
@@ -117,14 +130,23 @@ def parser_names() -> tuple[list[str], list[str]]:
 
 
 def _all_names(parsers: dict[str, Any], aliases: dict[str, str]) -> list[str]:
-    return sorted({*parsers, *aliases, HARMONY, NONE})
+    return sorted({*parsers, *aliases, *CHANNELS, HARMONY, AUTO, NONE})
 
 
-def _resolve(kind: str, name: str, parsers: dict[str, Any], aliases: dict[str, str]) -> str | None:
-    found = aliases.get(name, name)
+def _resolve(
+    kind: str,
+    name: str,
+    parsers: dict[str, Any],
+    aliases: dict[str, str],
+    detected: str | None,
+) -> str | None:
+    found = name.lower().replace("-", "_")
+    found = aliases.get(found, found)
+    if found == AUTO:
+        return detected
     if found == NONE:
         return None
-    if found != HARMONY and found not in parsers:
+    if found != HARMONY and found not in parsers and found not in CHANNELS:
         raise UnknownParser(kind, name, _all_names(parsers, aliases))
     return found
 
@@ -136,7 +158,7 @@ def _begins_thinking(reasoning: ReasoningGrammar, prompt: str) -> bool:
     return reasoning.forced and not tail.endswith(reasoning.end)
 
 
-def _texts(value: ToolCallGrammar | ReasoningGrammar | None) -> list[str]:
+def _texts(value: Struct | None) -> list[str]:
     """All strings in a grammar."""
     if value is None:
         return []

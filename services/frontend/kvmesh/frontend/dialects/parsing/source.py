@@ -185,3 +185,21 @@ class OutputSource:
             if self.closed:
                 raise Unfinished
             yield
+
+    def ends_or_follows(self, options: tuple[str, ...]) -> Steps[bool]:
+        """True if one of `options` follows, or the end of the output; reads nothing.
+
+        Ignores white space before it.
+        """
+        offset, longest = 0, max(map(len, options), default=0)
+        while True:
+            while self.text[self.pos + offset : self.pos + offset + 1] in _SPACES:
+                offset += 1
+            rest = self.text[self.pos + offset : self.pos + offset + longest]
+            if any(rest.startswith(o) for o in options):
+                return True
+            if self.closed:
+                return self.pos + offset == len(self.text)
+            if rest and not any(o.startswith(rest) for o in options):
+                return False
+            yield
