@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import AnswerEvent, Tool, ToolCallEnd
-from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
+from kvmesh.frontend.dialects.output import OutputGrammar, OutputParser, choose_grammar
 from kvmesh.frontend.dialects.preview import merge_deltas
 
 Piece = tuple[str, str, Any]
@@ -53,11 +53,18 @@ class Case(NamedTuple):
     def title(self) -> str:
         return f"{self.tool}-{self.reasoning}-{len(self.raw)}"
 
+    @property
+    def parser_names(self) -> tuple[str | None, str | None]:
+        grammar = chosen(self.tool, self.reasoning)
+        return grammar.tool_parser, grammar.reasoning_parser
+
     def parser(self, eager: bool) -> OutputParser:
-        grammar = choose_grammar(
-            "", tool_parser=self.tool or "none", reasoning_parser=self.reasoning or "none"
-        )
+        grammar = chosen(self.tool, self.reasoning)
         return grammar.parser(TOOLS, eager=eager, new_id=lambda: "id")
+
+
+def chosen(tool: str | None, reasoning: str | None) -> OutputGrammar:
+    return choose_grammar("", tool_parser=tool or "none", reasoning_parser=reasoning or "none")
 
 
 def thinking(text: str = THOUGHT) -> Piece:

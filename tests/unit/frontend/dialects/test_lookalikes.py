@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from unit.frontend.dialects.outputs import Piece, complete_calls, now, pieces, read, text, thinking
 
 from kvmesh.frontend.conversation import Tool, ToolCallEnd, ToolCallStart
-from kvmesh.frontend.dialects.families import TOOL_PARSERS
+from kvmesh.frontend.dialects.families import CHANNELS, TOOL_PARSERS
 from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
 
 
@@ -258,7 +258,7 @@ def test_only_possible_markers_are_held_back() -> None:
 SOUP = ['{"name": "f", "arguments": {', '"a": "', *'"}][()', "f(a=", *" \nx:,1", "</think>"]
 
 
-@pytest.mark.parametrize("tool", [*TOOL_PARSERS, "harmony"])
+@pytest.mark.parametrize("tool", [*TOOL_PARSERS, *CHANNELS, "harmony"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_no_sequence_of_markers_breaks_a_parser(tool: str, data: st.DataObject) -> None:
@@ -268,7 +268,7 @@ def test_no_sequence_of_markers_breaks_a_parser(tool: str, data: st.DataObject) 
     cut = data.draw(st.integers(0, len(raw)))
     found = whole(tool, raw, "basic")
     assert pieces(read(parser(tool, "basic", eager=False), [raw[:cut], raw[cut:]])) == found
-    if not any(kind == "call" for kind, _, _ in found) and tool != "harmony":
+    if not any(kind == "call" for kind, _, _ in found) and tool in TOOL_PARSERS:
         shown = "".join(content for _, _, content in found)
         assert _solid(shown) == _solid(raw) or "think>" in raw
     read(parser(tool, "basic", eager=True), raw)
@@ -283,6 +283,9 @@ def _markers(tool: str) -> list[str]:
             "<|call|>",
             " to=functions.f",
         ]
+    if tool in CHANNELS:
+        channels = CHANNELS[tool]
+        return [*channels.start, *channels.mark, *channels.end, "to=self", "to=f"]
     grammar = TOOL_PARSERS[tool]
     return [*grammar.openers, *grammar.end, "<think>"]
 

@@ -7,7 +7,7 @@ COHERE_TEXT = Frame(("<|START_RESPONSE|>", "<|START_TEXT|>"), ("<|END_RESPONSE|>
 APERTUS_TEXT = Frame(close=("<|inner_suffix|>",))
 # The second marker is the assistant's name, which stands before calls.
 HUNYUAN_TEXT = Frame(("<answer>", "助手："), ("</answer>",))
-ERNIE_TEXT = Frame(("<response>",), ("</response>",))
+RESPONSE_TEXT = Frame(("<response>",), ("</response>",))
 GIGACHAT_TEXT = Frame(close=("<|message_sep|>",))
 KIMI_K3_TEXT = Frame(
     ("<|open|>response<|sep|>",), ("<|close|>response<|sep|>", "<|close|>message<|sep|>")

@@ -3,9 +3,9 @@
 from kvmesh.frontend.dialects.families.frames import (
     APERTUS_TEXT,
     COHERE_TEXT,
-    ERNIE_TEXT,
     GIGACHAT_TEXT,
     HUNYUAN_TEXT,
+    RESPONSE_TEXT,
 )
 from kvmesh.frontend.dialects.grammar import JsonObjects, NamedJson, NameKeys, ToolCallGrammar
 
@@ -82,7 +82,7 @@ JSON_CALLS: dict[str, ToolCallGrammar] = {
         (JsonObjects(),), ("<tool_calls>",), ("</tool_calls>",), frame=HUNYUAN_TEXT
     ),
     "ernie45": ToolCallGrammar(
-        (JsonObjects(),), ("<tool_call>",), ("</tool_call>",), frame=ERNIE_TEXT
+        (JsonObjects(),), ("<tool_call>",), ("</tool_call>",), frame=RESPONSE_TEXT
     ),
     "internlm": ToolCallGrammar(
         (JsonObjects(),),

@@ -4,10 +4,10 @@ from kvmesh.frontend.dialects.families.frames import (
     APERTUS_TEXT,
     APRIEL_TEXT,
     COHERE_TEXT,
-    ERNIE_TEXT,
     HUNYUAN_TEXT,
     KIMI_K3_TEXT,
     MINIMAX_M3_TEXT,
+    RESPONSE_TEXT,
 )
 from kvmesh.frontend.dialects.families.tagged_calls import HUNYUAN_SUFFIXES
 from kvmesh.frontend.dialects.grammar import ReasoningGrammar
@@ -26,8 +26,9 @@ REASONING_PARSERS: dict[str, ReasoningGrammar] = {
     "step3": ReasoningGrammar(forced=True),
     "mistral": ReasoningGrammar(("[THINK]",), ("[/THINK]",)),
     "granite": ReasoningGrammar(
-        ("Here is my thought process:", "Here's my thought process:"),
-        ("Here is my response:", "Here's my response:"),
+        ("Here is my thought process:", "Here's my thought process:", "<think>"),
+        ("Here is my response:", "Here's my response:", "</think>"),
+        frame=RESPONSE_TEXT,
     ),
     "gemma4": ReasoningGrammar(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
     "phi4": ReasoningGrammar(),
@@ -41,7 +42,7 @@ REASONING_PARSERS: dict[str, ReasoningGrammar] = {
         ("<|inner_prefix|>",), ("<|inner_suffix|>",), calls_end_it=True, frame=APERTUS_TEXT
     ),
     "hunyuan_a13b": ReasoningGrammar(frame=HUNYUAN_TEXT),
-    "ernie45": ReasoningGrammar(forced=True, calls_end_it=True, frame=ERNIE_TEXT),
+    "ernie45": ReasoningGrammar(forced=True, calls_end_it=True, frame=RESPONSE_TEXT),
     "hy_v3": ReasoningGrammar(
         tuple(f"<think{suffix}>" for suffix in HUNYUAN_SUFFIXES),
         tuple(f"</think{suffix}>" for suffix in HUNYUAN_SUFFIXES),

@@ -120,9 +120,11 @@ class GrammarParser:
 
     def _framing(self, marker: str) -> Steps[bool]:
         """True if the marker surrounds visible text and is not a part of it."""
-        if marker in self._frame_closes:
-            return (yield from self._source.ends_or_follows(self._starts.markers))
-        return marker in self._frame_opens and not self._emitter.has_text
+        if not self._emitter.has_text:
+            return marker in self._frame_opens or marker in self._frame_closes
+        if marker not in self._frame_closes:
+            return False
+        return (yield from self._source.ends_or_follows(self._starts.markers))
 
     def _thinking(self) -> Steps[None]:
         source, emitter = self._source, self._emitter
