@@ -52,7 +52,8 @@ class GrammarParser:
         self._frame_closes = tuple(marker for frame in frames for marker in frame.close)
         openers = (*self._calls.openers, *self._frame_closes)
         self._openers = marker_set(openers)
-        self._starts = marker_set((*openers, *self._frame_opens, *self._reasoning.begin))
+        self._all_marks = (*openers, *self._frame_opens, *self._reasoning.begin)
+        self._starts = marker_set(self._all_marks)
         call_starts = self._calls.openers if self._reasoning.calls_end_it else ()
         self._thinking_ends = marker_set((*self._reasoning.end, *call_starts))
         self._open_delta: tuple[MarkerSet, Delta] | None = None
@@ -124,7 +125,7 @@ class GrammarParser:
             return marker in self._frame_opens or marker in self._frame_closes
         if marker not in self._frame_closes:
             return False
-        return (yield from self._source.ends_or_follows(self._starts.markers))
+        return (yield from self._source.ends_or_follows(self._all_marks))
 
     def _thinking(self) -> Steps[None]:
         source, emitter = self._source, self._emitter
