@@ -9,15 +9,19 @@ from kvmesh.frontend.dialects.parsing.tagged import TaggedReader
 
 
 def call_reader(
-    form: CallForm, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
+    form: CallForm,
+    source: OutputSource,
+    sink: CallSink,
+    ends: tuple[str, ...],
+    begins: tuple[str, ...],
 ) -> CallReader:
-    """The reader of `form`; `ends` are the markers that close a section of calls."""
+    """The reader of `form`; `begins` and `ends` are the markers of a section of calls."""
     if isinstance(form, JsonObjects):
         return JsonReader(form, source, sink, ends)
     if isinstance(form, NamedJson):
         return NamedReader(form, source, sink, ends)
     if isinstance(form, Tagged):
-        return TaggedReader(form, source, sink, ends)
+        return TaggedReader(form, source, sink, ends, begins)
     if isinstance(form, Pythonic):
         return PythonReader(source, sink)
     return KeyedReader(form, source, sink)
