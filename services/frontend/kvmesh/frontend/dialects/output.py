@@ -62,7 +62,7 @@ class OutputGrammar(Struct, frozen=True):
         that breaks off lacks its `ToolCallEnd`; otherwise an incomplete call is text.
         """
         if HARMONY in (self.tool_parser, self.reasoning_parser):
-            return harmony.HarmonyParser(tools, new_id, eager)
+            return harmony.HarmonyParser(tools, new_id, eager, prompt)
         grammar = TOOL_PARSERS.get(self.tool_parser or "") if calls else None
         reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
         thinking = self.begins_thinking(prompt)
