@@ -23,5 +23,5 @@ def call_reader(
     if isinstance(form, Tagged):
         return TaggedReader(form, source, sink, ends, begins)
     if isinstance(form, Pythonic):
-        return PythonReader(source, sink)
+        return PythonReader(source, sink, ends)
     return KeyedReader(form, source, sink)
