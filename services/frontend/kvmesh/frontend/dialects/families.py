@@ -26,6 +26,14 @@ _FUNCTION_TAGS = Tagged(
     close=("</function>",),
     padding="\n",
 )
+_SEED_TAGS = Tagged(
+    open=("<function=",),
+    open_end=(">",),
+    key="<parameter=",
+    key_end=">",
+    value_end="</parameter>",
+    close=("</function>",),
+)
 _ARGUMENT_TAGS = Tagged(
     open=("",),
     open_end=("",),
@@ -40,6 +48,7 @@ _DEEPSEEK_END = "<｜tool▁call▁end｜>"
 TOOL_PARSERS: dict[str, ToolCallGrammar] = {
     "hermes": ToolCallGrammar((JsonObjects(),), ("<tool_call>",), ("</tool_call>",)),
     "qwen3_coder": ToolCallGrammar((_FUNCTION_TAGS,), ("<tool_call>",), ("</tool_call>",)),
+    "seed_oss": ToolCallGrammar((_SEED_TAGS,), ("<seed:tool_call>",), ("</seed:tool_call>",)),
     "llama3_json": ToolCallGrammar((JsonObjects(bare=True),), ("<|python_tag|>",)),
     "functionary": ToolCallGrammar(
         (NamedJson(open=("<function=",), between=(">",), close=("</function>",)),)
@@ -192,6 +201,7 @@ REASONING_PARSERS: dict[str, ReasoningGrammar] = {
     ),
     "gemma4": ReasoningGrammar(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
     "phi4": ReasoningGrammar(),
+    "seed_oss": ReasoningGrammar(("<seed:think>",), ("</seed:think>",)),
 }
 
 REASONING_ALIASES = {
@@ -223,6 +233,7 @@ TEMPLATE_SIGNS: list[tuple[tuple[str, ...], str | None, str | None]] = [
     (("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
     (("]<]minimax[>[",), None, None),
     (("<arg_key>",), "glm45", "glm45"),
+    (("<seed:tool_call>",), "seed_oss", "seed_oss"),
     (("<function=", "<parameter="), "qwen3_coder", "qwen3"),
     (("<function=",), "functionary", None),
     (("<TOOLCALL>",), "nemotron_deci", "basic"),
@@ -264,6 +275,7 @@ NAME_SIGNS: list[tuple[str, str | None, str | None]] = [
     (r"phi-?4-mini", "phi4_mini", None),
     (r"phi-?4", "phi4", "phi4"),
     (r"granite", "granite", "granite"),
+    (r"seed-?oss", "seed_oss", "seed_oss"),
     (r"step-?3\.5", "qwen3_coder", "step3"),
     (r"step-?3", "step3", "step3"),
     (r"jamba", "jamba", None),

@@ -20,6 +20,7 @@ from kvmesh.frontend.dialects.families import (
 from kvmesh.frontend.dialects.grammar import ReasoningGrammar, ToolCallGrammar
 from kvmesh.frontend.dialects.parsing import harmony
 from kvmesh.frontend.dialects.parsing.parser import GrammarParser
+from kvmesh.frontend.dialects.read_back import reads_calls, reads_thinking
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
 HARMONY = "harmony"
@@ -93,6 +94,9 @@ def choose_grammar(
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, else by its name.
 
+    What the template writes is read back: if the detected parsers cannot, the first that can read
+    it replace them.
+
     Raises UnknownParser for an unknown parser name; "none" switches a parser off.
     """
     tool, reasoning = by_name(model)
@@ -103,9 +107,33 @@ def choose_grammar(
         tool = template.plain_parser
     if tool_parser is not None:
         tool = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
+    elif template is not None:
+        tool = _that_reads_calls(template, tool, reasoning)
     if reasoning_parser is not None:
         reasoning = _resolve("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
+    elif template is not None:
+        reasoning = _that_reads_thinking(template, tool, reasoning)
     return OutputGrammar(tool, reasoning)
+
+
+def _that_reads_calls(
+    template: ChatTemplate, tool: str | None, reasoning: str | None
+) -> str | None:
+    """The parser `tool` or the first other one that reads the template's calls; `tool` if none."""
+    for name in (tool, *TOOL_PARSERS):
+        # a template may show calls without the thinking with which answers begin
+        if reads_calls(template, OutputGrammar(name, reasoning), OutputGrammar(name)):
+            return name
+    return tool
+
+
+def _that_reads_thinking(
+    template: ChatTemplate, tool: str | None, reasoning: str | None
+) -> str | None:
+    for name in (reasoning, *REASONING_PARSERS):
+        if reads_thinking(template, OutputGrammar(tool, name)):
+            return name
+    return reasoning
 
 
 def parser_names() -> tuple[list[str], list[str]]:
