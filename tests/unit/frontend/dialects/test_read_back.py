@@ -4,7 +4,7 @@ import pytest
 from unit.frontend.dialects.recorded import TEMPLATES, from_source, template
 
 from kvmesh.frontend.dialects import ChatTemplate, OutputGrammar, choose_grammar
-from kvmesh.frontend.dialects.read_back import reads_back, reads_calls, reads_thinking
+from kvmesh.frontend.dialects.read_back import calls_read, reads_back, reads_thinking
 
 _HEAD = """{%- for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}
 {%- for message in messages %}<|{{ message.role }}|>"""
@@ -36,7 +36,8 @@ NAMES = {path.stem for path in TEMPLATES.iterdir()} - {"within_turn"}  # whose f
 def test_the_parsers_of_a_template_read_what_it_writes(name: str) -> None:
     found = template(name)
     grammar = choose_grammar("", found)
-    assert reads_calls(found, grammar, OutputGrammar(grammar.tool_parser))
+    read = calls_read(found, grammar, OutputGrammar(grammar.tool_parser))
+    assert read == len(found.written_calls)
     assert reads_thinking(found, grammar)
 
 
@@ -83,6 +84,15 @@ def test_what_no_parser_reads_leaves_the_detected_one() -> None:
     found = made(f"<tool_call>{unnamed}</tool_call>")
     assert choose_grammar("", found).tool_parser == "hermes"
     assert not reads_back(found, choose_grammar("", found))
+
+
+def test_the_parser_that_reads_most_is_chosen() -> None:
+    """The template's own arguments are no Python."""
+    pairs = (
+        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }},{% endfor %}"
+    )
+    found = made("[{{ call.function.name }}(" + pairs + ")]")
+    assert choose_grammar("", found).tool_parser == "pythonic"
 
 
 def test_configured_parsers_are_not_replaced() -> None:

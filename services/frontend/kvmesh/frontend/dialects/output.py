@@ -20,7 +20,7 @@ from kvmesh.frontend.dialects.families import (
 from kvmesh.frontend.dialects.grammar import ReasoningGrammar, ToolCallGrammar
 from kvmesh.frontend.dialects.parsing import harmony
 from kvmesh.frontend.dialects.parsing.parser import GrammarParser
-from kvmesh.frontend.dialects.read_back import reads_calls, reads_thinking
+from kvmesh.frontend.dialects.read_back import calls_read, reads_thinking
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
 HARMONY = "harmony"
@@ -94,8 +94,8 @@ def choose_grammar(
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, else by its name.
 
-    What the template writes is read back: if the detected parsers cannot, the first that can read
-    it replace them.
+    What the template writes is read back: parsers that read more of it than the detected ones
+    replace them.
 
     Raises UnknownParser for an unknown parser name; "none" switches a parser off.
     """
@@ -119,12 +119,15 @@ def choose_grammar(
 def _that_reads_calls(
     template: ChatTemplate, tool: str | None, reasoning: str | None
 ) -> str | None:
-    """The parser `tool` or the first other one that reads the template's calls; `tool` if none."""
-    for name in (tool, *TOOL_PARSERS):
+    """The parser that reads most of the template's calls: `tool`, or the first other one."""
+
+    def score(name: str | None) -> int:
         # a template may show calls without the thinking with which answers begin
-        if reads_calls(template, OutputGrammar(name, reasoning), OutputGrammar(name)):
-            return name
-    return tool
+        return calls_read(template, OutputGrammar(name, reasoning), OutputGrammar(name))
+
+    if score(tool) == len(template.written_calls):
+        return tool
+    return max((tool, *TOOL_PARSERS), key=score)
 
 
 def _that_reads_thinking(

@@ -12,7 +12,7 @@ from kvmesh.frontend.conversation import (
     ToolCallStart,
 )
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
-from kvmesh.frontend.dialects.templates.written_calls import ARGUMENTS, NAME, THOUGHT, TOOL
+from kvmesh.frontend.dialects.templates.written_calls import NAME, THOUGHT, TOOL, WrittenCall
 
 
 class _Parser(Protocol):
@@ -27,30 +27,33 @@ class Reader(Protocol):
 
 def reads_back(template: ChatTemplate, grammar: Reader) -> bool:
     """True if the grammar reads the calls and the thinking that the template writes."""
-    return reads_calls(template, grammar) and reads_thinking(template, grammar)
+    read = calls_read(template, grammar)
+    return read == len(template.written_calls) and reads_thinking(template, grammar)
 
 
-def reads_calls(template: ChatTemplate, *grammars: Reader) -> bool:
-    """True if one of the grammars reads each call, and no text before it; or there is none."""
-    return all(
-        any(_call(grammar, prompt, output)[1] for grammar in grammars for prompt in prompts)
-        for prompts, output in template.written_calls
+def calls_read(template: ChatTemplate, *grammars: Reader) -> int:
+    """The number of the template's calls that one of the grammars reads, with no text before."""
+    return sum(
+        any(
+            _call(grammar, written, prompt)[1] for grammar in grammars for prompt in written.prompts
+        )
+        for written in template.written_calls
     )
 
 
 def reads_thinking(template: ChatTemplate, grammar: Reader) -> bool:
     """True if the grammar reads the thinking that the template writes before a call."""
     return all(
-        any(_call(grammar, prompt, output)[0] == THOUGHT for prompt in prompts)
-        for prompts, output in template.written_calls
-        if THOUGHT in output
+        any(_call(grammar, written, prompt)[0] == THOUGHT for prompt in written.prompts)
+        for written in template.written_calls
+        if THOUGHT in written.output
     )
 
 
-def _call(grammar: Reader, prompt: str, output: str) -> tuple[str, bool]:
-    """The thinking before the first call; whether that is `ARGUMENTS` without text before it."""
+def _call(grammar: Reader, written: WrittenCall, prompt: str) -> tuple[str, bool]:
+    """The thinking before the first call; True if that is the call alone, without text."""
     thinking, arguments, alone = "", "", True
-    for event in grammar.parser([TOOL], prompt, eager=False).feed(output):
+    for event in grammar.parser([TOOL], prompt, eager=False).feed(written.output):
         if isinstance(event, ThinkingDelta):
             thinking += event.text
         elif isinstance(event, TextDelta):
@@ -60,5 +63,5 @@ def _call(grammar: Reader, prompt: str, output: str) -> tuple[str, bool]:
         elif isinstance(event, ToolCallDelta):
             arguments += event.arguments
         else:
-            return thinking.strip(), alone and json.loads(arguments) == ARGUMENTS
+            return thinking.strip(), alone and json.loads(arguments) == written.arguments
     return thinking.strip(), False

@@ -20,33 +20,39 @@ from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.templates.frame_probe import RenderProbe
 
 NAME, THOUGHT = "sample_tool", "sample thought"
-ARGUMENTS = {"text": "one\ntwo", "count": 3}
-_KINDS = {"text": {"type": "string"}, "count": {"type": "integer"}}
+ARGUMENTS = {"text": "one\ntwo", "place": "here"}
+_KINDS = {name: {"type": "string"} for name in ARGUMENTS}
 TOOL = Tool(NAME, "", {"type": "object", "properties": _KINDS})
 _RESULT = "sample result"
 _ASKED = Message("user", [Text("sample question")])
 
 
 class WrittenCall(NamedTuple):
-    """A turn with a call: `output` as a model would generate it.
+    """A turn with a call with `arguments`: `output` as a model would generate it.
 
     The model's prompt is one of `prompts`: the part before `output`, or that which invites an
     answer, if the template writes past turns otherwise. What is not the model's may follow a call.
     """
 
+    arguments: dict[str, str]
     prompts: tuple[str, ...]
     output: str
 
 
 def written_calls(render: RenderProbe, today: datetime.date) -> list[WrittenCall]:
-    """Turns that call `TOOL` with ARGUMENTS, without and with thinking, if they are shown."""
-    call = ToolCall("sample", NAME, json.dumps(ARGUMENTS))
-    turns: list[list[Block]] = [[call], [Thinking(THOUGHT), call]]
-    found = (_written(render, today, turn) for turn in turns)
+    """Turns that call `TOOL`: without arguments, with ARGUMENTS, and with thinking, if shown."""
+    found = (
+        _written(render, today, arguments, thinking)
+        for arguments, thinking in (({}, ""), (ARGUMENTS, ""), (ARGUMENTS, THOUGHT))
+    )
     return [written for written in found if written is not None]
 
 
-def _written(render: RenderProbe, today: datetime.date, turn: list[Block]) -> WrittenCall | None:
+def _written(
+    render: RenderProbe, today: datetime.date, arguments: dict[str, str], thinking: str
+) -> WrittenCall | None:
+    call = ToolCall("sample", NAME, json.dumps(arguments))
+    turn: list[Block] = [Thinking(thinking), call] if thinking else [call]
     request = GenerateRequest(
         id="", model="", sampling=Sampling(max_tokens=0), messages=[_ASKED], tools=[TOOL]
     )
@@ -57,12 +63,12 @@ def _written(render: RenderProbe, today: datetime.date, turn: list[Block]) -> Wr
     except TemplateError:
         return None
     end = whole.rfind(_RESULT)
-    start = _generated_from(prompt, whole)
+    start = generated_from(prompt, whole)
     output = whole[start:end]
-    return WrittenCall((whole[:start], prompt), output) if NAME in output else None
+    return WrittenCall(arguments, (whole[:start], prompt), output) if NAME in output else None
 
 
-def _generated_from(prompt: str, whole: str) -> int:
+def generated_from(prompt: str, whole: str) -> int:
     """The offset of the model's part of `whole`: behind what the prompt shows of the turn."""
     if whole.startswith(prompt):
         return len(prompt)
