@@ -184,6 +184,13 @@ CASES = [
             now(),
         ],
     ),
+    Case(
+        "seed_oss",
+        "seed_oss",
+        f"<seed:think>{THOUGHT}</seed:think>\n{SAID}\n<seed:tool_call>\n<function=write>\n"
+        f"{_tagged_code(_QWEN)}\n</function>\n</seed:tool_call>",
+        [thinking(), text(), write()],
+    ),
     Case("llama3_json", None, f'{{"name": "get_weather", "parameters": {W}}}', [weather()]),
     Case(
         "llama3_json",

@@ -158,10 +158,28 @@ def test_valid_json_keeps_its_value(arguments: dict[str, object], ascii_only: bo
         ("f(a='\\x41\\u00e9\\n')", {"a": "Aé\n"}),
         ("f( a = [ ] , )", {"a": []}),
         ("f(a='')", {"a": ""}),
+        ("f(a='two\nlines', b=\"x\ny\")", {"a": "two\nlines", "b": "x\ny"}),
+        ('f(a=\'it\'s\', b="say "hi" now")', {"a": "it's", "b": 'say "hi" now'}),
+        ("f(a='print('x', 'y')\nf('x')\n')", {"a": "print('x', 'y')\nf('x')\n"}),
+        ("f(a='d = {'k': 'v', 'l': 'w'}', b=1)", {"a": "d = {'k': 'v', 'l': 'w'}", "b": 1}),
+        (
+            "f(a=['x', 'it's', ('y',)], b={'k': 'v's', 'l': {}})",
+            {"a": ["x", "it's", ["y"]], "b": {"k": "v's", "l": {}}},
+        ),
     ],
 )
 def test_python_literals_become_json(written: str, meant: dict[str, object]) -> None:
     assert whole("pythonic", f"[{written}]") == [call(**meant)]
+
+
+def test_valid_python_keeps_its_value() -> None:
+    strings = ["", "'", '"', "a, b='c'", "x)", "x)]", "\\n\n", "[f(a='b')]", "é'\"", "\t\r"]
+    for value in [*strings, strings, dict.fromkeys(strings, "'"), [[True, None, 1.5], {"k": []}]]:
+        other = call(a=value, b="x")
+        raw = f"[f(a={value!r}, b='x'), f( b = 'x' , a = {value!r} ), now()]"
+        assert whole("pythonic", raw) == [other, other, now()]
+        raw = f"<|tool_call_start|>[f(a={value!r}, b='x')]<|tool_call_end|> Hm."
+        assert whole("lfm2", raw) == [other, text("Hm.")]
 
 
 def test_values_between_tags_are_typed_by_the_schema() -> None:

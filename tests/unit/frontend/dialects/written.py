@@ -131,7 +131,7 @@ def _name_keys(number: int, name: str, arguments: Arguments) -> str:
     return dump({name: arguments})
 
 
-_FUNCTION = _tagged("<function=NAME>\n", "<parameter=KEY>\nVALUE\n</parameter>\n", "</function>")
+_FUNCTION = _tagged("<function=NAME>\n", "<parameter=KEY>VALUE</parameter>\n", "</function>")
 
 
 def _dsml(tag: str) -> Callable[..., str]:

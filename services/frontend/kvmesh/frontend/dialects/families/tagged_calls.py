@@ -17,6 +17,7 @@ _FUNCTION_TAGS = Tagged(
     close=("</function>",),
     padding="\n",
 )
+_VERBATIM_TAGS = replace(_FUNCTION_TAGS, padding="")
 _ARGUMENT_TAGS = Tagged(
     open=("",),
     open_end=("",),
@@ -98,11 +99,8 @@ TAGGED_CALLS: dict[str, ToolCallGrammar] = {
         ("<｜tool_calls_begin｜>",),
         ("<｜tool_calls_end｜>",),
     ),
-    "seed_oss": ToolCallGrammar((_FUNCTION_TAGS,), ("<seed:tool_call>",), ("</seed:tool_call>",)),
-    # Values are verbatim, without line breaks around them.
-    "mimo": ToolCallGrammar(
-        (replace(_FUNCTION_TAGS, padding=""),), ("<tool_call>",), ("</tool_call>",)
-    ),
+    "seed_oss": ToolCallGrammar((_VERBATIM_TAGS,), ("<seed:tool_call>",), ("</seed:tool_call>",)),
+    "mimo": ToolCallGrammar((_VERBATIM_TAGS,), ("<tool_call>",), ("</tool_call>",)),
     "dots": ToolCallGrammar(
         (_INVOKE_TAGS, JsonObjects()), ("<dots_function_call>",), ("</dots_function_call>",)
     ),

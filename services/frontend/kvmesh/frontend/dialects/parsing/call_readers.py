@@ -15,9 +15,13 @@ from kvmesh.frontend.dialects.parsing.tagged import TaggedReader
 
 
 def call_reader(
-    form: grammar.CallForm, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
+    form: grammar.CallForm,
+    source: OutputSource,
+    sink: CallSink,
+    ends: tuple[str, ...],
+    begins: tuple[str, ...],
 ) -> CallReader:
-    """The reader of `form`; `ends` are the markers that close a section of calls."""
+    """The reader of `form`; `begins` and `ends` are the markers of a section of calls."""
     match form:
         case grammar.JsonObjects():
             return JsonReader(form, source, sink, ends)
@@ -28,10 +32,10 @@ def call_reader(
         case grammar.NamedJson():
             return NamedReader(form, source, sink, ends)
         case grammar.Tagged():
-            return TaggedReader(form, source, sink, ends)
+            return TaggedReader(form, source, sink, ends, begins)
         case grammar.Elements():
             return ElementsReader(form, source, sink, ends)
         case grammar.Pythonic():
-            return PythonReader(source, sink)
+            return PythonReader(source, sink, ends)
         case grammar.KeyedLiterals():
             return KeyedReader(form, source, sink)

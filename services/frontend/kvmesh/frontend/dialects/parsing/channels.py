@@ -38,7 +38,7 @@ class ChannelParser:
         self._emitter = Emitter(self._source, tools, eager, new_id)
         stops = (*grammar.end, *grammar.start)
         self._readers = [
-            call_reader(form, self._source, self._emitter, stops) for form in grammar.forms
+            call_reader(form, self._source, self._emitter, stops, ()) for form in grammar.forms
         ]
         self._stops = marker_set(stops)
         self._header_stops = marker_set((*grammar.mark, *stops))

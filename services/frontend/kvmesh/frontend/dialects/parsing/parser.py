@@ -42,9 +42,9 @@ class GrammarParser:
         self._reasoning = reasoning or _NO_REASONING
         self._source = OutputSource()
         self._emitter = Emitter(self._source, tools, eager, new_id)
-        ends = self._calls.end
+        begins, ends = self._calls.begin, self._calls.end
         self._readers = [
-            (call_reader(form, self._source, self._emitter, ends), "" in opening(form))
+            (call_reader(form, self._source, self._emitter, ends, begins), "" in opening(form))
             for form in self._calls.forms
         ]
         frames = (self._calls.frame, self._reasoning.frame)
