@@ -78,8 +78,8 @@ _ENDS = re.compile(
     r"|<\|observation\|>|<\|user\|>|<turn\|>|\[e~\[|<seed:eos>|<\|END_OF_TURN_TOKEN\|>|<\|eot\|>"
     r"|<SPECIAL_12>|<end_of_turn>|<\|return\|>|<\|call\|>|<\|calls\|>|<\|eom\|>|<\|endoftext\|>"
     r"|<\|assistant_end\|>|<\|end\|>(?!<\|(start|begin)\|>assistant)|<\|end_of_msg\|>|<\|eos\|>"
-    r"|<｜hy_eos:opensource｜>|<\|message_sep\|>\n\n(?:function result|user)|<\|tool_response>|<eod>"
-    r"|(?<=<\|tools_suffix\|>)\["
+    r"|<｜hy_eos:opensource｜>|<\|message_sep\|>\n\n(?:function result|user)|<\|tool_response>"
+    r"|<eod>|(?<=<\|tools_suffix\|>)\["
     r"|<end_of_sentence>|<\|role_end\|>|</assistant>|<sep>"
 )
 
