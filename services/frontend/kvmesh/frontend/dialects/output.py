@@ -10,6 +10,8 @@ from msgspec import Struct
 from kvmesh.frontend.conversation import AnswerEvent, Tool
 from kvmesh.frontend.dialects.errors import UnknownParser
 from kvmesh.frontend.dialects.families import (
+    AUTO,
+    CHANNELS,
     REASONING_ALIASES,
     REASONING_PARSERS,
     TOOL_ALIASES,
@@ -17,9 +19,11 @@ from kvmesh.frontend.dialects.families import (
     by_name,
     by_template,
 )
-from kvmesh.frontend.dialects.grammar import ReasoningGrammar, ToolCallGrammar
+from kvmesh.frontend.dialects.grammar import ChannelGrammar, ReasoningGrammar
 from kvmesh.frontend.dialects.parsing import harmony
+from kvmesh.frontend.dialects.parsing.channels import ChannelParser
 from kvmesh.frontend.dialects.parsing.parser import GrammarParser
+from kvmesh.frontend.dialects.read_back import calls_read, reads_thinking
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
 HARMONY = "harmony"
@@ -62,7 +66,9 @@ class OutputGrammar(Struct, frozen=True):
         that breaks off lacks its `ToolCallEnd`; otherwise an incomplete call is text.
         """
         if HARMONY in (self.tool_parser, self.reasoning_parser):
-            return harmony.HarmonyParser(tools, new_id, eager)
+            return harmony.HarmonyParser(tools, new_id, eager, prompt)
+        if self._channels is not None:
+            return ChannelParser(self._channels, tools, new_id, eager, calls)
         grammar = TOOL_PARSERS.get(self.tool_parser or "") if calls else None
         reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
         thinking = self.begins_thinking(prompt)
@@ -86,11 +92,16 @@ class OutputGrammar(Struct, frozen=True):
             0
         ]
 
+    @property
+    def _channels(self) -> ChannelGrammar | None:
+        return CHANNELS.get(self.tool_parser or "") or CHANNELS.get(self.reasoning_parser or "")
+
     def uses(self, token: str) -> bool:
         """True if the special token is part of the grammar and its text must reach the parser."""
         if HARMONY in (self.tool_parser, self.reasoning_parser):
             return token in harmony.MARKERS
         used = (
+            self._channels,
             TOOL_PARSERS.get(self.tool_parser or ""),
             REASONING_PARSERS.get(self.reasoning_parser or ""),
         )
@@ -106,7 +117,11 @@ def choose_grammar(
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, else by its name.
 
-    Raises UnknownParser for an unknown parser name; "none" switches a parser off.
+    What the template writes is read back: parsers that read more of it than the detected ones
+    replace them.
+
+    Raises UnknownParser for an unknown parser name; "none" switches a parser off, "auto" leaves
+    the choice to the template and the name.
     """
     tool, reasoning = by_name(model)
     detected = by_template(template.source) if template else None
@@ -114,11 +129,40 @@ def choose_grammar(
         tool, reasoning = detected[0] or tool, detected[1]
     if template is not None and template.plain_parser:
         tool = template.plain_parser
-    if tool_parser is not None:
-        tool = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
-    if reasoning_parser is not None:
-        reasoning = _resolve("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
+    given = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
+    if given != AUTO:
+        tool = None if given == NONE else given
+    elif template is not None:
+        tool = _that_reads_calls(template, tool, reasoning)
+    given = _resolve("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
+    if given != AUTO:
+        reasoning = None if given == NONE else given
+    elif template is not None:
+        reasoning = _that_reads_thinking(template, tool, reasoning)
     return OutputGrammar(tool, reasoning)
+
+
+def _that_reads_calls(
+    template: ChatTemplate, tool: str | None, reasoning: str | None
+) -> str | None:
+    """The parser that reads most of the template's calls: `tool`, or the first other one."""
+
+    def score(name: str | None) -> int:
+        # a template may show calls without the thinking with which answers begin
+        return calls_read(template, OutputGrammar(name, reasoning), OutputGrammar(name))
+
+    if score(tool) == len(template.written_calls):
+        return tool
+    return max((tool, *TOOL_PARSERS, *CHANNELS), key=score)
+
+
+def _that_reads_thinking(
+    template: ChatTemplate, tool: str | None, reasoning: str | None
+) -> str | None:
+    for name in (reasoning, *REASONING_PARSERS):
+        if reads_thinking(template, OutputGrammar(tool, name)):
+            return name
+    return reasoning
 
 
 def parser_names() -> tuple[list[str], list[str]]:
@@ -130,14 +174,16 @@ def parser_names() -> tuple[list[str], list[str]]:
 
 
 def _all_names(parsers: dict[str, Any], aliases: dict[str, str]) -> list[str]:
-    return sorted({*parsers, *aliases, HARMONY, NONE})
+    return sorted({*parsers, *aliases, *CHANNELS, HARMONY, AUTO, NONE})
 
 
-def _resolve(kind: str, name: str, parsers: dict[str, Any], aliases: dict[str, str]) -> str | None:
-    found = aliases.get(name, name)
-    if found == NONE:
-        return None
-    if found != HARMONY and found not in parsers:
+def _resolve(kind: str, name: str | None, parsers: dict[str, Any], aliases: dict[str, str]) -> str:
+    """The parser, AUTO or NONE that a name stands for."""
+    if name is None:
+        return AUTO
+    found = name.lower().replace("-", "_")
+    found = aliases.get(found, found)
+    if found not in (AUTO, NONE, HARMONY) and found not in parsers and found not in CHANNELS:
         raise UnknownParser(kind, name, _all_names(parsers, aliases))
     return found
 
@@ -149,7 +195,7 @@ def _begins_thinking(reasoning: ReasoningGrammar, prompt: str) -> bool:
     return reasoning.forced and not tail.endswith(reasoning.end)
 
 
-def _texts(value: ToolCallGrammar | ReasoningGrammar | None) -> list[str]:
+def _texts(value: Struct | None) -> list[str]:
     """All strings in a grammar."""
     if value is None:
         return []

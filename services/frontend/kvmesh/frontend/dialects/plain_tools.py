@@ -18,6 +18,7 @@ CALL_FORMS = {
     "```json\nARGUMENTS\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v3_1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "jamba": '<tool_calls>[{"name": NAME, "arguments": ARGUMENTS}]</tool_calls>',
 }
 
 _TEXT = """You can call functions. These are their signatures, one JSON object a line:

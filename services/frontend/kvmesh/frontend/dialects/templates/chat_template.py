@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -31,6 +32,7 @@ from kvmesh.frontend.dialects.templates.frame_probe import (
     shows_tools,
 )
 from kvmesh.frontend.dialects.templates.tool_entries import ToolEntries
+from kvmesh.frontend.dialects.templates.written_calls import WrittenCall, written_calls
 
 ATTEMPTS = 2  # to show answers as they were generated
 _OPEN_END = "\ue000kvmesh-continue\ue000"
@@ -155,6 +157,13 @@ class ChatTemplate:
             },
         )
         return _cut_at_open_end(prompt) if continues else prompt
+
+    @cached_property
+    def written_calls(self) -> list[WrittenCall]:
+        """Turns with a call as the template writes them; none if it shows no tools or calls."""
+        if not self._templates or self.plain_parser or self._select(True)[1].calls is None:
+            return []
+        return written_calls(self._render, _PROBE_DAY)
 
     @property
     def drops_thinking(self) -> bool:
