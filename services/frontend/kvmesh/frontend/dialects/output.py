@@ -87,10 +87,8 @@ class OutputGrammar(Struct, frozen=True):
         reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
         if reasoning is None:
             return ""
-        opened = max(map(text.rfind, reasoning.begin))
-        return (reasoning.begin if opened > max(map(text.rfind, reasoning.end)) else reasoning.end)[
-            0
-        ]
+        thinks = max(map(text.rfind, reasoning.begin)) > max(map(text.rfind, reasoning.end))
+        return (reasoning.begin if thinks else reasoning.end)[0]
 
     @property
     def _channels(self) -> ChannelGrammar | None:
