@@ -103,7 +103,9 @@ class OutputGrammar(Struct, frozen=True):
             TOOL_PARSERS.get(self.tool_parser or ""),
             REASONING_PARSERS.get(self.reasoning_parser or ""),
         )
-        return bool(token) and any(token in marker for part in used for marker in _texts(part))
+        return bool(token) and any(
+            token in marker for part in used for marker in grammar_texts(part)
+        )
 
 
 def choose_grammar(
@@ -193,7 +195,7 @@ def _begins_thinking(reasoning: ReasoningGrammar, prompt: str) -> bool:
     return reasoning.forced and not tail.endswith(reasoning.end)
 
 
-def _texts(value: Struct | None) -> list[str]:
+def grammar_texts(value: Struct | None) -> list[str]:
     """All strings in a grammar."""
     if value is None:
         return []
