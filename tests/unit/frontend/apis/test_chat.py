@@ -28,7 +28,7 @@ def test_chat_streams_every_kind_of_content_in_order() -> None:
 def test_chat_answers_whole() -> None:
     answer = whole(Chat(), ANSWER, Ending("stop"))
     message = answer["choices"][0]["message"]
-    assert message["content"] == "I lookdone"
+    assert message["content"] == "I look\n\ndone"
     assert message["reasoning_content"] == "hmm"
     assert [call["id"] for call in message["tool_calls"]] == ["c1", "c2"]
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
