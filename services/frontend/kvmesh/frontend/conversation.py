@@ -101,6 +101,10 @@ class RenderedPrompt(NamedTuple):
     cuts: Sequence[int] = ()
 
 
+# Between two texts of one turn that other blocks separate, where both become one text: white space
+# next to calls and thinking belongs to the model's syntax and is in neither.
+GAP = "\n\n"
+
 Block: TypeAlias = Text | Thinking | Image | AttachedFile | ToolCall | ToolResult | ToolNotice
 
 

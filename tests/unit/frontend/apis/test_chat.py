@@ -17,6 +17,8 @@ def test_chat_streams_every_kind_of_content_in_order() -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant"
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "hmm"
+    # texts that a call separates stay apart, as in the whole answer
+    assert "".join(d.get("content") or "" for d in deltas) == "I look\n\ndone"
     calls = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
     assert [call["index"] for call in calls] == [0, 0, 0, 1]
     assert calls[0]["id"] == "c1"
@@ -28,7 +30,7 @@ def test_chat_streams_every_kind_of_content_in_order() -> None:
 def test_chat_answers_whole() -> None:
     answer = whole(Chat(), ANSWER, Ending("stop"))
     message = answer["choices"][0]["message"]
-    assert message["content"] == "I lookdone"
+    assert message["content"] == "I look\n\ndone"
     assert message["reasoning_content"] == "hmm"
     assert [call["id"] for call in message["tool_calls"]] == ["c1", "c2"]
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}

@@ -65,13 +65,21 @@ class Ending(Struct, frozen=True):
     stop: str | None = None
 
 
-class TokenLogprob(Struct, frozen=True):
-    """One generated token: its text, bytes and log-probability, and the most likely tokens."""
+class TopLogprob(Struct, frozen=True):
+    """One of the most likely tokens: its text, log-probability and bytes."""
 
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: "list[TokenLogprob]" = []
+
+
+class TokenLogprob(Struct, frozen=True):
+    """One generated token as its answer's text shows it, and the most likely tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob] = []
 
 
 class Renderer(Protocol):
@@ -79,7 +87,7 @@ class Renderer(Protocol):
 
     A stream is `begin`, `started` at the first token, `events` of a choice as they arrive, `end` of
     each choice, `done`; `failed` replaces the rest. For a whole answer, the results of `events` and
-    `end` are dropped and `whole` returns the body.
+    `end` are dropped and `whole` returns the body. `logprobs` are those of the events' text.
     """
 
     def begin(self) -> bytes: ...

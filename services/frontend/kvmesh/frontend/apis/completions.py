@@ -1,5 +1,6 @@
 """POST /v1/completions (OpenAI): text or tokens in, text out, no chat template."""
 
+import codecs
 from typing import Any
 
 import msgspec
@@ -119,6 +120,7 @@ class CompletionChoice:
         self.index = index
         self.text = [echo]
         self.offset = len(echo)
+        self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self.logprobs: dict[str, list[Any]] = _no_logprobs()
         self.finish: str | None = None
 
@@ -218,7 +220,9 @@ def _logprobs(choice: CompletionChoice, tokens: list[TokenLogprob]) -> dict[str,
     for token in tokens:
         found["tokens"].append(token.token)
         found["token_logprobs"].append(token.logprob)
-        found["top_logprobs"].append({top.token: top.logprob for top in token.top_logprobs})
+        # of tokens whose texts look alike, the most likely one counts
+        top = {top.token: top.logprob for top in reversed(token.top_logprobs)}
+        found["top_logprobs"].append(dict(reversed(top.items())))
         found["text_offset"].append(choice.offset)
-        choice.offset += len(token.token)
+        choice.offset += len(choice.decode(bytes(token.bytes)))
     return found

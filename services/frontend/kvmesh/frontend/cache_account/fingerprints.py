@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import PromptParts
 from kvmesh.frontend.conversation import (
+    GAP,
     Block,
     GenerateRequest,
     Message,
@@ -27,7 +28,7 @@ from kvmesh.frontend.conversation import (
     ToolNotice,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import GAP, without_billing
+from kvmesh.frontend.dialects.templates.chat_messages import without_billing
 from kvmesh.frontend.dialects.tools import model_name
 
 ROLES = ("system", "user", "assistant", "tool")

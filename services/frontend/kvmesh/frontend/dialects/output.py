@@ -31,7 +31,13 @@ NONE = "none"
 
 
 class OutputParser(Protocol):
-    """Streaming parser of one output: text in, typed events out."""
+    """Streaming parser of one output: text in, typed events out.
+
+    `in_call`: it holds back text that begins as a call does.
+    """
+
+    @property
+    def in_call(self) -> bool: ...
 
     def feed(self, text: str) -> list[AnswerEvent]: ...
 

@@ -105,6 +105,8 @@ def _json(value: object) -> str:
 class _ArgumentsReader:
     """Reads all text as the arguments of one tool."""
 
+    in_call = True
+
     def __init__(self, tool: Tool) -> None:
         self._tool = tool
         self._started = False
@@ -127,6 +129,7 @@ class _ArgumentsReader:
 class _CallListReader:
     """Reads text as a list of calls; emits each call once it is complete."""
 
+    in_call = True
     begins = re.compile(r"\[\s*[{\]]")
 
     def __init__(self, tools: list[Tool]) -> None:
@@ -184,6 +187,10 @@ class _RequiredCallParser:
         self._begins = reader.begins
         self._own = own
         self._held: str | None = ""  # text that does not show yet in which syntax it is
+
+    @property
+    def in_call(self) -> bool:
+        return True
 
     def feed(self, text: str) -> list[AnswerEvent]:
         return self._read(self._inner.feed(text))

@@ -22,6 +22,7 @@ from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
 from kvmesh.frontend.conversation import (
+    GAP,
     AnswerEvent,
     GenerateRequest,
     TextDelta,
@@ -68,6 +69,16 @@ class ChatChoice:
         self.calls = 0
         self.custom = False
         self.finish = "stop"
+        self.last: type[AnswerEvent] | None = None  # of the deltas
+        self._written: set[type[AnswerEvent]] = set()
+
+    def joined(self, event: TextDelta | ThinkingDelta) -> str:
+        """The event's text, after a gap if its field has one from before a call."""
+        kind = type(event)
+        gap = GAP if kind is not self.last and kind in self._written else ""
+        self.last = kind
+        self._written.add(kind)
+        return gap + event.text
 
 
 class ChatAnswer:
@@ -101,7 +112,7 @@ class ChatAnswer:
             return b""
         if logprobs:
             return self._with_tokens(choice, events, logprobs)
-        if len(events) == 1 and type(events[0]) is TextDelta:
+        if len(events) == 1 and type(events[0]) is TextDelta is state.last:
             return state.text_head + json_encode(events[0].text) + self._text_tail
         return b"".join([self._chunk(state, _delta(state, event)) for event in events])
 
@@ -166,9 +177,10 @@ class ChatAnswer:
 
 def _delta(choice: ChatChoice, event: AnswerEvent) -> dict[str, Any]:
     if isinstance(event, TextDelta):
-        return {"content": event.text}
+        return {"content": choice.joined(event)}
     if isinstance(event, ThinkingDelta):
-        return {"reasoning_content": event.text}
+        return {"reasoning_content": choice.joined(event)}
+    choice.last = None
     if isinstance(event, ToolCallStart):
         choice.calls += 1
         choice.custom = event.custom

@@ -10,6 +10,7 @@ from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import (
+    GAP,
     Block,
     Generated,
     Image,
@@ -27,7 +28,6 @@ from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, marke
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
-GAP = "\n\n"
 ERROR = "Error: "
 ERROR_CHARS = 64  # at the start of a result, where it may say itself that it is an error
 # Differs between conversations and between an agent and its subagents, at the prompt's start.
@@ -223,7 +223,7 @@ class _MessageWriter:
         if len(blocks) == 1 and type(blocks[0]) is Text:
             return {"role": "assistant", "content": blocks[0].text}
         thinking = GAP.join(b.text for b in blocks if isinstance(b, Thinking))
-        text = "".join(b.text for b in blocks if isinstance(b, Text))
+        text = _text(blocks)
         calls = [b for b in blocks if isinstance(b, ToolCall)]
         return self._message(
             thinking, text, [self._call(c, tool_forms.arguments(c)) for c in calls]
@@ -299,6 +299,15 @@ def _with_error(content: Sequence[ResultPart]) -> list[ResultPart]:
     if "error" in first.text[:ERROR_CHARS].lower():
         return list(content)
     return [Text(f"{ERROR}{first.text}".strip()), *content[1:]]
+
+
+def _text(blocks: list[Block]) -> str:
+    """The texts of an answer in one, with a gap where other blocks separate them."""
+    runs = groupby(blocks, lambda block: isinstance(block, Text))
+    texts = (
+        "".join(b.text for b in run if isinstance(b, Text)) for is_text, run in runs if is_text
+    )
+    return GAP.join(filter(None, texts))
 
 
 def _content(blocks: list[Block]) -> Any:
