@@ -26,6 +26,7 @@ from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
+from kvmesh.frontend.preprocess.answer_form import AnswerForm, answer_form
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
 from kvmesh.frontend.preprocess.limits import check_prompt_memory, output_limit
@@ -38,11 +39,6 @@ from kvmesh.frontend.preprocess.retention import (
     prompt_retention,
 )
 from kvmesh.frontend.preprocess.shared_prefix import AGENT, shared_prefix
-from kvmesh.frontend.preprocess.tool_choice import (
-    RequiredToolCall,
-    required_tool_call,
-    strict_tool_tags,
-)
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, TextPiece, text_pieces
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.tracing.names import RENDER, TOKENIZE
@@ -68,7 +64,7 @@ class PromptTokens(Struct):
 class PreparedRequest(Struct):
     """A request ready for dispatch; `max_tokens` fits the context after every prompt.
 
-    `tail` is the end of the rendered prompt, which shows whether the output begins with thinking.
+    `form` describes the answer: from it come its constraint, `guided`, and the output's parser.
     `decode` is the retention of the output. `speculates`: the next prompt may be prefilled after
     the answer, which is recorded for that. `ahead` is what a speculative prefill was to compute of
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
@@ -82,8 +78,7 @@ class PreparedRequest(Struct):
     adapter: str | None
     prompts: list[PromptTokens]
     max_tokens: int
-    tail: str
-    required_tool_call: RequiredToolCall | None
+    form: AnswerForm
     guided: Guided | None
     decode: Retain | None = None
     speculates: bool = False
@@ -184,8 +179,8 @@ class Preprocessor:
         if not model.card.images:
             _reject_images(request)
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
-        required = required_tool_call(request)
-        shown = self._restore(request, model, found, required is not None)
+        form = answer_form(request, model)
+        shown = self._restore(request, model, found, form.rewrites_calls)
         yield from self._edit(request, model)
         began = monotonic()
         rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
@@ -205,21 +200,19 @@ class Preprocessor:
         limit = output_limit(request, len(prompts), longest, model.card.context)
         request.span.record(RENDER, began, rendered)
         request.span.record(TOKENIZE, rendered, monotonic())
-        tail, guided = text[-TAIL_CHARS:], _guided(request, model, required)
         decode = request.decode
         if encoded is not None:
-            dialect = model.dialect
-            begins_thinking = dialect.grammar.begins_thinking(tail)
-            decode = output_retention(request, begins_thinking, dialect.template.drops_thinking)
+            form = form.after(text[-TAIL_CHARS:], request.thinking)
+            drops = model.dialect.template.drops_thinking
+            decode = output_retention(request, form.begins_thinking, drops)
         return PreparedRequest(
             request,
             model,
             adapter,
             prompts,
             limit,
-            tail,
-            required,
-            guided,
+            form,
+            form.constraint(),
             decode,
             encoded=encoded,
             shown=shown,
@@ -242,7 +235,7 @@ class Preprocessor:
             _reject_images(request)
         if request.prompts:
             return (yield from self._encoder.raw_prompts(request, model))
-        self._restore(request, model, found, required_tool_call(request) is not None)
+        self._restore(request, model, found, answer_form(request, model).rewrites_calls)
         yield from self._edit(request, model)
         rendered = render(request, model)
         return [(yield from self._encoder.conversation(request, rendered, model)).tokens]
@@ -305,16 +298,6 @@ class Preprocessor:
             tokens = yield from self._encoder.encode(part, request.cache_salt, model)
             offsets.add(offset, b"".join(tokens))
         return prompt_retention(request, spans, offsets, model.card.block_size)
-
-
-def _guided(
-    request: GenerateRequest, model: ServedModel, required: RequiredToolCall | None
-) -> Guided | None:
-    if required is not None:
-        return required.guided
-    if request.guided is not None or not model.card.structural_tags:
-        return request.guided
-    return strict_tool_tags(request, model.dialect.grammar.tool_parser)
 
 
 def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:

@@ -96,7 +96,11 @@ def _format(node: dict[str, object], rng: Random) -> str:
             return _format(rng.choice(elements), rng)
         case {"type": "tag", "begin": str(begin), "content": dict(content), "end": str(end)}:
             return begin + _format(content, rng) + end
-        case {"type": "triggered_tags" | "tags_with_separator", "tags": list(tags)} if tags:
-            wanted = node.get("at_least_one") or node["type"] == "tags_with_separator"
-            return _format(rng.choice(tags), rng) if wanted else words(rng, 8)
+        case {"type": "triggered_tags", "tags": list(tags)} if tags:
+            return _format(rng.choice(tags), rng) if node.get("at_least_one") else words(rng, 8)
+        case {"type": "tags_with_separator", "tags": list(tags)} if tags:
+            if node.get("stop_after_first") or node.get("at_least_one"):
+                return _format(rng.choice(tags), rng)
+            separator = str(node.get("separator", ""))
+            return separator.join(_format(tag, rng) for tag in tags)
     raise ValueError(f"unknown structural tag {node.get('type')!r}")
