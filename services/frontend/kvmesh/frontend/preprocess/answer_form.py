@@ -192,6 +192,8 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         if reasoning is None or not self.begins_thinking:
             return made(False)
         starts = JSON_STARTS if self._shows_itself else ()
+        if self.calls != "none":
+            starts += tuple(filter(None, ("".join(each.split()) for each in self._openers)))
         unmarked = not self.exempt and not self._allows_thinking
         return AnswerOpening(made, starts, reasoning.end, unmarked)
 
@@ -200,7 +202,6 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         if not self.tools:
             return split
         own = OutputGrammar(self.grammar.tool_parser).parser(self.tools, eager=eager)
-        openers = self.grammar.calls.openers if self.grammar.calls is not None else ()
         if self.calls == "required":
             return ConstrainedParser(split, [self._required_reading()], own)
         bare = self.grammar.calls.bare if self.grammar.calls is not None else ""
@@ -209,7 +210,13 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         if self.rewrites_calls:
             listed = CallListReader(self.callable)
             readings.insert(0, Reading((f'{{"{TOOL_CALLS}":[',), listed))
-        return ConstrainedParser(split, readings, own, openers)
+        return ConstrainedParser(split, readings, own, self._openers)
+
+    @property
+    def _openers(self) -> tuple[str, ...]:
+        """The markers that begin calls in the model's own syntax."""
+        calls = self.grammar.calls
+        return () if calls is None else tuple(filter(None, calls.openers))
 
     def _required_reading(self) -> Reading:
         if len(self.callable) > 1:
