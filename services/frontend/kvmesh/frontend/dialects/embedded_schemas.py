@@ -25,7 +25,9 @@ _MAPS = frozenset(
     ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 )
 _DATA = frozenset(("enum", "const", "default", "examples", "example", "required"))
-_MOVED = frozenset(("$defs", "definitions", "$schema", "$id", "$recursiveAnchor", *_ANCHORS))
+_MOVED = frozenset(
+    ("$defs", "definitions", "$schema", "$id", "$recursiveAnchor", "discriminator", *_ANCHORS)
+)
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -166,15 +168,21 @@ class _Copy:
         if not isinstance(node, dict):
             return node
         pointer = self._pointers.get(id(node))
-        return self._node(node) if pointer is None else {"$ref": pointer}
+        if pointer is not None:
+            return {"$ref": pointer}
+        lone, _ = self._targets.get((id(node), "$ref"), (None, ""))
+        return lone if isinstance(lone, bool) and len(node) == 1 else self._node(node)
 
     def _node(self, node: dict[str, Any]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         references: list[dict[str, Any]] = []
+        told_apart = "discriminator" in node and "anyOf" not in node
         for key, value in node.items():
-            if key in _MOVED:
+            if told_apart and key == "oneOf":  # no more than one fits, which is hard to prove
+                made["anyOf"] = self._inner(value)
+            elif key in _MOVED:
                 continue
-            if (id(node), key) in self._targets:
+            elif (id(node), key) in self._targets:
                 references.append(self._reference(id(node), key))
             elif key in _MAPS and isinstance(value, dict):
                 made[key] = {name: self._inner(item) for name, item in value.items()}
