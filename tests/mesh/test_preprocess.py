@@ -101,12 +101,13 @@ def text(work: Work) -> str:
 
 
 def schema(work: Work) -> Any:
-    """The JSON schema that constrains a work; None without a constraint."""
+    """The JSON schema of what follows the thinking; None without a constraint."""
     guided = work.sampling.guided
     if guided is None:
         return None
-    assert guided.kind == "json_schema"
-    return json.loads(guided.value)
+    assert guided.kind == "structural_tag"
+    *_, answer = json.loads(guided.value)["format"]["elements"]
+    return answer["json_schema"]
 
 
 # --- tool_choice: one body and one reading of the response per API ---

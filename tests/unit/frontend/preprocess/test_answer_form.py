@@ -92,7 +92,7 @@ def body(api: Api, choice: str, text: str, stream: bool) -> dict[str, Any]:
     name = choice if choice in ("auto", "required", "none") else ""
     picked = sorted(NAMES.get(choice, ()))
     mode = "auto" if choice == "allowed" else "required"
-    if api is CHAT:
+    if api.name == "chat":
         functions = [{"name": n, "parameters": p} for n, p in PARAMETERS.items()]
         sent["tools"] = [{"type": "function", "function": each} for each in functions]
         sent["messages"] = [{"role": "user", "content": "Hi"}]
@@ -102,7 +102,7 @@ def body(api: Api, choice: str, text: str, stream: bool) -> dict[str, Any]:
         schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
         form = {"schema": schema, "object": {"type": "json_object"}}
         return sent | ({"response_format": form[text]} if text in form else {})
-    if api is RESPONSES:
+    if api.name == "responses":
         sent["tools"] = [
             {"type": "function", "name": n, "parameters": p} for n, p in PARAMETERS.items()
         ]

@@ -19,6 +19,7 @@ NAME, KEY = "NAME", "KEY"
 Node: TypeAlias = dict[str, Any]
 SCHEMAS = SchemaMemo()
 ANY_TEXT: Node = {"type": "any_text"}
+_NOTHING: Node = {"type": "const_string", "value": ""}
 _SPACE: Node = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 _HARMONY_THINKING = ReasoningGrammar(("<|channel|>analysis<|message|>",), ("<|end|>",))
 _HARMONY_NEXT = "<|start|>assistant"
@@ -169,9 +170,8 @@ def after_thinking(
     if reasoning is None:
         return body
     begins = [*([""] if begun else []), reasoning.begin[0]]
-    thinking = [_enclosed(begin, ANY_TEXT, reasoning.end[0]) for begin in begins]
-    whole = [_sequence([thought, _SPACE, body]) for thought in thinking]
-    return _any_of([*whole, *([body] if may_lack else [])])
+    thoughts = [_enclosed(begin, ANY_TEXT, reasoning.end[0]) for begin in begins]
+    return _sequence([_any_of([*thoughts, *([_NOTHING] if may_lack else [])]), _SPACE, body])
 
 
 def harmony_answer(calls: Node | None, final: Node | None) -> Node:
@@ -179,7 +179,8 @@ def harmony_answer(calls: Node | None, final: Node | None) -> Node:
     text = None if final is None else _sequence([*_const(_HARMONY_FINAL), final])
     body = _any_of([node for node in (calls, text) if node is not None])
     thought = _enclosed(_HARMONY_THINKING.begin[0], ANY_TEXT, _HARMONY_THINKING.end[0])
-    return _any_of([_sequence([thought, *_const(_HARMONY_NEXT), body]), body])
+    thinking = _sequence([thought, *_const(_HARMONY_NEXT)])
+    return _sequence([_any_of([thinking, _NOTHING]), body])
 
 
 def either(nodes: Iterable[Node]) -> Node:
