@@ -219,8 +219,9 @@ CALL = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 async def test_only_allowed_tools_are_called(stage: Stage, path: str, mode: str) -> None:
     body, calls = (chat, chat_calls) if path == CHAT else (responses, responses_calls)
     if path == CHAT:
-        listed = {"tools": [{"type": "function", "function": {"name": "get_time"}}], "mode": mode}
-        choice = {"type": "allowed_tools", "allowed_tools": listed}
+        named = {"type": "function", "function": {"name": "get_time"}}
+        listed: dict[str, Any] = {"tools": [named], "mode": mode}
+        choice: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": listed}
     else:
         tools = [{"type": "web_search"}, {"type": "function", "name": "get_time"}]
         choice = {"type": "allowed_tools", "mode": mode, "tools": tools}

@@ -96,7 +96,7 @@ def body(api: Api, choice: str, text: str, stream: bool) -> dict[str, Any]:
         functions = [{"name": n, "parameters": p} for n, p in PARAMETERS.items()]
         sent["tools"] = [{"type": "function", "function": each} for each in functions]
         sent["messages"] = [{"role": "user", "content": "Hi"}]
-        listed = [{"type": "function", "function": {"name": n}} for n in picked]
+        listed: list[Any] = [{"type": "function", "function": {"name": n}} for n in picked]
         several = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
         sent["tool_choice"] = name or (listed[0] if choice == "named" else several)
         schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}

@@ -191,7 +191,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         reasoning = self.grammar.reasoning
         if reasoning is None or not self.begins_thinking:
             return made(False)
-        starts = JSON_STARTS if self._shows_itself else ()
+        starts: tuple[str, ...] = JSON_STARTS if self._shows_itself else ()
         if self.calls != "none":
             starts += tuple(filter(None, ("".join(each.split()) for each in self._openers)))
         unmarked = not self.exempt and not self._allows_thinking

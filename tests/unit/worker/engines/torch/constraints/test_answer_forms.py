@@ -40,7 +40,9 @@ SIZE = TOKENIZER.get_vocab_size()
 
 @pytest.fixture(scope="module")
 def factory() -> MatcherFactory:
-    return MatcherFactory(model_dir(), SIZE, [TOKENIZER.token_to_id("<|im_end|>")])
+    end = TOKENIZER.token_to_id("<|im_end|>")
+    assert end is not None
+    return MatcherFactory(model_dir(), SIZE, [end])
 
 
 def accepts(factory: MatcherFactory, guided: Guided, texts: list[str]) -> Iterator[bool]:
