@@ -80,7 +80,7 @@ async def shared(
     mesh.start("frontend", "frontend-0")
     async with (
         scripted_router(bus, LIMITS) as router,
-        scripted_worker(bus, LIMITS, "a") as worker,
+        scripted_worker(bus, LIMITS, "a", reasoning_parser="none") as worker,
         client_session() as session,
     ):
         router.order = [worker.instance]

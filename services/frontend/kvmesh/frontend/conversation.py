@@ -147,10 +147,10 @@ class Tool(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """Mode "named" requires the tool `name`."""
+    """Whether the model may or must call; `allowed` names the tools, None for all of them."""
 
-    mode: Literal["auto", "none", "required", "named"] = "auto"
-    name: str | None = None
+    mode: Literal["auto", "none", "required"] = "auto"
+    allowed: tuple[str, ...] | None = None
 
 
 class ClearToolUses(Struct, frozen=True):

@@ -5,6 +5,7 @@ from unit.frontend.apis.answers import ANSWER, body, stream, whole
 
 from kvmesh.frontend.apis.base import Ending
 from kvmesh.frontend.apis.chat.api import Chat
+from kvmesh.frontend.conversation import ToolChoice
 
 
 def test_chat_streams_every_kind_of_content_in_order() -> None:
@@ -40,4 +41,4 @@ def test_a_named_tool_choice_is_kept() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     choice = {"type": "function", "function": {"name": "f"}}
     request = Chat().parse(body(Chat(), tools=tools, tool_choice=choice), {}, STAMP).request
-    assert (request.tool_choice.mode, request.tool_choice.name) == ("named", "f")
+    assert request.tool_choice == ToolChoice("required", ("f",))

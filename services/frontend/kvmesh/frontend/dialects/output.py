@@ -1,13 +1,13 @@
 """Output grammar of a model: its selection, and the parsers made from it."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 from uuid import uuid4
 
 import msgspec
 from msgspec import Struct
 
-from kvmesh.frontend.conversation import AnswerEvent, Tool
+from kvmesh.frontend.conversation import AnswerEvent, TextDelta, Tool
 from kvmesh.frontend.dialects.errors import UnknownParser
 from kvmesh.frontend.dialects.families import (
     AUTO,
@@ -19,7 +19,7 @@ from kvmesh.frontend.dialects.families import (
     by_name,
     by_template,
 )
-from kvmesh.frontend.dialects.grammar import ChannelGrammar, ReasoningGrammar
+from kvmesh.frontend.dialects.grammar import ChannelGrammar, ReasoningGrammar, ToolCallGrammar
 from kvmesh.frontend.dialects.parsing import harmony
 from kvmesh.frontend.dialects.parsing.channels import ChannelParser
 from kvmesh.frontend.dialects.parsing.parser import GrammarParser
@@ -28,6 +28,8 @@ from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
 HARMONY = "harmony"
 NONE = "none"
+# "opened" by the prompt; "expected", if the model always thinks; "possible", if it may open it
+Thoughts: TypeAlias = Literal["none", "possible", "expected", "opened"]
 
 
 class OutputParser(Protocol):
@@ -46,6 +48,18 @@ class OutputParser(Protocol):
         ...
 
 
+class PlainText:
+    """The parser of models without an output grammar, and of raw completions."""
+
+    in_call = False
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[AnswerEvent]:
+        return []
+
+
 def call_id() -> str:
     """A random id of a tool call."""
     return f"call_{uuid4().hex[:24]}"
@@ -57,40 +71,71 @@ class OutputGrammar(Struct, frozen=True):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
 
+    @property
+    def harmony(self) -> bool:
+        return HARMONY in (self.tool_parser, self.reasoning_parser)
+
+    @property
+    def calls(self) -> ToolCallGrammar | None:
+        return TOOL_PARSERS.get(self.tool_parser or "")
+
+    @property
+    def reasoning(self) -> ReasoningGrammar | None:
+        return REASONING_PARSERS.get(self.reasoning_parser or "")
+
     def parser(
         self,
         tools: list[Tool],
         prompt: str = "",
         *,
+        thinking: bool | None = None,
         calls: bool = True,
         eager: bool = True,
         new_id: Callable[[], str] = call_id,
     ) -> OutputParser:
         """The parser of one output; the end of `prompt` shows whether thinking has begun.
 
-        Without `calls`, tool calls are text. `eager` emits arguments as they arrive, and a call
-        that breaks off lacks its `ToolCallEnd`; otherwise an incomplete call is text.
+        `thinking` says so instead. Without `calls`, tool calls are text. `eager` emits arguments as
+        they arrive, and a call that breaks off lacks its `ToolCallEnd`; otherwise an incomplete
+        call is text.
         """
-        if HARMONY in (self.tool_parser, self.reasoning_parser):
+        if self.harmony:
             return harmony.HarmonyParser(tools, new_id, eager, prompt)
         if self._channels is not None:
             return ChannelParser(self._channels, tools, new_id, eager, calls)
-        grammar = TOOL_PARSERS.get(self.tool_parser or "") if calls else None
-        reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
-        thinking = self.begins_thinking(prompt)
+        if thinking is None:
+            thinking = self.begins_thinking(prompt)
+        reasoning, grammar = self.reasoning, self.calls
+        if grammar is not None and not calls:
+            # a call still ends thinking, but it is not read
+            ends = reasoning is not None and reasoning.calls_end_it
+            grammar = ToolCallGrammar((), grammar.openers) if ends else None
         return GrammarParser(grammar, reasoning, tools, new_id, eager, thinking)
 
     def begins_thinking(self, prompt: str) -> bool:
         """True if the output after `prompt` begins with thinking, as its end shows."""
-        reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
-        return reasoning is not None and _begins_thinking(reasoning, prompt)
+        return self.thoughts(prompt) in ("opened", "expected")
+
+    def thoughts(self, prompt: str) -> Thoughts:
+        """The thinking at the beginning of the output after `prompt`, as its end shows."""
+        if self.harmony:
+            return "possible"
+        reasoning = self.reasoning
+        if reasoning is None:
+            return "none"
+        tail = prompt[-64:].rstrip()
+        if tail.endswith(tuple(b.rstrip() for b in reasoning.begin)):
+            return "opened"
+        if tail.endswith(reasoning.end):
+            return "none"
+        return "expected" if reasoning.forced else "possible"
 
     def tail_of(self, text: str) -> str:
         """The end of a prompt that continues the answer `text`, as `begins_thinking` takes it.
 
         It is the tag that the text has passed last: no fixed number of characters shows that.
         """
-        reasoning = REASONING_PARSERS.get(self.reasoning_parser or "")
+        reasoning = self.reasoning
         if reasoning is None:
             return ""
         thinks = max(map(text.rfind, reasoning.begin)) > max(map(text.rfind, reasoning.end))
@@ -102,13 +147,9 @@ class OutputGrammar(Struct, frozen=True):
 
     def uses(self, token: str) -> bool:
         """True if the special token is part of the grammar and its text must reach the parser."""
-        if HARMONY in (self.tool_parser, self.reasoning_parser):
+        if self.harmony:
             return token in harmony.MARKERS
-        used = (
-            self._channels,
-            TOOL_PARSERS.get(self.tool_parser or ""),
-            REASONING_PARSERS.get(self.reasoning_parser or ""),
-        )
+        used = (self._channels, self.calls, self.reasoning)
         return bool(token) and any(
             token in marker for part in used for marker in grammar_texts(part)
         )
@@ -192,13 +233,6 @@ def _resolve(kind: str, name: str | None, parsers: dict[str, Any], aliases: dict
     if found not in (AUTO, NONE, HARMONY) and found not in parsers and found not in CHANNELS:
         raise UnknownParser(kind, name, _all_names(parsers, aliases))
     return found
-
-
-def _begins_thinking(reasoning: ReasoningGrammar, prompt: str) -> bool:
-    tail = prompt[-64:].rstrip()
-    if tail.endswith(tuple(b.rstrip() for b in reasoning.begin)):
-        return True
-    return reasoning.forced and not tail.endswith(reasoning.end)
 
 
 def grammar_texts(value: Struct | None) -> list[str]:

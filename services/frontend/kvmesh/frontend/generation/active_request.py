@@ -11,7 +11,7 @@ from kvmesh.frontend.apis.base import AnswerSummary, Renderer, Usage
 from kvmesh.frontend.apis.transcript import Transcript
 from kvmesh.frontend.auth.accounts import Account
 from kvmesh.frontend.conversation import Block
-from kvmesh.frontend.dialects.output import OutputGrammar, OutputParser
+from kvmesh.frontend.dialects.output import OutputParser, PlainText
 from kvmesh.frontend.dispatch.dispatcher import Dispatcher
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.task import DispatchState, SequenceTask
@@ -21,7 +21,7 @@ from kvmesh.frontend.generation.choice import AnswerContext, Choice, DiscardSink
 from kvmesh.frontend.generation.diagnostics import diagnostics
 from kvmesh.frontend.generation.nvext import nvext
 from kvmesh.frontend.generation.outcome import OutcomeReporter
-from kvmesh.frontend.generation.output import OutputPipeline, PlainText
+from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.generation.text_logprobs import TextLogprobs
 from kvmesh.frontend.generation.usage import Opening, UsageCounter
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
@@ -230,15 +230,8 @@ def _parser(prepared: PreparedRequest) -> OutputParser:
     request = prepared.request
     if request.prompts and not request.messages:
         return PlainText()
-    must_call = prepared.required_tool_call
-    calls = bool(request.tools) and request.tool_choice.mode == "auto"
-    grammar = prepared.model.dialect.grammar
     # without streaming, a call that breaks off is text: emit no call before its end
-    parser = grammar.parser(request.tools, prepared.tail, calls=calls, eager=request.stream)
-    if must_call is None:
-        return parser
-    own = OutputGrammar(grammar.tool_parser).parser(request.tools, eager=request.stream)
-    return must_call.parser(parser, own)
+    return prepared.form.parser(eager=request.stream)
 
 
 async def _all(coroutines: list[Coroutine[None, None, None]]) -> None:

@@ -6,18 +6,6 @@ from kvmesh.frontend.generation.stop_strings import StopMatcher
 from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
 
 
-class PlainText:
-    """The parser of models without an output grammar, and of raw completions."""
-
-    in_call = False
-
-    def feed(self, text: str) -> list[AnswerEvent]:
-        return [TextDelta(text)]
-
-    def finish(self) -> list[AnswerEvent]:
-        return []
-
-
 class OutputPipeline:
     """State between one sequence's tokens and its events.
 

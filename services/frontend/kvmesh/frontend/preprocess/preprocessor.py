@@ -22,6 +22,7 @@ from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
+from kvmesh.frontend.preprocess.answer_form import AnswerForm, answer_form
 from kvmesh.frontend.preprocess.attachments import readable
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
@@ -40,11 +41,6 @@ from kvmesh.frontend.preprocess.retention import (
     prompt_retention,
 )
 from kvmesh.frontend.preprocess.shared_prefix import AGENT, shared_prefix
-from kvmesh.frontend.preprocess.tool_choice import (
-    RequiredToolCall,
-    required_tool_call,
-    strict_tool_tags,
-)
 from kvmesh.frontend.preprocess.tool_results import in_call_order
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, TextPiece, text_pieces
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
@@ -71,7 +67,7 @@ class PromptTokens(Struct):
 class PreparedRequest(Struct):
     """A request ready for dispatch; `max_tokens` fits the context after every prompt.
 
-    `tail` is the end of the rendered prompt, which shows whether the output begins with thinking.
+    `form` describes the answer: from it come its constraint, `guided`, and the output's parser.
     `decode` is the retention of the output. `speculates`: the next prompt may be prefilled after
     the answer, which is recorded for that. `ahead` is what a speculative prefill was to compute of
     the first prompt. `encoded` is the rendered conversation with its tokens until `comparison`
@@ -85,8 +81,7 @@ class PreparedRequest(Struct):
     adapter: str | None
     prompts: list[PromptTokens]
     max_tokens: int
-    tail: str
-    required_tool_call: RequiredToolCall | None
+    form: AnswerForm
     guided: Guided | None
     decode: Retain | None = None
     speculates: bool = False
@@ -191,8 +186,8 @@ class Preprocessor:
             reason = "The last message cannot be continued and follow a schema as well."
             raise InvalidRequest(reason, "messages")
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
-        required = required_tool_call(request)
-        shown = self._restore(request, model, found, required is not None)
+        form = answer_form(request, model)
+        shown = self._restore(request, model, found, form.rewrites_calls)
         yield from self._edit(request, model)
         began = monotonic()
         rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
@@ -219,23 +214,22 @@ class Preprocessor:
         limit = output_limit(request, len(prompts), longest, model.card.context)
         request.span.record(RENDER, began, rendered)
         request.span.record(TOKENIZE, rendered, monotonic())
-        tail, guided = text[-TAIL_CHARS:], _guided(request, model, required)
+        tail = text[-TAIL_CHARS:]
         if continued is not None:
             tail = model.dialect.grammar.tail_of(continued)
         decode = request.decode
         if encoded is not None:
-            dialect = model.dialect
-            begins_thinking = dialect.grammar.begins_thinking(tail)
-            decode = output_retention(request, begins_thinking, dialect.template.drops_thinking)
+            form = form.after(tail, request.thinking)
+            drops = model.dialect.template.drops_thinking
+            decode = output_retention(request, form.begins_thinking, drops)
         return PreparedRequest(
             request,
             model,
             adapter,
             prompts,
             limit,
-            tail,
-            required,
-            guided,
+            form,
+            form.constraint(),
             decode,
             encoded=encoded,
             shown=shown,
@@ -264,7 +258,7 @@ class Preprocessor:
         counted = counted_tokens(model.card.context)
         if request.prompts:
             return [(yield from self._encoder.raw_prompt(request.prompts[0], model, counted))]
-        self._restore(request, model, found, required_tool_call(request) is not None)
+        self._restore(request, model, found, answer_form(request, model).rewrites_calls)
         yield from self._edit(request, model)
         rendered = render(request, model)
         encoded = yield from self._encoder.conversation(request, rendered, model, counted)
@@ -330,16 +324,6 @@ class Preprocessor:
             tokens = yield from self._encoder.encode(part, request.cache_salt, model)
             offsets.add(offset, b"".join(tokens))
         return prompt_retention(request, spans, offsets, model.card.block_size)
-
-
-def _guided(
-    request: GenerateRequest, model: ServedModel, required: RequiredToolCall | None
-) -> Guided | None:
-    if required is not None:
-        return required.guided
-    if request.guided is not None or not model.card.structural_tags:
-        return request.guided
-    return strict_tool_tags(request, model.dialect.grammar.tool_parser)
 
 
 def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:

@@ -120,10 +120,27 @@ class NamedFunction(Struct):
     name: str
 
 
-class ChatNamedTool(Struct):
+class AllowedTool(Struct, omit_defaults=True):
+    """A tool by its name, or a hosted one without."""
+
+    type: str
+    name: str | None = None
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+
+
+class ChatAllowedTools(Struct):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class ChatToolChoice(Struct):
+    """A named tool, or with `allowed_tools` several."""
+
     type: str = "function"
     function: NamedFunction | None = None
     custom: NamedFunction | None = None
+    allowed_tools: ChatAllowedTools | None = None
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -142,7 +159,7 @@ class ChatBody(SamplingBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: ToolList | None = None
-    tool_choice: Literal["auto", "none", "required"] | ChatNamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
@@ -297,15 +314,31 @@ def _tools(tool: ChatToolBody) -> list[Tool]:
 _definitions = ToolDefinitions(ChatToolBody, ("function", "custom"), _tools)
 
 
-def _choice(choice: str | ChatNamedTool | None) -> ToolChoice:
-    if isinstance(choice, ChatNamedTool):
+def _choice(choice: str | ChatToolChoice | None) -> ToolChoice:
+    if isinstance(choice, ChatToolChoice):
+        if choice.allowed_tools is not None:
+            return allowed_choice(choice.allowed_tools.mode, choice.allowed_tools.tools)
         named = choice.function or choice.custom
         if named is None:
             raise InvalidRequest("A named tool choice requires `function`.", "tool_choice.function")
-        return ToolChoice("named", named.name)
+        return ToolChoice("required", (named.name,))
     if choice in ("none", "required"):
         return ToolChoice(choice)  # type: ignore[arg-type]  # narrowed by the line above
     return ToolChoice()
+
+
+def allowed_choice(mode: Literal["auto", "required"], tools: list[AllowedTool]) -> ToolChoice:
+    """A choice among these tools, of which hosted ones are left out as those of the request are."""
+    names: list[str] = []
+    for index, tool in enumerate(tools):
+        named = tool.function or tool.custom
+        name = named.name if named is not None else tool.name
+        if tool.type not in ("function", "custom"):
+            continue
+        if not name:
+            raise InvalidRequest("An allowed tool requires a name.", f"tool_choice.tools[{index}]")
+        names.append(name)
+    return ToolChoice(mode, tuple(names))
 
 
 def guided(form: ResponseFormat | None) -> Guided | None:

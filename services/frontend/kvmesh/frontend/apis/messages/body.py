@@ -169,7 +169,7 @@ def _choice(choice: ToolChoiceBody | None) -> ToolChoice:
     if choice.type == "tool":
         if not choice.name:
             raise InvalidRequest("tool_choice.name: field required", "tool_choice.name")
-        return ToolChoice("named", choice.name)
+        return ToolChoice("required", (choice.name,))
     return ToolChoice("required" if choice.type == "any" else "none")
 
 

@@ -14,7 +14,13 @@ from kvmesh.frontend.apis.cache_ttl import (
     CacheRetention,
     inner_cache_control,
 )
-from kvmesh.frontend.apis.chat.body import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
+from kvmesh.frontend.apis.chat.body import (
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AllowedTool,
+    allowed_choice,
+)
 from kvmesh.frontend.apis.content.parts import Content, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
@@ -79,11 +85,13 @@ class ResponsesToolBody(Struct):
     tools: "list[ResponsesToolBody] | None" = None
 
 
-class ResponsesNamedTool(Struct):
+class ResponsesToolChoice(Struct, omit_defaults=True):
+    """A named tool, or with the type `allowed_tools` several."""
+
     type: str
     name: str | None = None
-    mode: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = None
 
 
 class TextFormat(Struct):
@@ -113,7 +121,7 @@ class ResponsesBody(Struct, kw_only=True):
     store: bool | None = None
     previous_response_id: str | None = None
     tools: list[Annotated[Raw, defined_as(ResponsesToolBody)]] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ResponsesNamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -350,11 +358,14 @@ def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
 _definitions = ToolDefinitions(ResponsesToolBody, ("function", "custom", "namespace"), _tools)
 
 
-def _choice(choice: str | ResponsesNamedTool | None) -> ToolChoice:
-    if isinstance(choice, ResponsesNamedTool):
+def _choice(choice: str | ResponsesToolChoice | None) -> ToolChoice:
+    if isinstance(choice, ResponsesToolChoice):
         if choice.type in ("function", "custom") and choice.name:
-            return ToolChoice("named", choice.name)
-        return ToolChoice("required") if choice.mode == "required" else ToolChoice()
+            return ToolChoice("required", (choice.name,))
+        if choice.type != "allowed_tools":
+            reason = f"`tool_choice`: no tool of type `{choice.type}` can be called here."
+            raise InvalidRequest(reason, "tool_choice")
+        return allowed_choice(choice.mode or "auto", choice.tools or [])
     if choice == "required":
         return ToolChoice("required")
     return ToolChoice("none") if choice == "none" else ToolChoice()

@@ -54,6 +54,10 @@ class ChannelParser:
         next(self._steps, None)
         return self._emitter.drain()
 
+    @property
+    def in_call(self) -> bool:
+        return self._emitter.attempting
+
     def finish(self) -> list[AnswerEvent]:
         self._source.closed = True
         next(self._steps, None)
