@@ -5,7 +5,7 @@ from unit.frontend.apis.answers import ANSWER, body, stream, whole
 
 from kvmesh.frontend.apis.base import Ending
 from kvmesh.frontend.apis.chat.api import Chat
-from kvmesh.frontend.conversation import ToolChoice
+from kvmesh.frontend.conversation import ToolCall, ToolChoice
 
 
 def test_chat_streams_every_kind_of_content_in_order() -> None:
@@ -42,3 +42,11 @@ def test_a_named_tool_choice_is_kept() -> None:
     choice = {"type": "function", "function": {"name": "f"}}
     request = Chat().parse(body(Chat(), tools=tools, tool_choice=choice), {}, STAMP).request
     assert request.tool_choice == ToolChoice("required", ("f",))
+
+
+def test_a_returned_call_may_lack_its_id() -> None:
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    sent = body(Chat(), messages=[{"role": "user", "content": "Hi"}, turn])
+    message = Chat().parse(sent, {}, STAMP).request.messages[1]
+    assert [block.id for block in message.blocks if isinstance(block, ToolCall)] == [""]

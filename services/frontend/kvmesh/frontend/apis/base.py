@@ -204,7 +204,10 @@ def decode(decoder: "msgspec.json.Decoder[T]", body: bytes, where: str = "") -> 
     Floats without a fraction are integers where these are expected.
     """
     try:
-        return _decode(decoder, body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            return _with_integers(decoder, body, error)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), decoder.type, where) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -236,16 +239,19 @@ def decode_query(query: Mapping[str, str], kind: type[T]) -> T:
         raise _invalid(str(error), kind, "") from error
 
 
-def _decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+def _with_integers(
+    decoder: "msgspec.json.Decoder[T]", body: bytes, fault: msgspec.ValidationError
+) -> T:
+    """The decoded body if whole floats are its only fault; raises the first other one."""
     for _ in range(faults.MAX_FIELDS):
+        changed = faults.with_integers(body, fault)
+        if changed is None:
+            break
         try:
-            return decoder.decode(body)
+            return decoder.decode(changed)
         except msgspec.ValidationError as error:
-            changed = faults.with_integers(body, error)
-            if changed is None:
-                raise
-            body = changed
-    return decoder.decode(body)
+            body, fault = changed, error
+    raise fault
 
 
 def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:

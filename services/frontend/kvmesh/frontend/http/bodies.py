@@ -32,7 +32,8 @@ async def read_body(
     Raises ApiError if it is too large, too slow to arrive, in a wrong coding, or not UTF-8.
     """
     limit = settings.max_body_bytes
-    coding = coding_of(http.headers.getall(hdrs.CONTENT_ENCODING, ()))
+    codings = http.headers.getall(hdrs.CONTENT_ENCODING, ())
+    coding = coding_of(codings) if codings else None
     if (http.content_length or 0) > limit:
         raise _too_large(limit)
     if http.content.is_eof():

@@ -101,7 +101,7 @@ class RequestMiddleware:
         unrestricted: frozenset[str],
         id_prefixes: Mapping[str, str],
         access_log: Callable[[AccessEntry], None] | None,
-        cross_origin: CrossOrigin,
+        cross_origin: CrossOrigin | None,
     ) -> None:
         self._authenticator = authenticator
         self._max_in_flight = max_in_flight
@@ -115,8 +115,10 @@ class RequestMiddleware:
         route = request.match_info.route
         prefix = self._id_prefixes.get(route.name or "", request_id.PREFIX)
         request_id.assign(request, prefix)
-        if (preflight := self._cross_origin.preflight(request)) is not None:
-            return preflight
+        if self._cross_origin is not None:
+            preflight = self._cross_origin.preflight(request)
+            if preflight is not None:
+                return preflight
         if request.path in self._unrestricted:
             return await _respond(request, handler)
         status = CLIENT_CLOSED
@@ -141,7 +143,8 @@ class RequestMiddleware:
     async def _admit(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         if self._in_flight > self._max_in_flight:
             raise Overloaded("The server is at its limit of concurrent requests.")
-        allowed = self._cross_origin.allows(http.headers.get(hdrs.ORIGIN))
+        pages = self._cross_origin
+        allowed = pages is not None and pages.allows(http.headers.get(hdrs.ORIGIN))
         self._authenticator.check_origin(http.method, http.headers, allowed)
         now = asyncio.get_running_loop().time()
         caller = http[CALLER] = Caller(self._authenticator, http, now)

@@ -67,7 +67,7 @@ def application(
     )
     description = Description()
     settings = dependencies.settings
-    cross_origin = CrossOrigin(settings.cors_origins)
+    cross_origin = CrossOrigin(settings.cors_origins) if settings.cors_origins else None
     middleware = RequestMiddleware(
         dependencies.authenticator,
         settings.max_in_flight,
@@ -80,7 +80,7 @@ def application(
         client_max_size=settings.max_body_bytes, middlewares=[web.middleware(middleware)]
     )
     app.on_response_prepare.append(request_id.add_headers)
-    if settings.cors_origins:
+    if cross_origin is not None:
         app.on_response_prepare.append(cross_origin.add_headers)
     app.add_routes(
         web.RouteDef(

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from aiohttp import hdrs, web
 from aiohttp.web_protocol import ERROR
@@ -28,14 +30,21 @@ class Connection(web.RequestHandler):
     traceback.
     """
 
-    async def finish_response(
+    def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
+    ) -> Coroutine[Any, Any, tuple[web.StreamResponse, bool]]:
         """Send the rest of the response, and end the connection if the body is still to come."""
-        if request.method != ERROR.method and _is_received_soon(request):
-            return await super().finish_response(request, resp, start_time)
+        finished = super().finish_response(request, resp, start_time)
+        if (request.content.is_eof() and request.method != ERROR.method) or _is_short(request):
+            return finished
         resp.force_close()
-        sent = await super().finish_response(request, resp, start_time)
+        return self._end(finished)
+
+    async def _end(
+        self, finished: Coroutine[Any, Any, tuple[web.StreamResponse, bool]]
+    ) -> tuple[web.StreamResponse, bool]:
+        """Close the connection once the client has had the time to read its answer."""
+        sent = await finished
         if self.transport is not None and not self.transport.is_closing():
             await _Discard(self, self.transport).until_end()
         self.force_close()
@@ -92,14 +101,11 @@ class _Discard(asyncio.Protocol):
         self._connection.connection_lost(exc)
 
 
-def _is_received_soon(request: web.BaseRequest) -> bool:
-    """True if the rest of the body costs little to receive, so that the connection may stay."""
-    content = request.content
-    if content.is_eof():
-        return True
+def _is_short(request: web.BaseRequest) -> bool:
+    """True if the body costs little to receive, and will come, so that the connection may stay."""
     length = request.content_length or MAX_RECEIVED + 1
     invited = hdrs.EXPECT not in request.headers
-    return length <= MAX_RECEIVED and invited and content.exception() is None
+    return length <= MAX_RECEIVED and invited and request.content.exception() is None
 
 
 class _Server(web.Server):
