@@ -144,6 +144,14 @@ def test_files_that_no_model_reads_are_placeholders_in_history(
         prompt_of(api, conversation(api, user(part)))
 
 
+def test_content_is_nested_to_a_bounded_depth() -> None:
+    block: dict[str, Any] = {"type": "text", "text": "deep"}
+    for _ in range(4):
+        block = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        request_of("messages", conversation("messages", user(block)))
+
+
 def test_text_files_are_text() -> None:
     data = f"data:text/markdown;base64,{PLAIN}"
     file = {"filename": "a.md", "file_data": data}

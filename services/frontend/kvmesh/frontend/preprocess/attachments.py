@@ -36,8 +36,10 @@ def _holds(message: Message, unread: tuple[type, ...]) -> bool:
     for block in message.blocks:
         if isinstance(block, unread):
             return True
-        if isinstance(block, ToolResult) and any(isinstance(b, unread) for b in block.content):
-            return True
+        if isinstance(block, ToolResult):
+            for part in block.content:
+                if isinstance(part, unread):
+                    return True
     return False
 
 

@@ -132,7 +132,7 @@ class Preprocessor:
 
         Raises ContextExceeded or InvalidRequest.
         """
-        self._arrange(request)
+        self._arrange(request, model)
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
         if hints.session is None and (session := inferred_session(request)) is not None:
@@ -168,8 +168,9 @@ class Preprocessor:
 
         return restore(request, found, files, forced, note)
 
-    def _arrange(self, request: GenerateRequest) -> None:
-        request.messages = in_call_order(request.messages)
+    def _arrange(self, request: GenerateRequest, model: ServedModel) -> None:
+        """Bring the messages into the form that all later prompts show."""
+        request.messages = in_call_order(readable(request.messages, model.card.images))
         if self._share_prefixes and request.agent.startswith(AGENT):
             request.messages = list(shared_prefix(request.messages))
 
@@ -180,7 +181,6 @@ class Preprocessor:
         adapter: str | None,
         found: FoundAnswers,
     ) -> Steps[PreparedRequest]:
-        request.messages = readable(request.messages, model.card.images)
         continued = continued_text(request)
         if continued is not None and request.guided is not None:
             reason = "The last message cannot be continued and follow a schema as well."
@@ -244,7 +244,7 @@ class Preprocessor:
 
         A prompt may exceed the context, but not `counted_tokens`.
         """
-        self._arrange(request)
+        self._arrange(request, model)
         found = await self._stored(request, model)
         return await self._run(request, self._count(request, model, found))
 
@@ -254,7 +254,6 @@ class Preprocessor:
         model: ServedModel,
         found: FoundAnswers,
     ) -> Steps[list[bytes]]:
-        request.messages = readable(request.messages, model.card.images)
         counted = counted_tokens(model.card.context)
         if request.prompts:
             return [(yield from self._encoder.raw_prompt(request.prompts[0], model, counted))]

@@ -5,8 +5,8 @@ tell which result is whose, and a prompt must not depend on which tool was faste
 """
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, groupby, islice, pairwise
 
 from msgspec.structs import replace
 
@@ -26,21 +26,46 @@ def in_call_order(messages: list[Message]) -> list[Message]:
     What else follows the answer comes after them in its own order: texts, a second result of a
     call, results of earlier answers or of no call. The same list if nothing moves.
     """
-    found: list[Message] = []
+    moved = [
+        (first, end, arranged)
+        for first, end, calls in _runs(messages)
+        if (arranged := _arranged(messages[first:end], calls)) is not None
+    ]
+    if not moved:
+        return messages
+    found, done = list[Message](), 0
+    for first, end, arranged in moved:
+        found += messages[done:first]
+        found += arranged
+        done = end
+    return found + messages[done:]
+
+
+def _runs(messages: Sequence[Message]) -> Iterator[tuple[int, int, list[str]]]:
+    """The messages `first` to `end` (exclusive) behind each answer with calls, and their ids."""
     calls: list[str] = []
-    moved = False
-    for is_answer, group in groupby(messages, lambda message: message.role == "assistant"):
-        run = list(group)
-        if is_answer:
-            calls = [b.id for m in run for b in m.blocks if isinstance(b, ToolCall)]
-        elif calls and (arranged := _arranged(run, calls)) is not None:
-            moved, run = True, arranged
-        found += run
-    return found if moved else messages
+    first, behind = 0, False
+    for index, message in enumerate(messages):
+        if message.role != "assistant":
+            if not behind:
+                first, behind = index, True
+            continue
+        if behind:
+            if calls:
+                yield first, index, calls
+            calls, behind = [], False
+        for block in message.blocks:
+            if type(block) is ToolCall:
+                calls.append(block.id)
+    if behind and calls:
+        yield first, len(messages), calls
 
 
-def _arranged(run: Sequence[Message], calls: Sequence[str]) -> list[Message] | None:
+def _arranged(run: Sequence[Message], calls: list[str]) -> list[Message] | None:
     """The messages behind an answer with `calls`; None if they are in order."""
+    blocks = chain.from_iterable(message.blocks for message in run)
+    if [getattr(block, "call_id", None) for block in islice(blocks, len(calls))] == calls:
+        return None
     waiting: dict[str, deque[int]] = {}
     for number, call in enumerate(calls):
         waiting.setdefault(call, deque()).append(number)
@@ -52,9 +77,9 @@ def _arranged(run: Sequence[Message], calls: Sequence[str]) -> list[Message] | N
     if all(before <= after for before, after in pairwise(ranks)):
         return None
     order = sorted(range(len(placed)), key=ranks.__getitem__)
-    blocks = _with_marks([block for _, block in placed], order)
+    shown = _with_marks([block for _, block in placed], order)
     origins = [placed[index][0] for index in order]
-    together = groupby(zip(origins, blocks, strict=True), lambda pair: id(pair[0]))
+    together = groupby(zip(origins, shown, strict=True), lambda pair: id(pair[0]))
     pieces = [list(piece) for _, piece in together]
     return [Message(piece[0][0].role, [block for _, block in piece]) for piece in pieces]
 
