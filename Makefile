@@ -83,7 +83,7 @@ chromium:
 browser: chromium
 
 # Node.js, as PyPI has it for every machine, and its SDKs.
-.clients/.installed: tests/clients/package.json $(ENGINES)
+.clients/.installed: tests/clients/package.json | $(ENGINES)
 	rm -rf .clients
 	mkdir .clients
 	cp $< .clients/package.json

@@ -7,7 +7,7 @@ Json = dict[str, Any]
 
 
 def _chunks(events: list[Any]) -> tuple[Json, list[Json], Json, bool]:
-    """What all chunks have, their choices, what the last one adds, and False after an error."""
+    """Fields of all chunks, their choices, fields of the last one, and False after an error."""
     assert events, "the stream is empty"
     assert events[-1] == "[DONE]"
     chunks = events[:-1]

@@ -1,7 +1,7 @@
 """Interfaces of an API: pure translation between its wire form and the internal form."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -127,7 +127,7 @@ class ConversationThread(Protocol):
     previous: str | None
     store: bool
 
-    def referenced(self, turns: list[StoredTurn]) -> Mapping[str, Sequence[int]]:
+    def referenced(self, turns: list[StoredTurn]) -> Mapping[str, Collection[int]]:
         """Stored responses whose items the request or its earlier `turns` refer to, by id.
 
         Their output is meant, and the items of their input at these places.

@@ -1,6 +1,6 @@
 """The input of stored responses as it is listed: items with ids and types, in pages. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -52,6 +52,11 @@ def input_item(turn: StoredTurn, place: int) -> Raw:
     return Raw(json_encode(listed))
 
 
+def referenced_items(turn: StoredTurn, places: Iterable[int]) -> list[Raw]:
+    """The output of a turn, and the items of its input at these places, as far as there are any."""
+    return [*turn.output, *(input_item(turn, n) for n in places if n < len(turn.input))]
+
+
 def input_of(turns: Sequence[StoredTurn]) -> list[Raw]:
     """The input of the last of these turns: all items before its output."""
     found: list[Raw] = []
@@ -62,10 +67,11 @@ def input_of(turns: Sequence[StoredTurn]) -> list[Raw]:
 
 
 def _parts(content: Any, role: Any) -> list[dict[str, Any]]:
-    said = role == "assistant"
     if isinstance(content, str):
-        content = [{"type": "output_text" if said else "input_text", "text": content}]
-    return [{"annotations": [], **part} if said else part for part in content or []]
+        kind = "output_text" if role == "assistant" else "input_text"
+        content = [{"type": kind, "text": content}]
+    parts: list[dict[str, Any]] = content or []
+    return [{"annotations": [], **p} if p.get("type") == "output_text" else p for p in parts]
 
 
 def item_list(items: Sequence[Raw], query: ItemsQuery) -> dict[str, Any]:

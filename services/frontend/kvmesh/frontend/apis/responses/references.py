@@ -1,7 +1,7 @@
 """References to stored items in the input of a response. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Raw, Struct
@@ -33,7 +33,7 @@ class ItemHead(Struct, omit_defaults=True):
 
 _head = msgspec.json.Decoder(ItemHead)
 Outputs = Mapping[str, Sequence[Raw]]  # output and other items by the id of their response
-References = Mapping[str, Sequence[int]]  # places of input items by the id of their response
+References = Mapping[str, Collection[int]]  # places of input items by the id of their response
 
 
 def referenced_responses(items: Iterable[Raw]) -> References:
@@ -41,16 +41,16 @@ def referenced_responses(items: Iterable[Raw]) -> References:
 
     An item id that names no response stands for itself: there is none of that id.
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, dict[int, None]] = {}
     for item in items:
         name = _item_of(item)
         if not name:
             continue
         match = _ITEM_ID.fullmatch(name)
-        places = found.setdefault(RESPONSE_PREFIX + match[1] if match else name, [])
+        places = found.setdefault(RESPONSE_PREFIX + match[1] if match else name, {})
         if match and match[2]:
-            places.append(int(match[3], 16))
-    return found
+            places[int(match[3], 16)] = None
+    return {response: list(places) for response, places in found.items()}
 
 
 def resolve(items: Sequence[Raw], outputs: Outputs, where: str | None) -> list[Raw]:

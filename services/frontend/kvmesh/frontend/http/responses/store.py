@@ -6,6 +6,7 @@ once. All frontends of a mesh share the bucket; each tenant has a quota of its b
 
 import asyncio
 import logging
+from functools import partial
 
 import msgspec
 import zstandard
@@ -17,7 +18,7 @@ from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.storage.buckets import evicting_bucket
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import StoredTurn
-from kvmesh.frontend.apis.responses.input_items import input_item
+from kvmesh.frontend.apis.responses.input_items import referenced_items
 from kvmesh.frontend.apis.responses.references import References
 from kvmesh.frontend.auth.bucket_quota import BucketQuota, owner_of
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
@@ -84,11 +85,12 @@ class ResponseStore:
             nonlocal left
             async with slots:
                 try:
-                    turn, _ = await self._get(response_id, tenant, "input", max(left, 0))
+                    turn, size = await self._get(response_id, tenant, "input", max(left, 0))
                 except ResponseNotFound:
                     return
-            places = [place for place in references[response_id] if place < len(turn.input)]
-            items = [*turn.output, *(input_item(turn, place) for place in places)]
+            select = partial(referenced_items, turn, references[response_id])
+            in_thread = size >= SMALL and references[response_id]
+            items = await asyncio.to_thread(select) if in_thread else select()
             found[response_id] = items
             left -= sum(map(len, items))
 
