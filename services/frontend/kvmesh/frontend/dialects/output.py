@@ -96,8 +96,8 @@ def choose_grammar(
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, else by its name.
 
-    What the template writes is read back: parsers that read more of it than the detected ones
-    replace them.
+    Calls and thinking that the template writes are read back: parsers that read more of them than
+    the detected ones replace those.
 
     Raises UnknownParser for an unknown parser name; "none" switches a parser off.
     """

@@ -49,8 +49,8 @@ _STARTS = MarkerSet(MARKERS)
 class HarmonyParser:
     """Maps the analysis channel to thinking, messages to functions to calls, all else to text.
 
-    What is addressed to tools that the request lacks, or comes from another author than the
-    assistant, is thinking as well. `prompt` may end within a message.
+    Messages to tools that the request lacks, and those of other authors than the assistant, are
+    thinking as well. `prompt` may end within a message.
     """
 
     def __init__(
