@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import tarfile
@@ -11,7 +12,7 @@ import urllib.request
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def _archive(package: Package) -> Path:
     url = _url(package)
     target = KEPT / f"{os.getpid()}-{package.file}"
     digest = hashlib.sha256()
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as source, target.open("wb") as kept:
+    with _open(url) as source, target.open("wb") as kept:
         while chunk := source.read(1 << 20):
             digest.update(chunk)
             kept.write(chunk)
@@ -61,18 +62,30 @@ def _archive(package: Package) -> Path:
 
 
 def _url(package: Package) -> str:
-    pip = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-    found = subprocess.run(pip, capture_output=True, text=True, check=False).stdout.strip()
-    index = os.environ.get("PIP_INDEX_URL") or found or PYPI
+    index = _configured("index-url") or PYPI
     page = f"{index.rstrip('/')}/{package.project}/"
     kind = "application/vnd.pypi.simple.v1+json"
-    request = urllib.request.Request(page, headers={"Accept": kind})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+    with _open(urllib.request.Request(page, headers={"Accept": kind})) as answer:
         files = json.load(answer)["files"]
     for each in files:
         if each["filename"] == package.file:
             return urljoin(page, each["url"])
     raise OSError(f"{index} lacks {package.file}")
+
+
+def _configured(name: str) -> str:
+    """A setting of pip, "" if there is none."""
+    pip = [sys.executable, "-m", "pip", "config", "get", f"global.{name}"]
+    found = subprocess.run(pip, capture_output=True, text=True, check=False).stdout.strip()
+    return os.environ.get(f"PIP_{name.upper().replace('-', '_')}") or found
+
+
+def _open(request: str | urllib.request.Request) -> Any:
+    # the tests' SSL_CERT_FILE has no certificates
+    paths = ssl.get_default_verify_paths()
+    context = ssl.create_default_context(cafile=_configured("cert") or None)
+    context.load_verify_locations(capath=paths.openssl_capath)
+    return urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
 
 
 def _members(archive: Path, ending: str) -> Iterator[tuple[str, bytes]]:

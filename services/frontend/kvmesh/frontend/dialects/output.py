@@ -92,7 +92,9 @@ class OutputGrammar(Struct, frozen=True):
             TOOL_PARSERS.get(self.tool_parser or ""),
             REASONING_PARSERS.get(self.reasoning_parser or ""),
         )
-        return bool(token) and any(token in marker for part in used for marker in _texts(part))
+        return bool(token) and any(
+            token in marker for part in used for marker in grammar_texts(part)
+        )
 
 
 def choose_grammar(
@@ -104,8 +106,8 @@ def choose_grammar(
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, else by its name.
 
-    What the template writes is read back: parsers that read more of it than the detected ones
-    replace them.
+    Calls and thinking that the template writes are read back: parsers that read more of them than
+    the detected ones replace those.
 
     Raises UnknownParser for an unknown parser name; "none" switches a parser off, "auto" leaves
     the choice to the template and the name.
@@ -182,7 +184,7 @@ def _begins_thinking(reasoning: ReasoningGrammar, prompt: str) -> bool:
     return reasoning.forced and not tail.endswith(reasoning.end)
 
 
-def _texts(value: Struct | None) -> list[str]:
+def grammar_texts(value: Struct | None) -> list[str]:
     """All strings in a grammar."""
     if value is None:
         return []
