@@ -101,3 +101,5 @@ def test_a_header_may_follow_thinking_that_has_no_end() -> None:
     for cut in range(len(raw)):
         events = read(chosen("muse", "muse").parser(TOOLS), [raw[:cut], raw[cut:]])
         assert pieces(events) == meant
+    often = "to=self<|message|>x " * 2000 + raw
+    assert pieces(read(chosen("muse", "muse").parser(TOOLS), [often]))[-1] == meant[-1]

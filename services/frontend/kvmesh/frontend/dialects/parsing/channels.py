@@ -65,12 +65,13 @@ class ChannelParser:
     def _run(self) -> Steps[None]:
         source, emitter = self._source, self._emitter
         try:
-            yield from self._message("")
+            stop = ""
             while True:
+                if stop not in self._grammar.end:
+                    while (yield from self._message(stop)):
+                        stop = ""
                 stop = yield from self._body(TextDelta)
-                if stop in self._grammar.start:
-                    yield from self._message(stop)
-                else:
+                if stop in self._grammar.end:
                     emitter.boundary()
         except Unfinished:
             pass
@@ -109,8 +110,11 @@ class ChannelParser:
                 return False
             yield
 
-    def _message(self, start: str) -> Steps[None]:
-        """Read a message behind its start, or only the header of one whose body is text."""
+    def _message(self, start: str) -> Steps[bool]:
+        """Read a message behind its start, or only the header of one whose body is text.
+
+        True if another header follows it directly.
+        """
         grammar, source, emitter = self._grammar, self._source, self._emitter
         emitter.begin_attempt(len(start))
         header = yield from self._header()
@@ -122,9 +126,8 @@ class ChannelParser:
             emitter.boundary()
             if stop in grammar.start:
                 source.pos -= len(stop)
-            elif stop == grammar.recipient:
-                yield from self._message("")
-        elif re.fullmatch(grammar.text, header):
+            return stop == grammar.recipient
+        if re.fullmatch(grammar.text, header):
             self._begin_body()
         elif call and (not grammar.known or emitter.known(name or "")):
             self._begin_body()
@@ -134,6 +137,7 @@ class ChannelParser:
         else:
             source.rewind()
             emitter.end_attempt()
+        return False
 
     def _begin_body(self) -> None:
         self._emitter.end_attempt()
