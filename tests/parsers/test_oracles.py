@@ -21,7 +21,7 @@ ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 
 
 class Reading(NamedTuple):
-    """What a parser reads: text without white space, and calls with decoded arguments."""
+    """The result of a parser: text without white space, and calls with decoded arguments."""
 
     text: str
     calls: tuple[tuple[str, Any], ...]

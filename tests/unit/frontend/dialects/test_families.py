@@ -5,7 +5,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from unit.frontend.dialects.outputs import Piece, complete_calls, pieces, read, text, thinking
+from unit.frontend.dialects.outputs import (
+    TOOLS,
+    Piece,
+    chosen,
+    complete_calls,
+    pieces,
+    read,
+    text,
+    thinking,
+)
 from unit.frontend.dialects.written import CALLS, FAMILIES, Family
 
 SPLITS = 20
@@ -81,3 +90,16 @@ def test_plain_text_is_text(family: Family) -> None:
     for raw in ("Hello, world.", "to be < or > not: <|", "Sure\nall right\n", '{"a": [1, "b"]}'):
         assert pieces(read(family.parser(), raw)) == [text(raw)]
         assert pieces(read(family.parser(), [raw])) == [text(raw)]
+
+
+def test_a_header_may_follow_thinking_that_has_no_end() -> None:
+    raw = (
+        " to=self<|message|>I write to=x, then call. to=now<|message|><atem:function_calls>\n"
+        '<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls><|eot|>'
+    )
+    meant = [thinking("I write to=x, then call."), ("call", "now", {})]
+    for cut in range(len(raw)):
+        events = read(chosen("muse", "muse").parser(TOOLS), [raw[:cut], raw[cut:]])
+        assert pieces(events) == meant
+    often = "to=self<|message|>x " * 2000 + raw
+    assert pieces(read(chosen("muse", "muse").parser(TOOLS), [often]))[-1] == meant[-1]

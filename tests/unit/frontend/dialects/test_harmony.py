@@ -113,6 +113,19 @@ def test_messages_by_channel_recipient_and_author(raw: str, expected: list[Piece
     assert parsed(raw) == expected
 
 
+@pytest.mark.parametrize("raw", ["t", "to", " to=f", "assist", "assistant", "<|chan"])
+def test_text_that_may_begin_a_header_is_not_lost(raw: str) -> None:
+    assert parsed(raw) == [text(raw)]
+
+
+def test_a_header_without_content_shows_what_is_no_header() -> None:
+    assert parsed("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|cha") == [
+        thinking("Hm.")
+    ]
+    raw = ' to=functions.f<|channel|>commentary json{"a": 1}'
+    assert parsed(raw) == [text(raw)]
+
+
 def test_a_free_text_tool_takes_the_whole_content() -> None:
     raw = "<|channel|>commentary to=functions.patch<|message|>*** x\n<|call|>"
     events = read(GRAMMAR.parser(TOOLS, PROMPT), [raw])

@@ -163,7 +163,7 @@ def stripped(found: list[Piece]) -> list[Piece]:
 
 
 def reader(grammar: OutputGrammar, prompts: list[str], output: str, meant: list[Piece]) -> Any:
-    """How to make a parser of the turn, which may lack the thinking with which answers begin."""
+    """A maker of parsers for the turn, which may lack the thinking with which answers begin."""
     makers = [
         lambda eager, grammar=each, prompt=prompt: grammar.parser(TOOLS, prompt, eager=eager)
         for each in (grammar, OutputGrammar(grammar.tool_parser))

@@ -166,7 +166,8 @@ class ChannelGrammar(Struct, frozen=True):
     `start` HEADER `mark` BODY `end`, where the prompt already contains the first `start`. HEADER
     and mark together tell the channel: the first of the patterns `thinking`, `text` and `calls`
     that matches. A group `name` in `calls` is the function's name. `header` matches every beginning
-    of a HEADER. `known`: only a tool of the request can be called.
+    of a HEADER. `known`: only a tool of the request can be called. `recipient` begins a HEADER that
+    may follow thinking directly, without `end` and `start`.
     """
 
     start: tuple[str, ...]
@@ -178,6 +179,7 @@ class ChannelGrammar(Struct, frozen=True):
     calls: str
     forms: tuple[CallForm, ...]
     known: bool = False
+    recipient: str = ""
 
 
 def opening(form: CallForm) -> tuple[str, ...]:

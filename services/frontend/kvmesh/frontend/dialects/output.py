@@ -164,8 +164,8 @@ def choose_grammar(
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, else by its name.
 
-    What the template writes is read back: parsers that read more of it than the detected ones
-    replace them.
+    Calls and thinking that the template writes are read back: parsers that read more of them than
+    the detected ones replace those.
 
     Raises UnknownParser for an unknown parser name; "none" switches a parser off, "auto" leaves
     the choice to the template and the name.
@@ -235,6 +235,16 @@ def _resolve(kind: str, name: str | None, parsers: dict[str, Any], aliases: dict
     return found
 
 
+<<<<<<< HEAD
+=======
+def _begins_thinking(reasoning: ReasoningGrammar, prompt: str) -> bool:
+    tail = prompt[-64:].rstrip()
+    if tail.endswith(tuple(b.rstrip() for b in reasoning.begin)):
+        return True
+    return reasoning.forced and not tail.endswith(reasoning.end)
+
+
+>>>>>>> families
 def grammar_texts(value: Struct | None) -> list[str]:
     """All strings in a grammar."""
     if value is None:

@@ -32,6 +32,7 @@ CHANNELS: dict[str, ChannelGrammar] = {
                 after=("</atem:function_calls>",),
             ),
         ),
+        recipient="to=",
     ),
     "inkling": ChannelGrammar(
         start=("<|message_model|>",),

@@ -9,6 +9,7 @@ from kvmesh.frontend.dialects.parsing.call_readers import call_reader
 from kvmesh.frontend.dialects.parsing.emitter import Delta, Emitter
 from kvmesh.frontend.dialects.parsing.source import (
     MalformedOutput,
+    MarkerSet,
     OutputSource,
     Steps,
     Unfinished,
@@ -16,6 +17,7 @@ from kvmesh.frontend.dialects.parsing.source import (
 )
 
 MAX_HEADER = 256
+_WORD = re.compile(r"[^\s<]*")
 
 
 class ChannelParser:
@@ -41,15 +43,16 @@ class ChannelParser:
             call_reader(form, self._source, self._emitter, stops, ()) for form in grammar.forms
         ]
         self._stops = marker_set(stops)
+        self._thought_stops = marker_set((*stops, grammar.recipient))
         self._header_stops = marker_set((*grammar.mark, *stops))
-        self._open_delta: Delta | None = None
+        self._open_delta: tuple[MarkerSet, Delta] | None = None
         self._steps = self._run()
 
     def feed(self, text: str) -> list[AnswerEvent]:
-        kind = self._open_delta
-        if kind is not None and self._source.exhausted and self._stops.none_begins_in(text):
+        open_delta = self._open_delta
+        if open_delta is not None and self._source.exhausted and open_delta[0].none_begins_in(text):
             # fast path for most of an output: no marker can begin in this text
-            return self._emitter.continue_delta(text, kind)
+            return self._emitter.continue_delta(text, open_delta[1])
         self._source.feed(text)
         next(self._steps, None)
         return self._emitter.drain()
@@ -66,12 +69,13 @@ class ChannelParser:
     def _run(self) -> Steps[None]:
         source, emitter = self._source, self._emitter
         try:
-            yield from self._message("")
+            stop = ""
             while True:
+                if stop not in self._grammar.end:
+                    while (yield from self._message(stop)):
+                        stop = ""
                 stop = yield from self._body(TextDelta)
-                if stop in self._grammar.start:
-                    yield from self._message(stop)
-                else:
+                if stop in self._grammar.end:
                     emitter.boundary()
         except Unfinished:
             pass
@@ -81,17 +85,40 @@ class ChannelParser:
         emitter.finish()
 
     def _body(self, kind: Delta) -> Steps[str]:
-        """Emit text or thinking; return the marker that ends it."""
+        """Emit text or thinking; return the marker that ends it, or a recipient, left unread."""
+        stops = self._thought_stops if kind is ThinkingDelta else self._stops
         while True:
-            self._open_delta = kind if self._emitter.has_text else None
-            text, stop = yield from self._source.until(self._stops)
+            self._open_delta = (stops, kind) if self._emitter.has_text else None
+            text, stop = yield from self._source.until(stops)
             self._open_delta = None
             self._emitter.write(text, kind)
-            if stop is not None:
+            if stop is not None and stop == self._grammar.recipient:
+                self._source.pos -= len(stop)
+                if (yield from self._names_channel(len(stop))):
+                    return stop
+                self._source.pos += len(stop)
+                self._emitter.write(stop, kind)
+            elif stop is not None:
                 return stop
 
-    def _message(self, start: str) -> Steps[None]:
-        """Read a message behind its start, or only the header of one whose body is text."""
+    def _names_channel(self, offset: int) -> Steps[bool]:
+        """True if a word is `offset` characters from here, and the mark of a header behind it."""
+        source, marks = self._source, self._grammar.mark
+        while True:
+            rest = source.text[source.pos + offset : source.pos + offset + MAX_HEADER]
+            tail = _WORD.sub("", rest, count=1)
+            if tail.startswith(marks):
+                return True
+            begins = any(mark.startswith(tail) for mark in marks)
+            if source.closed or len(rest) == MAX_HEADER or not begins:
+                return False
+            yield
+
+    def _message(self, start: str) -> Steps[bool]:
+        """Read a message behind its start, or only the header of one whose body is text.
+
+        True if another header follows it directly.
+        """
         grammar, source, emitter = self._grammar, self._source, self._emitter
         emitter.begin_attempt(len(start))
         header = yield from self._header()
@@ -100,10 +127,11 @@ class ChannelParser:
         if re.fullmatch(grammar.thinking, header):
             self._begin_body()
             stop = yield from self._body(ThinkingDelta)
+            emitter.boundary()
             if stop in grammar.start:
                 source.pos -= len(stop)
-            emitter.boundary()
-        elif re.fullmatch(grammar.text, header):
+            return stop == grammar.recipient
+        if re.fullmatch(grammar.text, header):
             self._begin_body()
         elif call and (not grammar.known or emitter.known(name or "")):
             self._begin_body()
@@ -113,6 +141,7 @@ class ChannelParser:
         else:
             source.rewind()
             emitter.end_attempt()
+        return False
 
     def _begin_body(self) -> None:
         self._emitter.end_attempt()

@@ -34,6 +34,11 @@ _ROLE = re.compile(r"\s*(?!to=)([\w.:/\-]+)")
 # the part of a header before its first marker, and what may become one
 _LEAD = re.compile(rf"\s*(?:{ASSISTANT})?\s*(?:to=[\w.:/\-]+\s*\w*)?\s*")
 _LEAD_BEGINS = re.compile(r"\s*(?:t|to|to=[\w.:/\-]*\s*\w*)?\s*")
+# a header that breaks off, which has nothing to show
+_HEADER_BEGINS = re.compile(
+    rf"(?:<\|start\|>)?{_LEAD.pattern}(?:<\|channel\|>\s*\w*)?\s*(?:to=[\w.:/\-]*)?\s*"
+    r"(?:<\|constrain\|>)?\s*\w*\s*(?:<\|?\w*)?"
+)
 _HEADER = re.compile(r"<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
 _READERS = ("user", "all", ASSISTANT)  # recipients that are no tools
 _HEADER_ENDS = MarkerSet([MESSAGE, START, *ENDS])
@@ -44,8 +49,8 @@ _STARTS = MarkerSet(MARKERS)
 class HarmonyParser:
     """Maps the analysis channel to thinking, messages to functions to calls, all else to text.
 
-    What is addressed to tools that the request lacks, or comes from another author than the
-    assistant, is thinking as well. `prompt` may end within a message.
+    Messages to tools that the request lacks, and those of other authors than the assistant, are
+    thinking as well. `prompt` may end within a message.
     """
 
     def __init__(
@@ -99,7 +104,11 @@ class HarmonyParser:
         source, lead = self._source, ""
         source.mark()
         while True:
-            text, stop = yield from source.until(_STARTS)
+            try:
+                text, stop = yield from source.until(_STARTS)
+            except Unfinished:
+                self._emitter.write(lead)
+                raise
             lead += text
             if stop is None and len(lead) <= MAX_HEADER and _may_lead(lead):
                 continue
@@ -150,7 +159,12 @@ class HarmonyParser:
         start, stop = (yield from source.literal(START)), None
         header = lead + (start or "")
         while stop is None and len(header) <= MAX_HEADER:
-            text, stop = yield from source.until(_HEADER_ENDS)
+            try:
+                text, stop = yield from source.until(_HEADER_ENDS)
+            except Unfinished:
+                if not _HEADER_BEGINS.fullmatch(header):
+                    self._emitter.write(header.removeprefix(START))
+                raise
             header += text
         source.release()
         if stop == MESSAGE:

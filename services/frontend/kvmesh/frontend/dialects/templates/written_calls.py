@@ -31,7 +31,7 @@ class WrittenCall(NamedTuple):
     """A turn with a call with `arguments`: `output` as a model would generate it.
 
     The model's prompt is one of `prompts`: the part before `output`, or that which invites an
-    answer, if the template writes past turns otherwise. What is not the model's may follow a call.
+    answer, if the template writes past turns otherwise. Text of others may follow a call.
     """
 
     arguments: dict[str, str]
