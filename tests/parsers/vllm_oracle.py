@@ -74,7 +74,7 @@ def main() -> None:
                 }
             )
             made = ToolParserManager.get_tool_parser(asked["parser"])
-            parser = made(CharacterTokenizer(), request.tools)  # type: ignore[arg-type]
+            parser = made(CharacterTokenizer(), request.tools)
             found = parser.extract_tool_calls(asked["output"], request)
             calls = [[call.function.name, call.function.arguments] for call in found.tool_calls]
             answer: dict[str, Any] = {"text": found.content or "", "calls": calls}

@@ -69,7 +69,7 @@ def _url(package: Package) -> str:
         files = json.load(answer)["files"]
     for each in files:
         if each["filename"] == package.file:
-            return urljoin(page, each["url"])
+            return str(urljoin(page, each["url"]))
     raise OSError(f"{index} lacks {package.file}")
 
 

@@ -6,6 +6,7 @@ The templates come out of published packages; without a package index, the tests
 import json
 import random
 import re
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,7 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects import ChatTemplate, OutputGrammar, TemplateError, choose_grammar
+from kvmesh.frontend.dialects.output import OutputParser
 from kvmesh.frontend.dialects.templates.written_calls import generated_from
 
 SPLITS = 20
@@ -162,13 +164,16 @@ def stripped(found: list[Piece]) -> list[Piece]:
     ]
 
 
-def reader(grammar: OutputGrammar, prompts: list[str], output: str, meant: list[Piece]) -> Any:
+def reader(
+    grammar: OutputGrammar, prompts: list[str], output: str, meant: list[Piece]
+) -> Callable[[bool], OutputParser]:
     """A maker of parsers for the turn, which may lack the thinking with which answers begin."""
-    makers = [
-        lambda eager, grammar=each, prompt=prompt: grammar.parser(TOOLS, prompt, eager=eager)
-        for each in (grammar, OutputGrammar(grammar.tool_parser))
-        for prompt in prompts
-    ]
+
+    def maker(grammar: OutputGrammar, prompt: str) -> Callable[[bool], OutputParser]:
+        return lambda eager: grammar.parser(TOOLS, prompt, eager=eager)
+
+    grammars = (grammar, OutputGrammar(grammar.tool_parser))
+    makers = [maker(each, prompt) for each in grammars for prompt in prompts]
     for make in makers:
         if stripped(pieces(read(make(False), [output]))) == meant:
             return make
