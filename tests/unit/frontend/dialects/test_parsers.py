@@ -110,3 +110,14 @@ def test_calls_are_emitted_while_they_arrive(case: Case) -> None:
     calls = [arguments for kind, _, arguments in case.pieces if kind == "call"]
     for start, end, arguments in zip(starts, ends, calls, strict=False):
         assert not arguments or end - start > 50
+
+
+@eagerness
+def test_two_messages_of_text_stay_apart(eager: bool) -> None:
+    raw = (
+        "<|channel|>commentary<|message|>Let me see.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
+    )
+    case = Case("harmony", "harmony", raw, [("text", "", "Let me see.\n\nDone.")])
+    for chunks in ([raw], list(raw)):
+        assert pieces(read(case.parser(eager), chunks)) == case.pieces

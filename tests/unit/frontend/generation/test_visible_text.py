@@ -136,7 +136,7 @@ def expected(
     whole: list[tuple[PartKind, str]], stops: list[str]
 ) -> tuple[list[tuple[PartKind, str]], str | None]:
     """The parts up to the stop string that ends first in a text; of those, that begins first."""
-    shown = []
+    shown: list[tuple[PartKind, str]] = []
     for kind, text in whole:
         found = [
             (text.find(stop) + len(stop), stop)
