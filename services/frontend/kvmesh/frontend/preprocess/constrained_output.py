@@ -54,7 +54,7 @@ class CallListReader:
     """Reads text as a list of calls; emits each call once it is complete."""
 
     def __init__(self, tools: list[Tool]) -> None:
-        self._tools = by_model_name(tools) | {tool.name: tool for tool in tools}
+        self._tools = {tool.name: tool for tool in tools} | by_model_name(tools)
         self._text = ""
         self._opened = False
         self._decoder = json.JSONDecoder()

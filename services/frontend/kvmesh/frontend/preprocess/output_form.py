@@ -46,8 +46,8 @@ _OBJECT = {"type": "object"}
 _REFERENCE = b'"$ref"'
 
 
-class AnswerForm(Struct, frozen=True, kw_only=True):
-    """What an answer may hold: thinking, then calls, a text, or either.
+class OutputForm(Struct, frozen=True, kw_only=True):
+    """The parts that an answer may have: thinking, then calls, a text, or either.
 
     - `tools`: those that the prompt shows; `callable`: those that `tool_choice` lets through.
     - `calls`: none, if the model decides, or at least one.
@@ -66,7 +66,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
     exempt: bool
     thoughts: Thoughts = "none"
 
-    def after(self, prompt: str, thinking: bool | None) -> "AnswerForm":
+    def after(self, prompt: str, thinking: bool | None) -> "OutputForm":
         """The form after a prompt with this end; `thinking` is what the request asks for."""
         thoughts = self.grammar.thoughts(prompt)
         if thoughts == "possible" and thinking is False and not self.grammar.harmony:
@@ -95,7 +95,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
     # --- the constraint ---
 
     def constraint(self) -> Guided | None:
-        """What the engine must follow; None for a free answer. Raises InvalidRequest."""
+        """The constraint of the engine; None for a free answer. Raises InvalidRequest."""
         try:
             return self._constraint()
         except RecursionError as error:
@@ -131,7 +131,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         return None if node is None else _tag(node)
 
     def _answer(self) -> Guided:
-        """What follows the thinking, but for calls in the model's own syntax."""
+        """The constraint after the thinking, but for calls in the model's own syntax."""
         if self.calls == "required":
             return self._required()
         if self._either and not self._own_calls:
@@ -140,7 +140,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         value = self.text.value
         if '"$ref"' not in value and 'Ref"' not in value:
             return self.text
-        return Guided(kind="json_schema", value=_json(embedded(msgspec.json.decode(value))))
+        return Guided(kind="json_schema", value=SCHEMAS.document(value))
 
     def _required(self) -> Guided:
         """The arguments of the only tool, or a list of `{"name", "parameters"}` objects."""
@@ -248,7 +248,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         return calls | ({"$defs": definitions} if definitions else {})
 
 
-def answer_form(request: GenerateRequest, model: ServedModel) -> AnswerForm:
+def output_form(request: GenerateRequest, model: ServedModel) -> OutputForm:
     """The form that a request asks for; raises InvalidRequest if no tool fits its `tool_choice`."""
     choice, tools = request.tool_choice, request.tools
     callable_tools = tools
@@ -263,7 +263,7 @@ def answer_form(request: GenerateRequest, model: ServedModel) -> AnswerForm:
     calls: Literal["none", "optional", "required"] = "none"
     if choice.mode != "none" and callable_tools:
         calls = "required" if choice.mode == "required" else "optional"
-    return AnswerForm(
+    return OutputForm(
         tools=tools,
         callable=[] if choice.mode == "none" else callable_tools,
         calls=calls,
@@ -288,9 +288,10 @@ def _call(tool: Tool, name: str, definitions: dict[str, Any]) -> dict[str, Any]:
             parameters = SCHEMAS.json(tool.parameters, place)
             if _REFERENCE in bytes(parameters):
                 definitions[name], parameters = parameters, {"$ref": place}
+    called = {"type": "string", "enum": [model_name(tool.name, tool.namespace)]}
     return {
         "type": "object",
-        "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": parameters},
+        "properties": {"name": called, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
