@@ -147,7 +147,7 @@ class Tool(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """Whether the model may or must call; `allowed` names the tools, None for all of them."""
+    """The model may or must call one of the tools named by `allowed`; None: any tool."""
 
     mode: Literal["auto", "none", "required"] = "auto"
     allowed: tuple[str, ...] | None = None

@@ -46,7 +46,7 @@ class SchemaMemo:
     """JSON of embedded schemas of tools, which are the same objects in every turn. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: LruCache[tuple[int, str], tuple[Any, Raw, int]] = LruCache(
+        self._known: LruCache[tuple[int | str, str], tuple[Any, Raw, int]] = LruCache(
             MEMO_BYTES, lambda _, entry: entry[2]
         )
         self._lock = Lock()
@@ -56,12 +56,25 @@ class SchemaMemo:
         key = (id(schema), place)  # the entry keeps the schema, so that its id stays its own
         with self._lock:
             known = self._known.get(key)
+        if known is not None:
+            return known[1]
+        return self._keep(key, schema, place, SIZE * len(msgspec.json.encode(schema)))
+
+    def document(self, text: str) -> str:
+        """The JSON of the document that `embedded` makes of a schema in JSON."""
+        key = (text, ROOT)
+        with self._lock:
+            known = self._known.get(key)
         if known is None:
-            size = SIZE * len(msgspec.json.encode(schema))
-            known = (schema, Raw(msgspec.json.encode(embedded(schema, place))), size)
-            with self._lock:
-                self._known.put(key, known)
-        return known[1]
+            schema = msgspec.json.decode(text)
+            return bytes(self._keep(key, schema, ROOT, (SIZE + 1) * len(text))).decode()
+        return bytes(known[1]).decode()
+
+    def _keep(self, key: tuple[int | str, str], schema: Any, place: str, size: int) -> Raw:
+        made = Raw(msgspec.json.encode(embedded(schema, place)))
+        with self._lock:
+            self._known.put(key, (schema, made, size))
+        return made
 
 
 class _Index:

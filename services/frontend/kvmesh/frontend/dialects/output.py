@@ -235,16 +235,6 @@ def _resolve(kind: str, name: str | None, parsers: dict[str, Any], aliases: dict
     return found
 
 
-<<<<<<< HEAD
-=======
-def _begins_thinking(reasoning: ReasoningGrammar, prompt: str) -> bool:
-    tail = prompt[-64:].rstrip()
-    if tail.endswith(tuple(b.rstrip() for b in reasoning.begin)):
-        return True
-    return reasoning.forced and not tail.endswith(reasoning.end)
-
-
->>>>>>> families
 def grammar_texts(value: Struct | None) -> list[str]:
     """All strings in a grammar."""
     if value is None:

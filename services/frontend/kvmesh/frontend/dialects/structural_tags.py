@@ -191,8 +191,11 @@ def _tag(form: CallTag, name: str, tool: Tool, bound: bool) -> Node:
     begin = form.begin.replace(NAME, name)
     if form.argument is not None:
         return _enclosed(begin, _arguments(form.argument, schema(tool)), form.end)
-    arguments = schema(tool) if bound else {}
-    content = json_node(SCHEMAS.json(arguments) if arguments else {"type": "object"})
+    content = json_node({"type": "object"})
+    if bound and tool.custom:
+        content = json_node(schema(tool))
+    elif bound and tool.parameters:
+        content = json_node(SCHEMAS.json(tool.parameters))
     if form.numbered is not None:
         number = {"type": "regex", "pattern": "[0-9]+"}
         content = _sequence([number, *_const(form.numbered), content])

@@ -9,6 +9,7 @@ import msgspec
 from kvmesh.frontend.conversation import (
     AnswerEvent,
     TextDelta,
+    ThinkingDelta,
     Tool,
     ToolCallDelta,
     ToolCallEnd,
@@ -58,7 +59,7 @@ class CallListReader:
     in_call = True
 
     def __init__(self, tools: list[Tool]) -> None:
-        self._tools = by_model_name(tools) | {tool.name: tool for tool in tools}
+        self._tools = {tool.name: tool for tool in tools} | by_model_name(tools)
         self._text = ""
         self._opened = False
         self._decoder = json.JSONDecoder()
@@ -223,30 +224,39 @@ class AnswerOpening:
 class AllowedCalls:
     """Drops the calls of a parser but for those of tools with these `names`, as models call them.
 
-    What a model calls although it must not is of no use to a client, as a call or as text.
+    A call that the model must not make is of no use to a client, not even as text. The texts around
+    it stay apart.
     """
 
     def __init__(self, parser: OutputParser, names: frozenset[str]) -> None:
         self._parser = parser
         self._names = names
         self._dropping = False
+        self._gap = False
+        self._wrote = False
 
     @property
     def in_call(self) -> bool:
         return self._parser.in_call
 
     def feed(self, text: str) -> list[AnswerEvent]:
-        return [event for event in self._parser.feed(text) if self._passes(event)]
+        return self._allowed(self._parser.feed(text))
 
     def finish(self) -> list[AnswerEvent]:
-        return [event for event in self._parser.finish() if self._passes(event)]
+        return self._allowed(self._parser.finish())
 
-    def _passes(self, event: AnswerEvent) -> bool:
-        if isinstance(event, ToolCallStart):
-            self._dropping = model_name(event.name, event.namespace) not in self._names
-        return not (
-            self._dropping and isinstance(event, ToolCallStart | ToolCallDelta | ToolCallEnd)
-        )
+    def _allowed(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        passed: list[AnswerEvent] = []
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self._dropping = model_name(event.name, event.namespace) not in self._names
+                self._gap = self._dropping and self._wrote
+            if isinstance(event, TextDelta):
+                passed.append(TextDelta(f"\n{event.text}") if self._gap else event)
+                self._gap, self._wrote = False, True
+            elif not self._dropping or isinstance(event, ThinkingDelta):
+                passed.append(event)
+        return passed
 
 
 def _start(tool: Tool) -> ToolCallStart:

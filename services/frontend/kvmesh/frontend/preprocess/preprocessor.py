@@ -22,7 +22,6 @@ from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
-from kvmesh.frontend.preprocess.answer_form import AnswerForm, answer_form
 from kvmesh.frontend.preprocess.attachments import readable
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
@@ -32,6 +31,7 @@ from kvmesh.frontend.preprocess.limits import (
     counted_tokens,
     output_limit,
 )
+from kvmesh.frontend.preprocess.output_form import OutputForm, output_form
 from kvmesh.frontend.preprocess.prompt_encoder import LONG_TEXT, PromptEncoder
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
 from kvmesh.frontend.preprocess.retention import (
@@ -81,7 +81,7 @@ class PreparedRequest(Struct):
     adapter: str | None
     prompts: list[PromptTokens]
     max_tokens: int
-    form: AnswerForm
+    form: OutputForm
     guided: Guided | None
     decode: Retain | None = None
     speculates: bool = False
@@ -186,7 +186,7 @@ class Preprocessor:
             reason = "The last message cannot be continued and follow a schema as well."
             raise InvalidRequest(reason, "messages")
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
-        form = answer_form(request, model)
+        form = output_form(request, model)
         shown = self._restore(request, model, found, form.rewrites_calls)
         yield from self._edit(request, model)
         began = monotonic()
@@ -257,7 +257,7 @@ class Preprocessor:
         counted = counted_tokens(model.card.context)
         if request.prompts:
             return [(yield from self._encoder.raw_prompt(request.prompts[0], model, counted))]
-        self._restore(request, model, found, answer_form(request, model).rewrites_calls)
+        self._restore(request, model, found, output_form(request, model).rewrites_calls)
         yield from self._edit(request, model)
         rendered = render(request, model)
         encoded = yield from self._encoder.conversation(request, rendered, model, counted)

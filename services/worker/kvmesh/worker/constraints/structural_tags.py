@@ -1,4 +1,4 @@
-"""What a structural tag leaves free."""
+"""The freedom that structural tags leave."""
 
 import json
 

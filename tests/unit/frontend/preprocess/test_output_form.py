@@ -1,4 +1,4 @@
-"""What engines are constrained to write is what the parser reads, in every combination."""
+"""The parser reads all that engines are constrained to write, in every combination."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from kvmesh.frontend.dialects.families import (
 from kvmesh.frontend.dialects.output import OutputGrammar
 from kvmesh.frontend.dialects.preview import merge_deltas
 from kvmesh.frontend.dialects.structural_tags import calls_alone, structural_tag
-from kvmesh.frontend.preprocess.answer_form import AnswerForm, answer_form
+from kvmesh.frontend.preprocess.output_form import OutputForm, output_form
 from kvmesh.worker.engines.mock.text.guided import generate
 
 STEP: dict[str, Any] = {
@@ -126,12 +126,12 @@ def encoded(sent: dict[str, Any]) -> bytes:
     return json.dumps(sent).encode()
 
 
-def form_of(api: Api, family: tuple[str, str], choice: str, text: str, engine: str) -> AnswerForm:
+def form_of(api: Api, family: tuple[str, str], choice: str, text: str, engine: str) -> OutputForm:
     request = api.parse(encoded(body(api, choice, text, stream=False)), {}, STAMP).request
     return described(request, family, engine)
 
 
-def described(request: GenerateRequest, family: tuple[str, str], engine: str) -> AnswerForm:
+def described(request: GenerateRequest, family: tuple[str, str], engine: str) -> OutputForm:
     card = ModelCard(
         name="m",
         context=999,
@@ -142,7 +142,7 @@ def described(request: GenerateRequest, family: tuple[str, str], engine: str) ->
     )
     grammar = OutputGrammar(family[0] or None, family[1] or None)
     model: Any = SimpleNamespace(card=card, dialect=SimpleNamespace(grammar=grammar))
-    return answer_form(request, model)
+    return output_form(request, model)
 
 
 def prompt_of(family: tuple[str, str], kind: str) -> str | None:
@@ -156,7 +156,7 @@ def prompt_of(family: tuple[str, str], kind: str) -> str | None:
     return opened if kind == "opens" else f"{opened}\n{reasoning.end[0]}\n\n"
 
 
-def written(form: AnswerForm, engine: str, rng: Random) -> str:
+def written(form: OutputForm, engine: str, rng: Random) -> str:
     """An output as the engine gives it: a deaf one answers in the model's own form."""
     guided, reasoning = form.constraint(), form.grammar.reasoning
     if engine == "deaf":
@@ -181,7 +181,7 @@ def pieces(text: str, rng: Random) -> Iterator[str]:
         text = text[size:]
 
 
-def parsed(form: AnswerForm, output: str, rng: Random | None = None) -> list[AnswerEvent]:
+def parsed(form: OutputForm, output: str, rng: Random | None = None) -> list[AnswerEvent]:
     """Events of an output in pieces as a stream, or without `rng` as a whole."""
     parser = form.parser(eager=rng is not None)
     found: list[AnswerEvent] = []
@@ -199,7 +199,7 @@ def answer(found: list[AnswerEvent]) -> Answer:
     )
 
 
-def check(got: Answer, form: AnswerForm, choice: str, text: str, engine: str, output: str) -> None:
+def check(got: Answer, form: OutputForm, choice: str, text: str, engine: str, output: str) -> None:
     allowed = set() if choice == "none" else NAMES.get(choice, set(PARAMETERS))
     assert {name for name, _ in got.calls} <= allowed, output
     deaf = engine == "deaf"
@@ -242,7 +242,7 @@ def test_what_the_constraint_allows_the_parser_reads(family: tuple[str, str], en
 
 
 def rendered(api: Api, sent: dict[str, Any], found: list[AnswerEvent]) -> Answer:
-    """What a client reads in a stream or a whole response."""
+    """The content that a client reads in a stream or a whole response."""
     renderer, reading = api.parse(encoded(sent), {}, STAMP).renderer, READINGS[api.name]
     frames = renderer.begin() + renderer.started(USAGE)
     frames += b"".join(renderer.events(0, [event], []) for event in found)

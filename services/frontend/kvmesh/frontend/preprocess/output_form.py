@@ -1,6 +1,7 @@
 """The form of an answer: one description for the engine's constraint and for the parser. Pure."""
 
-from typing import Any, Literal
+from threading import Lock
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided
 from kvmesh.frontend.conversation import GenerateRequest, Tool
-from kvmesh.frontend.dialects.embedded_schemas import embedded
+from kvmesh.frontend.dialects.embedded_schemas import SIZE, embedded
 from kvmesh.frontend.dialects.output import (
     OutputGrammar,
     OutputParser,
@@ -40,14 +41,16 @@ from kvmesh.frontend.preprocess.constrained_output import (
     ConstrainedParser,
     Reading,
 )
+from kvmesh.runtime.lru import LruCache
 
 _ANY = "(.|\\n)+"
 _OBJECT = {"type": "object"}
 _REFERENCE = b'"$ref"'
+MEMO_BYTES = 32 << 20
 
 
-class AnswerForm(Struct, frozen=True, kw_only=True):
-    """What an answer may hold: thinking, then calls, a text, or either.
+class OutputForm(Struct, frozen=True, kw_only=True):
+    """The parts that an answer may have: thinking, then calls, a text, or either.
 
     - `tools`: those that the prompt shows; `callable`: those that `tool_choice` lets through.
     - `calls`: none, if the model decides, or at least one.
@@ -67,7 +70,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
     thoughts: Thoughts = "none"
     prompt: str = ""
 
-    def after(self, prompt: str, thinking: bool | None) -> "AnswerForm":
+    def after(self, prompt: str, thinking: bool | None) -> "OutputForm":
         """The form after a prompt with this end; `thinking` is what the request asks for."""
         thoughts = self.grammar.thoughts(prompt)
         if thoughts == "possible" and thinking is False and not self.grammar.harmony:
@@ -96,13 +99,17 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
     # --- the constraint ---
 
     def constraint(self) -> Guided | None:
-        """What the engine must follow; None for a free answer. Raises InvalidRequest."""
+        """The constraint of the engine; None for a free answer. Raises InvalidRequest."""
+        free = self.calls != "required" and self.text is None
+        if free and not self._constrains_calls:
+            return None
         try:
-            return self._constraint()
+            return _CONSTRAINTS.of(self)
         except RecursionError as error:
             raise InvalidRequest("A JSON schema is nested too deeply.", "tools") from error
 
-    def _constraint(self) -> Guided | None:
+    def made_constraint(self) -> Guided | None:
+        """The constraint of an answer that is not free, made anew."""
         if self.calls != "required" and self.text is None:
             return self._calls_in_text()
         answer = self._answer()
@@ -120,19 +127,24 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         lone = self._shows_itself or not begun
         return _tag(after_thinking(node, self.grammar.reasoning, begun, lone))
 
-    def _calls_in_text(self) -> Guided | None:
-        """The constraint of optional calls in free text, for strict and for allowed tools."""
-        restricted = len(self.callable) < len(self.tools)
+    @property
+    def _restricted(self) -> bool:
+        return len(self.callable) < len(self.tools)
+
+    @property
+    def _constrains_calls(self) -> bool:
+        """True if optional calls in free text are constrained: those of strict or allowed tools."""
         if self.calls == "none" or not self.tags:
-            return None
-        if not restricted and not any(tool.strict for tool in self.callable):
-            return None
-        parser = self.grammar.tool_parser
-        node = calls_in_text(parser, self.callable, strict_only=not restricted)
+            return False
+        return self._restricted or any(tool.strict for tool in self.callable)
+
+    def _calls_in_text(self) -> Guided | None:
+        parser, strict_only = self.grammar.tool_parser, not self._restricted
+        node = calls_in_text(parser, self.callable, strict_only=strict_only)
         return None if node is None else _tag(node)
 
     def _answer(self) -> Guided:
-        """What follows the thinking, but for calls in the model's own syntax."""
+        """The constraint after the thinking, but for calls in the model's own syntax."""
         if self.calls == "required":
             return self._required()
         if self._either and not self._own_calls:
@@ -141,7 +153,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         value = self.text.value
         if '"$ref"' not in value and 'Ref"' not in value:
             return self.text
-        return Guided(kind="json_schema", value=_json(embedded(msgspec.json.decode(value))))
+        return Guided(kind="json_schema", value=SCHEMAS.document(value))
 
     def _required(self) -> Guided:
         """The arguments of the only tool, or a list of `{"name", "parameters"}` objects."""
@@ -181,7 +193,7 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
             parser = self.grammar.parser(
                 self.tools, self.prompt, thinking=thinks, calls=calls, eager=eager
             )
-        if len(self.callable) == len(self.tools):
+        if not self._restricted:
             return parser
         names = frozenset(model_name(tool.name, tool.namespace) for tool in self.callable)
         return AllowedCalls(parser, names)
@@ -253,7 +265,48 @@ class AnswerForm(Struct, frozen=True, kw_only=True):
         return calls | ({"$defs": definitions} if definitions else {})
 
 
-def answer_form(request: GenerateRequest, model: ServedModel) -> AnswerForm:
+class ConstraintMemo:
+    """Constraints of the last forms: the turns of an agent have the same tools. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: LruCache[tuple[object, ...], _Made] = LruCache(
+            MEMO_BYTES, lambda _, made: made.size
+        )
+        self._lock = Lock()
+
+    def of(self, form: OutputForm) -> Guided | None:
+        """The constraint of a form that is not free."""
+        if not form.callable:
+            return form.made_constraint()
+        key = (
+            *map(id, form.callable),
+            *(form.calls, form.parallel, form.text, form.thoughts, form.grammar),
+            *(form.tags, form.exempt, len(form.callable) == len(form.tools)),
+        )
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            guided = form.made_constraint()
+            size = SIZE * len(msgspec.json.encode(form.callable))
+            size += len(guided.value) if guided is not None else 0
+            known = _Made(form.callable, guided, size)
+            with self._lock:
+                self._known.put(key, known)
+        return known.guided
+
+
+class _Made(NamedTuple):
+    """A constraint, with its tools, whose ids stay theirs as long as it is known."""
+
+    tools: list[Tool]
+    guided: Guided | None
+    size: int
+
+
+_CONSTRAINTS = ConstraintMemo()
+
+
+def output_form(request: GenerateRequest, model: ServedModel) -> OutputForm:
     """The form that a request asks for; raises InvalidRequest if no tool fits its `tool_choice`."""
     choice, tools = request.tool_choice, request.tools
     callable_tools = tools
@@ -268,7 +321,7 @@ def answer_form(request: GenerateRequest, model: ServedModel) -> AnswerForm:
     calls: Literal["none", "optional", "required"] = "none"
     if choice.mode != "none" and callable_tools:
         calls = "required" if choice.mode == "required" else "optional"
-    return AnswerForm(
+    return OutputForm(
         tools=tools,
         callable=[] if choice.mode == "none" else callable_tools,
         calls=calls,
@@ -293,9 +346,10 @@ def _call(tool: Tool, name: str, definitions: dict[str, Any]) -> dict[str, Any]:
             parameters = SCHEMAS.json(tool.parameters, place)
             if _REFERENCE in bytes(parameters):
                 definitions[name], parameters = parameters, {"$ref": place}
+    called = {"type": "string", "enum": [model_name(tool.name, tool.namespace)]}
     return {
         "type": "object",
-        "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": parameters},
+        "properties": {"name": called, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="needs the extra: pip install '.[torch]'")
 
 from tokenizers import Tokenizer
 from unit.frontend.dialects.test_embedded_schemas import WRITTEN, Tree, listed
-from unit.frontend.preprocess.test_answer_form import (
+from unit.frontend.preprocess.test_output_form import (
     CHAT,
     CHOICES,
     PROMPTS,

@@ -13,7 +13,7 @@ from support.frontend import MODEL, Client, client_session
 from support.mesh import Mesh
 from support.nats import NatsServer
 from unit.frontend.apis.answers import APIS
-from unit.frontend.preprocess.test_answer_form import (
+from unit.frontend.preprocess.test_output_form import (
     CHOICES,
     NAMES,
     PARAMETERS,
