@@ -27,7 +27,8 @@ from kvmesh.frontend.conversation import (
     ToolNotice,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import GAP, without_billing
+from kvmesh.frontend.dialects.templates.answer_forms import GAP
+from kvmesh.frontend.dialects.templates.chat_messages import without_billing
 from kvmesh.frontend.dialects.tools import model_name
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -208,9 +208,9 @@ class Preprocessor:
         tail, guided = text[-TAIL_CHARS:], _guided(request, model, required)
         decode = request.decode
         if encoded is not None:
-            dialect = model.dialect
-            begins_thinking = dialect.grammar.begins_thinking(tail)
-            decode = output_retention(request, begins_thinking, dialect.template.drops_thinking)
+            begins_thinking = model.dialect.grammar.begins_thinking(tail)
+            drops_thinking = model.dialect.template.drops_thinking(request)
+            decode = output_retention(request, begins_thinking, drops_thinking)
         return PreparedRequest(
             request,
             model,
@@ -255,7 +255,7 @@ class Preprocessor:
                 lambda messages: self._count_messages(request, messages, model),
                 lambda text: self._encoder.count_text(text, request.cache_salt, model),
             )
-            drops = model.dialect.template.drops_thinking
+            drops = model.dialect.template.drops_thinking(request)
             yield from apply_edits(request, request.context_edits, drops, counter)
 
     def _count_messages(
@@ -294,7 +294,7 @@ class Preprocessor:
     ) -> Steps[list[Retain]]:
         """Retention directives of a conversation."""
         offsets = TokenOffsets(encoded)
-        drops_thinking = model.dialect.template.drops_thinking
+        drops_thinking = model.dialect.template.drops_thinking(request)
         spans = locate_spans(request, encoded.text, encoded.edges, drops_thinking)
         budget = LONG_TEXT + len(encoded.text)
         for edge, offset in offsets.inside_segments(spans):

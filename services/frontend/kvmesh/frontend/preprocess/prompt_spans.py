@@ -24,7 +24,8 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import BILLING_HEADER, GAP
+from kvmesh.frontend.dialects.templates.answer_forms import GAP
+from kvmesh.frontend.dialects.templates.chat_messages import BILLING_HEADER
 
 PROBE = 64  # characters to search for; the rest of a text is compared
 LONG = 64  # characters; shorter texts fill no block of their own

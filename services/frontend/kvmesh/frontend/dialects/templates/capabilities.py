@@ -11,6 +11,14 @@ from typing import Any, Literal, TypeAlias
 from msgspec import Struct
 
 from kvmesh.frontend.dialects.errors import TemplateError
+from kvmesh.frontend.dialects.plain_tools import calls_text
+from kvmesh.frontend.dialects.templates.answer_forms import (
+    WHOLE,
+    MessageForm,
+    AnswerPieces,
+    answer_messages,
+    candidates,
+)
 
 Entry: TypeAlias = dict[str, Any]
 Render = Callable[[list[Entry], list[Entry] | None], str]
@@ -18,7 +26,9 @@ ArgumentsForm = Literal["object", "text"]
 
 _KIMI_MARKER = "<|tool_calls_section_begin|>"
 _ONE, _TWO, _THREE, _FOUR = "probeone", "probetwo", "probethree", "probefour"
-_THOUGHT = "probethought"
+_FIVE, _SIX = "probefive", "probesix"
+_THOUGHT, _SAID = "probethought", "probesaid"
+_THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _KEY, _VALUE, _NAME = "probekey", "probevalue", "probetool"
 _TOOL: Entry = {
     "type": "function",
@@ -31,7 +41,7 @@ _TOOL: Entry = {
 
 
 class TemplateCapabilities(Struct, frozen=True):
-    """Capabilities of one template.
+    """Capabilities of one template with some values of its variables.
 
     - `parts`: content must be a list of parts.
     - `system`, `late_system`: it shows a system message at the start, and later ones.
@@ -40,9 +50,11 @@ class TemplateCapabilities(Struct, frozen=True):
     - `tools`: it shows tool definitions.
     - `calls`: the form of a call's arguments; None if it cannot show calls.
     - `empty`: the content of an assistant message that only calls tools.
-    - `text_beside_calls`, `parallel`: a message may have text and calls, or several calls.
-    - `thinking_key`: the message field of thinking; `thinking_beside_text`: it shows with text.
+    - `parallel`: a message may have several calls.
+    - `thinking_key`: the message field of thinking.
+    - `forms`: the form of answers that are not to be shown as one message with all pieces.
     - `drops_thinking`: it shows thinking in the current turn but not in later prompts.
+    - `refusal`: why it cannot show calls; empty if it can, or merely leaves them out.
     """
 
     parts: bool = False
@@ -53,12 +65,22 @@ class TemplateCapabilities(Struct, frozen=True):
     tools: bool = True
     calls: ArgumentsForm | None = "object"
     empty: str | None = ""
-    text_beside_calls: bool = True
     parallel: bool = True
     thinking_key: str = "reasoning_content"
-    thinking_beside_text: bool = True
+    forms: dict[AnswerPieces, MessageForm] = {}
     drops_thinking: bool = False
     call_ids: Literal["short", "kimi"] = "short"
+    refusal: str = ""
+
+    def form(self, pieces: AnswerPieces) -> MessageForm:
+        """The form of an answer with these pieces."""
+        return self.forms.get(pieces, WHOLE)
+
+    def answer(
+        self, form: MessageForm, thinking: str, text: str, calls: list[Entry]
+    ) -> list[Entry]:
+        """The messages of an answer in this form."""
+        return answer_messages(form, self.thinking_key, self.empty, thinking, text, calls)
 
 
 def call_id(style: str, name: str, index: int) -> str:
@@ -66,17 +88,19 @@ def call_id(style: str, name: str, index: int) -> str:
     return f"functions.{name}:{index}" if style == "kimi" else f"call{index:05d}"
 
 
-def probe(render: Render, source: str) -> TemplateCapabilities:
-    """Probe the template with text `source` by calling `render`."""
-    return _Probe(render, "kimi" if _KIMI_MARKER in source else "short").capabilities()
+def probe(render: Render, source: str, parser: str) -> TemplateCapabilities:
+    """Probe the template with text `source` by calling `render`; `parser`: of calls as text."""
+    return _Probe(render, "kimi" if _KIMI_MARKER in source else "short", parser).capabilities()
 
 
 class _Probe:
     """Renders probe conversations; a probe passes if its texts appear in the output in order."""
 
-    def __init__(self, render: Render, call_ids: Literal["short", "kimi"]) -> None:
+    def __init__(self, render: Render, call_ids: Literal["short", "kimi"], parser: str) -> None:
         self._render = render
         self._call_ids = call_ids
+        self._parser = parser
+        self._error = ""
         self._tools: list[Entry] | None = None
         self._parts = False
         plain = [_message("user", _ONE)]
@@ -88,6 +112,7 @@ class _Probe:
     def capabilities(self) -> TemplateCapabilities:
         user, assistant = _message("user", _TWO), _message("assistant", _THREE)
         calls, empty = self._calls("", None)
+        refusal = "" if calls else self._error
         key = self._thinking_key(calls, empty)
         return TemplateCapabilities(
             parts=self._parts,
@@ -101,12 +126,12 @@ class _Probe:
             or self._renders([user], _TWO, _NAME, tools=[_TOOL]),
             calls=calls,
             empty=empty,
-            text_beside_calls=calls is None or self._calls(_FOUR) == (calls, _FOUR),
             parallel=calls is None or self._parallel(calls, empty),
-            thinking_key=key,
-            thinking_beside_text=self._thinks(key, calls, _FOUR),
-            drops_thinking=self._drops_thinking(key, calls, empty),
+            thinking_key=key or _THINKING_KEYS[0],
+            forms=self._forms(key, calls, empty),
+            drops_thinking=key is not None and self._drops_thinking(key, calls, empty),
             call_ids=self._call_ids,
+            refusal=refusal,
         )
 
     def _calls(self, *contents: str | None) -> tuple[ArgumentsForm | None, str | None]:
@@ -132,16 +157,85 @@ class _Probe:
         twice = first | {"tool_calls": first["tool_calls"] * 2}
         return self._renders([_message("user", _ONE), twice, result, result], _VALUE, _VALUE)
 
-    def _thinking_key(self, calls: ArgumentsForm | None, empty: str | None) -> str:
-        for key in ("reasoning_content", "thinking"):
+    def _thinking_key(self, calls: ArgumentsForm | None, empty: str | None) -> str | None:
+        """The field whose thinking is shown beside calls, or else beside text."""
+        for key in _THINKING_KEYS:
             if self._thinks(key, calls, empty):
                 return key
-        return "reasoning_content"
+        for key in _THINKING_KEYS:
+            said = _message("assistant", _TWO) | {key: _THOUGHT}
+            for after in ([], [_message("user", _THREE)]):
+                if self._renders([_message("user", _ONE), said, *after], _THOUGHT, _TWO):
+                    return key
+        return None
 
     def _thinks(self, key: str, calls: ArgumentsForm | None, content: str | None) -> bool:
         call, result = self._call_and_result(calls, content)
         messages = [_message("user", _ONE), call | {key: _THOUGHT}, result]
         return self._renders(messages, _ONE, _THOUGHT, content or "", _THREE)
+
+    def _forms(
+        self, key: str | None, arguments: ArgumentsForm | None, empty: str | None
+    ) -> dict[AnswerPieces, MessageForm]:
+        """The forms of answers other than one message with all pieces."""
+        found: dict[AnswerPieces, MessageForm] = {}
+        shapes = ((True, True, False), (True, False, True), (False, True, True), (True, True, True))
+        for shape in shapes:
+            if shape[2] and arguments is None:
+                continue
+            before = WHOLE
+            for later in (False, True):
+                pieces = AnswerPieces(*shape, later)
+                before = self._form(pieces, key, arguments, empty, before)
+                if before != WHOLE:
+                    found[pieces] = before
+        return found
+
+    def _form(
+        self,
+        pieces: AnswerPieces,
+        key: str | None,
+        arguments: ArgumentsForm | None,
+        empty: str | None,
+        first: MessageForm,
+    ) -> MessageForm:
+        """The first form, from `first` on, that shows all pieces, or at least all but thinking."""
+        shown = [True, False] if pieces.thinking and key is not None else [False]
+        for with_thinking in shown:
+            forms = candidates(pieces, shown=with_thinking)
+            for form in sorted(forms, key=lambda form: form != first):
+                if self._answers(form, pieces, key, arguments, empty, with_thinking):
+                    return form
+        return WHOLE
+
+    def _answers(
+        self,
+        form: MessageForm,
+        pieces: AnswerPieces,
+        key: str | None,
+        arguments: ArgumentsForm | None,
+        empty: str | None,
+        thinking: bool,
+    ) -> bool:
+        """True if an answer in this form shows its pieces, with `thinking` also that."""
+        call, result = self._call_and_result(arguments, None)
+        calls, text = call["tool_calls"] if pieces.calls else [], _SAID if pieces.text else ""
+        if form.plain:
+            text, calls = f"{text}\n{calls_text(calls, self._parser)}", []
+            result = _message("user", _THREE)
+        thought = _THOUGHT if pieces.thinking else ""
+        key = key or _THINKING_KEYS[0]
+        messages = [_message("user", _ONE)]
+        messages += answer_messages(form, key, empty, thought, text, calls)
+        shown = [_ONE, *([_THOUGHT] if thinking else []), *([_SAID] if pieces.text else [])]
+        if pieces.calls:
+            messages.append(result)
+            shown += [_NAME, _VALUE, _THREE]
+        if pieces.later:
+            messages += [_message("assistant", _FIVE)] if pieces.calls else []
+            messages.append(_message("user", _SIX))
+            shown += [*([_FIVE] if pieces.calls else []), _SIX]
+        return self._renders(messages, *shown)
 
     def _drops_thinking(self, key: str, calls: ArgumentsForm | None, empty: str | None) -> bool:
         thought = _message("assistant", _TWO) | {key: _THOUGHT}
@@ -178,8 +272,10 @@ class _Probe:
             messages = [_as_parts(message) for message in messages]
         try:
             output = self._render(messages, tools or self._tools)
-        except TemplateError:
+        except TemplateError as error:
+            self._error = str(error)
             return False
+        self._error = ""
         pos = 0
         for text in texts:
             pos = output.find(text, pos)
