@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
+from jinja2.exceptions import SecurityError
 from msgspec import Struct
 
 from kvmesh.frontend.dialects.errors import TemplateError
@@ -35,7 +36,11 @@ _TOOL: Entry = {
     "function": {
         "name": _NAME,
         "description": "",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {_KEY: {"type": "string", "description": ""}},
+            "required": [],
+        },
     },
 }
 
@@ -44,21 +49,24 @@ class TemplateCapabilities(Struct, frozen=True):
     """Capabilities of one template with some values of its variables.
 
     - `parts`: content must be a list of parts.
-    - `system`, `late_system`: it shows a system message at the start, and later ones.
+    - `system`, `late_system`: it shows a system message at the start, and later ones;
+      `lone_system`: also one that is the whole conversation.
     - `repeats`: two messages of one role may follow each other.
     - `user_after_tool`: a user message may follow a tool result.
     - `tools`: it shows tool definitions.
     - `calls`: the form of a call's arguments; None if it cannot show calls.
     - `empty`: the content of an assistant message that only calls tools.
-    - `parallel`: a message may have several calls.
+    - `parallel`: a message may have several calls; `text_after_calls`: a message with text may come
+      between calls and their results.
     - `thinking_key`: the message field of thinking.
     - `forms`: the form of answers that are not to be shown as one message with all pieces.
     - `drops_thinking`: it shows thinking in the current turn but not in later prompts.
-    - `refusal`: why it cannot show calls; empty if it can, or merely leaves them out.
+    - `fault`: why it cannot show calls or any message, if that is a fault; else empty.
     """
 
     parts: bool = False
     system: bool = True
+    lone_system: bool = True
     late_system: bool = True
     repeats: bool = True
     user_after_tool: bool = True
@@ -66,11 +74,12 @@ class TemplateCapabilities(Struct, frozen=True):
     calls: ArgumentsForm | None = "object"
     empty: str | None = ""
     parallel: bool = True
+    text_after_calls: bool = True
     thinking_key: str = "reasoning_content"
     forms: dict[AnswerPieces, MessageForm] = {}
     drops_thinking: bool = False
     call_ids: Literal["short", "kimi"] = "short"
-    refusal: str = ""
+    fault: str = ""
 
     def form(self, pieces: AnswerPieces) -> MessageForm:
         """The form of an answer with these pieces."""
@@ -100,7 +109,7 @@ class _Probe:
         self._render = render
         self._call_ids = call_ids
         self._parser = parser
-        self._error = ""
+        self._unsafe = ""
         self._tools: list[Entry] | None = None
         self._parts = False
         plain = [_message("user", _ONE)]
@@ -112,11 +121,15 @@ class _Probe:
     def capabilities(self) -> TemplateCapabilities:
         user, assistant = _message("user", _TWO), _message("assistant", _THREE)
         calls, empty = self._calls("", None)
-        refusal = "" if calls else self._error
+        fault = "" if calls else self._fault()
         key = self._thinking_key(calls, empty)
         return TemplateCapabilities(
             parts=self._parts,
-            system=self._renders_all(_message("system", _ONE), user),
+            system=self._shows_system(calls, empty),
+            lone_system=all(
+                self._renders([_message("system", _ONE)], _ONE, tools=tools)
+                for tools in (None, [_TOOL])
+            ),
             late_system=self._renders_all(user, assistant, _message("system", _ONE)),
             repeats=self._renders_all(
                 _message("user", _ONE), user, assistant, _message("assistant", _FOUR)
@@ -127,11 +140,12 @@ class _Probe:
             calls=calls,
             empty=empty,
             parallel=calls is None or self._parallel(calls, empty),
+            text_after_calls=calls is None or self._text_after_calls(calls, empty),
             thinking_key=key or _THINKING_KEYS[0],
             forms=self._forms(key, calls, empty),
             drops_thinking=key is not None and self._drops_thinking(key, calls, empty),
             call_ids=self._call_ids,
-            refusal=refusal,
+            fault=fault,
         )
 
     def _calls(self, *contents: str | None) -> tuple[ArgumentsForm | None, str | None]:
@@ -143,6 +157,27 @@ class _Probe:
                 if self._renders(messages, _ONE, content or "", _NAME, _VALUE, _THREE):
                     return form, content
         return None, ""
+
+    def _fault(self) -> str:
+        if not self._renders([_message("user", _ONE)], _ONE):
+            return self._unsafe or "it shows no message of a user"
+        return self._unsafe
+
+    def _shows_system(self, calls: ArgumentsForm | None, empty: str | None) -> bool:
+        """True if a system message stays at the start as the conversation goes on."""
+        start = [_message("system", _ONE), _message("user", _TWO)]
+        again = [_message("assistant", _FOUR), _message("user", _FIVE)]
+        loop = [] if calls is None else [*self._call_and_result(calls, empty)]
+        return (
+            self._renders(start, _ONE, _TWO)
+            and self._renders([*start, *again], _ONE, _TWO, _FOUR, _FIVE)
+            and (calls is None or self._renders([*start, *loop], _ONE, _TWO, _THREE))
+        )
+
+    def _text_after_calls(self, calls: ArgumentsForm, empty: str | None) -> bool:
+        call, result = self._call_and_result(calls, empty)
+        messages = [_message("user", _ONE), call, _message("assistant", _FOUR), result]
+        return self._renders(messages, _ONE, _VALUE, _FOUR, _THREE)
 
     def _user_after_tool(self, calls: ArgumentsForm | None, empty: str | None) -> bool:
         messages = [
@@ -224,18 +259,19 @@ class _Probe:
             text, calls = f"{text}\n{calls_text(calls, self._parser)}", []
             result = _message("user", _THREE)
         thought = _THOUGHT if pieces.thinking else ""
-        key = key or _THINKING_KEYS[0]
-        messages = [_message("user", _ONE)]
-        messages += answer_messages(form, key, empty, thought, text, calls)
-        shown = [_ONE, *([_THOUGHT] if thinking else []), *([_SAID] if pieces.text else [])]
+        answer = answer_messages(form, key or _THINKING_KEYS[0], empty, thought, text, calls)
+        shown = [_SAID] if pieces.text else []
         if pieces.calls:
-            messages.append(result)
-            shown += [_NAME, _VALUE, _THREE]
+            # a template may accept such an answer once, but not again in the same turn
+            answer = [*answer, result] * 2
+            shown = [*shown, _NAME, _VALUE, _THREE] * 2
         if pieces.later:
-            messages += [_message("assistant", _FIVE)] if pieces.calls else []
-            messages.append(_message("user", _SIX))
-            shown += [*([_FIVE] if pieces.calls else []), _SIX]
-        return self._renders(messages, *shown)
+            after = [_message("assistant", _FIVE)] if pieces.calls else []
+            after.append(_message("user", _SIX))
+            answer += after
+            shown += [message["content"] for message in after]
+        shown = [_ONE, *([_THOUGHT] if thinking else []), *shown]
+        return self._renders([_message("user", _ONE), *answer], *shown)
 
     def _drops_thinking(self, key: str, calls: ArgumentsForm | None, empty: str | None) -> bool:
         thought = _message("assistant", _TWO) | {key: _THOUGHT}
@@ -273,9 +309,9 @@ class _Probe:
         try:
             output = self._render(messages, tools or self._tools)
         except TemplateError as error:
-            self._error = str(error)
+            if isinstance(error.__cause__, SecurityError):
+                self._unsafe = str(error)
             return False
-        self._error = ""
         pos = 0
         for text in texts:
             pos = output.find(text, pos)

@@ -61,6 +61,11 @@ def template_messages(
     number, asked = 0, _last_question(turns, capabilities)
     for index, turn in enumerate(turns):
         writer.later = index < asked
+        writer.calls_last = (
+            not capabilities.text_after_calls
+            and index + 1 < len(turns)
+            and turns[index + 1].role == "tool"
+        )
         if mark is not None and turn.generated is not None:
             answer = writer.mark(turn, number, _ends_in_result(turns, index, capabilities))
             number += 1
@@ -166,7 +171,7 @@ def _join_assistants(turns: list[ConversationTurn]) -> list[ConversationTurn]:
 class _MessageWriter:
     """Writes turns one by one; the ids of calls depend only on their index.
 
-    `later`: a message of the user comes after the turn.
+    `later`: a message of the user comes after the turn; `calls_last`: no text may follow its calls.
     """
 
     def __init__(
@@ -177,7 +182,7 @@ class _MessageWriter:
         definition: Callable[[Tool], dict[str, Any]],
         count: int,
     ) -> None:
-        self.later = False
+        self.later = self.calls_last = False
         self._parser = parser
         self._shown = definition
         self._tools = tool_forms.by_model_name(tools)
@@ -232,6 +237,9 @@ class _MessageWriter:
             if parts[-1] and _order_in_template(block) < _order_in_template(parts[-1][-1]):
                 parts.append([])
             parts[-1].append(block)
+        if self.calls_last and len(parts) > 1 and not isinstance(parts[-1][-1], ToolCall):
+            rest = parts.pop()
+            parts[-1] += rest
         return parts
 
     def _answer(self, blocks: list[Block]) -> list[dict[str, Any]]:
@@ -239,8 +247,8 @@ class _MessageWriter:
         if len(blocks) == 1 and type(blocks[0]) is Text:
             return [{"role": "assistant", "content": blocks[0].text}]
         thinking = GAP.join(b.text for b in blocks if isinstance(b, Thinking))
-        text = "".join(b.text for b in blocks if isinstance(b, Text))
         calls = [b for b in blocks if isinstance(b, ToolCall)]
+        text = _said(blocks, calls)
         written = [self._call(c, tool_forms.arguments(c)) for c in calls]
         form = self._form(bool(thinking), bool(text), bool(calls))
         if calls and (form.plain or self._capabilities.calls is None):
@@ -292,6 +300,15 @@ def _order_in_template(block: Block) -> int:
     return 0 if isinstance(block, Thinking) else 2 if isinstance(block, ToolCall) else 1
 
 
+def _said(blocks: list[Block], calls: list[ToolCall]) -> str:
+    """The text of an answer; GAP is between texts that calls part."""
+    if not calls:
+        return "".join(b.text for b in blocks if isinstance(b, Text))
+    runs = groupby(blocks, lambda b: not isinstance(b, ToolCall))
+    texts = ("".join(b.text for b in run if isinstance(b, Text)) for shown, run in runs if shown)
+    return GAP.join(filter(None, texts))
+
+
 def _content(blocks: list[Block]) -> Any:
     """Text as one string, or a list of parts if there is an image."""
     if len(blocks) == 1 and type(blocks[0]) is Text:
@@ -318,7 +335,7 @@ def _arrange_system(
         rest = [m | {"role": "user"} if m["role"] == "system" else m for m in rest]
     if not text:
         return rest
-    if capabilities.system:
+    if capabilities.system and (rest or capabilities.lone_system):
         return [{"role": "system", "content": text}, *rest]
     return _merge([{"role": "user", "content": text}, *rest[:1]], capabilities) + rest[1:]
 

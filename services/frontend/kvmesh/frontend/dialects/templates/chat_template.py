@@ -158,9 +158,9 @@ class ChatTemplate:
         return None if shows else self._parser
 
     @property
-    def refusal(self) -> str:
+    def fault(self) -> str:
         """Why the template cannot show calls, if it fails with them; else empty."""
-        return self._select(True).default.refusal if self._templates else ""
+        return self._select(True).default.fault if self._templates else ""
 
     def _capabilities(self, request: GenerateRequest) -> TemplateCapabilities:
         variables = template_variables(request)
