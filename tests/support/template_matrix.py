@@ -404,11 +404,11 @@ ADAPTATIONS = [
         "APIs split a system prompt in different ways",
         _leading_system_joined,
     ),
+    Adaptation("joined answers", "APIs split an answer in different ways", _joined("assistant")),
     Adaptation(
-        "joined answers", "APIs split an answer in different ways", _joined("assistant")
-    ),
-    Adaptation(
-        "late system messages", "the template has them at the start only, or loses them", _late_system
+        "late system messages",
+        "the template has them at the start only, or loses them",
+        _late_system,
     ),
     Adaptation(
         "system messages of the user", "the template shows none at the start", _system_as_user
@@ -427,9 +427,7 @@ ADAPTATIONS = [
         "the template shows text or calls, and no two answers in a row",
         _spoken_calls_as_text,
     ),
-    Adaptation(
-        "calls apart from text", "the template shows text or calls", _each(_calls_apart)
-    ),
+    Adaptation("calls apart from text", "the template shows text or calls", _each(_calls_apart)),
     Adaptation(
         "earlier calls apart from text",
         "the template shows text beside calls in the last turn only",
@@ -441,9 +439,7 @@ ADAPTATIONS = [
         "the template accepts no message of the user after a result",
         _result_and_user,
     ),
-    Adaptation(
-        "joined users", "the template accepts no two in a row", _joined("user")
-    ),
+    Adaptation("joined users", "the template accepts no two in a row", _joined("user")),
     Adaptation(
         "tool instructions",
         "the template shows no tools",
@@ -457,19 +453,16 @@ ADAPTATIONS = [
     Adaptation("thinking", "the template's field of thinking", _each(_renamed("thinking"))),
     Adaptation("reasoning", "the template's field of thinking", _each(_renamed("reasoning"))),
     Adaptation(
-        "arguments as text", "the template takes them so, as the wire format", _each(_text_arguments)
+        "arguments as text",
+        "the template takes them so, as the wire format",
+        _each(_text_arguments),
     ),
     Adaptation("no content", "the template shows calls only without", _each(_no_content)),
     Adaptation("parts", "the template takes content as parts", _each(_content_parts)),
 ]
 
 
-TEXT_TOOLS = [each for each in ADAPTATIONS if each.name.startswith("tool instructions")]
-
-
-def _changed(
-    messages: Entries, chosen: tuple[Adaptation, ...], source: str
-) -> Entries | None:
+def _changed(messages: Entries, chosen: tuple[Adaptation, ...], source: str) -> Entries | None:
     """The messages with the adaptations; None if one of them changes nothing."""
     for adaptation in chosen:
         before = messages
@@ -504,8 +497,7 @@ class Comparison:
             changed = _changed(plain, chosen, source)
             if changed is None:
                 continue
-            listed = None if any(each in chosen for each in TEXT_TOOLS) else tools
-            if theirs(source, changed, listed, variables(kwargs)) == prompt:
+            if theirs(source, changed, tools, variables(kwargs)) == prompt:
                 if chosen not in self._known:
                     self._known.insert(0, chosen)
                 return None

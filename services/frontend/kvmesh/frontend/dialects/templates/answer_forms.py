@@ -6,8 +6,7 @@ GAP = "\n\n"
 
 
 class AnswerPieces(NamedTuple):
-    """The pieces of an answer; `later`: a message of the user comes after it, or after its calls'
-    results and what follows them."""
+    """The pieces of an answer; `later`: the conversation has a later message of the user."""
 
     thinking: bool
     text: bool

@@ -61,7 +61,7 @@ class TemplateCapabilities(Struct, frozen=True):
     - `thinking_key`: the message field of thinking.
     - `forms`: the form of answers that are not to be shown as one message with all pieces.
     - `drops_thinking`: it shows thinking in the current turn but not in later prompts.
-    - `fault`: why it cannot show calls or any message, if that is a fault; else empty.
+    - `fault`: what is wrong with it, if it fails; else empty.
     """
 
     parts: bool = False
@@ -110,6 +110,9 @@ class _Probe:
         self._call_ids = call_ids
         self._parser = parser
         self._unsafe = ""
+        self._arguments: ArgumentsForm | None = None
+        self._empty: str | None = None
+        self._key: str | None = None
         self._tools: list[Entry] | None = None
         self._parts = False
         plain = [_message("user", _ONE)]
@@ -120,9 +123,9 @@ class _Probe:
 
     def capabilities(self) -> TemplateCapabilities:
         user, assistant = _message("user", _TWO), _message("assistant", _THREE)
-        calls, empty = self._calls("", None)
+        self._arguments, self._empty = calls, empty = self._calls("", None)
         fault = "" if calls else self._fault()
-        key = self._thinking_key(calls, empty)
+        self._key = key = self._thinking_key(calls, empty)
         return TemplateCapabilities(
             parts=self._parts,
             system=self._shows_system(calls, empty),
@@ -142,7 +145,7 @@ class _Probe:
             parallel=calls is None or self._parallel(calls, empty),
             text_after_calls=calls is None or self._text_after_calls(calls, empty),
             thinking_key=key or _THINKING_KEYS[0],
-            forms=self._forms(key, calls, empty),
+            forms=self._forms(),
             drops_thinking=key is not None and self._drops_thinking(key, calls, empty),
             call_ids=self._call_ids,
             fault=fault,
@@ -159,9 +162,10 @@ class _Probe:
         return None, ""
 
     def _fault(self) -> str:
+        """What a template that shows no calls lacks, if it is no mere lack of calls."""
         if not self._renders([_message("user", _ONE)], _ONE):
-            return self._unsafe or "it shows no message of a user"
-        return self._unsafe
+            return f"shows no message of a user. {self._unsafe}".strip(". ")
+        return f"cannot show tool calls, which become text: {self._unsafe}" if self._unsafe else ""
 
     def _shows_system(self, calls: ArgumentsForm | None, empty: str | None) -> bool:
         """True if a system message stays at the start as the conversation goes on."""
@@ -209,57 +213,41 @@ class _Probe:
         messages = [_message("user", _ONE), call | {key: _THOUGHT}, result]
         return self._renders(messages, _ONE, _THOUGHT, content or "", _THREE)
 
-    def _forms(
-        self, key: str | None, arguments: ArgumentsForm | None, empty: str | None
-    ) -> dict[AnswerPieces, MessageForm]:
+    def _forms(self) -> dict[AnswerPieces, MessageForm]:
         """The forms of answers other than one message with all pieces."""
         found: dict[AnswerPieces, MessageForm] = {}
         shapes = ((True, True, False), (True, False, True), (False, True, True), (True, True, True))
         for shape in shapes:
-            if shape[2] and arguments is None:
+            if shape[2] and self._arguments is None:
                 continue
             before = WHOLE
             for later in (False, True):
                 pieces = AnswerPieces(*shape, later)
-                before = self._form(pieces, key, arguments, empty, before)
+                before = self._form(pieces, before)
                 if before != WHOLE:
                     found[pieces] = before
         return found
 
-    def _form(
-        self,
-        pieces: AnswerPieces,
-        key: str | None,
-        arguments: ArgumentsForm | None,
-        empty: str | None,
-        first: MessageForm,
-    ) -> MessageForm:
+    def _form(self, pieces: AnswerPieces, first: MessageForm) -> MessageForm:
         """The first form, from `first` on, that shows all pieces, or at least all but thinking."""
-        shown = [True, False] if pieces.thinking and key is not None else [False]
+        shown = [True, False] if pieces.thinking and self._key is not None else [False]
         for with_thinking in shown:
             forms = candidates(pieces, shown=with_thinking)
             for form in sorted(forms, key=lambda form: form != first):
-                if self._answers(form, pieces, key, arguments, empty, with_thinking):
+                if self._answers(form, pieces, with_thinking):
                     return form
         return WHOLE
 
-    def _answers(
-        self,
-        form: MessageForm,
-        pieces: AnswerPieces,
-        key: str | None,
-        arguments: ArgumentsForm | None,
-        empty: str | None,
-        thinking: bool,
-    ) -> bool:
+    def _answers(self, form: MessageForm, pieces: AnswerPieces, thinking: bool) -> bool:
         """True if an answer in this form shows its pieces, with `thinking` also that."""
-        call, result = self._call_and_result(arguments, None)
+        call, result = self._call_and_result(self._arguments, None)
         calls, text = call["tool_calls"] if pieces.calls else [], _SAID if pieces.text else ""
         if form.plain:
             text, calls = f"{text}\n{calls_text(calls, self._parser)}", []
             result = _message("user", _THREE)
         thought = _THOUGHT if pieces.thinking else ""
-        answer = answer_messages(form, key or _THINKING_KEYS[0], empty, thought, text, calls)
+        key = self._key or _THINKING_KEYS[0]
+        answer = answer_messages(form, key, self._empty, thought, text, calls)
         shown = [_SAID] if pieces.text else []
         if pieces.calls:
             # a template may accept such an answer once, but not again in the same turn

@@ -16,6 +16,7 @@ from kvmesh.frontend.conversation import (
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.plain_tools import instructions, plain_parser
 from kvmesh.frontend.dialects.templates import model_files, sandbox
+from kvmesh.frontend.dialects.templates.answer_forms import GAP
 from kvmesh.frontend.dialects.templates.answer_frames import (
     AnswerFrame,
     MarkedAnswer,
@@ -159,7 +160,7 @@ class ChatTemplate:
 
     @property
     def fault(self) -> str:
-        """Why the template cannot show calls, if it fails with them; else empty."""
+        """What is wrong with the template, as the end of a sentence about it; empty if nothing is."""
         return self._select(True).default.fault if self._templates else ""
 
     def _capabilities(self, request: GenerateRequest) -> TemplateCapabilities:
@@ -226,9 +227,11 @@ def _with_instructions(
 ) -> list[dict[str, Any]]:
     """The messages with tool instructions at their head, for templates without tools."""
     role = "system" if capabilities.system else "user"
-    part = {"type": "text", "text": text}
     if not messages or messages[0]["role"] != role:
+        part = {"type": "text", "text": text}
         return [{"role": role, "content": [part] if capabilities.parts else text}, *messages]
     content = messages[0]["content"]
-    joined = [*content, part] if isinstance(content, list) else f"{content}\n\n{text}"
+    text = GAP + text
+    listed = isinstance(content, list)
+    joined = [*content, {"type": "text", "text": text}] if listed else content + text
     return [messages[0] | {"content": joined}, *messages[1:]]
