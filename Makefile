@@ -44,7 +44,7 @@ up: setup
 
 # Tests that wait for processes leave half of two cores to those that compute, which yield to them.
 # `fidelity` compares times and runs alone.
-test: lint .prometheus/.installed
+test: lint .prometheus/.installed .templates/.fetched
 	$(MAKE) --jobs 3 --output-sync=target waiting computing
 	$(MAKE) fidelity
 
@@ -74,6 +74,12 @@ mesh: PARALLEL := --numprocesses 4 --dist loadfile
 	  dpkg -x prometheus_*.deb . && rm prometheus_*.deb; } || echo "no Prometheus: its tests are skipped"
 	touch $@
 
+# Chat templates in released packages, which no licence allows to copy here; without them, their tests
+# are skipped.
+.templates/.fetched: tests/support/real_templates.py
+	$(PYTHON) $< .templates trl llama-cpp-python || echo "no templates: their tests are skipped"
+	touch $@
+
 # Debian's browser; without it, the tests of the dashboard are skipped.
 .PHONY: chromium
 chromium:
@@ -83,6 +89,8 @@ chromium:
 browser: chromium
 
 unit mesh: .prometheus/.installed
+
+unit: .templates/.fetched
 
 unit simulation mesh clients chaos fidelity browser: $(ENGINES)
 	$(PYTEST) tests/$@ $(if $(CI),|| { test $$? = 1 && $(AGAIN) tests/$@; })
@@ -158,4 +166,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) build .agents .prometheus .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) build .agents .prometheus .templates .kvmesh .mypy_cache .pytest_cache .ruff_cache

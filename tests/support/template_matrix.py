@@ -13,19 +13,21 @@ from copy import deepcopy
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from support.stamp import STAMP
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.plain_tools import calls_text, instructions, plain_parser
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
+from support.stamp import STAMP
 
 Entry = dict[str, Any]
 Entries = list[Entry]
 CONFIG = b'{"bos_token": "<s>", "eos_token": "</s>"}'
+MOST_SHOWN = 3
 MOST_TOGETHER = 4  # adaptations of one conversation, beyond those of every conversation
 TOOL = {
     "type": "function",
@@ -39,7 +41,13 @@ TOOL = {
         },
     },
 }
-KWARGS: list[Entry] = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+# Templates name the switch in either way; DeepSeek's are the ones with the second.
+KWARGS: list[Entry] = [
+    {},
+    *({"enable_thinking": thinks, "thinking": thinks} for thinks in (True, False)),
+]
+# Switches that kvmesh sets, so that earlier thinking stays where a template can show it.
+KEPT_THINKING = {"preserve_thinking": True, "clear_thinking": False}
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 _tokenizer = PreTrainedTokenizerFast(
@@ -190,8 +198,15 @@ def ours(source: str, messages: Entries, tools: Entries | None, kwargs: Entry) -
 
 
 def theirs(source: str, messages: Entries, tools: Entries | None, kwargs: Entry) -> str | None:
-    """The prompt of Transformers; None if the template fails with the conversation."""
+    """The prompt of Transformers; None if the template fails with the conversation.
+
+    Since its release 5.24 it drops content that is null, without which some templates show no call.
+    """
     try:
+        if any(message["content"] is None for message in messages):
+            template = _compile_jinja_template(source)
+            fixed = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
+            return str(template.render(messages=messages, tools=tools, **fixed, **kwargs))
         return _tokenizer.apply_chat_template(  # type: ignore[return-value]
             deepcopy(messages),
             tools=tools,
@@ -218,10 +233,10 @@ class Adaptation(NamedTuple):
 def standard(messages: Entries, source: str) -> Entries:
     """The changes that every conversation gets: the wire format leaves their values open.
 
-    Developer messages are system messages, text parts one text, and empty messages of the system or
-    the model nothing. Ids of calls are their numbers, so that they do not differ between conversations; the
-    results have their functions' names, as some templates need. Names of users are left out, which
-    templates do not show.
+    Developer messages are system messages, text parts are one text, and empty messages of the
+    system or the model are left out. Ids of calls are their numbers, so that they do not differ
+    between conversations; results have their functions' names, as some templates need. Names of
+    users are left out, which templates do not show.
     """
     kimi = "<|tool_calls_section_begin|>" in source
     ids: dict[str, str] = {}
@@ -242,13 +257,6 @@ def standard(messages: Entries, source: str) -> Entries:
         if message["content"] or message["role"] == "user" or message.get("tool_calls"):
             changed.append(message)
     return changed
-
-
-def variables(kwargs: Entry) -> Entry:
-    """The variables that kvmesh sets: thinking under both of its names, and kept where it can be."""
-    switch = kwargs.get("enable_thinking")
-    named = {} if switch is None else {"enable_thinking": switch, "thinking": switch}
-    return {"preserve_thinking": True, "clear_thinking": False, **named}
 
 
 def _each(change: Callable[[Entry], Entries]) -> Callable[[Entries, str], Entries]:
@@ -497,7 +505,7 @@ class Comparison:
             changed = _changed(plain, chosen, source)
             if changed is None:
                 continue
-            if theirs(source, changed, tools, variables(kwargs)) == prompt:
+            if theirs(source, changed, tools, KEPT_THINKING | kwargs) == prompt:
                 if chosen not in self._known:
                     self._known.insert(0, chosen)
                 return None
@@ -509,15 +517,14 @@ class Comparison:
             yield from itertools.combinations(ADAPTATIONS, count)
 
 
-def differences(source: str, names: set[str] | None = None) -> dict[str, str]:
-    """What is wrong with kvmesh's prompts of a template, by case."""
-    comparison = Comparison(source)
-    found = {}
-    for name, conversation in conversations().items():
-        for kwargs, tools in itertools.product(KWARGS, (None, [TOOL])):
-            if names is not None and name not in names:
-                continue
-            wrong = comparison.difference(conversation, tools, kwargs)
-            if wrong is not None:
-                found[f"{name}, {kwargs}, {'tools' if tools else 'no tools'}"] = wrong
+def differences(source: str) -> dict[str, str]:
+    """What is wrong with kvmesh's prompts of a template, by case; the first MOST_SHOWN faults."""
+    comparison, found = Comparison(source), {}
+    cases = itertools.product(conversations().items(), KWARGS, (None, [TOOL]))
+    for (name, conversation), kwargs, tools in cases:
+        wrong = comparison.difference(conversation, tools, kwargs)
+        if wrong is not None:
+            found[f"{name}, {kwargs}, {'tools' if tools else 'no tools'}"] = wrong
+        if len(found) == MOST_SHOWN:
+            break
     return found

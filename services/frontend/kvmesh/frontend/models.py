@@ -181,9 +181,7 @@ class ModelRegistry:
         """One line for each served model whose chat template has a fault."""
         faults = {name: model.dialect.template.fault for name, model in self._models.items()}
         return {
-            name: f"the chat template of {name} {fault}"
-            for name, fault in faults.items()
-            if fault
+            name: f"the chat template of {name} {fault}" for name, fault in faults.items() if fault
         }
 
     @property

@@ -15,8 +15,8 @@ from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.plain_tools import calls_text
 from kvmesh.frontend.dialects.templates.answer_forms import (
     WHOLE,
-    MessageForm,
     AnswerPieces,
+    MessageForm,
     answer_messages,
     candidates,
 )

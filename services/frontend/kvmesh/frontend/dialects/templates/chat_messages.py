@@ -23,7 +23,7 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.dialects import tools as tool_forms
 from kvmesh.frontend.dialects.plain_tools import calls_text
-from kvmesh.frontend.dialects.templates.answer_forms import GAP, MessageForm, AnswerPieces
+from kvmesh.frontend.dialects.templates.answer_forms import GAP, AnswerPieces, MessageForm
 from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, markers
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.prompt_json import dumps

@@ -4,8 +4,6 @@ import datetime
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jinja2
-
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Message,
@@ -160,7 +158,7 @@ class ChatTemplate:
 
     @property
     def fault(self) -> str:
-        """What is wrong with the template, as the end of a sentence about it; empty if nothing is."""
+        """What is wrong with the template, as the end of a sentence about it; else empty."""
         return self._select(True).default.fault if self._templates else ""
 
     def _capabilities(self, request: GenerateRequest) -> TemplateCapabilities:

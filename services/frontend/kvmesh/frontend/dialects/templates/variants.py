@@ -1,4 +1,4 @@
-"""One template of a model, and what it can show with the values that requests give its variables."""
+"""One template of a model, and what it can show with the variables that requests set."""
 
 import datetime
 from collections.abc import Mapping
