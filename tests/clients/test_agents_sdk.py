@@ -14,8 +14,8 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 from support.frontend import MODEL
-from support.mesh import Mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 set_tracing_disabled(True)
@@ -28,8 +28,8 @@ def get_weather(city: str) -> str:
 
 
 @pytest_asyncio.fixture(params=["responses", "chat"], loop_scope="session")
-async def model(mesh: Mesh, request: pytest.FixtureRequest) -> AsyncIterator[Model]:
-    async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="x", max_retries=0) as client:
+async def model(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Model]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         if request.param == "chat":
             yield OpenAIChatCompletionsModel(MODEL, client)
         else:
@@ -49,3 +49,19 @@ async def test_an_agent_streams_its_loop(model: Model) -> None:
     assert "tool_called" in names
     assert "tool_output" in names
     assert result.final_output == "It is sunny in Oslo. Bye."
+
+
+class Forecast(BaseModel):
+    city: str
+    days: list[int]
+
+
+async def test_a_schema_for_the_answer_leaves_the_tools_callable(model: Model) -> None:
+    """Unscripted: the mock follows the constraint, which allows calls and the schema."""
+    calls = 0
+    for number in range(6):
+        agent = Agent(name="a", model=model, tools=[get_weather], output_type=Forecast)
+        result = await Runner.run(agent, f"Plan {number} trips.", max_turns=30)
+        assert isinstance(result.final_output, Forecast)
+        calls += sum(item.type == "tool_call_item" for item in result.new_items)
+    assert calls

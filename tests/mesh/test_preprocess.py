@@ -101,12 +101,13 @@ def text(work: Work) -> str:
 
 
 def schema(work: Work) -> Any:
-    """The JSON schema that constrains a work; None without a constraint."""
+    """The JSON schema of what follows the thinking; None without a constraint."""
     guided = work.sampling.guided
     if guided is None:
         return None
-    assert guided.kind == "json_schema"
-    return json.loads(guided.value)
+    assert guided.kind == "structural_tag"
+    *_, answer = json.loads(guided.value)["format"]["elements"]
+    return answer["json_schema"]
 
 
 # --- tool_choice: one body and one reading of the response per API ---
@@ -197,14 +198,45 @@ async def test_a_named_tool_is_constrained_to_its_own_arguments(
 
 
 @APIS
-async def test_tool_choice_none_neither_constrains_nor_parses_calls(
+async def test_tool_choice_none_neither_constrains_nor_shows_calls(
     stage: Stage, path: str, body: Any, calls: Any
 ) -> None:
-    output = '<tool_call>\n{"name": "get_time", "arguments": {"zone": 2}}\n</tool_call>'
-    works, answer = await stage.complete(path, body("none", *SCHEMAS), output)
+    call = '<tool_call>\n{"name": "get_time", "arguments": {"zone": 2}}\n</tool_call>'
+    works, answer = await stage.complete(path, body("none", *SCHEMAS), f"Before. {call} After.")
     assert schema(works[0]) is None
     assert calls(answer) == []
-    assert "get_time" in msgspec.json.encode(answer).decode()
+    shown = msgspec.json.encode(answer).decode()
+    assert "Before." in shown
+    assert "After." in shown
+    assert "tool_call>" not in shown
+
+
+CALL = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_only_allowed_tools_are_called(stage: Stage, path: str, mode: str) -> None:
+    body, calls = (chat, chat_calls) if path == CHAT else (responses, responses_calls)
+    if path == CHAT:
+        named = {"type": "function", "function": {"name": "get_time"}}
+        listed: dict[str, Any] = {"tools": [named], "mode": mode}
+        choice: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": listed}
+    else:
+        tools = [{"type": "web_search"}, {"type": "function", "name": "get_time"}]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": tools}
+    sent = body("auto", *SCHEMAS) | {"tool_choice": choice}
+    output = CALL.replace("NAME", "get_weather") + CALL.replace("NAME", "get_time")
+    works, answer = await stage.complete(path, sent, output)
+    assert calls(answer) == [("get_time", {})]
+    assert "get_weather" in text(works[0])
+    guided = works[0].sampling.guided
+    assert guided is not None
+    assert "get_weather" not in guided.value
+    unknown = json.loads(json.dumps(choice).replace("get_time", "none_such"))
+    status, error = await stage.client.post(path, sent | {"tool_choice": unknown})
+    assert status == 400
+    assert "none_such" in error["error"]["message"]
 
 
 @APIS

@@ -1,10 +1,11 @@
 """Prompts of every template at hand: those that Transformers writes, but for the adaptations."""
 
 import pytest
-from support.real_templates import templates
+from support.real_templates import real_templates
 from support.template_matrix import differences, loaded
 
-TEMPLATES = templates("trl", "llama-cpp-python", "vllm")
+pytestmark = [pytest.mark.parsers, pytest.mark.timeout(1800)]
+TEMPLATES = {name: data.decode() for name, data in real_templates().items()}
 # Templates of embeddings, rerankers and speech, and one that needs variables which no API has.
 OTHERS = {
     name

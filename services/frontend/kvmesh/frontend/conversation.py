@@ -26,10 +26,9 @@ class Text(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    """A reasoning span; the opaque `signature` is returned to the client unchanged."""
+    """A reasoning span."""
 
     text: str
-    signature: str = ""
 
 
 class Image(Struct, frozen=True):
@@ -37,6 +36,21 @@ class Image(Struct, frozen=True):
 
     url: str
     cache: CacheControl | None = None
+
+
+class AttachedFile(Struct, frozen=True):
+    """A file that no model here reads; `kind` names it in words, such as "PDF document".
+
+    `context`: what the client says about it.
+    """
+
+    kind: str
+    name: str = ""
+    context: str = ""
+    cache: CacheControl | None = None
+
+
+ResultPart: TypeAlias = Text | Image | AttachedFile
 
 
 class ToolCall(Struct, frozen=True):
@@ -54,7 +68,7 @@ class ToolResult(Struct, frozen=True):
     """`references` names deferred tools that are available from this result on."""
 
     call_id: str
-    content: "list[Text | Image]"
+    content: list[ResultPart]
     is_error: bool = False
     references: list[str] = []
     cache: CacheControl | None = None
@@ -87,7 +101,11 @@ class RenderedPrompt(NamedTuple):
     cuts: Sequence[int] = ()
 
 
-Block: TypeAlias = Text | Thinking | Image | ToolCall | ToolResult | ToolNotice
+# Between two texts of one turn that other blocks separate, where both become one text: white space
+# next to calls and thinking belongs to the model's syntax and is in neither.
+GAP = "\n\n"
+
+Block: TypeAlias = Text | Thinking | Image | AttachedFile | ToolCall | ToolResult | ToolNotice
 
 
 class Generated(Struct, frozen=True):
@@ -129,10 +147,10 @@ class Tool(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """Mode "named" requires the tool `name`."""
+    """Whether the model may or must call; `allowed` names the tools, None for all of them."""
 
-    mode: Literal["auto", "none", "required", "named"] = "auto"
-    name: str | None = None
+    mode: Literal["auto", "none", "required"] = "auto"
+    allowed: tuple[str, ...] | None = None
 
 
 class ClearToolUses(Struct, frozen=True):

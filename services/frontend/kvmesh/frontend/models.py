@@ -58,10 +58,9 @@ class Dialect:
             tool_parser=card.tool_parser,
             reasoning_parser=card.reasoning_parser,
         )
-        self.token_texts = TokenTexts(self.tokenizer)
-        self.detokenizers = DetokenizerFactory(
-            self.tokenizer, files["tokenizer.json"], self._hidden()
-        )
+        hidden = self._hidden()
+        self.token_texts = TokenTexts(self.tokenizer, hidden)
+        self.detokenizers = DetokenizerFactory(self.tokenizer, files["tokenizer.json"], hidden)
 
     def generated(self, request: GenerateRequest, tokens: list[int]) -> Generated | None:
         """The answer to a request as it was generated; None if its beginning cannot be told."""

@@ -103,6 +103,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """Properties of a started engine; `context` bounds prompt plus output, in tokens.
 
     `structural_tags`: it accepts constraints of that kind in xgrammar's `format` trees.
+    `exempts_thinking`: it follows constraints only after thinking has ended.
     `reports_outcomes`: it reports the outcome of each explicit directive; otherwise `retention` is
     the outcome of all, "honoured" if the engine receives them. `supports_handoff`: it offers the KV
     of prompts to other engines and fetches theirs; `needs_handoff`: it computes no prompts itself.
@@ -119,6 +120,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     capacity: Capacity
     adapters: list[str] = []
     structural_tags: bool = False
+    exempts_thinking: bool = False
     reports_outcomes: bool = False
     retention: str = "unsupported"
     supports_handoff: bool = False

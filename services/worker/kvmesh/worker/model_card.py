@@ -34,6 +34,7 @@ def model_card(worker: WorkerSettings, folder: Path, info: EngineInfo, files: st
         files=files,
         adapters=info.adapters,
         structural_tags=info.structural_tags,
+        exempts_thinking=info.exempts_thinking,
         tool_parser=worker.tool_parser or hints.get("tool_parser"),
         reasoning_parser=worker.reasoning_parser or hints.get("reasoning_parser"),
         hash_version=HASH_VERSION,

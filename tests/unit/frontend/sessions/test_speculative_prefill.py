@@ -219,7 +219,7 @@ def hashes(*tokens: int) -> bytes:
     return block_hashes(packed, 1, 7)[1]
 
 
-NOTHING: Any = [None] * 8  # fields that do not matter here
+NOTHING: Any = [None] * 7  # fields that do not matter here
 
 
 def made(

@@ -144,7 +144,7 @@ class SessionHooks:
         generated = None if active.is_cut else model.dialect.generated(request, tokens)
         if not name:
             return None
-        forced = prepared.required_tool_call is not None
+        forced = prepared.form.rewrites_calls
         answer = Answer(model.card.files, blocks, generated, forced)
         answers.record(request.cache_salt, name, answer)
         return answer

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Load, Sampling, Work
+from kvmesh.worker.constraints.structural_tags import allows_free_text
 from kvmesh.worker.engine import EngineError, OutputDelta, Rejected, Sink
 from kvmesh.worker.enginecore.counters import variance
 
@@ -316,7 +317,7 @@ def remaining(work: Work) -> Sampling:
     """Sampling parameters for the rest of an output that another worker has begun."""
     sampling, guided = work.sampling, work.sampling.guided
     if work.generated and guided is not None:
-        if guided.kind != "structural_tag":
+        if not allows_free_text(guided):
             raise Rejected("this engine cannot continue a constrained answer after a migration")
         # tags may begin anywhere: the rest of the output is generated without the constraint
         guided = None

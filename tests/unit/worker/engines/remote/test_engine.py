@@ -513,7 +513,9 @@ async def test_the_key_and_the_request_follow_the_api_of_the_server(start: Start
 
 async def test_a_migrated_answer_continues_without_structural_tags(start: Start) -> None:
     sidecar = await start()
-    sampling = Sampling(max_tokens=9, guided=Guided(kind="structural_tag", value="{}"))
+    tags = {"type": "triggered_tags", "triggers": ["<a"], "tags": [{"begin": "<a>"}]}
+    guided = Guided(kind="structural_tag", value=json.dumps({"format": tags}))
+    sampling = Sampling(max_tokens=9, guided=guided)
     await sidecar.run(work("a", prompt(40), sampling=sampling, generated=3))
     body = sidecar.server.bodies[-1]
     assert "structured_outputs" not in body
@@ -524,9 +526,14 @@ async def test_bad_requests_are_rejected(start: Start) -> None:
     sidecar = await start()
     with pytest.raises(Rejected, match="rank 9"):
         sidecar.engine.submit(work("a", prompt(10), rank=9))
-    guided = Sampling(max_tokens=9, guided=Guided(kind="json_object", value=""))
-    with pytest.raises(Rejected, match="after a migration"):
-        sidecar.engine.submit(work("a", prompt(10), sampling=guided, generated=3))
+    tag = json.dumps({"format": {"type": "json_schema", "json_schema": {}}})
+    for bound in (
+        Guided(kind="json_object", value=""),
+        Guided(kind="structural_tag", value=tag),
+    ):
+        guided = Sampling(max_tokens=9, guided=bound)
+        with pytest.raises(Rejected, match="after a migration"):
+            sidecar.engine.submit(work("a", prompt(10), sampling=guided, generated=3))
     fresh = RemoteEngine(WorkerSettings(), RemoteSettings(url="http://x"), "m", 10)
     with pytest.raises(Rejected, match="not started"):
         fresh.submit(work("a", prompt(10)))

@@ -3,6 +3,7 @@
 import ast
 import json
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
@@ -35,10 +36,15 @@ def _kinds(node: Any, root: Schema, depth: int) -> frozenset[str]:
 
 
 def resolve(reference: str, root: Schema) -> Any:
-    """The schema to which a reference within `root` points; None if there is none."""
-    node: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        node = node.get(part) if isinstance(node, dict) else None
+    """The schema to which a pointer within `root` refers; None if there is none."""
+    first, *parts = unquote(reference.removeprefix("#")).split("/")
+    node: Any = None if first else root
+    for part in parts:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list):
+            node = node[int(key)] if key.isdecimal() and int(key) < len(node) else None
+        else:
+            node = node.get(key) if isinstance(node, dict) else None
     return node
 
 

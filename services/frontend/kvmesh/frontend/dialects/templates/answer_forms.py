@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-GAP = "\n\n"
+from kvmesh.frontend.conversation import GAP
 
 
 class AnswerPieces(NamedTuple):

@@ -10,10 +10,12 @@ from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import (
+    GAP,
     Block,
     Generated,
     Image,
     Message,
+    ResultPart,
     Text,
     Thinking,
     Tool,
@@ -23,11 +25,13 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.dialects import tools as tool_forms
 from kvmesh.frontend.dialects.plain_tools import calls_text
-from kvmesh.frontend.dialects.templates.answer_forms import GAP, AnswerPieces, MessageForm
+from kvmesh.frontend.dialects.templates.answer_forms import AnswerPieces, MessageForm
 from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, markers
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
+ERROR = "Error: "
+ERROR_CHARS = 64  # at the start of a result, where it may say itself that it is an error
 # Differs between conversations and between an agent and its subagents, at the prompt's start.
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING = re.compile(rf"\A{BILLING_HEADER}[^\n]*\n*")
@@ -247,8 +251,8 @@ class _MessageWriter:
         if len(blocks) == 1 and type(blocks[0]) is Text:
             return [{"role": "assistant", "content": blocks[0].text}]
         thinking = GAP.join(b.text for b in blocks if isinstance(b, Thinking))
+        text = _text(blocks)
         calls = [b for b in blocks if isinstance(b, ToolCall)]
-        text = _said(blocks, calls)
         written = [self._call(c, tool_forms.arguments(c)) for c in calls]
         form = self._form(bool(thinking), bool(text), bool(calls))
         if calls and (form.plain or self._capabilities.calls is None):
@@ -281,11 +285,12 @@ class _MessageWriter:
     def _result(self, result: ToolResult) -> dict[str, Any]:
         unknown = (call_id(self._capabilities.call_ids, "unknown", self._count), "unknown")
         stable_id, name = self._calls.get(result.call_id, unknown)
-        blocks: list[Block] = [*result.content, *map(self._definition, result.references)]
-        content = _content(blocks)
+        content = _with_error(result.content) if result.is_error else result.content
+        blocks: list[Block] = [*content, *map(self._definition, result.references)]
+        shown = _content(blocks)
         if self._capabilities.calls is None or result.call_id in self._plain:
-            return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        return {"role": "tool", "tool_call_id": stable_id, "name": name, "content": content}
+            return {"role": "user", "content": f"<tool_response>\n{shown}\n</tool_response>"}
+        return {"role": "tool", "tool_call_id": stable_id, "name": name, "content": shown}
 
     def _definition(self, reference: str) -> Text:
         """The definition of a referenced deferred tool, which the tools section lacks."""
@@ -300,12 +305,22 @@ def _order_in_template(block: Block) -> int:
     return 0 if isinstance(block, Thinking) else 2 if isinstance(block, ToolCall) else 1
 
 
-def _said(blocks: list[Block], calls: list[ToolCall]) -> str:
-    """The text of an answer; GAP is between texts that calls part."""
-    if not calls:
-        return "".join(b.text for b in blocks if isinstance(b, Text))
-    runs = groupby(blocks, lambda b: not isinstance(b, ToolCall))
-    texts = ("".join(b.text for b in run if isinstance(b, Text)) for shown, run in runs if shown)
+def _with_error(content: Sequence[ResultPart]) -> list[ResultPart]:
+    """The content of a failed call, which says so: templates know no errors."""
+    first = content[0] if content else Text("")
+    if not isinstance(first, Text):
+        return [Text(ERROR.strip()), *content]
+    if "error" in first.text[:ERROR_CHARS].lower():
+        return list(content)
+    return [Text(f"{ERROR}{first.text}".strip()), *content[1:]]
+
+
+def _text(blocks: list[Block]) -> str:
+    """The texts of an answer in one, with a gap where other blocks separate them."""
+    runs = groupby(blocks, lambda block: isinstance(block, Text))
+    texts = (
+        "".join(b.text for b in run if isinstance(b, Text)) for is_text, run in runs if is_text
+    )
     return GAP.join(filter(None, texts))
 
 

@@ -2,9 +2,11 @@
 
 import datetime
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 from kvmesh.frontend.conversation import (
+    GAP,
     GenerateRequest,
     Message,
     RenderedPrompt,
@@ -14,7 +16,6 @@ from kvmesh.frontend.conversation import (
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.plain_tools import instructions, plain_parser
 from kvmesh.frontend.dialects.templates import model_files, sandbox
-from kvmesh.frontend.dialects.templates.answer_forms import GAP
 from kvmesh.frontend.dialects.templates.answer_frames import (
     AnswerFrame,
     MarkedAnswer,
@@ -30,7 +31,8 @@ from kvmesh.frontend.dialects.templates.frame_probe import (
     shows_tools,
 )
 from kvmesh.frontend.dialects.templates.tool_entries import ToolEntries
-from kvmesh.frontend.dialects.templates.variants import TemplateVariants
+from kvmesh.frontend.dialects.templates.variants import PROBE_DAY, TemplateVariants
+from kvmesh.frontend.dialects.templates.written_calls import WrittenCall, written_calls
 
 ATTEMPTS = 2  # to show answers as they were generated
 _OPEN_END = "\ue000kvmesh-continue\ue000"
@@ -146,6 +148,13 @@ class ChatTemplate:
         prompt = template.render(messages, visible or None, today, variables)
         return _cut_at_open_end(prompt) if continues else prompt
 
+    @cached_property
+    def written_calls(self) -> list[WrittenCall]:
+        """Turns with a call as the template writes them; none if it shows no tools or calls."""
+        if not self._templates or self.plain_parser or self._select(True).default.calls is None:
+            return []
+        return written_calls(self._render, PROBE_DAY)
+
     def drops_thinking(self, request: GenerateRequest) -> bool:
         """True if prompts of later turns lack thinking that the current turn shows."""
         return bool(self._templates) and self._capabilities(request).drops_thinking
@@ -200,6 +209,13 @@ def _hidden_answers(messages: list[Message], capabilities: TemplateCapabilities)
         for number, message in enumerate(answers)
         if any(isinstance(block, Thinking) for block in message.blocks)
     }
+
+
+def continued_text(request: GenerateRequest) -> str | None:
+    """The text that the model is to continue; None if it begins an answer."""
+    if request.prompts or not request.messages or not request.template_args.get(CONTINUE):
+        return None
+    return "".join(block.text for block in request.messages[-1].blocks if isinstance(block, Text))
 
 
 def _mark_open_end(messages: list[Message]) -> list[Message]:

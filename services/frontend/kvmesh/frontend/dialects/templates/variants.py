@@ -18,7 +18,7 @@ MAX_VALUE = 64  # characters of a variable that may be a switch
 # Switches of templates that can show earlier thinking: dropping it would change the prompt's prefix
 # with every user message. Callers may override them.
 _KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
-_PROBE_DAY = datetime.date(2026, 1, 1)
+PROBE_DAY = datetime.date(2026, 1, 1)
 # A conversation decides these, or callers cannot replace them.
 _NO_SWITCHES = {"messages", "tools", "strftime_now", "raise_exception", "add_generation_prompt"}
 Switches = tuple[tuple[str, bool | float | str | None], ...]
@@ -95,7 +95,7 @@ class TemplateVariants:
         variables = {"add_generation_prompt": True, **dict(switches)}
 
         def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-            return self.render(messages, tools, _PROBE_DAY, variables, sandbox.PROBE_STEPS)
+            return self.render(messages, tools, PROBE_DAY, variables, sandbox.PROBE_STEPS)
 
         return probe(render, self._source, self._parser)
 

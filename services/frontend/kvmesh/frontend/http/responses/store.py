@@ -17,6 +17,8 @@ from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.storage.buckets import evicting_bucket
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import StoredTurn
+from kvmesh.frontend.apis.responses.input_items import input_item
+from kvmesh.frontend.apis.responses.references import References
 from kvmesh.frontend.auth.bucket_quota import BucketQuota, owner_of
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 
@@ -68,12 +70,12 @@ class ResponseStore:
             next_id, max_bytes = turn.previous, max_bytes - size
         return turns[::-1]
 
-    async def outputs(self, response_ids: list[str], tenant: str) -> dict[str, list[Raw]]:
-        """The output items of each of these responses that is found, read in parallel.
+    async def items(self, references: References, tenant: str) -> dict[str, list[Raw]]:
+        """The items meant of each of these responses that is found, read in parallel.
 
         Raises Unavailable, or InvalidRequest for too many responses or bytes.
         """
-        if len(response_ids) > MAX_TURNS:
+        if len(references) > MAX_TURNS:
             raise InvalidRequest(f"`input` refers to more than {MAX_TURNS} responses.", "input")
         found: dict[str, list[Raw]] = {}
         slots, left = asyncio.Semaphore(READS), MAX_HISTORY
@@ -85,12 +87,14 @@ class ResponseStore:
                     turn, _ = await self._get(response_id, tenant, "input", max(left, 0))
                 except ResponseNotFound:
                     return
-            found[response_id] = turn.output
-            left -= sum(map(len, turn.output))
+            places = [place for place in references[response_id] if place < len(turn.input)]
+            items = [*turn.output, *(input_item(turn, place) for place in places)]
+            found[response_id] = items
+            left -= sum(map(len, items))
 
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                ended = await asyncio.gather(*map(read, response_ids), return_exceptions=True)
+                ended = await asyncio.gather(*map(read, references), return_exceptions=True)
         except TimeoutError as error:
             raise Unavailable("Cannot read stored responses in time.") from error
         for failure in ended:

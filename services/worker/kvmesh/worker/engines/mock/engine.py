@@ -414,6 +414,7 @@ class MockEngine:
             block_size=self._block_size,
             adapters=self._adapters,
             structural_tags=True,
+            exempts_thinking=options.reasoning_tokens > 0,
             supports_handoff=True,
             tiered=self._store is not None,
             capacity=Capacity(

@@ -347,7 +347,7 @@ class VllmEngine(PrefetchingAdapter):
             feed.start()
 
     def _describe(self, config: Any) -> EngineInfo:
-        scheduler = config.scheduler_config
+        scheduler, outputs = config.scheduler_config, config.structured_outputs_config
         return EngineInfo(
             reports_outcomes=self.retains,
             expects_returns=self.expects_returns,
@@ -358,7 +358,8 @@ class VllmEngine(PrefetchingAdapter):
             adapters=self._adapters.identities,
             supports_handoff=self._supports_handoff,
             tiered=self._tiered,
-            structural_tags=config.structured_outputs_config.backend in TAGGING,
+            structural_tags=outputs.backend in TAGGING,
+            exempts_thinking=bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning,
             kv_layout=_kv_layout(config),
             warnings=self._warnings,
             devices=config.parallel_config.world_size,

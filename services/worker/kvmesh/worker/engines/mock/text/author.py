@@ -7,8 +7,9 @@ from random import Random
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import Sampling, Work
 from kvmesh.hashing import TOKEN_BYTES
+from kvmesh.worker.constraints.structural_tags import allows_free_text
 from kvmesh.worker.enginecore.sequence import TokenSource
-from kvmesh.worker.engines.mock.text.guided import allows_free_text, generate
+from kvmesh.worker.engines.mock.text.guided import generate
 from kvmesh.worker.engines.mock.text.script import TAIL_TOKENS, Script
 from kvmesh.worker.engines.mock.text.source import TextReading, TextSource
 

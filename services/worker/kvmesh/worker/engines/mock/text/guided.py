@@ -29,20 +29,6 @@ def generate(guided: Guided, rng: Random) -> str:
         raise UnsupportedConstraint(f"cannot follow this {guided.kind}: {error}") from error
 
 
-def allows_free_text(guided: Guided) -> bool:
-    """True if any text without a call satisfies the constraint: tags that only a trigger begins."""
-    if guided.kind != "structural_tag":
-        return False
-    try:
-        tag = json.loads(guided.value)
-    except ValueError:
-        return False
-    match tag:
-        case {"format": {"type": "triggered_tags", "tags": [_, *_], **options}}:
-            return not options.get("at_least_one")
-    return False
-
-
 def _generate(guided: Guided, rng: Random) -> str:
     match guided.kind:
         case "json_object":
@@ -96,7 +82,11 @@ def _format(node: dict[str, object], rng: Random) -> str:
             return _format(rng.choice(elements), rng)
         case {"type": "tag", "begin": str(begin), "content": dict(content), "end": str(end)}:
             return begin + _format(content, rng) + end
-        case {"type": "triggered_tags" | "tags_with_separator", "tags": list(tags)} if tags:
-            wanted = node.get("at_least_one") or node["type"] == "tags_with_separator"
-            return _format(rng.choice(tags), rng) if wanted else words(rng, 8)
+        case {"type": "triggered_tags", "tags": list(tags)} if tags:
+            return _format(rng.choice(tags), rng) if node.get("at_least_one") else words(rng, 8)
+        case {"type": "tags_with_separator", "tags": list(tags)} if tags:
+            if node.get("stop_after_first") or node.get("at_least_one"):
+                return _format(rng.choice(tags), rng)
+            separator = str(node.get("separator", ""))
+            return separator.join(_format(tag, rng) for tag in tags)
     raise ValueError(f"unknown structural tag {node.get('type')!r}")

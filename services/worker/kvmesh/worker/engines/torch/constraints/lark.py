@@ -130,9 +130,10 @@ class _Writer:
 
     def _separated(self, tags: list[object], options: dict[object, object]) -> str:
         tag = self._add(" | ".join(self.node(tag) for tag in tags))
-        if options.get("stop_after_first"):
-            return tag
-        return self._add(f"{tag} ({self.literal(str(options.get('separator', '')))} {tag})*")
+        if not options.get("stop_after_first"):
+            separator = self.literal(str(options.get("separator", "")))
+            tag = self._add(f"{tag} ({separator} {tag})*")
+        return tag if options.get("at_least_one") else self._add(f"{tag}?")
 
     def _enclosed(self, begin: str, content: object, end: str) -> str:
         if isinstance(content, dict) and content.get("type") == "any_text" and end:
@@ -150,4 +151,5 @@ def _json(schema: object) -> str:
 
 
 def _regex(pattern: str) -> str:
+    pattern = pattern.replace("\\\n", "\n").replace("\n", "\\n")  # a rule is one line
     return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern) + "/"

@@ -1,0 +1,207 @@
+"""JSON schemas inside other documents: their references, rewritten for the new place. Pure.
+
+A reference counts from the root of its document, so a schema that moves must take what it refers to
+along. Engines also read references differently: some follow no list indices, escapes, anchors or
+ids. All are therefore resolved here and written in the one form that each engine reads.
+"""
+
+import re
+from threading import Lock
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+import msgspec
+from msgspec import Raw
+
+from kvmesh.runtime.lru import LruCache
+
+ROOT = "#"
+MEMO_BYTES = 16 << 20
+SIZE = 24  # times its JSON: at most what a schema takes in memory
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_ANCHORS = ("$anchor", "$dynamicAnchor")
+# Values of these are maps from names to schemas, or data in which nothing is a schema.
+_MAPS = frozenset(
+    ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
+)
+_DATA = frozenset(("enum", "const", "default", "examples", "example", "required"))
+_MOVED = frozenset(
+    ("$defs", "definitions", "$schema", "$id", "$recursiveAnchor", "discriminator", *_ANCHORS)
+)
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+def embedded(schema: Any, place: str = ROOT) -> Any:
+    """The schema as it reads at `place`, a JSON pointer with `#`; `#` makes a whole document.
+
+    Its `$defs` hold all that it refers to, and each reference has the form `PLACE/$defs/NAME`.
+    References that lead out of the schema, or to nothing, stay as they are.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    return _Copy(schema, place).schema()
+
+
+class SchemaMemo:
+    """JSON of embedded schemas of tools, which are the same objects in every turn. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: LruCache[tuple[int, str], tuple[Any, Raw, int]] = LruCache(
+            MEMO_BYTES, lambda _, entry: entry[2]
+        )
+        self._lock = Lock()
+
+    def json(self, schema: dict[str, Any], place: str = ROOT) -> Raw:
+        """The JSON of `embedded(schema, place)`."""
+        key = (id(schema), place)  # the entry keeps the schema, so that its id stays its own
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            size = SIZE * len(msgspec.json.encode(schema))
+            known = (schema, Raw(msgspec.json.encode(embedded(schema, place))), size)
+            with self._lock:
+                self._known.put(key, known)
+        return known[1]
+
+
+class _Index:
+    """The resources, anchors and references of a schema document."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._resources: dict[str, Any] = {}
+        self._anchors: dict[tuple[str, str], Any] = {}
+        self._found: list[tuple[dict[str, Any], str, str]] = []
+        self._resources[""] = root
+        self._visit(root, "")
+
+    def targets(self) -> dict[tuple[int, str], tuple[Any, str]]:
+        """By node and keyword of each reference: what it refers to, and a name for that."""
+        found = {}
+        for node, keyword, base in self._found:
+            target = self._resolve(node[keyword], base)
+            if isinstance(target[0], dict | bool):
+                found[id(node), keyword] = target
+        return found
+
+    def _visit(self, node: Any, base: str) -> None:
+        if isinstance(node, list):
+            for item in node:
+                self._visit(item, base)
+            return
+        if not isinstance(node, dict):
+            return
+        base = self._note(node, base)
+        for key, value in node.items():
+            if key in _MAPS and isinstance(value, dict):
+                for item in value.values():
+                    self._visit(item, base)
+            elif key not in _DATA:
+                self._visit(value, base)
+
+    def _note(self, node: dict[str, Any], base: str) -> str:
+        own = node.get("$id")
+        if isinstance(own, str):
+            if own.startswith(ROOT):  # an anchor, until draft 7
+                self._anchors.setdefault((base, own[1:]), node)
+            else:
+                base = _joined(base, own)
+                self._resources.setdefault(base, node)
+        for key in _ANCHORS:
+            if isinstance(node.get(key), str):
+                self._anchors.setdefault((base, node[key]), node)
+        self._found += [(node, key, base) for key in _REFERENCES if isinstance(node.get(key), str)]
+        return base
+
+    def _resolve(self, reference: str, base: str) -> tuple[Any, str]:
+        address, fragment = urldefrag(reference)
+        address = _joined(base, address) if address else base
+        if address not in self._resources:
+            return None, ""
+        found, name = self._resources[address], address.rsplit("/", 1)[-1]
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get((address, fragment)), fragment
+        for part in fragment.split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(name)
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None, ""
+        return found, name
+
+
+class _Copy:
+    """A copy of a schema, with its references rewritten for a place."""
+
+    def __init__(self, root: dict[str, Any], place: str) -> None:
+        self._root = root
+        self._place = place
+        self._targets = _Index(root).targets()
+        self._pointers: dict[int, str] = {id(root): place}
+        self._named: dict[str, Any] = {}
+        for target, name in self._targets.values():
+            if isinstance(target, dict) and id(target) not in self._pointers:
+                self._pointers[id(target)] = f"{place}/$defs/{self._name(name, target)}"
+
+    def schema(self) -> dict[str, Any]:
+        made = self._node(self._root)
+        if self._named:
+            made["$defs"] = {name: self._node(node) for name, node in self._named.items()}
+        if "$schema" in self._root and self._place == ROOT:
+            made = {"$schema": self._root["$schema"], **made}
+        return made
+
+    def _name(self, name: str, target: Any) -> str:
+        name = name if _PLAIN.fullmatch(name) else "schema"
+        number, free = 2, name
+        while free in self._named:
+            free, number = f"{name}_{number}", number + 1
+        self._named[free] = target
+        return free
+
+    def _inner(self, node: Any) -> Any:
+        """A part: what is referred to elsewhere stands in `$defs` alone."""
+        if isinstance(node, list):
+            return [self._inner(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        pointer = self._pointers.get(id(node))
+        if pointer is not None:
+            return {"$ref": pointer}
+        lone, _ = self._targets.get((id(node), "$ref"), (None, ""))
+        return lone if isinstance(lone, bool) and len(node) == 1 else self._node(node)
+
+    def _node(self, node: dict[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        references: list[dict[str, Any]] = []
+        told_apart = "discriminator" in node and "anyOf" not in node
+        for key, value in node.items():
+            if told_apart and key == "oneOf":  # no more than one fits, which is hard to prove
+                made["anyOf"] = self._inner(value)
+            elif key in _MOVED:
+                continue
+            elif (id(node), key) in self._targets:
+                references.append(self._reference(id(node), key))
+            elif key in _MAPS and isinstance(value, dict):
+                made[key] = {name: self._inner(item) for name, item in value.items()}
+            else:
+                made[key] = value if key in _DATA else self._inner(value)
+        for reference in references:
+            if made.keys() & reference.keys():
+                made["allOf"] = [*made.get("allOf", []), reference]
+            else:
+                made |= reference
+        return made
+
+    def _reference(self, node: int, keyword: str) -> dict[str, Any]:
+        target, _ = self._targets[node, keyword]
+        if isinstance(target, bool):
+            return {} if target else {"not": {}}
+        return {"$ref": self._pointers[id(target)]}
+
+
+def _joined(base: str, address: str) -> str:
+    joined = urljoin(base, address)
+    return joined.removesuffix(ROOT)

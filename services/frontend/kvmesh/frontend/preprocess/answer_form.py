@@ -1,0 +1,326 @@
+"""The form of an answer: one description for the engine's constraint and for the parser. Pure."""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+from msgspec.structs import replace
+
+from kvmesh.bus.messages import Guided
+from kvmesh.frontend.conversation import GenerateRequest, Tool
+from kvmesh.frontend.dialects.embedded_schemas import embedded
+from kvmesh.frontend.dialects.output import (
+    OutputGrammar,
+    OutputParser,
+    PlainText,
+    Thoughts,
+)
+from kvmesh.frontend.dialects.structural_tags import (
+    SCHEMAS,
+    Node,
+    after_thinking,
+    calls_alone,
+    calls_in_text,
+    either,
+    harmony_answer,
+    has_call_form,
+    json_node,
+    structural_tag,
+)
+from kvmesh.frontend.dialects.tools import model_name
+from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.frontend.models import ServedModel
+from kvmesh.frontend.preprocess.constrained_output import (
+    JSON_STARTS,
+    TOOL_CALLS,
+    AllowedCalls,
+    AnswerOpening,
+    ArgumentsReader,
+    CallListReader,
+    ConstrainedParser,
+    Reading,
+)
+
+_ANY = "(.|\\n)+"
+_OBJECT = {"type": "object"}
+_REFERENCE = b'"$ref"'
+
+
+class AnswerForm(Struct, frozen=True, kw_only=True):
+    """What an answer may hold: thinking, then calls, a text, or either.
+
+    - `tools`: those that the prompt shows; `callable`: those that `tool_choice` lets through.
+    - `calls`: none, if the model decides, or at least one.
+    - `text`: what the text must match; None if it is free.
+    - `thoughts`: the thinking at the beginning, as `prompt`, the prompt's end, shows.
+    - `tags`: the engine follows structural tags; `exempt`: it constrains no thinking.
+    """
+
+    tools: list[Tool]
+    callable: list[Tool]
+    calls: Literal["none", "optional", "required"]
+    parallel: bool
+    text: Guided | None
+    grammar: OutputGrammar
+    tags: bool
+    exempt: bool
+    thoughts: Thoughts = "none"
+    prompt: str = ""
+
+    def after(self, prompt: str, thinking: bool | None) -> "AnswerForm":
+        """The form after a prompt with this end; `thinking` is what the request asks for."""
+        thoughts = self.grammar.thoughts(prompt)
+        if thoughts == "possible" and thinking is False and not self.grammar.harmony:
+            thoughts = "none"
+        return replace(self, thoughts=thoughts, prompt=prompt)
+
+    @property
+    def begins_thinking(self) -> bool:
+        return self.thoughts in ("opened", "expected")
+
+    @property
+    def rewrites_calls(self) -> bool:
+        """True if the constraint writes calls in another syntax than the model's own."""
+        return self.calls == "required" or (self._either and not self._own_calls)
+
+    @property
+    def _either(self) -> bool:
+        """True if the answer is calls or a constrained text."""
+        return self.calls == "optional" and self.text is not None
+
+    @property
+    def _own_calls(self) -> bool:
+        """True if the engine can be held to calls in the model's own syntax."""
+        return self.tags and has_call_form(self.grammar.tool_parser)
+
+    # --- the constraint ---
+
+    def constraint(self) -> Guided | None:
+        """What the engine must follow; None for a free answer. Raises InvalidRequest."""
+        try:
+            return self._constraint()
+        except RecursionError as error:
+            raise InvalidRequest("A JSON schema is nested too deeply.", "tools") from error
+
+    def _constraint(self) -> Guided | None:
+        if self.calls != "required" and self.text is None:
+            return self._calls_in_text()
+        answer = self._answer()
+        if not self._allows_thinking:
+            return answer
+        calls = None
+        if self._either and self._own_calls:
+            calls = calls_alone(self.grammar.tool_parser, self.callable, self.parallel)
+        if self.grammar.harmony and not self.exempt:
+            return _tag(harmony_answer(calls, _node(answer)))
+        node = _node(answer) if calls is None else either([calls, _node(answer)])
+        if self.thoughts == "none" or self.exempt:
+            return answer if calls is None else _tag(node)
+        begun = self.begins_thinking
+        lone = self._shows_itself or not begun
+        return _tag(after_thinking(node, self.grammar.reasoning, begun, lone))
+
+    def _calls_in_text(self) -> Guided | None:
+        """The constraint of optional calls in free text, for strict and for allowed tools."""
+        restricted = len(self.callable) < len(self.tools)
+        if self.calls == "none" or not self.tags:
+            return None
+        if not restricted and not any(tool.strict for tool in self.callable):
+            return None
+        parser = self.grammar.tool_parser
+        node = calls_in_text(parser, self.callable, strict_only=not restricted)
+        return None if node is None else _tag(node)
+
+    def _answer(self) -> Guided:
+        """What follows the thinking, but for calls in the model's own syntax."""
+        if self.calls == "required":
+            return self._required()
+        if self._either and not self._own_calls:
+            return Guided(kind="json_schema", value=_json(self._calls_or_text()))
+        assert self.text is not None
+        value = self.text.value
+        if '"$ref"' not in value and 'Ref"' not in value:
+            return self.text
+        return Guided(kind="json_schema", value=_json(embedded(msgspec.json.decode(value))))
+
+    def _required(self) -> Guided:
+        """The arguments of the only tool, or a list of `{"name", "parameters"}` objects."""
+        if len(self.callable) > 1:
+            return Guided(kind="json_schema", value=_json(self._call_list()))
+        tool = self.callable[0]
+        if tool.custom and tool.grammar:
+            return Guided(kind="regex" if tool.regex else "grammar", value=tool.grammar)
+        if tool.custom:
+            return Guided(kind="regex", value=_ANY)
+        return Guided(kind="json_schema", value=_json(SCHEMAS.json(tool.parameters or _OBJECT)))
+
+    def _calls_or_text(self) -> dict[str, Any]:
+        """A schema of `{"tool_calls": […]}` or of the text, for engines that follow only JSON."""
+        assert self.text is not None
+        listed, place = self._call_list(), "#/$defs/text"
+        text: Any = _OBJECT
+        if self.text.kind == "json_schema":
+            text = embedded(msgspec.json.decode(self.text.value), place)
+        definitions = listed.pop("$defs", {}) | {"text": text}
+        wrapped = {
+            "type": "object",
+            "properties": {TOOL_CALLS: listed},
+            "required": [TOOL_CALLS],
+            "additionalProperties": False,
+        }
+        return {"anyOf": [wrapped, {"$ref": place}], "$defs": definitions}
+
+    # --- the parser ---
+
+    def parser(self, eager: bool) -> OutputParser:
+        """The parser of one output; `eager` as in `OutputGrammar.parser`."""
+        if self.calls == "required" or self.text is not None:
+            parser = self._constrained(eager)
+        else:
+            thinks, calls = self.begins_thinking, bool(self.tools)
+            parser = self.grammar.parser(
+                self.tools, self.prompt, thinking=thinks, calls=calls, eager=eager
+            )
+        if len(self.callable) == len(self.tools):
+            return parser
+        names = frozenset(model_name(tool.name, tool.namespace) for tool in self.callable)
+        return AllowedCalls(parser, names)
+
+    def _constrained(self, eager: bool) -> OutputParser:
+        def made(thinking: bool) -> OutputParser:
+            split = self.grammar.parser(
+                self.tools, self.prompt, thinking=thinking, calls=False, eager=eager
+            )
+            return self._read(split, eager)
+
+        reasoning = self.grammar.reasoning
+        if reasoning is None or not self.begins_thinking:
+            return made(False)
+        starts: tuple[str, ...] = JSON_STARTS if self._shows_itself else ()
+        if self.calls != "none":
+            starts += tuple(filter(None, ("".join(each.split()) for each in self._openers)))
+        unmarked = not self.exempt and not self._allows_thinking
+        return AnswerOpening(made, starts, reasoning.end, unmarked)
+
+    def _read(self, split: OutputParser, eager: bool) -> OutputParser:
+        """The parser of the text that `split` separates from thinking."""
+        if not self.tools:
+            return split
+        own = OutputGrammar(self.grammar.tool_parser).parser(self.tools, eager=eager)
+        if self.calls == "required":
+            return ConstrainedParser(split, [self._required_reading()], own)
+        bare = self.grammar.calls.bare if self.grammar.calls is not None else ""
+        texts = tuple(start for start in ("{", "[", '"') if start not in bare)
+        readings = [Reading(texts, PlainText())]
+        if self.rewrites_calls:
+            listed = CallListReader(self.callable)
+            readings.insert(0, Reading((f'{{"{TOOL_CALLS}":[',), listed))
+        return ConstrainedParser(split, readings, own, self._openers)
+
+    @property
+    def _openers(self) -> tuple[str, ...]:
+        """The markers that begin calls in the model's own syntax."""
+        calls = self.grammar.calls
+        return () if calls is None else tuple(filter(None, calls.openers))
+
+    def _required_reading(self) -> Reading:
+        if len(self.callable) > 1:
+            return Reading(("[{", "[]"), CallListReader(self.callable))
+        tool = self.callable[0]
+        return Reading(("",) if tool.custom else ("{",), ArgumentsReader(tool))
+
+    @property
+    def _shows_itself(self) -> bool:
+        """True if the constrained text begins as no thinking does: as an object or an array."""
+        if self.calls == "required":
+            return len(self.callable) > 1 or not self.callable[0].custom
+        text = self.text
+        return text is None or text.kind != "json_schema" or _shows_itself(text.value)
+
+    @property
+    def _allows_thinking(self) -> bool:
+        """True if the constraint lets the model think first: engines embed no Lark grammars."""
+        alone = self.calls == "required" and len(self.callable) == 1
+        lark = alone and self.callable[0].grammar is not None and not self.callable[0].regex
+        return self.tags and not lark
+
+    def _call_list(self) -> dict[str, Any]:
+        """The schema of a list of calls; `$defs` has the parameters that refer to parts of them."""
+        definitions: dict[str, Any] = {}
+        items = [_call(tool, str(n), definitions) for n, tool in enumerate(self.callable)]
+        limit = {} if self.parallel else {"maxItems": 1}
+        calls = {"type": "array", "minItems": 1, **limit, "items": {"anyOf": items}}
+        return calls | ({"$defs": definitions} if definitions else {})
+
+
+def answer_form(request: GenerateRequest, model: ServedModel) -> AnswerForm:
+    """The form that a request asks for; raises InvalidRequest if no tool fits its `tool_choice`."""
+    choice, tools = request.tool_choice, request.tools
+    callable_tools = tools
+    if choice.allowed is not None:
+        allowed = set(choice.allowed)
+        callable_tools = [t for t in tools if allowed & {t.name, model_name(t.name, t.namespace)}]
+        known = {name for t in tools for name in (t.name, model_name(t.name, t.namespace))}
+        if missing := next((name for name in choice.allowed if name not in known), None):
+            raise _unsatisfied(f"no tool is named `{missing}`")
+    if choice.mode == "required" and not callable_tools:
+        raise _unsatisfied("it allows no tool" if tools else "the request has no tools")
+    calls: Literal["none", "optional", "required"] = "none"
+    if choice.mode != "none" and callable_tools:
+        calls = "required" if choice.mode == "required" else "optional"
+    return AnswerForm(
+        tools=tools,
+        callable=[] if choice.mode == "none" else callable_tools,
+        calls=calls,
+        parallel=request.parallel_tool_calls,
+        text=request.guided,
+        grammar=model.dialect.grammar if request.messages else OutputGrammar(),
+        tags=model.card.structural_tags,
+        exempt=model.card.exempts_thinking,
+    )
+
+
+def _unsatisfied(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"`tool_choice` cannot be satisfied: {reason}.", "tool_choice")
+
+
+def _call(tool: Tool, name: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    parameters: Any = {"type": "string"}
+    if not tool.custom:
+        parameters = _OBJECT
+        if tool.parameters:
+            place = f"#/$defs/{name}"
+            parameters = SCHEMAS.json(tool.parameters, place)
+            if _REFERENCE in bytes(parameters):
+                definitions[name], parameters = parameters, {"$ref": place}
+    return {
+        "type": "object",
+        "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _node(guided: Guided) -> Node:
+    match guided.kind:
+        case "json_schema":
+            return json_node(Raw(guided.value.encode()))
+        case "regex":
+            return {"type": "regex", "pattern": guided.value}
+        case _:
+            return json_node(_OBJECT)
+
+
+def _tag(node: Node) -> Guided:
+    return Guided(kind="structural_tag", value=_json(structural_tag(node)))
+
+
+def _shows_itself(schema: str) -> bool:
+    """True if all that a schema allows begins as no thinking does: as an object or an array."""
+    root = msgspec.json.decode(schema)
+    kind = root.get("type") if isinstance(root, dict) else None
+    return kind in ("object", "array") if kind else "enum" not in root and "const" not in root
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
