@@ -236,13 +236,14 @@ def standard(messages: Entries, source: str) -> Entries:
     Developer messages are system messages, text parts are one text, and empty messages of the
     system or the model are left out. Ids of calls are their numbers, so that they do not differ
     between conversations; results have their functions' names, as some templates need. Names of
-    users are left out, which templates do not show.
+    users are in their texts, since templates do not show them.
     """
     kimi = "<|tool_calls_section_begin|>" in source
     ids: dict[str, str] = {}
     changed = []
     for message in deepcopy(messages):
-        message.pop("name", None)
+        if (name := message.pop("name", None)) is not None:
+            message["content"] = f"{name}: {message['content']}"
         if message["role"] == "developer":
             message["role"] = "system"
         if isinstance(message["content"], list):
