@@ -176,6 +176,14 @@ class ModelRegistry:
         return [m for name, m in self._models.items() if m.workers or name in self._idle]
 
     @property
+    def template_faults(self) -> dict[str, str]:
+        """One line for each served model whose chat template has a fault."""
+        faults = {name: model.dialect.template.fault for name, model in self._models.items()}
+        return {
+            name: f"the chat template of {name} {fault}" for name, fault in faults.items() if fault
+        }
+
+    @property
     def has_idle(self) -> bool:
         """True if a listed model has no worker, and its requests wait for one."""
         return any(model.card.name in self._idle and not model.workers for model in self.models)

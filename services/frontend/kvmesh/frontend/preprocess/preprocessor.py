@@ -220,7 +220,7 @@ class Preprocessor:
         decode = request.decode
         if encoded is not None:
             form = form.after(tail, request.thinking)
-            drops = model.dialect.template.drops_thinking
+            drops = model.dialect.template.drops_thinking(request)
             decode = output_retention(request, form.begins_thinking, drops)
         return PreparedRequest(
             request,
@@ -271,7 +271,7 @@ class Preprocessor:
                 lambda messages: self._count_messages(request, messages, model),
                 lambda text: self._encoder.count_text(text, request.cache_salt, model),
             )
-            drops = model.dialect.template.drops_thinking
+            drops = model.dialect.template.drops_thinking(request)
             yield from apply_edits(request, request.context_edits, drops, counter)
 
     def _count_messages(
@@ -312,7 +312,7 @@ class Preprocessor:
     ) -> Steps[list[Retain]]:
         """Retention directives of a conversation."""
         offsets = TokenOffsets(encoded)
-        drops_thinking = model.dialect.template.drops_thinking
+        drops_thinking = model.dialect.template.drops_thinking(request)
         spans = locate_spans(request, encoded.text, encoded.edges, drops_thinking)
         budget = LONG_TEXT + len(encoded.text)
         for edge, offset in offsets.inside_segments(spans):
