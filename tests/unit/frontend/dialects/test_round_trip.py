@@ -93,7 +93,7 @@ UNREAD = {
     ("llama-cpp-python/MiniMax-M3", "nested"): "it leaves out null and what an empty object is",
     ("llama-cpp-python/openai-gpt-oss-120b", "text and a call"): "it writes text as analysis",
     ("vllm/tool_chat_template_deepseekv31", None): _HEADER,
-    ("vllm/tool_chat_template_mistral_parallel", "thinking and text"): _HEADER,
+    ("vllm/tool_chat_template_mistral_parallel", None): _HEADER,
     ("vllm/tool_chat_template_gemma3_pythonic", None): "it writes no commas",
     ("vllm/tool_chat_template_llama3.2_pythonic", None): _UNQUOTED,
     ("vllm/tool_chat_template_toolace", None): _UNQUOTED,
