@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided
 from kvmesh.frontend.conversation import GenerateRequest, Tool
-from kvmesh.frontend.dialects.embedded_schemas import SIZE, embedded
+from kvmesh.frontend.dialects.embedded_schemas import embedded
 from kvmesh.frontend.dialects.output import (
     OutputGrammar,
     OutputParser,
@@ -17,7 +17,6 @@ from kvmesh.frontend.dialects.output import (
     Thoughts,
 )
 from kvmesh.frontend.dialects.structural_tags import (
-    SCHEMAS,
     Node,
     after_thinking,
     calls_alone,
@@ -47,6 +46,7 @@ _ANY = "(.|\\n)+"
 _OBJECT = {"type": "object"}
 _REFERENCE = b'"$ref"'
 MEMO_BYTES = 32 << 20
+SIZE = 24  # times its JSON: at most what a tool takes in memory
 
 
 class OutputForm(Struct, frozen=True, kw_only=True):
@@ -152,7 +152,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         value = self.text.value
         if '"$ref"' not in value and 'Ref"' not in value:
             return self.text
-        return Guided(kind="json_schema", value=SCHEMAS.document(value))
+        return Guided(kind="json_schema", value=_json(embedded(msgspec.json.decode(value))))
 
     def _required(self) -> Guided:
         """The arguments of the only tool, or a list of `{"name", "parameters"}` objects."""
@@ -163,7 +163,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return Guided(kind="regex" if tool.regex else "grammar", value=tool.grammar)
         if tool.custom:
             return Guided(kind="regex", value=_ANY)
-        return Guided(kind="json_schema", value=_json(SCHEMAS.json(tool.parameters or _OBJECT)))
+        return Guided(kind="json_schema", value=_json(embedded(tool.parameters or _OBJECT)))
 
     def _calls_or_text(self) -> dict[str, Any]:
         """A schema of `{"tool_calls": […]}` or of the text, for engines that follow only JSON."""
@@ -271,8 +271,6 @@ class ConstraintMemo:
 
     def of(self, form: OutputForm) -> Guided | None:
         """The constraint of a form that is not free."""
-        if not form.callable:
-            return form.made_constraint()
         key = (
             *map(id, form.callable),
             *(form.calls, form.parallel, form.text, form.thoughts, form.grammar),
@@ -283,7 +281,7 @@ class ConstraintMemo:
         if known is None:
             guided = form.made_constraint()
             size = SIZE * len(msgspec.json.encode(form.callable))
-            size += len(guided.value) if guided is not None else 0
+            size += sum(len(each.value) for each in (form.text, guided) if each is not None)
             known = _Made(form.callable, guided, size)
             with self._lock:
                 self._known.put(key, known)
@@ -338,8 +336,8 @@ def _call(tool: Tool, name: str, definitions: dict[str, Any]) -> dict[str, Any]:
         parameters = _OBJECT
         if tool.parameters:
             place = f"#/$defs/{name}"
-            parameters = SCHEMAS.json(tool.parameters, place)
-            if _REFERENCE in bytes(parameters):
+            parameters = embedded(tool.parameters, place)
+            if _REFERENCE in msgspec.json.encode(parameters):
                 definitions[name], parameters = parameters, {"$ref": place}
     called = {"type": "string", "enum": [model_name(tool.name, tool.namespace)]}
     return {
