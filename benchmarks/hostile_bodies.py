@@ -4,7 +4,7 @@ A stream gets a token every few milliseconds. For each body the script prints, a
 several repetitions: the largest gap between two pieces of that stream, the longest pause of the
 frontend's event loop by the clock and in CPU time of its process (which other programs do not
 lengthen), and its longest garbage collection; and the frontend's peak memory, with the status of
-the response.
+the response. `coded_bodies` follow: compressed and oversized bodies that are refused.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 import aiohttp
+from coded_bodies import measure_coded
 from hostile import CHAT, MODEL, Body, bodies
 from local_mesh import Mesh, running_mesh
 from ticking_frontend import TICKS, Ticks
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1 << 21, help="context of the model")
     parser.add_argument("--times", type=int, default=3, help="repetitions of each body")
     parser.add_argument("--only", default="", help="only bodies whose names match this pattern")
+    parser.add_argument("--coded", action="store_true", help="only compressed and oversized ones")
     options = parser.parse_args()
     context, blocks = str(options.context), str(2 * options.context // 16)
     with running_mesh(
@@ -154,7 +156,10 @@ def main() -> None:
         KVMESH_MOCK_BLOCKS=blocks,
     ) as mesh:
         assert isinstance(mesh, TickingMesh)
-        asyncio.run(measure(mesh, options.mib, options.times, options.only))
+        if not options.coded:
+            asyncio.run(measure(mesh, options.mib, options.times, options.only))
+        if not options.only:
+            measure_coded(mesh, mesh.ticks, int(options.mib * MIB), options.times)
 
 
 if __name__ == "__main__":

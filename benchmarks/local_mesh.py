@@ -78,18 +78,19 @@ class Mesh:
         threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1))}  # as `kvmesh up` does
         self._spawn("nats", nats_command(self.folder, self.nats_port), threads)
         for name in ("router", "indexer"):
-            self._service(name, name, {})
+            self.add_service(name, name, {})
         for index in range(workers):
             port = free_port()
             self._health_ports.append(port)
             options = {"KVMESH_MOCK_SEED": str(index), "KVMESH_WORKER_METRICS_PORT": str(port)}
-            self._service("worker", f"worker-{index}", options)
+            self.add_service("worker", f"worker-{index}", options)
         for index, port in enumerate(self.ports):
             name = f"frontend-{index}" if index else "frontend"
-            self._service("frontend", name, {"KVMESH_FRONTEND_PORT": str(port)})
+            self.add_service("frontend", name, {"KVMESH_FRONTEND_PORT": str(port)})
         self._until_ready()
 
-    def _service(self, role: str, name: str, options: dict[str, str]) -> None:
+    def add_service(self, role: str, name: str, options: dict[str, str]) -> None:
+        """Start a process of a role beside the others."""
         options = {f"KVMESH_{role.upper()}_NAME": name, "KVMESH_NATS_URL": self.nats_url, **options}
         self._spawn(name, self.command(role), options)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.harness import Recorder
 from support.mesh import Mesh
 from support.nats import NatsServer
 
@@ -17,7 +18,7 @@ def call(name: str, **arguments: str | int) -> str:
 
 
 THINK = "<think>\nThe weather has to be looked up.\n</think>\n\n"
-CALL = call("get_weather", city="Oslo")
+CALL, OTHER = (call("get_weather", city=city) for city in ("Oslo", "Bergen"))
 SCRIPT = [
     {"match": "in Oslo", "turn": 0, "text": f"{THINK}I look it up.\n{CALL}"},
     {"match": "in Oslo", "turn": 1, "text": "It is sunny in Oslo. Bye."},
@@ -25,6 +26,9 @@ SCRIPT = [
     {"match": "[Ll]ook at the sky", "text": call("sky__get_weather", city="Oslo")},
     {"match": "Search a tool", "text": call("ToolSearch", query="select:CronList")},
     {"match": "Book a room", "text": f"I book it.\n{call('book', city='Oslo', days=2)}"},
+    {"match": "Compare two towns", "turn": 0, "text": f"{THINK}I compare.\n{CALL}\n{OTHER}"},
+    {"match": "Compare two towns", "turn": 1, "text": "Both are sunny."},
+    {"match": "Go on for long", "text": "On and on. " * 2000},
     {"match": "Go on", "text": "Gladly."},
 ]
 
@@ -54,3 +58,10 @@ async def mesh(
     await mesh.ready()
     yield mesh
     mesh.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def url(mesh: Mesh) -> AsyncIterator[str]:
+    """The address of the mesh, behind a recorder that replays every stream at the end."""
+    async with Recorder(mesh.url).listening() as recorder:
+        yield recorder.url

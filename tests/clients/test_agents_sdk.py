@@ -16,7 +16,6 @@ from agents import (
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from support.frontend import MODEL
-from support.mesh import Mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 set_tracing_disabled(True)
@@ -29,8 +28,8 @@ def get_weather(city: str) -> str:
 
 
 @pytest_asyncio.fixture(params=["responses", "chat"], loop_scope="session")
-async def model(mesh: Mesh, request: pytest.FixtureRequest) -> AsyncIterator[Model]:
-    async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="x", max_retries=0) as client:
+async def model(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Model]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         if request.param == "chat":
             yield OpenAIChatCompletionsModel(MODEL, client)
         else:

@@ -1,11 +1,11 @@
 """Each turn's prompt is a prefix of the next one's, in the request shape of every client."""
 
-import json
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
 import pytest_asyncio
+from support import streams
 from support.mesh import Mesh
 from support.shapes import (
     ClaudeCode,
@@ -51,8 +51,9 @@ class Client:
         ):
             text = await answer.text()
             assert answer.status == 200, text
-        lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
-        events: list[Event] = [json.loads(line) for line in lines]
+        sent = streams.parse(text)
+        streams.check(shape.path, sent)
+        events: list[Event] = [event for event in sent if event != streams.DONE]
         shape.receive(events)
         await eventually(lambda: len(self._tap.works) > seen, what="the tap has the work")
         return events

@@ -7,10 +7,10 @@ from typing import Any
 import anthropic
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 from anthropic.types import MessageParam, TextBlockParam, ThinkingBlock, ToolParam, ToolUseBlock
+from anthropic.types.beta import BetaMessageParam
 from support.frontend import MODEL
-from support.mesh import Mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TOOL: ToolParam = {
@@ -26,8 +26,8 @@ ASK: MessageParam = {"role": "user", "content": "How is the weather in Oslo?"}
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def client(mesh: Mesh) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url=mesh.url, api_key="x", max_retries=0) as client:
+async def client(url: str) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
         yield client
 
 
@@ -63,6 +63,22 @@ async def test_the_conversation_continues_after_a_tool(client: AsyncAnthropic) -
     )
     assert [block.type for block in second.content] == ["text"]
     assert second.stop_reason == "end_turn"
+
+
+@beta_async_tool
+async def get_weather(city: str) -> str:
+    """The weather of a city."""
+    return f"It is sunny in {city}."
+
+
+async def test_the_tool_runner_ends(client: AsyncAnthropic) -> None:
+    """It wants the server to hold the conversation, and is refused."""
+    ask: BetaMessageParam = {"role": "user", "content": "How is the weather in Oslo?"}
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=200, messages=[ask], tools=[get_weather]
+    )
+    message = await runner.until_done()
+    assert message.content[-1].to_dict()["text"] == "It is sunny in Oslo. Bye."
 
 
 async def test_omitted_thinking_returns_to_the_model(client: AsyncAnthropic) -> None:

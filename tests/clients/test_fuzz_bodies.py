@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from support.mutate import (
     replaced,
     wrong_values,
 )
+from zstandard import ZstdCompressor
 
 IDS = [f"{path}-{index}" for index, (path, _) in enumerate(BODIES)]
 each_body = pytest.mark.parametrize(("path", "body"), BODIES, ids=IDS)
@@ -116,17 +120,27 @@ def test_headers_that_are_not_text(mesh: Mesh, path: str) -> None:
     assert send(mesh, path, short_body(path, 2), {"x-tenant-id": "Å".encode()}).status == 400
 
 
-def test_compressed_bodies(mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("coding", "encode"),
+    [
+        ("gzip", partial(gzip.compress, compresslevel=1)),
+        ("deflate", partial(zlib.compress, level=1)),
+        ("zstd", ZstdCompressor().compress),
+    ],
+)
+def test_compressed_bodies(mesh: Mesh, coding: str, encode: Callable[[bytes], bytes]) -> None:
     path = "/v1/chat/completions"
     body = short_body(path, 2)
-    coded: dict[str, str | bytes] = {"Content-Encoding": "gzip"}
-    assert send(mesh, path, gzip.compress(body), coded).status == 200
-    for broken in (body, gzip.compress(body)[:-12], gzip.compress(body)[:5]):
+    coded: dict[str, str | bytes] = {"Content-Encoding": coding}
+    assert send(mesh, path, encode(body), coded).status == 200
+    for broken in (body, encode(body)[:-12], encode(body)[:5]):
         reply = send(mesh, path, broken, coded)
         assert reply.status == 400, reply
         check_error(path, reply)
-    bomb = gzip.compress(b'{"model": "' + b"x" * (200 << 20) + b'"}')
+    bomb = encode(b'{"model": "' + b"x" * (200 << 20) + b'"}')
     assert send(mesh, path, bomb, coded).status == 413
+    reply = send(mesh, path, body, {"Content-Encoding": "br"})
+    assert (reply.status, "zstd" in reply.headers["accept-encoding"]) == (415, True)
 
 
 @pytest.mark.parametrize("name", ["%ff%fe", "%00", "a/../b", "x" * 5000, "resp_" + "a" * 5000])

@@ -19,11 +19,11 @@ from openai.types.responses import (
     FunctionToolParam,
     ResponseFunctionToolCall,
     ResponseFunctionToolCallParam,
+    ResponseReasoningItem,
 )
 from openai.types.responses.response_input_item_param import FunctionCallOutput, ItemReference
 from pydantic import BaseModel
 from support.frontend import MODEL
-from support.mesh import Mesh
 from support.wait import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -54,8 +54,8 @@ class Person(BaseModel):
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def client(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="x", max_retries=0) as client:
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         yield client
 
 
@@ -197,6 +197,19 @@ async def test_responses_call_a_tool_and_continue(client: AsyncOpenAI) -> None:
     )
     assert second.output_text == "It is sunny in Oslo. Bye."
     assert second.status == "completed"
+
+
+async def test_responses_show_thinking_as_a_summary_where_asked(client: AsyncOpenAI) -> None:
+    async with client.responses.stream(
+        model=MODEL, input=ASK, tools=[TOOL], reasoning={"summary": "auto"}
+    ) as stream:
+        kinds = {event.type async for event in stream}
+        response = await stream.get_final_response()
+    reasoning = response.output[0]
+    assert isinstance(reasoning, ResponseReasoningItem)
+    assert [part.text for part in reasoning.summary] == ["The weather has to be looked up."]
+    assert "response.reasoning_summary_part.added" in kinds
+    assert "response.reasoning_text.delta" not in kinds
 
 
 async def test_a_replayed_history_counts_like_a_stored_one(client: AsyncOpenAI) -> None:

@@ -259,12 +259,6 @@ async def test_an_anthropic_header_chooses_the_error_shape(stage: Stage) -> None
     assert (reply.status, reply.body["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-async def test_a_method_that_a_path_does_not_have_is_not_found(stage: Stage, method: str) -> None:
-    reply = await stage.call(method, CHAT)
-    assert (reply.status, f"{method} {CHAT}" in reply.body["error"]["message"]) == (404, True)
-
-
 # --- headers and ids of answers ---
 
 
@@ -378,7 +372,8 @@ async def test_a_key_sees_the_models_that_it_may_use(
         assert one.status == (200 if name in names else 404)
         if name in names:
             assert (one.body["id"], one.body["root"]) == (name, MODEL)
-            assert one.body["context_length"] == one.body["max_model_len"] == CONTEXT
+            lengths = ("context_length", "context_window", "max_model_len")
+            assert {one.body[length] for length in lengths} == {CONTEXT}
 
 
 async def test_models_need_a_key_and_health_does_not(stage: Stage) -> None:
@@ -430,13 +425,26 @@ async def samples(stage: Stage) -> dict[str, float]:
 async def test_a_stored_response_is_read_listed_and_deleted(stage: Stage) -> None:
     first = (await stage.generate(RESPONSES, input="One")).body
     second = (await stage.generate(RESPONSES, input="Two", previous_response_id=first["id"])).body
+    sent = {"input": "Two", "previous_response_id": first["id"]}
+    counted = await stage.post(f"{RESPONSES}/input_tokens", sent)
+    assert counted.body["input_tokens"] == second["usage"]["input_tokens"]
     path = f"{RESPONSES}/{second['id']}"
     assert (await stage.call("GET", path)).body == second
-    items = (await stage.call("GET", f"{path}/input_items")).body
+    items = (await stage.call("GET", f"{path}/input_items?order=asc")).body
     assert items["object"] == "list"
-    texts = [item["content"] for item in items["data"] if item.get("role") == "user"]
-    assert texts == ["One", "Two"]
-    assert first["output"][0] in items["data"], "earlier answers are input"
+    said = [first["output"][0]["content"][0]["text"]]
+    assert [item["content"][0]["text"] for item in items["data"]] == ["One", *said, "Two"]
+    assert items["data"][1] == first["output"][0], "earlier answers are input"
+    newest = (await stage.call("GET", f"{path}/input_items?limit=1")).body
+    assert (newest["data"], newest["has_more"]) == (items["data"][-1:], True)
+    rest = (await stage.call("GET", f"{path}/input_items?after={newest['last_id']}")).body
+    assert (rest["data"], rest["has_more"]) == (items["data"][-2::-1], False)
+    again = await stage.generate(RESPONSES, input=references({"output": items["data"]}))
+    assert again.body["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+    refused = await stage.call("GET", f"{path}/input_items?order=up")
+    assert (refused.status, refused.body["error"]["param"]) == (400, "order")
+    refused = await stage.call("GET", f"{path}?stream=true")
+    assert (refused.status, refused.body["error"]["param"]) == (400, "stream")
     deleted = await stage.call("DELETE", path)
     assert deleted.body == {"id": second["id"], "object": "response", "deleted": True}
     for method, suffix in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
@@ -457,6 +465,9 @@ async def test_a_response_that_is_not_to_be_stored_is_not(stage: Stage) -> None:
     made = (await stage.generate(RESPONSES, store=False)).body
     assert made["store"] is False
     assert (await stage.call("GET", f"{RESPONSES}/{made['id']}")).status == 404
+    reply = await stage.post(RESPONSES, {"input": references(made)})
+    assert (reply.status, reply.body["error"]["param"]) == (400, "input")
+    assert "was not stored" in reply.body["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["resp_none", "chatcmpl-1", "resp_" + "x" * 200, "resp_%2e%2e"])
@@ -488,8 +499,9 @@ async def test_referenced_items_are_read_from_stored_responses(stage: Stage) -> 
         RESPONSES, input=[*references(first), two], previous_response_id=made.body["id"]
     )
     assert then.body["usage"]["input_tokens"] > made.body["usage"]["input_tokens"]
-    listed = (await stage.call("GET", f"{RESPONSES}/{made.body['id']}/input_items")).body["data"]
-    assert [item["id"] for item in listed if "id" in item] == [
+    path = f"{RESPONSES}/{made.body['id']}/input_items?order=asc"
+    listed = (await stage.call("GET", path)).body["data"]
+    assert [item["id"] for item in listed if item["role"] == "assistant"] == [
         item["id"] for response in (first, second) for item in response["output"]
     ]
 

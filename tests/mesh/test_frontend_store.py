@@ -64,6 +64,22 @@ async def test_a_response_belongs_to_its_tenant(store: ResponseStore) -> None:
             await store.delete("resp_a", tenant)
 
 
+async def test_a_response_outlives_its_frontend_and_the_server(
+    nats_server: NatsServer, bus: Bus, store: ResponseStore
+) -> None:
+    assert await store.put(turn("kept", "one", tenant="t"))
+    nats_server.restart()
+    other = await Bus.connect(bus.options, "another")
+    again = ResponseStore(other, 60.0, 64 << 20)
+    assert await again.get("resp_kept", "t") == turn("kept", "one", tenant="t")
+    found = await again.items({"resp_kept": [0], "resp_gone": []}, "t")
+    listed = [msgspec.json.decode(item) for item in found["resp_kept"]]
+    assert list(found) == ["resp_kept"]
+    assert listed[-1]["content"] == [{"type": "input_text", "text": "one"}]
+    assert await again.items({"resp_kept": [0]}, "u") == {}
+    await other.close()
+
+
 @pytest.mark.parametrize("name", ["resp_gone", "x", "resp_a.1", "resp_>", "", "resp_" + "a" * 300])
 async def test_an_unknown_response_is_not_found(store: ResponseStore, name: str) -> None:
     with pytest.raises(ResponseNotFound):

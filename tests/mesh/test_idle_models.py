@@ -204,7 +204,7 @@ async def test_a_client_that_leaves_frees_its_place(stage: Stage) -> None:
 async def test_requests_wait_again_when_the_last_worker_dies(stage: Stage) -> None:
     stage.mesh.start("worker", "worker-0", KVMESH_MOCK_SPEEDUP="1")
     stream = await stage.client.stream(CHAT, body(max_tokens=300, stream=True))
-    await stream.content.readuntil(b"content")
+    begin = await stream.content.readuntil(b"content")
     stage.mesh.kill("worker-0")
     await stage.waits(1)
     later = asyncio.create_task(stage.client.post(CHAT, body()))
@@ -212,7 +212,7 @@ async def test_requests_wait_again_when_the_last_worker_dies(stage: Stage) -> No
     await stage.woken(2)
     stage.mesh.start("worker", "worker-1", KVMESH_MOCK_SPEEDUP="50")
     assert (await later)[0] == 200
-    *_, last, done = await events(stream)
+    *_, last, done = await events(stream, begin)
     assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
 
 

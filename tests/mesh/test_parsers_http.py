@@ -10,13 +10,14 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from support.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Api, Content
+from support.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Api, Content, streamed
 from support.frontend import (
     ROUTES,
     Client,
     ScriptedRouter,
     ScriptedWorker,
     client_session,
+    events,
     scripted_router,
     scripted_worker,
 )
@@ -30,6 +31,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Chunk, Routed, RouteReply, RouteRequest
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.demo import model_dir
+from kvmesh.frontend.conversation import GAP
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMITS = StreamLimits(kv_bytes=256 << 20, route_bytes=64 << 20, seq_bytes=64 << 20, lease_s=10.0)
@@ -61,7 +63,7 @@ class Stage:
     workers: dict[str, ScriptedWorker]
 
     async def content(
-        self, api: Api, model: str, raw: str, stream: bool, **fields: Any
+        self, api: Api, model: str, raw: str, stream: bool, end: str = "stop", **fields: Any
     ) -> tuple[Content, int]:
         """Content of a response to the engine output `raw`, and the number of output tokens."""
         worker = self.workers[model]
@@ -73,7 +75,7 @@ class Stage:
         for start in range(0, len(tokens), CHUNK):
             last = start + CHUNK >= len(tokens)
             chunk = Chunk(work.request, start, tokens[start : start + CHUNK])
-            chunk.cached, chunk.finish = (None if start else CACHED), ("stop" if last else None)
+            chunk.cached, chunk.finish = (None if start else CACHED), (end if last else None)
             await worker.send(work, chunk)
         return await response, len(tokens)
 
@@ -125,8 +127,10 @@ def tools(api: Api) -> list[dict[str, Any]]:
     return [{"name": t.name, "input_schema": t.parameters} for t in TOOLS]
 
 
-def joined(case: Case, kind: str) -> str:
-    return "".join(content for piece, _, content in case.pieces if piece == kind)
+def joined(case: Case, kind: str, api: Api) -> str:
+    """The texts of a kind; chat has one field for all, with gaps between them."""
+    gap = GAP if api is CHAT else ""
+    return gap.join(content for piece, _, content in case.pieces if piece == kind)
 
 
 @pytest.mark.parametrize("api", [CHAT, MESSAGES, RESPONSES], ids=lambda api: api.name)
@@ -138,8 +142,8 @@ async def test_a_stream_and_a_whole_response_have_the_published_content(
     whole, count = await stage.content(api, model, case.raw, False, tools=tools(api))
     stream, _ = await stage.content(api, model, case.raw, True, tools=tools(api))
     assert stream == whole
-    assert whole.thinking == joined(case, "thinking")
-    assert whole.text == joined(case, "text")
+    assert whole.thinking == joined(case, "thinking", api)
+    assert whole.text == joined(case, "text", api)
     assert whole.calls == [(name, value) for kind, name, value in case.pieces if kind == "call"]
     assert (whole.output, whole.cached) == (count, sum(CACHED))
     called = {CHAT: "tool_calls", MESSAGES: "tool_use", RESPONSES: "completed"}
@@ -165,3 +169,138 @@ async def test_without_tools_calls_are_text(stage: Stage, api: Api) -> None:
     ]
     assert contents[0] == contents[1]
     assert (contents[0].text, contents[0].calls) == (call, [])
+
+
+# --- stop strings and limits ---
+
+THINKING = "I count STOP,\n\nthree."
+CALL = {"name": "get_weather", "arguments": {"city": "STOP\n\n}"}}
+ANSWER = (
+    f"<think>\n{THINKING}\n</think>\n\nFirst ST.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n"
+    "Second 🧿 go STOP never."
+)
+STOPPED = {CHAT: "tool_calls", MESSAGES: "stop_sequence", RESPONSES: "completed"}
+CUT = {CHAT: "length", MESSAGES: "max_tokens", RESPONSES: "incomplete", COMPLETIONS: "length"}
+
+
+def stops(api: Api, *texts: str) -> dict[str, Any]:
+    return {"stop_sequences" if api is MESSAGES else "stop": list(texts)}
+
+
+@streamed
+@pytest.mark.parametrize("api", [CHAT, MESSAGES], ids=lambda api: api.name)
+async def test_a_stop_string_ends_the_visible_text(stage: Stage, api: Api, stream: bool) -> None:
+    fields = {**stops(api, "STOP", "}"), "tools": tools(api)}
+    found, _ = await stage.content(api, "hermes-qwen3", ANSWER, stream, **fields)
+    assert found.thinking == THINKING
+    assert found.calls == [("get_weather", CALL["arguments"])]
+    gap = GAP if api is CHAT else ""
+    assert (found.text, found.finish) == (f"First ST.{gap}Second 🧿 go ", STOPPED[api])
+
+
+@streamed
+async def test_a_stop_string_ends_an_unparsed_completion(stage: Stage, stream: bool) -> None:
+    raw = "First ST. Second 🧿 go STOP never."
+    found, _ = await stage.content(COMPLETIONS, "hermes-qwen3", raw, stream, stop=["STOP"])
+    assert (found.text, found.finish) == ("First ST. Second 🧿 go ", "stop")
+
+
+@streamed
+@pytest.mark.parametrize("end", [24, 50, 130], ids=["thinking", "text", "call"])
+@pytest.mark.parametrize("api", [CHAT, MESSAGES, RESPONSES, COMPLETIONS], ids=lambda api: api.name)
+async def test_an_answer_cut_by_its_limit_says_so(
+    stage: Stage, api: Api, end: int, stream: bool
+) -> None:
+    fields: dict[str, Any] = {} if api is COMPLETIONS else {"tools": tools(api)}
+    if api in (CHAT, MESSAGES):
+        fields |= stops(api, "}")
+    raw = ANSWER[:end]
+    found, _ = await stage.content(api, "hermes-qwen3", raw, stream, end="length", **fields)
+    assert found.finish == CUT[api]
+
+
+# --- log-probabilities ---
+
+
+async def answer_with_logprobs(stage: Stage, api: Api, stream: bool) -> tuple[Any, list[int]]:
+    worker = stage.workers["hermes-qwen3"]
+    number = len(worker.works)
+    fields: dict[str, Any] = {"logprobs": True, "stop": ["STOP"]}
+    if api is RESPONSES:
+        fields = {"include": ["message.output_text.logprobs"]}
+    fields["tools"] = tools(api)
+    body = api.body("Weather?", 900, model="hermes-qwen3", stream=stream, **fields)
+    response = asyncio.create_task(stage.client.stream(api.path, body))
+    work = await worker.work(number)
+    tokens = TOKENIZER.encode(ANSWER, add_special_tokens=False).ids
+    for start in range(0, len(tokens), CHUNK):
+        ids = tokens[start : start + CHUNK]
+        known = [{token: -1.0 - at, 7: -0.5} for at, token in enumerate(ids, start)]
+        last = start + CHUNK >= len(tokens)
+        chunk = Chunk(work.request, start, ids, logprobs=known, finish="stop" if last else None)
+        await worker.send(work, chunk)
+    answer = await response
+    assert answer.status == 200
+    if not stream:
+        return await answer.json(), tokens
+    return [event for event in await events(answer) if event != "[DONE]"], tokens
+
+
+def check(entries: list[Any], text: str) -> None:
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+    values = [entry["logprob"] for entry in entries]
+    assert values == sorted(set(values), reverse=True)
+
+
+@streamed
+async def test_chat_lists_the_tokens_of_its_content(stage: Stage, stream: bool) -> None:
+    answer, _ = await answer_with_logprobs(stage, CHAT, stream)
+    if stream:
+        choices = [choice for chunk in answer for choice in chunk["choices"]]
+        entries = []
+        for choice in choices:
+            found = (choice.get("logprobs") or {"content": []})["content"]
+            entries += found
+            if found:
+                shown = choice["delta"]["content"].removeprefix(GAP)
+                assert b"".join(bytes(entry["bytes"]) for entry in found) == shown.encode()
+    else:
+        entries = answer["choices"][0]["logprobs"]["content"]
+    # the gap between two texts is not the model's
+    check(entries, "First ST.Second 🧿 go ")
+    assert all(entry["top_logprobs"] == [] for entry in entries)
+
+
+@streamed
+async def test_responses_lists_the_tokens_of_each_text(stage: Stage, stream: bool) -> None:
+    answer, _ = await answer_with_logprobs(stage, RESPONSES, stream)
+    items = (answer[-1]["response"] if stream else answer)["output"]
+    parts = [item["content"][0] for item in items if item["type"] == "message"]
+    assert [part["text"] for part in parts] == ["First ST.", "Second 🧿 go STOP never."]
+    for part in parts:
+        check(part["logprobs"], part["text"])
+    if stream:
+        deltas = [event for event in answer if event["type"] == "response.output_text.delta"]
+        for delta in deltas:
+            shown = b"".join(bytes(entry["bytes"]) for entry in delta["logprobs"])
+            assert shown == delta["delta"].encode()
+        listed = [entry for delta in deltas for entry in delta["logprobs"]]
+        assert listed == [entry for part in parts for entry in part["logprobs"]]
+
+
+async def test_a_choice_that_a_stop_string_ends_stops_its_engine(stage: Stage) -> None:
+    worker = stage.workers["hermes-qwen3"]
+    number = len(worker.works)
+    body = CHAT.body("Weather?", 900, model="hermes-qwen3", n=2, stop=["STOP"])
+    response = asyncio.create_task(stage.client.post(CHAT.path, body))
+    stopped, other = [await worker.work(number + at) for at in range(2)]
+    tokens = TOKENIZER.encode("go STOP on", add_special_tokens=False).ids
+    await worker.send(stopped, Chunk(stopped.request, 0, tokens))
+    await eventually(lambda: stopped.request in worker.cancelled, what="the engine is stopped")
+    assert not response.done()
+    last = TOKENIZER.encode("Yes", add_special_tokens=False).ids
+    await worker.send(other, Chunk(other.request, 0, last, finish="stop"))
+    status, answer = await response
+    assert status == 200
+    assert sorted(choice["message"]["content"] for choice in answer["choices"]) == ["Yes", "go "]
+    assert worker.cancelled.count(stopped.request) == 1

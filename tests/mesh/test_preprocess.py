@@ -402,3 +402,13 @@ async def test_images_are_rejected_by_a_text_model(
     status, answer = await stage.client.post(path, body)
     assert status == 400
     assert "does not read images" in answer["error"]["message"]
+
+
+async def test_a_session_goes_on_after_an_image(stage: Stage) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    look = [{"type": "text", "text": "Look"}, {"type": "image", "source": source}]
+    body = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": look}]}
+    assert (await stage.client.post(MESSAGES, body))[0] == 400
+    body["messages"].append({"role": "user", "content": "Go on without it."})  # type: ignore[attr-defined]
+    works, _ = await stage.complete(MESSAGES, body, "Sure.")
+    assert tokens(works[0])

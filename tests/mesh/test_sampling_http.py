@@ -163,7 +163,6 @@ OTHERS: list[tuple[Api, Json, Json]] = [
     ),
     (CHAT, {"logprobs": True}, {"logprobs": 0}),
     (CHAT, {"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
-    (CHAT, {"logprobs": False, "top_logprobs": 4}, {}),
     (COMPLETIONS, {"logprobs": 2}, {"logprobs": 2}),
     (COMPLETIONS, {"logprobs": 0}, {"logprobs": 0}),
     (
@@ -205,6 +204,8 @@ INVALID: list[tuple[Api, Json, str]] = [
         )
     ],
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"logprobs": False, "top_logprobs": 4}, "top_logprobs"),
+    (CHAT, {"top_logprobs": 1}, "top_logprobs"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs"),
     (MESSAGES, {"top_p": -1}, "top_p"),
     (MESSAGES, {"top_k": -2}, "top_k"),

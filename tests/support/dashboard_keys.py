@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 
 from kvmesh.frontend.auth.accounts import Accounts, Key, Scope
-from kvmesh.frontend.auth.authenticator import secret_of
+from kvmesh.frontend.auth.authenticator import secrets_of
 
 
 class KeyRing:
@@ -21,7 +21,7 @@ class KeyRing:
         self.accounts.replace(keys, 0.0)
 
     def require_scope(self, headers: Mapping[str, str], scope: Scope) -> object:
-        account = self.accounts.authenticate(secret_of(headers))
+        account = self.accounts.authenticate(next(iter(secrets_of(headers)), None))
         account.require_scope(scope)
         return account
 

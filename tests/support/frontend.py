@@ -34,6 +34,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.storage.model_files import publish_model
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.demo import model_dir
+from support import streams
 from support.wait import PATIENCE_S
 
 MODEL = "kvmesh-demo"
@@ -213,8 +214,11 @@ class Client:
         return await self.session.post(self.url + path, data=data, headers=headers)
 
 
-async def events(response: aiohttp.ClientResponse) -> list[Any]:
-    """All events of a stream without comments; `[DONE]` is a string."""
-    text = await response.text()
-    data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    return [part if part == "[DONE]" else msgspec.json.decode(part) for part in data]
+async def events(response: aiohttp.ClientResponse, begin: bytes = b"") -> list[Any]:
+    """All events of a stream, which must build an answer or fail; `[DONE]` is a string.
+
+    `begin` is what has been read before.
+    """
+    found = streams.parse((begin + await response.read()).decode())
+    streams.check(response.url.path, found)
+    return found

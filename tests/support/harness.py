@@ -1,6 +1,7 @@
 """Real coding agents, run headless, and records of their requests and output."""
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+
+from support import streams
 
 INSTALLED = Path(__file__).parents[2] / ".agents" / "node_modules" / ".bin"
 KEY = "sk-of-the-tests"
@@ -104,6 +107,7 @@ Intervene = Callable[[str, dict[str, Any]], web.Response | None]
 class Recorder:
     """A proxy between a client and the mesh that records requests and responses.
 
+    At its end every whole stream must build an answer or fail, as `support.streams` has it.
     `intervene`, if set, may respond in place of the mesh; a response 429 sets `refused`. The mesh
     keeps the requests apart from those of another `tenant`.
     """
@@ -113,6 +117,7 @@ class Recorder:
         self.intervene: Intervene | None = None
         self.url = ""
         self._target = target
+        self._streams: list[tuple[str, bytes]] = []
         self._refused = refused
         self._added = {"x-tenant-id": tenant} if tenant else {}
 
@@ -127,6 +132,8 @@ class Recorder:
         self.url = "http://{}:{}".format(*runner.addresses[0])
         yield self
         await runner.cleanup()
+        for path, sent in self._streams:
+            streams.check(path, streams.parse(sent.decode()))
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         arrived = time.monotonic()
@@ -154,7 +161,7 @@ class Recorder:
         kept = {k: v for k, v in headers.items() if k not in OWN_HEADERS} | self._added
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session,
-            session.request(request.method, url, data=raw, headers=kept) as answer,
+            session.request(request.method, url, data=io.BytesIO(raw), headers=kept) as answer,
         ):
             found = {k: v for k, v in answer.headers.items() if k.lower() not in OWN_HEADERS}
             response = web.StreamResponse(status=answer.status, headers=found)
@@ -167,6 +174,8 @@ class Recorder:
             path, status = request.path_qs, answer.status
             seen = RecordedRequest(path, headers, body, status, answered, named, arrived)
             self.requests.append(seen)
+            if answer.content_type == "text/event-stream":
+                self._streams.append((path, answered))
             if answer.status == 429 and self._refused is not None:
                 self._refused.set()
             await response.write_eof()

@@ -11,6 +11,7 @@ from prometheus_client.exposition import choose_encoder
 from kvmesh.runtime.service import StartError
 from kvmesh.runtime.warnings import Warnings
 
+LINGER_S = 1.0
 disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the series of counters
 
 
@@ -68,7 +69,8 @@ async def serve_metrics(
     app.add_routes(
         [web.get("/metrics", metrics), web.get("/health", health), web.get("/live", live)]
     )
-    runner = web.AppRunner(app, access_log=None)
+    # nothing here reads a body, so none is decoded, nor awaited for long
+    runner = web.AppRunner(app, access_log=None, auto_decompress=False, lingering_time=LINGER_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -1,10 +1,13 @@
 """The HTTP endpoint of metrics and health."""
 
+import gzip
 import socket
+from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from aiohttp.compression_utils import ZLibDecompressor
 from prometheus_client import REGISTRY, Histogram
 from support.nats import free_port
 
@@ -56,4 +59,29 @@ async def test_exemplars_and_no_created_series_are_in_openmetrics() -> None:
         assert "_created" not in plain + open_metrics
     finally:
         REGISTRY.unregister(times)
+        await runner.cleanup()
+
+
+async def test_a_body_that_nobody_reads_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    decode = ZLibDecompressor.decompress_sync
+
+    def counted(*arguments: Any, **options: Any) -> bytes:
+        part = decode(*arguments, **options)
+        decoded.append(len(part))
+        return part
+
+    monkeypatch.setattr(ZLibDecompressor, "decompress_sync", counted)
+    port = free_port()
+    settings = msgspec.structs.replace(load(None, {}, {}).worker, metrics_port=port)
+    runner = await serve_metrics(settings, lambda: True, Warnings())
+    assert runner is not None
+    try:
+        async with aiohttp.ClientSession(headers={"Content-Encoding": "gzip"}) as http:
+            for path, status in (("/metrics", 405), ("/health", 405), ("/nowhere", 404)):
+                url, body = f"http://127.0.0.1:{port}{path}", gzip.compress(b" " * (1 << 20))
+                async with http.post(url, data=body) as answer:
+                    assert answer.status == status
+        assert decoded == []
+    finally:
         await runner.cleanup()

@@ -52,7 +52,7 @@ def candidates(option: Option) -> Iterator[Any]:
     elif option.type is Path:
         yield Path("/some/folder/with space")
     elif get_origin(option.type) is list:
-        yield from ([0.5, 0.25, 0.125, 0.0], ["gold=2", "free=1"], ["a", "b"])
+        yield from ([0.5, 0.25, 0.125, 0.0], ["gold=2", "free=1"], ["a", "b"], ["https://a", "*"])
     else:
         yield from ("strange-é word", "other", "1/2", "a=1", "2")
 

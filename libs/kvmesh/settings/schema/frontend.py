@@ -50,6 +50,12 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
     allow_anonymous: Annotated[
         bool, Meta(description="listen beyond loopback without API keys")
     ] = False
+    cors_origins: Annotated[
+        list[Annotated[str, Meta(pattern=r"^(\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+)$")]],
+        Meta(
+            description="origins whose web pages may call the API, as https://HOST[:PORT]; *: all"
+        ),
+    ] = []
     tenant_secret: Annotated[
         Secret | None,
         Meta(

@@ -26,10 +26,9 @@ class Text(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    """A reasoning span; the opaque `signature` is returned to the client unchanged."""
+    """A reasoning span."""
 
     text: str
-    signature: str = ""
 
 
 class Image(Struct, frozen=True):
@@ -37,6 +36,21 @@ class Image(Struct, frozen=True):
 
     url: str
     cache: CacheControl | None = None
+
+
+class AttachedFile(Struct, frozen=True):
+    """A file that no model here reads; `kind` names it in words, such as "PDF document".
+
+    `context`: what the client says about it.
+    """
+
+    kind: str
+    name: str = ""
+    context: str = ""
+    cache: CacheControl | None = None
+
+
+ResultPart: TypeAlias = Text | Image | AttachedFile
 
 
 class ToolCall(Struct, frozen=True):
@@ -54,7 +68,7 @@ class ToolResult(Struct, frozen=True):
     """`references` names deferred tools that are available from this result on."""
 
     call_id: str
-    content: "list[Text | Image]"
+    content: list[ResultPart]
     is_error: bool = False
     references: list[str] = []
     cache: CacheControl | None = None
@@ -76,13 +90,22 @@ class Insertion(NamedTuple):
 
 
 class RenderedPrompt(NamedTuple):
-    """A prompt's text, and the answers in it whose tokens are known, in order."""
+    """A prompt's text, and the answers in it whose tokens are known, in order.
+
+    `cuts`: offsets, in order, on whose sides the text is encoded apart, so that a control token's
+    text in a message does not become that token.
+    """
 
     text: str
     insertions: Sequence[Insertion] = ()
+    cuts: Sequence[int] = ()
 
 
-Block: TypeAlias = Text | Thinking | Image | ToolCall | ToolResult | ToolNotice
+# Between two texts of one turn that other blocks separate, where both become one text: white space
+# next to calls and thinking belongs to the model's syntax and is in neither.
+GAP = "\n\n"
+
+Block: TypeAlias = Text | Thinking | Image | AttachedFile | ToolCall | ToolResult | ToolNotice
 
 
 class Generated(Struct, frozen=True):

@@ -1,5 +1,6 @@
 """Errors of requests, independent of the API that reports them."""
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 Kind = Literal[
@@ -7,7 +8,9 @@ Kind = Literal[
     "authentication",
     "permission",
     "not_found",
+    "method_not_allowed",
     "too_large",
+    "unsupported_coding",
     "rate_limit",
     "overloaded",
     "unavailable",
@@ -20,7 +23,9 @@ STATUS: dict[Kind, int] = {
     "authentication": 401,
     "permission": 403,
     "not_found": 404,
+    "method_not_allowed": 405,
     "too_large": 413,
+    "unsupported_coding": 415,
     "rate_limit": 429,
     "overloaded": 529,
     "unavailable": 503,
@@ -33,7 +38,7 @@ class ApiError(Exception):
     """Base of every error that reaches a client; `param` names the invalid field.
 
     `retry_after` is in seconds and set only if a retry may succeed. `fatal` asks clients not to
-    retry even if the status suggests it.
+    retry even if the status suggests it. `headers` say what would be accepted instead.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after: float | None = None,
         fatal: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind
@@ -53,6 +59,7 @@ class ApiError(Exception):
         self.param = param
         self.retry_after = retry_after
         self.fatal = fatal
+        self.headers = headers or {}
 
 
 class InvalidRequest(ApiError):
@@ -60,6 +67,31 @@ class InvalidRequest(ApiError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__("invalid_request", message, param=param, code=code)
+
+
+class UnsupportedCoding(ApiError):
+    """The body has a content coding, or several, that cannot be decoded here."""
+
+    def __init__(self, coding: str, accepted: Sequence[str]) -> None:
+        names = ", ".join(accepted)
+        super().__init__(
+            "unsupported_coding",
+            f"Content coding `{coding}` is not supported; send one of {names}, or a plain body.",
+            headers={"Accept-Encoding": names},
+        )
+
+
+class MethodNotAllowed(ApiError):
+    """The path exists, with other methods."""
+
+    def __init__(self, method: str, path: str, allowed: Sequence[str]) -> None:
+        names = ", ".join(allowed)
+        super().__init__(
+            "method_not_allowed",
+            f"{path} has no method {method}, only {names}.",
+            code="method_not_supported",
+            headers={"Allow": names},
+        )
 
 
 class ModelNotFound(ApiError):
@@ -76,10 +108,15 @@ class ModelNotFound(ApiError):
 
 
 class ContextExceeded(ApiError):
-    """The prompt (`max_tokens` is None), or prompt plus output, exceeds the context length."""
+    """The prompt (`max_tokens` is None), or prompt plus output, exceeds the context length.
 
-    def __init__(self, prompt_tokens: int, max_tokens: int | None, context: int) -> None:
-        requested = f"{prompt_tokens} tokens in the prompt"
+    `at_least`: the prompt has at least `prompt_tokens`, and was not counted to its end.
+    """
+
+    def __init__(
+        self, prompt_tokens: int, max_tokens: int | None, context: int, at_least: bool = False
+    ) -> None:
+        requested = f"{'at least ' * at_least}{prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
             requested += f" and {max_tokens} for the completion"
         super().__init__(
@@ -88,6 +125,7 @@ class ContextExceeded(ApiError):
             code="context_length_exceeded",
         )
         self.prompt_tokens = prompt_tokens
+        self.at_least = at_least
         self.max_tokens = max_tokens
         self.context = context
 

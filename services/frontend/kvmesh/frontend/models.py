@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import re
 import time
 from array import array
 from collections.abc import Callable, Coroutine
@@ -23,14 +24,17 @@ from kvmesh.frontend.conversation import Generated, GenerateRequest
 from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
+from kvmesh.frontend.dialects.templates.control_tokens import LONGEST, ControlTokens
 from kvmesh.frontend.errors import ModelNotFound, Unavailable
 from kvmesh.frontend.metrics import FrontendModelMetrics, live_workers
 from kvmesh.frontend.tokenizer.detokenizer import DetokenizerFactory, TokenTexts
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
+from kvmesh.frontend.tokenizer.text_slices import alternation
 
 log = logging.getLogger(__name__)
 RETRY_S = 2.0
 ADAPTERS = 1024
+_MARKUP = re.compile(r"[<\[◁｜].*[>\]▷｜]")  # such as <think> or [ARGS]
 Spawn = Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
 
 
@@ -45,7 +49,7 @@ class Dialect:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.encoder = TextEncoder(self.tokenizer)
-        self.template = ChatTemplate(files)
+        self.template = ChatTemplate(files, self._control)
         self.end_ids = end_token_ids(files, self.tokenizer)
         self.end_tokens = frozenset(filter(None, map(self.tokenizer.id_to_token, self.end_ids)))
         self.grammar = choose_grammar(
@@ -54,10 +58,9 @@ class Dialect:
             tool_parser=card.tool_parser,
             reasoning_parser=card.reasoning_parser,
         )
-        self.token_texts = TokenTexts(self.tokenizer)
-        self.detokenizers = DetokenizerFactory(
-            self.tokenizer, files["tokenizer.json"], self._hidden()
-        )
+        hidden = self._hidden()
+        self.token_texts = TokenTexts(self.tokenizer, hidden)
+        self.detokenizers = DetokenizerFactory(self.tokenizer, files["tokenizer.json"], hidden)
 
     def generated(self, request: GenerateRequest, tokens: list[int]) -> Generated | None:
         """The answer to a request as it was generated; None if its beginning cannot be told."""
@@ -68,12 +71,29 @@ class Dialect:
         text = self.detokenizers.decode(ids)
         return Generated(opening, text, array("I", ids).tobytes())
 
+    def _control(self, template: str) -> ControlTokens:
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        # other added tokens may be words, white space or HTML, which texts may contain
+        written = [
+            token.content
+            for token in added
+            if token.content in template and _MARKUP.fullmatch(token.content)
+        ]
+        return ControlTokens(_pattern(special), _pattern([*special, *written]), self.encoder.joins)
+
     def _hidden(self) -> frozenset[int]:
         """Ids without text: special tokens, except those that the output parser needs."""
         added = self.tokenizer.get_added_tokens_decoder()
         special = {i for i, t in added.items() if t.special} | self.end_ids
         shown = {i for i, t in added.items() if self.grammar.uses(t.content)}
         return frozenset(special - shown)
+
+
+def _pattern(texts: list[str]) -> "re.Pattern[str] | None":
+    """A pattern of all texts that a cut can break."""
+    texts = [text for text in texts if 1 < len(text) <= LONGEST]
+    return re.compile(alternation(texts)) if texts else None
 
 
 class _GenerationConfig(msgspec.Struct):
@@ -154,6 +174,14 @@ class ModelRegistry:
     def models(self) -> list[ServedModel]:
         """Models with at least one live worker, and those that may run without."""
         return [m for name, m in self._models.items() if m.workers or name in self._idle]
+
+    @property
+    def template_faults(self) -> dict[str, str]:
+        """One line for each served model whose chat template has a fault."""
+        faults = {name: model.dialect.template.fault for name, model in self._models.items()}
+        return {
+            name: f"the chat template of {name} {fault}" for name, fault in faults.items() if fault
+        }
 
     @property
     def has_idle(self) -> bool:

@@ -7,6 +7,7 @@ from aiohttp import web
 from kvmesh.frontend.errors import Unavailable
 from kvmesh.frontend.http.bodies import error_response
 from kvmesh.frontend.http.error_shape import shape_for
+from kvmesh.frontend.http.intake.cors import CrossOrigin
 from kvmesh.frontend.http.request_id import add_headers, id_of
 from kvmesh.frontend.http.server import Runner, listen
 from kvmesh.settings import Settings
@@ -17,7 +18,8 @@ NOT_READY = {"status": "not_ready", "missing": ["nats"]}
 
 async def answer_without_bus(settings: Settings) -> None:
     """Listen on the frontend's port until cancelled."""
-    runner = Runner(_application(), access_log=None, shutdown_timeout=CLOSE_S)
+    cross_origin = CrossOrigin(settings.frontend.cors_origins)
+    runner = Runner(_application(cross_origin), access_log=None, shutdown_timeout=CLOSE_S)
     await runner.setup()
     try:
         await listen(runner, settings.frontend)
@@ -26,14 +28,21 @@ async def answer_without_bus(settings: Settings) -> None:
         await runner.cleanup()
 
 
-def _application() -> web.Application:
+def _application(cross_origin: CrossOrigin) -> web.Application:
+    async def unavailable(http: web.Request) -> web.Response:
+        if (preflight := cross_origin.preflight(http)) is not None:
+            return preflight
+        error = Unavailable("The server waits for NATS, which it has not reached yet.")
+        return error_response(shape_for(http), error, id_of(http))
+
     app = web.Application()
     app.on_response_prepare.append(add_headers)
+    app.on_response_prepare.append(cross_origin.add_headers)
     app.add_routes(
         [
             web.get("/health", _health),
             web.get("/live", _live),
-            web.route("*", "/{path:.*}", _unavailable),
+            web.route("*", "/{path:.*}", unavailable),
         ]
     )
     return app
@@ -45,8 +54,3 @@ async def _health(_: web.Request) -> web.Response:
 
 async def _live(_: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
-
-
-async def _unavailable(http: web.Request) -> web.Response:
-    error = Unavailable("The server waits for NATS, which it has not reached yet.")
-    return error_response(shape_for(http), error, id_of(http))

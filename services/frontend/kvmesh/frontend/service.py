@@ -188,6 +188,7 @@ class FrontendService:
         while True:
             self.expectations.retain({card.instance for card in self.directory.instances})
             self._service.warnings.update("missed_hits", self.expectations.wrong())
+            self._service.warnings.update("chat_template", self.registry.template_faults)
             metrics.answers_bytes.set(self.answers.size)
             await asyncio.sleep(CHECK_S)
 

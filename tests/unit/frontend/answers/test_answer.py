@@ -42,6 +42,12 @@ def test_other_answers_are_named_by_text_and_place() -> None:
     )
 
 
+def test_texts_that_thinking_separates_have_the_name_of_their_joined_text() -> None:
+    generated: list[Block] = [Text("First."), Thinking("Hm."), Text("Second.")]
+    for returned in ([Text("First.\n\nSecond.")], [Text("First."), Text("Second.")]):
+        assert name_of(FIRST, generated, 0) == name_of(FIRST, list[Block](returned), 0)
+
+
 def test_answers_without_text_have_no_name() -> None:
     assert name_of(FIRST, [], 0) == ""
     assert name_of(FIRST, [Thinking("I see."), Text(" \n")], 0) == ""

@@ -203,6 +203,14 @@ def test_an_answer_may_lack_thinking_and_text_beside_calls(
     assert AnswerComparison(request()).same(generated, returned) is known
 
 
+def test_texts_around_a_call_are_the_same_joined() -> None:
+    call = ToolCall("c", "read", "{}")
+    generated: list[Block] = [Text("First."), call, Text("Second.")]
+    returned: list[Block] = [Text("First.\n\nSecond."), call]
+    assert AnswerComparison(request()).same(generated, returned)
+    assert not AnswerComparison(request()).same(generated, [Text("First."), call])
+
+
 def test_a_directory_in_a_sentence_is_named() -> None:
     asked = request(user("Your working directory: `/srv/app`. Begin."), assistant("ok"))
     comparison = AnswerComparison(asked)

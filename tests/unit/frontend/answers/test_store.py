@@ -19,7 +19,7 @@ from kvmesh.frontend.conversation import Block, Generated, Text, Thinking, ToolC
 from kvmesh.frontend.dialects.output import call_id
 
 BLOCKS: list[Block] = [
-    Thinking("I see.", "signed"),
+    Thinking("I see."),
     Text("Let me."),
     ToolCall("call_1", "read", '{"a": 1}', "files"),
     ToolCall("call_2", "patch", "*** Begin", custom=True),

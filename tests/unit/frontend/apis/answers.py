@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from support import streams
 from support.stamp import STAMP
 
 from kvmesh.frontend.apis.base import AnswerSummary, Api, Ending, Renderer, Usage
@@ -50,16 +51,17 @@ def body(api: Api, **fields: Any) -> bytes:
 
 
 def stream(renderer: Renderer, answer: list[AnswerEvent], ending: Ending) -> list[Any]:
-    """The client's events of a streamed answer, in order."""
+    """The client's events of a streamed answer, in order; they must build an answer."""
     frames = renderer.begin() + renderer.started(USAGE)
     frames += b"".join(renderer.events(0, [event], []) for event in answer)
     frames += renderer.end(0, ending) + renderer.done(AnswerSummary(USAGE))
-    return events(frames)
+    found = events(frames)
+    assert streams.replay(NAMES[type(renderer)], found) is not None
+    return found
 
 
 def events(frames: bytes) -> list[Any]:
-    data = [line[6:] for line in frames.decode().splitlines() if line.startswith("data: ")]
-    return [part if part == "[DONE]" else json.loads(part) for part in data]
+    return streams.parse(frames.decode())
 
 
 def whole(api: Api, answer: list[AnswerEvent], ending: Ending) -> Any:
@@ -67,3 +69,6 @@ def whole(api: Api, answer: list[AnswerEvent], ending: Ending) -> Any:
     renderer.events(0, answer, [])
     renderer.end(0, ending)
     return json.loads(renderer.whole(AnswerSummary(USAGE)))
+
+
+NAMES = {type(api.parse(body(api), {}, STAMP).renderer): api.name for api in APIS}

@@ -55,7 +55,7 @@ def kinds(made: Any) -> list[type]:
 
 def test_references_are_resolved_where_they_stand() -> None:
     made = call(USER, reference(THOUGHT), reference(SAID), CALL, RESULT, instructions="Be brief")
-    assert made.thread.referenced([]) == [RESPONSE]
+    assert made.thread.referenced([]) == {RESPONSE: []}
     made.thread.extend([], OUTPUTS)
     assert kinds(made) == [Text, Text, Thinking, Text, ToolCall, ToolResult]
     whole = call(USER, THOUGHT, SAID, CALL, RESULT, instructions="Be brief")
@@ -70,7 +70,7 @@ def test_a_reference_needs_no_type() -> None:
 
 def test_items_with_ids_are_no_references() -> None:
     made = call({**USER, "id": f"msg_{TOKEN}09"}, THOUGHT, SAID, CALL, RESULT)
-    assert made.thread.referenced([]) == []
+    assert made.thread.referenced([]) == {}
     assert len(made.request.messages) == 5
 
 
@@ -78,7 +78,7 @@ def test_references_of_an_earlier_turn_are_resolved_in_its_place() -> None:
     earlier = call(USER, reference(CALL), RESULT)
     turn = earlier.thread.turn(b'{"output": []}')
     made = call({"role": "user", "content": "And now?"}, previous_response_id="resp_x")
-    assert made.thread.referenced([turn]) == [RESPONSE]
+    assert made.thread.referenced([turn]) == {RESPONSE: []}
     made.thread.extend([turn], OUTPUTS)
     assert kinds(made) == [Text, ToolCall, ToolResult, Text]
 
@@ -119,14 +119,20 @@ def test_each_response_is_read_once() -> None:
     items = [
         Raw(json.dumps(reference(item)).encode()) for item in (THOUGHT, SAID, CALL, "y", "../x")
     ]
-    assert referenced_responses(items) == [RESPONSE, "y", "../x"]
+    assert referenced_responses(items) == {RESPONSE: [], "y": [], "../x": []}
+
+
+def test_items_of_an_input_are_meant_by_their_places() -> None:
+    ids = [f"msg_{TOKEN}i00", f"fco_{TOKEN}i1a", f"msg_{TOKEN}00", f"msg_{TOKEN}i0"]
+    found = referenced_responses(Raw(json.dumps(reference(name)).encode()) for name in ids)
+    assert found == {RESPONSE: [0, 26], f"msg_{TOKEN}i0": []}
 
 
 def test_token_counts_resolve_references() -> None:
     sent = json.dumps({"model": "m", "input": [USER, reference(SAID)]}).encode()
     made = InputTokens().parse(sent, {}, STAMP)
     assert made.thread is not None
-    assert made.thread.referenced([]) == [RESPONSE]
+    assert made.thread.referenced([]) == {RESPONSE: []}
 
 
 def test_references_written_with_escapes_are_resolved() -> None:

@@ -126,7 +126,7 @@ def test_messages_parse_every_kind_of_block() -> None:
     request = Messages().parse(json.dumps(sent).encode(), {}, STAMP).request
     roles = [message.role for message in request.messages]
     assert roles == ["system", "user", "assistant", "user", "system"]
-    assert request.messages[2].blocks[0] == Thinking("hm", "s")
+    assert request.messages[2].blocks[0] == Thinking("hm")
     call = request.messages[2].blocks[1]
     assert isinstance(call, ToolCall)
     assert json.loads(call.arguments) == {"a": 1}
@@ -322,3 +322,16 @@ def test_token_counts_have_the_original_count_beside_the_edited_one() -> None:
     assert answer["context_management"] == {"original_input_tokens": 25}
     plain = CountTokens().parse(body(Messages()), {}, STAMP).request
     assert json.loads(CountTokens().answer(plain, prompts, 100)) == {"input_tokens": 10}
+
+
+@pytest.mark.parametrize("parser", [Messages(), CountTokens()])
+def test_a_conversation_that_the_server_is_to_hold_is_refused_as_the_sdks_know_it(
+    parser: Any,
+) -> None:
+    sent = {"type": "continue", "previous_message_id": "msg_1"}
+    with pytest.raises(InvalidRequest) as error:
+        parser.parse(body(Messages(), thread=sent), {}, STAMP)
+    status, text = SHAPE.error(error.value, "req_1")
+    assert (status, error.value.param) == (400, "thread")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert json.loads(text)["error"]["details"] == details

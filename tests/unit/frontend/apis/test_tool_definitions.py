@@ -60,8 +60,8 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(tool)
         return []
 
-    known = ToolDefinitions(ChatToolBody, convert)
+    known = ToolDefinitions(ChatToolBody, (), convert)
     for turn in range(2):
         for number in range(30):
-            known.tools([Raw(json.encode({"type": f"t{number}"}))])
+            known.tools([Raw(json.encode({"type": f"t{number}"}))], [])
         assert len(made) == 30 * (turn + 1)

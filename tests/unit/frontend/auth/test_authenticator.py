@@ -9,7 +9,7 @@ from unit.frontend.apis.bodies import headers, request
 from unit.frontend.auth.test_accounts import key
 
 from kvmesh.frontend.auth.accounts import Account, Key
-from kvmesh.frontend.auth.authenticator import Authenticator, KeysError, read_keys, secret_of
+from kvmesh.frontend.auth.authenticator import Authenticator, KeysError, read_keys, secrets_of
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.router.state.fair_classes import fair_class
@@ -27,9 +27,9 @@ def test_a_keys_file_is_read_or_its_error_is_named(tmp_path: Path) -> None:
 
 
 def test_a_secret_is_read_from_the_header_of_either_vendor() -> None:
-    assert secret_of(headers(authorization="Bearer abc")) == "abc"
-    assert secret_of(headers(x_api_key="abc")) == "abc"
-    assert secret_of(headers(authorization="Basic abc")) is None
+    assert secrets_of(headers(authorization="Bearer abc")) == ["abc"]
+    assert secrets_of(headers(x_api_key="abc")) == ["abc"]
+    assert secrets_of(headers(authorization="Basic abc")) == []
 
 
 def bound(key: Key | None, head: CIMultiDict[str], local: bool = True, **body: Any) -> Any:

@@ -76,7 +76,7 @@ def compared(after: PreparedRequest, old: SessionPrompt) -> PromptComparison:
     answers = AnswerForm(
         generated,
         lambda of: served.dialect.grammar.begins_thinking(decode(of.tokens)),
-        served.dialect.template.drops_thinking,
+        served.dialect.template.drops_thinking(after.request),
     )
     prompt = ComparedPrompt(after.request, after.parts, after.encoded, decode, answers)
     tokens = after.prompts[0].tokens

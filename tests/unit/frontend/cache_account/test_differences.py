@@ -297,7 +297,6 @@ DROPS = """{%- set ns = namespace(last=-1) -%}
 
 def test_thinking_that_the_template_leaves_out_is_no_fault_of_the_client() -> None:
     served = model("drops", DROPS)
-    assert served.dialect.template.drops_thinking
     loop = [
         *TURN,
         Message("assistant", [Thinking("I must look at the file first."), CALL]),

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import AnswerEvent, Tool, ToolCallEnd
-from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
+from kvmesh.frontend.dialects.output import OutputGrammar, OutputParser, choose_grammar
 from kvmesh.frontend.dialects.preview import merge_deltas
 
 Piece = tuple[str, str, Any]
@@ -53,11 +53,18 @@ class Case(NamedTuple):
     def title(self) -> str:
         return f"{self.tool}-{self.reasoning}-{len(self.raw)}"
 
+    @property
+    def parser_names(self) -> tuple[str | None, str | None]:
+        grammar = chosen(self.tool, self.reasoning)
+        return grammar.tool_parser, grammar.reasoning_parser
+
     def parser(self, eager: bool) -> OutputParser:
-        grammar = choose_grammar(
-            "", tool_parser=self.tool or "none", reasoning_parser=self.reasoning or "none"
-        )
+        grammar = chosen(self.tool, self.reasoning)
         return grammar.parser(TOOLS, eager=eager, new_id=lambda: "id")
+
+
+def chosen(tool: str | None, reasoning: str | None) -> OutputGrammar:
+    return choose_grammar("", tool_parser=tool or "none", reasoning_parser=reasoning or "none")
 
 
 def thinking(text: str = THOUGHT) -> Piece:
@@ -176,6 +183,13 @@ CASES = [
             ("call", "write", {"path": "x", "content": "<parameter=y>\n1\n</parameter>"}),
             now(),
         ],
+    ),
+    Case(
+        "seed_oss",
+        "seed_oss",
+        f"<seed:think>{THOUGHT}</seed:think>\n{SAID}\n<seed:tool_call>\n<function=write>\n"
+        f"{_tagged_code(_QWEN)}\n</function>\n</seed:tool_call>",
+        [thinking(), text(), write()],
     ),
     Case("llama3_json", None, f'{{"name": "get_weather", "parameters": {W}}}', [weather()]),
     Case(

@@ -7,6 +7,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from unit.frontend.dialects.recorded import (
     CONFIG,
+    TEMPLATES,
     TODAY,
     assistant,
     call,
@@ -277,6 +278,18 @@ def test_the_last_assistant_message_can_be_continued() -> None:
     assert prompt.endswith("<|im_start|>assistant\nOnce upon")
     with pytest.raises(TemplateError, match="only an assistant message"):
         template("chatml").render(request(user("a"), template_args=open_end), TODAY)
+
+
+@pytest.mark.parametrize("name", ["demo", *sorted(p.stem for p in TEMPLATES.glob("*.jinja"))])
+@pytest.mark.parametrize("thinking", [None, True, False])
+@pytest.mark.parametrize("before", [(), (Thinking("Hm."),)])
+def test_every_template_can_continue(
+    name: str, thinking: bool | None, before: tuple[Thinking, ...]
+) -> None:
+    open_end = {"continue_final_message": True}
+    messages = user("a"), assistant(*before, "Once upon \n")
+    asked = request(*messages, template_args=open_end, thinking=thinking)
+    assert template(name).render(asked, TODAY).endswith("Once upon \n")
 
 
 def test_namespaced_and_free_text_tools_are_functions_to_the_model() -> None:

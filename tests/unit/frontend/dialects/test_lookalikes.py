@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from unit.frontend.dialects.outputs import Piece, complete_calls, now, pieces, read, text, thinking
 
 from kvmesh.frontend.conversation import Tool, ToolCallEnd, ToolCallStart
-from kvmesh.frontend.dialects.families import TOOL_PARSERS
+from kvmesh.frontend.dialects.families import CHANNELS, TOOL_PARSERS
 from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
 
 
@@ -158,10 +158,28 @@ def test_valid_json_keeps_its_value(arguments: dict[str, object], ascii_only: bo
         ("f(a='\\x41\\u00e9\\n')", {"a": "Aé\n"}),
         ("f( a = [ ] , )", {"a": []}),
         ("f(a='')", {"a": ""}),
+        ("f(a='two\nlines', b=\"x\ny\")", {"a": "two\nlines", "b": "x\ny"}),
+        ('f(a=\'it\'s\', b="say "hi" now")', {"a": "it's", "b": 'say "hi" now'}),
+        ("f(a='print('x', 'y')\nf('x')\n')", {"a": "print('x', 'y')\nf('x')\n"}),
+        ("f(a='d = {'k': 'v', 'l': 'w'}', b=1)", {"a": "d = {'k': 'v', 'l': 'w'}", "b": 1}),
+        (
+            "f(a=['x', 'it's', ('y',)], b={'k': 'v's', 'l': {}})",
+            {"a": ["x", "it's", ["y"]], "b": {"k": "v's", "l": {}}},
+        ),
     ],
 )
 def test_python_literals_become_json(written: str, meant: dict[str, object]) -> None:
     assert whole("pythonic", f"[{written}]") == [call(**meant)]
+
+
+def test_valid_python_keeps_its_value() -> None:
+    strings = ["", "'", '"', "a, b='c'", "x)", "x)]", "\\n\n", "[f(a='b')]", "é'\"", "\t\r"]
+    for value in [*strings, strings, dict.fromkeys(strings, "'"), [[True, None, 1.5], {"k": []}]]:
+        other = call(a=value, b="x")
+        raw = f"[f(a={value!r}, b='x'), f( b = 'x' , a = {value!r} ), now()]"
+        assert whole("pythonic", raw) == [other, other, now()]
+        raw = f"<|tool_call_start|>[f(a={value!r}, b='x')]<|tool_call_end|> Hm."
+        assert whole("lfm2", raw) == [other, text("Hm.")]
 
 
 def test_values_between_tags_are_typed_by_the_schema() -> None:
@@ -258,7 +276,7 @@ def test_only_possible_markers_are_held_back() -> None:
 SOUP = ['{"name": "f", "arguments": {', '"a": "', *'"}][()', "f(a=", *" \nx:,1", "</think>"]
 
 
-@pytest.mark.parametrize("tool", [*TOOL_PARSERS, "harmony"])
+@pytest.mark.parametrize("tool", [*TOOL_PARSERS, *CHANNELS, "harmony"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_no_sequence_of_markers_breaks_a_parser(tool: str, data: st.DataObject) -> None:
@@ -268,9 +286,9 @@ def test_no_sequence_of_markers_breaks_a_parser(tool: str, data: st.DataObject) 
     cut = data.draw(st.integers(0, len(raw)))
     found = whole(tool, raw, "basic")
     assert pieces(read(parser(tool, "basic", eager=False), [raw[:cut], raw[cut:]])) == found
-    if not any(kind == "call" for kind, _, _ in found) and tool != "harmony":
+    if not any(kind == "call" for kind, _, _ in found) and tool in TOOL_PARSERS:
         shown = "".join(content for _, _, content in found)
-        assert _solid(shown) == _solid(raw) or "think>" in raw
+        assert _solid(tool, shown) == _solid(tool, raw) or "think>" in raw
     read(parser(tool, "basic", eager=True), raw)
 
 
@@ -283,9 +301,17 @@ def _markers(tool: str) -> list[str]:
             "<|call|>",
             " to=functions.f",
         ]
+    if tool in CHANNELS:
+        channels = CHANNELS[tool]
+        return [*channels.start, *channels.mark, *channels.end, "to=self", "to=f"]
     grammar = TOOL_PARSERS[tool]
-    return [*grammar.openers, *grammar.end, "<think>"]
+    frame = grammar.frame
+    return [*grammar.openers, *grammar.end, *frame.open, *frame.close, "<think>"]
 
 
-def _solid(raw: str) -> str:
+def _solid(tool: str, raw: str) -> str:
+    """The text without white space and without the marks around it."""
+    frame = TOOL_PARSERS[tool].frame
+    for mark in (*frame.open, *frame.close):
+        raw = raw.replace(mark, "")
     return re.sub(r"\s", "", raw)

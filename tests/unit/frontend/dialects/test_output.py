@@ -5,11 +5,15 @@ from unit.frontend.dialects.recorded import from_source, template
 
 from kvmesh.frontend.dialects import UnknownParser, choose_grammar, preview_output
 from kvmesh.frontend.dialects.families import (
+    ARCHITECTURES,
+    CHANNELS,
     NAME_SIGNS,
+    REASONING_ALIASES,
     REASONING_PARSERS,
     TEMPLATE_SIGNS,
     TOOL_ALIASES,
     TOOL_PARSERS,
+    by_architecture,
 )
 from kvmesh.frontend.dialects.output import HARMONY, parser_names
 
@@ -36,6 +40,14 @@ from kvmesh.frontend.dialects.output import HARMONY, parser_names
         ("microsoft/Phi-4-mini-instruct", "phi4_mini", None),
         ("ibm-granite/granite-3.3-8b-instruct", "granite", "granite"),
         ("stepfun-ai/step3", "step3", "step3"),
+        ("moonshotai/Kimi-K3", "kimi_k3", "kimi_k3"),
+        ("MiniMaxAI/MiniMax-M3", "minimax_m3", "minimax_m3"),
+        ("deepseek-ai/DeepSeek-V4.1", "deepseek_v4_1", "basic"),
+        ("CohereLabs/c4ai-command-r7b-12-2024", "cohere_command", "cohere_command"),
+        ("tencent/Hy3-preview", "hy_v3", "hy_v3"),
+        ("ibm-granite/granite-4.0-h-small", "hermes", None),
+        ("Salesforce/Llama-xLAM-2-8b-fc-r", "xlam", "basic"),
+        ("meetkai/functionary-medium-v3.2", "functionary_v3_2", None),
         ("somebody/novel-7b", None, None),
     ],
 )
@@ -49,6 +61,22 @@ def test_the_card_overrides_the_template_and_the_template_the_name() -> None:
     assert choose_grammar("mistral-small", chatml).tool_parser == "hermes"
     chosen = choose_grammar("mistral-small", chatml, tool_parser="glm47", reasoning_parser="none")
     assert (chosen.tool_parser, chosen.reasoning_parser) == ("glm45", None)
+
+
+def test_auto_leaves_the_choice_to_the_model() -> None:
+    for name in ("auto", "hf", "response-template"):
+        chosen = choose_grammar("m", template("chatml"), tool_parser=name, reasoning_parser=name)
+        assert chosen == choose_grammar("m", template("chatml"))
+
+
+def test_hyphens_and_upper_case_make_no_other_name() -> None:
+    chosen = choose_grammar("m", tool_parser="Kimi-K3", reasoning_parser="GPT-OSS")
+    assert (chosen.tool_parser, chosen.reasoning_parser) == ("kimi_k3", "harmony")
+
+
+def test_an_architecture_identifies_the_family() -> None:
+    assert by_architecture(["KimiK3ForConditionalGeneration"]) == ("kimi_k3", "kimi_k3")
+    assert by_architecture(["LlamaForCausalLM"]) is None
 
 
 def test_the_demo_model_has_its_parsers() -> None:
@@ -75,21 +103,32 @@ def test_unknown_names_are_rejected_with_the_known_ones() -> None:
 
 
 def test_every_name_in_the_tables_is_defined() -> None:
-    tools = {*TOOL_PARSERS, HARMONY, None}
-    reasonings = {*REASONING_PARSERS, HARMONY, None}
-    for _, tool, reasoning in [*TEMPLATE_SIGNS, *NAME_SIGNS]:
+    tools = {*TOOL_PARSERS, *CHANNELS, HARMONY, None}
+    reasonings = {*REASONING_PARSERS, *CHANNELS, HARMONY, None}
+    for *_, tool, reasoning in [*TEMPLATE_SIGNS, *NAME_SIGNS, *ARCHITECTURES.values()]:
         assert tool in tools
         assert reasoning in reasonings
-    assert set(TOOL_ALIASES.values()) <= tools
+    assert set(TOOL_ALIASES.values()) <= {*tools, "auto"}
+    assert set(REASONING_ALIASES.values()) <= {*reasonings, "auto"}
+    assert not {*TOOL_ALIASES} & tools
+    assert not {*REASONING_ALIASES} & reasonings
     assert {"qwen", "glm47", "harmony", "none"} <= set(parser_names()[0])
 
 
 def test_the_grammar_uses_its_special_tokens() -> None:
-    kimi = choose_grammar("kimi-k2")
-    assert kimi.uses("<|tool_call_begin|>")
-    assert not kimi.uses("<|im_end|>")
+    older = choose_grammar("kimi-k2")
+    assert older.uses("<|tool_call_begin|>")
+    assert not older.uses("<|im_end|>")
     assert choose_grammar("deepseek-v3").uses("<｜tool▁sep｜>")
     assert choose_grammar("gpt-oss").uses("<|channel|>")
+    kimi = choose_grammar("kimi-k3")
+    assert all(kimi.uses(token) for token in ("<|open|>", "<|close|>", "<|sep|>"))
+    assert not kimi.uses("<|end_of_msg|>")
+    for token in ("<|START_ACTION|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_TEXT|>"):
+        assert choose_grammar("command-a").uses(token)
+    assert all(choose_grammar("muse").uses(token) for token in ("<|start|>", "<|message|>"))
+    assert choose_grammar("inkling").uses("<|content_thinking|>")
+    assert not choose_grammar("inkling").uses("<|content_image|>")
     assert not choose_grammar("novel").uses("<tool_call>")
 
 

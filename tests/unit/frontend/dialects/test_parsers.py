@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.frontend.dialects.outputs import CASES, Case, complete_calls, pieces, read
+from unit.frontend.dialects.written import FAMILIES
 
 from kvmesh.frontend.conversation import AnswerEvent, ToolCallEnd, ToolCallStart
-from kvmesh.frontend.dialects.families import REASONING_ALIASES, REASONING_PARSERS, TOOL_PARSERS
+from kvmesh.frontend.dialects.families import (
+    CHANNELS,
+    REASONING_ALIASES,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+)
 from kvmesh.frontend.dialects.preview import merge_deltas
 
 cases = pytest.mark.parametrize("case", CASES, ids=[case.title for case in CASES])
@@ -16,8 +22,10 @@ eagerness = pytest.mark.parametrize("eager", [True, False], ids=["eager", "whole
 
 
 def test_every_parser_has_a_case() -> None:
-    assert {c.tool for c in CASES} >= {*TOOL_PARSERS, "harmony"}
-    assert {c.reasoning for c in CASES} >= {*REASONING_PARSERS, "harmony"}
+    """Here, or among the families of `test_families`."""
+    grammars = [c.parser_names for c in CASES] + [f.parser_names for f in FAMILIES]
+    assert {tool for tool, _ in grammars} >= {*TOOL_PARSERS, *CHANNELS, "harmony"}
+    assert {reasoning for _, reasoning in grammars} >= {*REASONING_PARSERS, "harmony"}
 
 
 @cases
@@ -102,3 +110,14 @@ def test_calls_are_emitted_while_they_arrive(case: Case) -> None:
     calls = [arguments for kind, _, arguments in case.pieces if kind == "call"]
     for start, end, arguments in zip(starts, ends, calls, strict=False):
         assert not arguments or end - start > 50
+
+
+@eagerness
+def test_two_messages_of_text_stay_apart(eager: bool) -> None:
+    raw = (
+        "<|channel|>commentary<|message|>Let me see.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
+    )
+    case = Case("harmony", "harmony", raw, [("text", "", "Let me see.\n\nDone.")])
+    for chunks in ([raw], list(raw)):
+        assert pieces(read(case.parser(eager), chunks)) == case.pieces

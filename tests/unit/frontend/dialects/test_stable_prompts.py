@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.frontend.dialects.recorded import TODAY, call, request, template, tool
+from unit.frontend.dialects.recorded import TODAY, call, request, result, template, tool
 
 from kvmesh.frontend.conversation import (
     Block,
@@ -106,3 +106,13 @@ def test_the_division_of_content_into_blocks_has_no_effect(name: str) -> None:
         return RENDERERS[name].render(request(message), TODAY)
 
     assert prompt(Text("hi")) == prompt(Text("hi", CacheControl(300)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_around_a_call_stay_apart(name: str) -> None:
+    asked = Message("user", [Text("Read it.")])
+    answer = Message("assistant", [Text("First."), call("read"), Text("Second.")])
+    shown = RENDERERS[name].render(request(asked, answer, result("x"), tools=[tool("read")]), TODAY)
+    assert "First." in shown
+    assert "Second." in shown
+    assert "First.Second." not in shown

@@ -1,14 +1,13 @@
-"""Output pipeline: the end of an answer at its first call, and the count of reasoning tokens."""
+"""Output pipeline: the end of an answer at its first call, or not before its least tokens."""
 
 from kvmesh.frontend.conversation import (
     AnswerEvent,
     TextDelta,
-    ThinkingDelta,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
 )
-from kvmesh.frontend.generation.output import OutputPipeline
+from kvmesh.frontend.generation.output import OutputPipeline, PlainText
 from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
 
 
@@ -21,9 +20,14 @@ class Letters:
     def finish(self) -> str:
         return ""
 
+    def tokens_of(self, ids: list[int], text: str, start: int, end: int) -> tuple[int, int]:
+        return start, end
+
 
 class Scripted:
     """A parser that returns the next of its results, whatever the text."""
+
+    in_call = False
 
     def __init__(self, *results: list[AnswerEvent]) -> None:
         self._results = list(results)
@@ -66,10 +70,11 @@ def test_otherwise_calls_follow_one_another_and_the_rest_follows_them() -> None:
     assert made.finish() == [TextDelta("rest")]
 
 
-def test_tokens_of_thinking_count_by_their_share_of_the_text() -> None:
-    made = pipeline(
-        [ThinkingDelta("abcd")], [ThinkingDelta("ab"), TextDelta("cd")], [TextDelta("abcd")]
-    )
-    for _ in range(3):
-        made.feed([65] * 4)
-    assert made.reasoning_tokens == 6
+def test_stop_strings_do_not_end_the_first_tokens() -> None:
+    letters: Detokenizer = Letters()
+    made = OutputPipeline(letters, ["b"], PlainText(), min_tokens=3)
+    ids = [ord(letter) for letter in "ababab"]
+    assert made.feed(ids[:1]) == [TextDelta("a")]
+    assert made.feed(ids[1:]) == [TextDelta("ba")]
+    assert made.complete
+    assert made.stopped_by == "b"

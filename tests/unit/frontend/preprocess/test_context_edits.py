@@ -19,7 +19,6 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.errors import ContextExceeded
 from kvmesh.frontend.preprocess.context_edits import (
     PLACEHOLDER,
     TokenWeights,
@@ -241,8 +240,8 @@ async def test_a_prompt_beyond_the_context_fits_once_it_is_edited() -> None:
     exact = await count(request(20))
     assert abs(made.context_edits.original_tokens - exact) < 0.2 * exact
     assert applied["cleared_input_tokens"] > 400
-    with pytest.raises(ContextExceeded):
-        await count(request(20, clear(800, exclude_tools=["read"]), padding=1 << 20), 1400)
+    kept = request(20, clear(800, exclude_tools=["read"]), padding=1 << 20)
+    assert await count(kept, 1400) > 1400
 
 
 async def test_both_edits_are_reported_apart() -> None:

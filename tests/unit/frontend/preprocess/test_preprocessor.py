@@ -19,7 +19,7 @@ from kvmesh.frontend.errors import ContextExceeded, InvalidRequest
 from kvmesh.frontend.models import Dialect, ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces
 from kvmesh.frontend.preprocess import limits
-from kvmesh.frontend.preprocess.limits import MAX_OUTPUT_BYTES
+from kvmesh.frontend.preprocess.limits import MAX_OUTPUT_BYTES, counted_tokens
 from kvmesh.frontend.preprocess.preprocessor import Preprocessor
 from kvmesh.frontend.tokenizer.text_slices import MAX_RUN, SLICE
 
@@ -68,13 +68,17 @@ async def test_a_text_too_long_for_the_context_is_not_tokenized(
         monkeypatch.setattr(dialect().encoder, name, never)
     longest = dialect().encoder.longest_token
     assert longest is not None
-    text = "word " * (CONTEXT * longest // 5 + 2)
+    text = "word " * (counted_tokens(CONTEXT) * longest // 5 + 2)
     for request in (prompt(text), chat(messages=[{"role": "user", "content": text}])):
-        with pytest.raises(ContextExceeded):
+        with pytest.raises(ContextExceeded) as error:
             await make_preprocessor().count(request, served())
+        assert error.value.at_least
 
 
-async def test_tokenizing_stops_at_the_context_length(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokenizing_stops_where_nobody_counts_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MIN_COUNTED", 0)
     counts: list[int] = []
     steps = dialect().encoder.text_steps
 
@@ -87,14 +91,29 @@ async def test_tokenizing_stops_at_the_context_length(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(dialect().encoder), "longest_token", None)
     with pytest.raises(ContextExceeded) as error:
         await make_preprocessor().count(prompt("one two three " * 300_000), served())
-    assert CONTEXT < error.value.prompt_tokens == sum(counts) < 20 * CONTEXT
+    assert counted_tokens(CONTEXT) < error.value.prompt_tokens == sum(counts) < 20 * CONTEXT
+    assert error.value.at_least
+
+
+@pytest.mark.parametrize("text", ["one two three " * CONTEXT, "<|im_end|>" * (CONTEXT + 1)])
+async def test_a_prompt_beyond_the_context_is_counted(text: str) -> None:
+    """Clients learn how much to cut, and nothing of it is kept."""
+    for made in (prompt(text), chat(messages=[{"role": "user", "content": text}])):
+        preprocessor = make_preprocessor()
+        (tokens,) = await preprocessor.count(made, served())
+        for _ in range(2):
+            with pytest.raises(ContextExceeded) as error:
+                await preprocessor.prepare(made, served(), None)
+            assert error.value.prompt_tokens == len(tokens) // 4 > CONTEXT
+            assert not error.value.at_least
 
 
 async def test_a_prompt_of_too_many_special_tokens_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(type(dialect().encoder), "longest_token", None)
-    text = "<|im_end|>" * (CONTEXT + 1)
+    monkeypatch.setattr(limits, "MIN_COUNTED", 0)
+    text = "<|im_end|>" * (counted_tokens(CONTEXT) + 1)
     with pytest.raises(ContextExceeded):
         await make_preprocessor().count(
             chat(messages=[{"role": "user", "content": text}]), served()
@@ -121,7 +140,7 @@ async def test_long_texts_have_the_tokens_of_the_library() -> None:
     ]
 
 
-async def test_half_a_character_in_the_arguments_of_a_call_becomes_a_question_mark() -> None:
+async def test_half_a_character_in_the_arguments_of_a_call_is_replaced() -> None:
     function = {"name": "f", "arguments": '{"a": "x\\ud83d"}'}
     call = {
         "role": "assistant",
@@ -131,7 +150,7 @@ async def test_half_a_character_in_the_arguments_of_a_call_becomes_a_question_ma
     encoded = (
         await prepared(chat(messages=[{"role": "user", "content": "Hi"}, call, result]))
     ).encoded
-    assert '"x?"' in encoded.text
+    assert '"x\ufffd"' in encoded.text
 
 
 async def test_the_prompts_of_all_choices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,6 @@ def test_thinking_has_a_kind_if_the_template_drops_it() -> None:
     messages = conversation(1)
     messages[1]["content"].insert(0, {"type": "thinking", "thinking": thought})
     model = served(DROPPING)
-    assert model.dialect.template.drops_thinking
     prompt, _ = prepared(Messages(), model, max_tokens=1, messages=messages)
     (thinking,) = [entry for entry in kinds(prompt) if entry.kind == "thinking"]
     assert text(prompt, thinking.start, thinking.end) in thought

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from msgspec import Struct
 
 from kvmesh.frontend.conversation import (
+    GAP,
     Block,
     Generated,
     Message,
@@ -83,7 +84,8 @@ def answer_name(
     for block in blocks:
         if type(block) is ToolCall:
             return block.id if _OWN_ID.fullmatch(block.id) else ""
-    text = "".join(block.text for block in blocks if isinstance(block, Text)).strip()
+    text = "".join(block.text for block in blocks if isinstance(block, Text))
+    text = text.replace(GAP, "").strip()  # clients join texts with gaps, or without
     if not text or not before:
         return ""
     parts = (str(number), _words(messages[0]), _words(messages[before - 1]), text)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.frontend.conversation import Block, GenerateRequest, Text, Thinking, Tool, ToolCall
+from kvmesh.frontend.conversation import GAP, Block, GenerateRequest, Text, Thinking, Tool, ToolCall
 from kvmesh.frontend.dialects.parsing.coerce import resolve
 from kvmesh.frontend.dialects.tools import by_model_name, model_name
 
@@ -242,7 +242,7 @@ def _calls(blocks: Sequence[Block]) -> list[ToolCall]:
 def _joined(blocks: Sequence[Block], kind: type[Text] | type[Thinking]) -> str:
     """The texts of one kind without blanks around them and at the ends of their lines."""
     texts = (_trimmed(block.text).strip() for block in blocks if isinstance(block, kind))
-    return "\n".join(text for text in texts if text)
+    return GAP.join(text for text in texts if text)
 
 
 def _trimmed(text: str) -> str:

@@ -263,7 +263,7 @@ def _part(block: Block) -> _Part:
         kind = "custom" if block.custom else "call"
         return kind, block.id, block.name, block.arguments, block.namespace or ""
     if isinstance(block, Thinking):
-        return "thinking", block.text, block.signature
+        return "thinking", block.text
     return "text", block.text if isinstance(block, Text) else ""
 
 
@@ -273,6 +273,5 @@ def _block(part: _Part) -> Block:
         name, tool, arguments, namespace = fields
         return ToolCall(name, tool, arguments, namespace or None, kind == "custom")
     if kind == "thinking":
-        text, signature = fields
-        return Thinking(text, signature)
+        return Thinking(fields[0])
     return Text(fields[0])

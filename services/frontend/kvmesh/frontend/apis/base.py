@@ -1,12 +1,13 @@
 """Interfaces of an API: pure translation between its wire form and the internal form."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
+from kvmesh.frontend.apis import faults
 from kvmesh.frontend.apis.body_types import allowed_at
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
@@ -15,6 +16,10 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 json_encode = msgspec.json.Encoder().encode
 _PATTERN = re.compile(r"Expected `str` matching regex '.*'")
+# An escape of JSON: both halves of a character, one of them, or the start of another one.
+_HALF, _LOW = rb"u[dD][89a-fA-F][0-9a-fA-F]{2}", rb"u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\%b|%b|.)" % (_LOW, _HALF), re.DOTALL)
+_HALF_LENGTH = len(rb"\ud83d")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -60,13 +65,21 @@ class Ending(Struct, frozen=True):
     stop: str | None = None
 
 
-class TokenLogprob(Struct, frozen=True):
-    """One generated token: its text, bytes and log-probability, and the most likely tokens."""
+class TopLogprob(Struct, frozen=True):
+    """One of the most likely tokens: its text, log-probability and bytes."""
 
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: "list[TokenLogprob]" = []
+
+
+class TokenLogprob(Struct, frozen=True):
+    """One generated token as its answer's text shows it, and the most likely tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob] = []
 
 
 class Renderer(Protocol):
@@ -74,7 +87,7 @@ class Renderer(Protocol):
 
     A stream is `begin`, `started` at the first token, `events` of a choice as they arrive, `end` of
     each choice, `done`; `failed` replaces the rest. For a whole answer, the results of `events` and
-    `end` are dropped and `whole` returns the body.
+    `end` are dropped and `whole` returns the body. `logprobs` are those of the events' text.
     """
 
     def begin(self) -> bytes: ...
@@ -114,14 +127,17 @@ class ConversationThread(Protocol):
     previous: str | None
     store: bool
 
-    def referenced(self, turns: list[StoredTurn]) -> list[str]:
-        """Ids of the stored responses whose items the request or its earlier `turns` refer to."""
+    def referenced(self, turns: list[StoredTurn]) -> Mapping[str, Collection[int]]:
+        """Stored responses whose items the request or its earlier `turns` refer to, by id.
+
+        Their output is meant, and the items of their input at these places.
+        """
         ...
 
     def extend(self, turns: list[StoredTurn], outputs: Mapping[str, Sequence[Raw]]) -> None:
         """Prepend the earlier turns, oldest first, to the request, and resolve its references.
 
-        `outputs` are the output items of the responses referenced, without those not found.
+        `outputs` are the items of the responses referenced, without those not found.
         Raises InvalidRequest for an item that they lack.
         """
         ...
@@ -183,19 +199,64 @@ class ErrorShape(Protocol):
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", body: bytes, where: str = "") -> T:
-    """Decode a body, or the part of one at `where`; raises InvalidRequest with the field."""
+    """Decode a body, or the part of one at `where`; raises InvalidRequest with the field.
+
+    Floats without a fraction are integers where these are expected.
+    """
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            return _with_integers(decoder, body, error)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), decoder.type, where) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        mended = whole_characters(body)
+        if mended != body:
+            return decode(decoder, mended, where)
         raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply.") from error
 
 
+def whole_characters(body: bytes) -> bytes:
+    r"""The JSON with `\ufffd` for each escaped half of a character, such as `\ud83d` alone.
+
+    Clients that cut a text at a number of UTF-16 units leave one half in their history for ever.
+    """
+    return _ESCAPE.sub(_whole_character, body)
+
+
+def _whole_character(escape: re.Match[bytes]) -> bytes:
+    return rb"\ufffd" if len(escape[0]) == _HALF_LENGTH else escape[0]
+
+
+def decode_query(query: Mapping[str, str], kind: type[T]) -> T:
+    """Decode the parameters of a URL; raises InvalidRequest with the parameter."""
+    try:
+        return msgspec.convert(dict(query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), kind, "") from error
+
+
+def _with_integers(
+    decoder: "msgspec.json.Decoder[T]", body: bytes, fault: msgspec.ValidationError
+) -> T:
+    """The decoded body if whole floats are its only fault; raises the first other one."""
+    for _ in range(faults.MAX_FIELDS):
+        changed = faults.with_integers(body, fault)
+        if changed is None:
+            break
+        try:
+            return decoder.decode(changed)
+        except msgspec.ValidationError as error:
+            body, fault = changed, error
+    raise fault
+
+
 def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:
     reason, _, path = text.partition(" - at `$")
+    code = faults.code_of(reason)
     allowed = allowed_at(kind, path.rstrip("`"))
     if allowed:
         reason = f"{_PATTERN.sub('Invalid value', reason)}; allowed: {allowed}"
@@ -203,12 +264,23 @@ def _invalid(text: str, kind: Any, where: str) -> InvalidRequest:
     missing = _MISSING.search(reason)
     if missing is not None:
         path = f"{path}.{missing[1]}".lstrip(".")
-    return InvalidRequest(f"`{path}`: {reason}" if path else reason, path or None)
+    return InvalidRequest(f"`{path}`: {reason}" if path else reason, path or None, code)
 
 
 def check_range(value: float | None, low: float, high: float, param: str) -> None:
     if value is not None and not low <= value <= high:
-        raise InvalidRequest(f"`{param}` must be between {low} and {high}.", param)
+        noun = "decimal" if isinstance(value, float) else "integer"
+        code = faults.bound_code(noun, value > high)
+        raise InvalidRequest(f"`{param}` must be between {low} and {high}.", param, code)
+
+
+def check_length(length: int, low: int, high: int, param: str) -> None:
+    """Check the number of entries of a list; raises InvalidRequest."""
+    if length < low:
+        raise InvalidRequest(f"`{param}` must not be empty.", param, "empty_array")
+    if length > high:
+        reason = f"`{param}` has more than {high} entries."
+        raise InvalidRequest(reason, param, "array_above_max_length")
 
 
 def as_json(value: Any) -> str:

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
-from msgspec import Meta, Struct, inspect
+from msgspec import Meta, inspect
 from msgspec.inspect import (
     CustomType,
     ListType,
@@ -29,14 +29,16 @@ _PATTERNS = {
 def unknown_fields(body: Any, kind: Any) -> Iterator[str]:
     """Paths of the fields of a decoded body that its type does not have, in order.
 
-    Free-form objects, such as JSON schemas, have no unknown fields.
+    Free-form objects, such as JSON schemas, have no unknown fields; nor have those of an unknown
+    type.
     """
     return _unknown(body, [_type_of(kind)], "")
 
 
-def defined_as(kind: type[Struct]) -> Meta:
-    """Annotation of a raw value that is decoded as `kind` later."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+def defined_as(kind: Any) -> Meta:
+    """Annotation of a raw value that is decoded as `kind` later: a struct, or a union of them."""
+    refs = [{"$ref": f"#/components/schemas/{each.__name__}"} for each in get_args(kind) or (kind,)]
+    schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return Meta(extra={DEFINITION: kind}, extra_json_schema=schema)
 
 
@@ -92,7 +94,12 @@ def _unknown(value: Any, types: Sequence[Any], path: str) -> Iterator[str]:
         structs = [kind for kind in flat if isinstance(kind, StructType)]
         if not structs or len(structs) < len([k for k in flat if _holds_objects(k)]):
             return  # free-form objects are allowed here, too
-        for key, item in value.items():
+        tag = structs[0].tag_field
+        if tag is not None:
+            structs = [kind for kind in structs if kind.tag == value.get(tag)]
+        for key, item in value.items() if structs else ():
+            if key == tag:
+                continue
             inner = f"{path}.{key}".lstrip(".")
             known = _fields(structs, key)
             if known:

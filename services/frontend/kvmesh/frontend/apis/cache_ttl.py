@@ -1,10 +1,11 @@
 """Requested lifetime of a prompt's cache, in the terms of the OpenAI APIs."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from kvmesh.frontend.conversation import CacheControl, Image, Text
+from kvmesh.frontend.conversation import CacheControl, ResultPart
 from kvmesh.retention.hints import Duration, seconds
 
 BREAKPOINT_S = 1800.0
@@ -24,7 +25,7 @@ def to_cache_control(mark: CacheBreakpoint | None) -> CacheControl | None:
     return CacheControl(seconds(mark.ttl) if mark.ttl is not None else BREAKPOINT_S)
 
 
-def inner_cache_control(content: list[Text | Image]) -> CacheControl | None:
+def inner_cache_control(content: Sequence[ResultPart]) -> CacheControl | None:
     """The first mark inside a tool result, which applies to the whole result."""
     return next((part.cache for part in content if part.cache is not None), None)
 

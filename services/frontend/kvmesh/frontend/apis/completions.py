@@ -1,5 +1,6 @@
 """POST /v1/completions (OpenAI): text or tokens in, text out, no chat template."""
 
+import codecs
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from kvmesh.frontend.apis.base import (
 )
 from kvmesh.frontend.apis.cache_ttl import CacheOptions, CacheRetention, cache_ttl_s
 from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, StreamOptions, guided
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
@@ -26,6 +28,7 @@ from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
+UNSUPPORTED = UnsupportedFields(suffix=None)
 MAX_LOGPROBS = 20
 
 
@@ -35,6 +38,8 @@ class CompletionBody(SamplingBody, kw_only=True):
     model: str
     prompt: str | list[str | int | list[int]]
     n: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
     stream: bool | None = None
@@ -63,7 +68,7 @@ class Completions:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            request.ignored = [*ignored_fields(body, CompletionBody), *unknown_headers(headers)]
+            request.ignored += [*ignored_fields(body, CompletionBody), *unknown_headers(headers)]
         options = parsed.stream_options
         include_usage = bool(options and options.include_usage)
         return ApiCall(request, CompletionAnswer(request, stamp.created, include_usage))
@@ -76,6 +81,11 @@ def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
     check_range(body.logprobs, 0, MAX_LOGPROBS, "logprobs")
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequest(f"A request may have at most {MAX_CHOICES} choices.", "prompt")
+    UNSUPPORTED.refuse(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("`best_of` other than `n` is not supported.", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("`echo` with `logprobs`: those of a prompt are not computed.", "echo")
     if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
         raise InvalidRequest("`echo` requires text prompts.", "echo")
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -110,6 +120,7 @@ class CompletionChoice:
         self.index = index
         self.text = [echo]
         self.offset = len(echo)
+        self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self.logprobs: dict[str, list[Any]] = _no_logprobs()
         self.finish: str | None = None
 
@@ -209,7 +220,9 @@ def _logprobs(choice: CompletionChoice, tokens: list[TokenLogprob]) -> dict[str,
     for token in tokens:
         found["tokens"].append(token.token)
         found["token_logprobs"].append(token.logprob)
-        found["top_logprobs"].append({top.token: top.logprob for top in token.top_logprobs})
+        # of tokens whose texts look alike, the most likely one counts
+        top = {top.token: top.logprob for top in reversed(token.top_logprobs)}
+        found["top_logprobs"].append(dict(reversed(top.items())))
         found["text_offset"].append(choice.offset)
-        choice.offset += len(token.token)
+        choice.offset += len(choice.decode(bytes(token.bytes)))
     return found

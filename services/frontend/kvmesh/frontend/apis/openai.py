@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvmesh.frontend.apis.base import Usage, json_encode
+from kvmesh.frontend.apis.faults import INVALID_VALUE
 from kvmesh.frontend.errors import STATUS, ApiError, Kind
 
 TYPES: dict[Kind, str] = {
@@ -10,7 +11,9 @@ TYPES: dict[Kind, str] = {
     "authentication": "authentication_error",
     "permission": "permission_error",
     "not_found": "invalid_request_error",
+    "method_not_allowed": "invalid_request_error",
     "too_large": "invalid_request_error",
+    "unsupported_coding": "invalid_request_error",
     "rate_limit": "rate_limit_error",
     "overloaded": "overloaded_error",
     "unavailable": "service_unavailable_error",
@@ -28,12 +31,15 @@ def status_of(error: ApiError) -> int:
 
 
 def error_object(error: ApiError) -> dict[str, Any]:
+    code = error.code
+    if code is None and error.kind == "invalid_request" and error.param is not None:
+        code = INVALID_VALUE
     return {
         "error": {
             "message": error.message,
             "type": TYPES[error.kind],
             "param": error.param,
-            "code": error.code,
+            "code": code,
         }
     }
 

@@ -1,9 +1,12 @@
 """Sampling fields of the OpenAI APIs, and their translation into the internal form."""
 
+from typing import Any
+
 from msgspec import Struct
 
 from kvmesh.bus.messages import Sampling
-from kvmesh.frontend.apis.base import check_range
+from kvmesh.frontend.apis.base import check_length, check_range
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.errors import InvalidRequest
 
 MAX_STOPS = 64
@@ -12,8 +15,21 @@ MAX_TOKENS = 1 << 30
 MAX_BIASED = 1024
 
 
+UNSUPPORTED = UnsupportedFields(
+    structured_outputs="response_format",
+    guided_json="response_format",
+    guided_regex=None,
+    guided_choice=None,
+    guided_grammar=None,
+    prompt_logprobs=None,
+    truncate_prompt_tokens=None,
+    allowed_token_ids=None,
+    bad_words=None,
+)
+
+
 class SamplingBody(Struct, kw_only=True):
-    """Fields of the OpenAI API, and of vLLM those that agents use."""
+    """Fields of the OpenAI API, and of vLLM those that agents use, and the UNSUPPORTED ones."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -29,6 +45,15 @@ class SamplingBody(Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
 
 
 def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
@@ -56,14 +81,14 @@ def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None
 
 def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"`{param}` has more than {MAX_STOPS} entries.", param)
+    check_length(len(stops), 0, MAX_STOPS, param)
     if sum(map(len, stops)) > MAX_STOP:
         raise InvalidRequest(f"`{param}` is longer than {MAX_STOP} characters.", param)
     return [text for text in stops if text]
 
 
 def _check(body: SamplingBody) -> None:
+    UNSUPPORTED.refuse(body)
     check_range(body.min_tokens, 0, MAX_TOKENS, "min_tokens")
     check_range(body.temperature, 0, 2, "temperature")
     check_range(body.top_p, 0, 1, "top_p")
@@ -73,8 +98,7 @@ def _check(body: SamplingBody) -> None:
     check_range(body.frequency_penalty, -2, 2, "frequency_penalty")
     check_range(body.repetition_penalty, 0, 10, "repetition_penalty")
     for param, given in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
-        if len(given or ()) > MAX_BIASED:
-            raise InvalidRequest(f"`{param}` has more than {MAX_BIASED} entries.", param)
+        check_length(len(given or ()), 0, MAX_BIASED, param)
     check_range(body.seed, -(1 << 63), (1 << 63) - 1, "seed")
     for token in body.stop_token_ids or []:
         check_range(token, 0, (1 << 32) - 1, "stop_token_ids")

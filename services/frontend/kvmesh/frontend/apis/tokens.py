@@ -22,6 +22,8 @@ class TokenizeBody(Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     tools: ToolList | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):
@@ -50,6 +52,8 @@ class Tokenize:
                 messages=parsed.messages,
                 tools=parsed.tools,
                 chat_template_kwargs=parsed.chat_template_kwargs,
+                add_generation_prompt=parsed.add_generation_prompt,
+                continue_final_message=parsed.continue_final_message,
             )
             return chat_request(chat, "tokenize")
         if parsed.prompt is None:

@@ -3,6 +3,7 @@
 from enum import Enum
 
 from kvmesh.frontend.conversation import (
+    GAP,
     AnswerEvent,
     Block,
     Text,
@@ -91,4 +92,5 @@ class Transcript:
         return [part for part in self.parts if part.kind is PartKind.CALL]
 
     def joined(self, kind: PartKind) -> str:
-        return "".join(part.text for part in self.parts if part.kind is kind)
+        """The texts of one kind, as APIs with one field for them show those of several parts."""
+        return GAP.join(part.text for part in self.parts if part.kind is kind)

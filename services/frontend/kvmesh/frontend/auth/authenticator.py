@@ -1,6 +1,7 @@
 """Authentication and authorization of requests, by API keys of a file or a bucket."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -75,18 +76,25 @@ class Authenticator:
         Raises ApiError: 401 for a missing or invalid key, 400 for headers that are not UTF-8.
         """
         _check_utf8(headers)
-        return (
-            self.accounts.authenticate(secret_of(headers), time.time())
-            if self.requires_keys
-            else None
-        )
+        return self._authenticate(secrets_of(headers)) if self.requires_keys else None
 
-    def check_origin(self, method: str, headers: Mapping[str, str]) -> None:
-        """Raises ApiError (403) for web pages of other origins, if loopback needs no key."""
+    def _authenticate(self, secrets: list[str]) -> Account:
+        """The account of the first valid secret."""
+        now = time.time()
+        for secret in secrets[:-1]:
+            with contextlib.suppress(ApiError):
+                return self.accounts.authenticate(secret, now)
+        return self.accounts.authenticate(secrets[-1] if secrets else None, now)
+
+    def check_origin(self, method: str, headers: Mapping[str, str], allowed: bool = False) -> None:
+        """Raises ApiError (403) for web pages of other origins, if loopback needs no key.
+
+        `allowed`: the settings allow pages of the request's origin.
+        """
         if (
             self._local
             and not self.requires_keys
-            and (fault := cross_origin_fault(method, headers)) is not None
+            and (fault := cross_origin_fault(method, headers, allowed)) is not None
         ):
             raise ApiError("permission", fault, code="foreign_origin")
 
@@ -203,12 +211,18 @@ class Authenticator:
         return keys
 
 
-def secret_of(headers: Mapping[str, str]) -> str | None:
-    """The secret in `Authorization: Bearer` (OpenAI) or `x-api-key` (Anthropic)."""
+def secrets_of(headers: Mapping[str, str]) -> list[str]:
+    """The secrets in `Authorization: Bearer` (OpenAI) and `x-api-key` (Anthropic), in this order.
+
+    Clients with settings for both APIs send both, one of them often a placeholder.
+    """
+    found = []
     bearer = headers.get("authorization", "")
     if bearer[:7].lower() == "bearer ":
-        return bearer[7:].strip()
-    return headers.get("x-api-key")
+        found.append(bearer[7:].strip())
+    if (key := headers.get("x-api-key")) is not None:
+        found.append(key)
+    return found
 
 
 def _check_utf8(headers: Mapping[str, str]) -> None:

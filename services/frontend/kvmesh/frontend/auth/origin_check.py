@@ -8,13 +8,20 @@ FORM_CONTENT_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multip
 PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 
 
-def cross_origin_fault(method: str, headers: Mapping[str, str]) -> str | None:
-    """Reason to refuse a request as cross-origin or proxied; None if it may be local."""
+def cross_origin_fault(
+    method: str, headers: Mapping[str, str], allowed: bool = False
+) -> str | None:
+    """Reason to refuse a request as cross-origin or proxied; None if it may be local.
+
+    `allowed`: pages of its origin may call the API.
+    """
     host = headers.get("host", "")
     if host and not is_loopback(f"//{host}"):
         return f"Host `{host}` is not a loopback name; configure API keys to allow it."
     if any(name in headers for name in PROXY_HEADERS):
         return "Requests through a proxy require API keys; none are configured."
+    if allowed:
+        return None
     origin = headers.get("origin")
     if origin is not None and not is_loopback(origin):
         return f"Requests from the origin `{origin}` require API keys; none are configured."

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvmesh._native import xxh3
 from kvmesh.bus.messages import PromptParts
 from kvmesh.frontend.conversation import (
+    GAP,
     Block,
     GenerateRequest,
     Message,
@@ -27,7 +28,7 @@ from kvmesh.frontend.conversation import (
     ToolNotice,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import GAP, without_billing
+from kvmesh.frontend.dialects.templates.chat_messages import without_billing
 from kvmesh.frontend.dialects.tools import model_name
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -225,7 +226,8 @@ def _text(block: Block) -> str:
         return block.text
     if isinstance(block, ToolResult):
         texts = (part.text if isinstance(part, Text) else "\0image" for part in block.content)
-        return GAP.join(chain(texts, block.references))
+        failed = ("\0error",) if block.is_error else ()
+        return GAP.join(chain(failed, texts, block.references))
     if isinstance(block, ToolCall):
         return f"\0{model_name(block.name, block.namespace)}\0{block.arguments}"
     return f"\0{block.name}\0{block.removed}" if isinstance(block, ToolNotice) else "\0image"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvmesh.bus.messages import CALL_REWRITTEN, DIVERGED, RERENDERED, THINKING_NOT_RETURNED
-from kvmesh.frontend.conversation import Block, Text, Thinking, ToolCall
+from kvmesh.frontend.conversation import GAP, Block, Text, Thinking, ToolCall
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 from kvmesh.frontend.dialects.tools import arguments, model_name
 
@@ -56,11 +56,11 @@ def answer_difference(
 
 def thinking_of(blocks: Sequence[Block]) -> str:
     """The thinking of an answer, without spaces around it; empty if it has none."""
-    return "".join(block.text for block in blocks if isinstance(block, Thinking)).strip()
+    return GAP.join(block.text for block in blocks if isinstance(block, Thinking)).strip()
 
 
 def _text(blocks: Sequence[Block]) -> str:
-    return "".join(block.text for block in blocks if isinstance(block, Text)).strip()
+    return GAP.join(block.text for block in blocks if isinstance(block, Text)).strip()
 
 
 def _calls(blocks: Sequence[Block]) -> list[ToolCall]:

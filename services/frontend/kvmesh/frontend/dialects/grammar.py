@@ -12,20 +12,31 @@ from msgspec import Struct
 class JsonObjects(Struct, frozen=True):
     """`{"name": …, "arguments": {…}}`, alone, in a list, or several in sequence.
 
-    `bare`: a section may begin without a marker at the start of the output.
+    `bare`: a section may begin without a marker at the start of the output. `open` and `close`
+    are markers around each object, if it has its own.
     """
 
     names: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
     bare: bool = False
+    open: tuple[str, ...] = ()
+    close: tuple[str, ...] = ()
+
+
+class NameKeys(Struct, frozen=True):
+    """`{"NAME": {…}}`, alone or in a list: the name is the key of the arguments."""
+
+
+class Arguments(Struct, frozen=True):
+    """The arguments alone, as a JSON object; the header of its channel names the function."""
 
 
 class NamedJson(Struct, frozen=True):
     """A name, then the arguments as a JSON object: `open` NAME `between` {…} `close`.
 
     `open` is required; `before` (between `open` and NAME), `between` and `close` are optional.
-    `call_id` introduces an id between name and arguments; `name` is a pattern whose first group
-    is the function's name.
+    `call_id` introduces an id between name and arguments, `id_end` closes one before the name;
+    `name` is a pattern whose first group is the function's name.
     """
 
     open: tuple[str, ...] = ("",)
@@ -33,6 +44,7 @@ class NamedJson(Struct, frozen=True):
     between: tuple[str, ...] = ()
     close: tuple[str, ...] = ()
     call_id: str | None = None
+    id_end: str | None = None
     name: str = r"(.+)"
 
 
@@ -42,7 +54,10 @@ class Tagged(Struct, frozen=True):
     `open` NAME `open_end` (`key` NAME `key_end` VALUE `value_end`)… `close`
 
     One `padding` on each side of a value is not part of it. `value` is a separate tag between key
-    and value. `before` and `after` are optional.
+    and value; before it, `kind` are tags around the value's JSON type. `wrap` are marks around a
+    value that models write if it contains markup, `whole` marks around all arguments as one JSON
+    object. All of these, `before` and `after` are optional. Without `named`, the header of the
+    call's channel names the function.
     """
 
     open: tuple[str, ...]
@@ -55,6 +70,25 @@ class Tagged(Struct, frozen=True):
     padding: str = ""
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    kind: tuple[str, str] | None = None
+    wrap: tuple[str, str] | None = None
+    whole: tuple[str, ...] = ()
+    named: bool = True
+
+
+class Elements(Struct, frozen=True):
+    """One element per call and per argument, and nested ones for objects and lists.
+
+    `open` NAME `open_end` (`mark`<KEY>VALUE`mark`</KEY>)… `close`
+
+    A list is a sequence of elements with the name `item`.
+    """
+
+    mark: str
+    open: tuple[str, ...]
+    open_end: tuple[str, ...]
+    close: tuple[str, ...]
+    item: str = "item"
 
 
 class Pythonic(Struct, frozen=True):
@@ -70,7 +104,19 @@ class KeyedLiterals(Struct, frozen=True):
     quote: str
 
 
-CallForm: TypeAlias = JsonObjects | NamedJson | Tagged | Pythonic | KeyedLiterals
+CallForm: TypeAlias = (
+    JsonObjects | NameKeys | Arguments | NamedJson | Tagged | Elements | Pythonic | KeyedLiterals
+)
+
+
+class Frame(Struct, frozen=True):
+    """Markers around visible text, which are not part of it.
+
+    `open` counts at the start of a text, `close` where the output, or a call, follows it.
+    """
+
+    open: tuple[str, ...] = ()
+    close: tuple[str, ...] = ()
 
 
 class ToolCallGrammar(Struct, frozen=True):
@@ -80,6 +126,7 @@ class ToolCallGrammar(Struct, frozen=True):
     begin: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
     separators: tuple[str, ...] = (",", ";")
+    frame: Frame = Frame()
 
     @property
     def openers(self) -> tuple[str, ...]:
@@ -110,8 +157,31 @@ class ReasoningGrammar(Struct, frozen=True):
     end: tuple[str, ...] = ("</think>",)
     forced: bool = False
     calls_end_it: bool = False
+    frame: Frame = Frame()
+
+
+class ChannelGrammar(Struct, frozen=True):
+    """The grammar of a family whose output is a sequence of messages on channels.
+
+    `start` HEADER `mark` BODY `end`, where the prompt already contains the first `start`. HEADER
+    and mark together tell the channel: the first of the patterns `thinking`, `text` and `calls`
+    that matches. A group `name` in `calls` is the function's name. `header` matches every beginning
+    of a HEADER. `known`: only a tool of the request can be called. `recipient` begins a HEADER that
+    may follow thinking directly, without `end` and `start`.
+    """
+
+    start: tuple[str, ...]
+    mark: tuple[str, ...]
+    end: tuple[str, ...]
+    header: str
+    thinking: str
+    text: str
+    calls: str
+    forms: tuple[CallForm, ...]
+    known: bool = False
+    recipient: str = ""
 
 
 def opening(form: CallForm) -> tuple[str, ...]:
     """The markers that open a single call; "" if it needs none."""
-    return () if isinstance(form, JsonObjects | Pythonic) else form.open
+    return () if isinstance(form, NameKeys | Arguments | Pythonic) else form.open

@@ -10,6 +10,8 @@ from msgspec import Struct
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta, Tool
 from kvmesh.frontend.dialects.errors import UnknownParser
 from kvmesh.frontend.dialects.families import (
+    AUTO,
+    CHANNELS,
     REASONING_ALIASES,
     REASONING_PARSERS,
     TOOL_ALIASES,
@@ -17,9 +19,11 @@ from kvmesh.frontend.dialects.families import (
     by_name,
     by_template,
 )
-from kvmesh.frontend.dialects.grammar import ReasoningGrammar, ToolCallGrammar
+from kvmesh.frontend.dialects.grammar import ChannelGrammar, ReasoningGrammar, ToolCallGrammar
 from kvmesh.frontend.dialects.parsing import harmony
+from kvmesh.frontend.dialects.parsing.channels import ChannelParser
 from kvmesh.frontend.dialects.parsing.parser import GrammarParser
+from kvmesh.frontend.dialects.read_back import calls_read, reads_thinking
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 
 HARMONY = "harmony"
@@ -29,7 +33,13 @@ Thoughts: TypeAlias = Literal["none", "possible", "expected", "opened"]
 
 
 class OutputParser(Protocol):
-    """Streaming parser of one output: text in, typed events out."""
+    """Streaming parser of one output: text in, typed events out.
+
+    `in_call`: it holds back text that begins as a call does.
+    """
+
+    @property
+    def in_call(self) -> bool: ...
 
     def feed(self, text: str) -> list[AnswerEvent]: ...
 
@@ -40,6 +50,8 @@ class OutputParser(Protocol):
 
 class PlainText:
     """The parser of models without an output grammar, and of raw completions."""
+
+    in_call = False
 
     def feed(self, text: str) -> list[AnswerEvent]:
         return [TextDelta(text)] if text else []
@@ -88,7 +100,9 @@ class OutputGrammar(Struct, frozen=True):
         call is text.
         """
         if self.harmony:
-            return harmony.HarmonyParser(tools, new_id, eager)
+            return harmony.HarmonyParser(tools, new_id, eager, prompt)
+        if self._channels is not None:
+            return ChannelParser(self._channels, tools, new_id, eager, calls)
         if thinking is None:
             thinking = self.begins_thinking(prompt)
         reasoning, grammar = self.reasoning, self.calls
@@ -116,12 +130,29 @@ class OutputGrammar(Struct, frozen=True):
             return "none"
         return "expected" if reasoning.forced else "possible"
 
+    def tail_of(self, text: str) -> str:
+        """The end of a prompt that continues the answer `text`, as `begins_thinking` takes it.
+
+        It is the tag that the text has passed last: no fixed number of characters shows that.
+        """
+        reasoning = self.reasoning
+        if reasoning is None:
+            return ""
+        thinks = max(map(text.rfind, reasoning.begin)) > max(map(text.rfind, reasoning.end))
+        return (reasoning.begin if thinks else reasoning.end)[0]
+
+    @property
+    def _channels(self) -> ChannelGrammar | None:
+        return CHANNELS.get(self.tool_parser or "") or CHANNELS.get(self.reasoning_parser or "")
+
     def uses(self, token: str) -> bool:
         """True if the special token is part of the grammar and its text must reach the parser."""
         if self.harmony:
             return token in harmony.MARKERS
-        used = (self.calls, self.reasoning)
-        return bool(token) and any(token in marker for part in used for marker in _texts(part))
+        used = (self._channels, self.calls, self.reasoning)
+        return bool(token) and any(
+            token in marker for part in used for marker in grammar_texts(part)
+        )
 
 
 def choose_grammar(
@@ -133,7 +164,11 @@ def choose_grammar(
 ) -> OutputGrammar:
     """The grammar of a model: as configured, else by its chat template, else by its name.
 
-    Raises UnknownParser for an unknown parser name; "none" switches a parser off.
+    Calls and thinking that the template writes are read back: parsers that read more of them than
+    the detected ones replace those.
+
+    Raises UnknownParser for an unknown parser name; "none" switches a parser off, "auto" leaves
+    the choice to the template and the name.
     """
     tool, reasoning = by_name(model)
     detected = by_template(template.source) if template else None
@@ -141,11 +176,40 @@ def choose_grammar(
         tool, reasoning = detected[0] or tool, detected[1]
     if template is not None and template.plain_parser:
         tool = template.plain_parser
-    if tool_parser is not None:
-        tool = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
-    if reasoning_parser is not None:
-        reasoning = _resolve("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
+    given = _resolve("tool-call", tool_parser, TOOL_PARSERS, TOOL_ALIASES)
+    if given != AUTO:
+        tool = None if given == NONE else given
+    elif template is not None:
+        tool = _that_reads_calls(template, tool, reasoning)
+    given = _resolve("reasoning", reasoning_parser, REASONING_PARSERS, REASONING_ALIASES)
+    if given != AUTO:
+        reasoning = None if given == NONE else given
+    elif template is not None:
+        reasoning = _that_reads_thinking(template, tool, reasoning)
     return OutputGrammar(tool, reasoning)
+
+
+def _that_reads_calls(
+    template: ChatTemplate, tool: str | None, reasoning: str | None
+) -> str | None:
+    """The parser that reads most of the template's calls: `tool`, or the first other one."""
+
+    def score(name: str | None) -> int:
+        # a template may show calls without the thinking with which answers begin
+        return calls_read(template, OutputGrammar(name, reasoning), OutputGrammar(name))
+
+    if score(tool) == len(template.written_calls):
+        return tool
+    return max((tool, *TOOL_PARSERS, *CHANNELS), key=score)
+
+
+def _that_reads_thinking(
+    template: ChatTemplate, tool: str | None, reasoning: str | None
+) -> str | None:
+    for name in (reasoning, *REASONING_PARSERS):
+        if reads_thinking(template, OutputGrammar(tool, name)):
+            return name
+    return reasoning
 
 
 def parser_names() -> tuple[list[str], list[str]]:
@@ -157,19 +221,21 @@ def parser_names() -> tuple[list[str], list[str]]:
 
 
 def _all_names(parsers: dict[str, Any], aliases: dict[str, str]) -> list[str]:
-    return sorted({*parsers, *aliases, HARMONY, NONE})
+    return sorted({*parsers, *aliases, *CHANNELS, HARMONY, AUTO, NONE})
 
 
-def _resolve(kind: str, name: str, parsers: dict[str, Any], aliases: dict[str, str]) -> str | None:
-    found = aliases.get(name, name)
-    if found == NONE:
-        return None
-    if found != HARMONY and found not in parsers:
+def _resolve(kind: str, name: str | None, parsers: dict[str, Any], aliases: dict[str, str]) -> str:
+    """The parser, AUTO or NONE that a name stands for."""
+    if name is None:
+        return AUTO
+    found = name.lower().replace("-", "_")
+    found = aliases.get(found, found)
+    if found not in (AUTO, NONE, HARMONY) and found not in parsers and found not in CHANNELS:
         raise UnknownParser(kind, name, _all_names(parsers, aliases))
     return found
 
 
-def _texts(value: ToolCallGrammar | ReasoningGrammar | None) -> list[str]:
+def grammar_texts(value: Struct | None) -> list[str]:
     """All strings in a grammar."""
     if value is None:
         return []

@@ -114,8 +114,13 @@ class Dispatcher:
         end_attempt(stream)
         if stream.attempts:
             self._events.event(task.model, SeqFree(stream.attempt))
+        self._stop_engine(stream)
+
+    def _stop_engine(self, stream: TokenStream) -> None:
+        """Stop the engine if it still runs the sequence."""
         if stream.instance and not stream.engine_done:
             self._workers.cancel(stream)
+            stream.engine_stopped()
 
     async def _dispatch(self, task: SequenceTask) -> None:
         try:
@@ -321,6 +326,7 @@ class Dispatcher:
                 raise Unavailable(f"The worker was lost: {stream.lost}")
             migrations += 1
             await self._migrate(task)
+        self._stop_engine(stream)  # other choices of the request may go on
         if stream.error is not None:
             raise stream.error
 

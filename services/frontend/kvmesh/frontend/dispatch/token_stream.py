@@ -168,6 +168,10 @@ class TokenStream:
         self.decode_outcome = chunk.decode
         self.ended.set()
 
+    def engine_stopped(self) -> None:
+        """The worker has been told to end the current attempt."""
+        self.engine_done = True
+
     def lose(self, reason: str, loss: Loss = "") -> None:
         """End the attempt, whose worker sends no more; the dispatcher may make another one."""
         if self.finish is None:

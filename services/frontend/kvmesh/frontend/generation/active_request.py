@@ -22,6 +22,7 @@ from kvmesh.frontend.generation.diagnostics import diagnostics
 from kvmesh.frontend.generation.nvext import nvext
 from kvmesh.frontend.generation.outcome import OutcomeReporter
 from kvmesh.frontend.generation.output import OutputPipeline
+from kvmesh.frontend.generation.text_logprobs import TextLogprobs
 from kvmesh.frontend.generation.usage import Opening, UsageCounter
 from kvmesh.frontend.preprocess.preprocessor import PreparedRequest
 
@@ -74,26 +75,23 @@ class ActiveRequest:
         count = len(prepared.prompts) * request.n
         names = [f"{request.id}-{i}" if i else request.id for i in range(count)]
         streams = [TokenStream(name, started) for name in names]
-        self._pipelines = [_pipeline(prepared) for _ in streams]
+        logprobs = [_logprobs(prepared) for _ in streams]
+        self._pipelines = [_pipeline(prepared, parser) for parser in logprobs]
         states = [DispatchState(started + runner.route_timeout) for _ in streams]
         diagnose = partial(diagnostics, prepared, streams[0], states[0])
         self._counter = UsageCounter(prepared, streams, self._pipelines, diagnose)
         # agents' answers are read along, which costs less than reading them again
         followed = prepared.speculates or (prepared.keeps_answer and bool(request.tools))
         self.transcript = Transcript() if followed and count == 1 else None
-        texts = (
-            prepared.model.dialect.token_texts if request.sampling.logprobs is not None else None
-        )
         answer = AnswerContext(
             renderer,
             sink,
             _prefill_publisher(runner.events, prepared.model.card.name),
             Opening(renderer, self._counter),
-            texts,
             self.transcript,
         )
         self._choices = [
-            Choice(index, stream, self._pipelines[index], answer)
+            Choice(index, stream, self._pipelines[index], answer, logprobs[index])
             for index, stream in enumerate(streams)
         ]
         self.tasks = [
@@ -164,8 +162,7 @@ class ActiveRequest:
     @property
     def is_cut(self) -> bool:
         """True if the model has generated more, or less, than the answer shows."""
-        pipeline = self._pipelines[0]
-        return pipeline.stopped_by is not None or pipeline.complete
+        return self._pipelines[0].complete
 
     def usage(self) -> Usage:
         """The tokens so far."""
@@ -209,11 +206,24 @@ def _prefill_publisher(events: SequenceEventPublisher, model: str) -> Callable[[
     return lambda stream: events.event(model, SeqPrefilled(stream.attempt))
 
 
-def _pipeline(prepared: PreparedRequest) -> OutputPipeline:
-    request, dialect = prepared.request, prepared.model.dialect
-    one_call = not request.parallel_tool_calls
-    detokenizer = dialect.detokenizers.create()
-    return OutputPipeline(detokenizer, request.sampling.stop, _parser(prepared), one_call)
+def _pipeline(prepared: PreparedRequest, parser: OutputParser | None = None) -> OutputPipeline:
+    request, sampling = prepared.request, prepared.request.sampling
+    return OutputPipeline(
+        prepared.model.dialect.detokenizers.create(),
+        sampling.stop,
+        parser or _parser(prepared),
+        one_call=not request.parallel_tool_calls,
+        min_tokens=sampling.min_tokens,
+    )
+
+
+def _logprobs(prepared: PreparedRequest) -> TextLogprobs | None:
+    count = prepared.request.sampling.logprobs
+    if count is None:
+        return None
+    # text completions list the chosen token beside the most likely ones
+    most = count if prepared.request.messages else count + 1
+    return TextLogprobs(_parser(prepared), prepared.model.dialect.token_texts, most)
 
 
 def _parser(prepared: PreparedRequest) -> OutputParser:

@@ -10,7 +10,7 @@ from kvmesh.frontend.conversation import AnswerEvent
 from kvmesh.frontend.dispatch.token_stream import TokenStream
 from kvmesh.frontend.generation.awaited import AnswerCalls
 from kvmesh.frontend.generation.output import OutputPipeline
-from kvmesh.frontend.tokenizer.detokenizer import TokenTexts
+from kvmesh.frontend.generation.text_logprobs import TextLogprobs
 
 
 class FrameSink(Protocol):
@@ -42,26 +42,30 @@ class AnswerContext:
     """Shared by the choices of an answer.
 
     `on_prefilled` is called at the first tokens of each attempt; `opening` returns the frame before
-    the first events of the answer, and b"" after that. `texts` is set if log-probabilities are
-    requested; `transcript`, if set, collects all events.
+    the first events of the answer, and b"" after that. `transcript`, if set, collects all events.
     """
 
     renderer: Renderer
     sink: FrameSink
     on_prefilled: Callable[[TokenStream], None]
     opening: Callable[[], bytes]
-    texts: TokenTexts | None = None
     transcript: Transcript | None = None
 
 
 class Choice:
     """Renders new tokens of `stream` into the answer's sink at each `flush`.
 
-    `calls` are the tool calls of the answer so far; `finished`: all of it is rendered.
+    `calls` are the tool calls of the answer so far; `finished`: all of it is rendered. `logprobs`,
+    the parser of `pipeline`, is set if log-probabilities are requested.
     """
 
     def __init__(
-        self, index: int, stream: TokenStream, pipeline: OutputPipeline, answer: AnswerContext
+        self,
+        index: int,
+        stream: TokenStream,
+        pipeline: OutputPipeline,
+        answer: AnswerContext,
+        logprobs: TextLogprobs | None = None,
     ) -> None:
         self._index = index
         self._stream = stream
@@ -70,7 +74,7 @@ class Choice:
         self._sink = answer.sink
         self._on_prefilled = answer.on_prefilled
         self._opening = answer.opening
-        self._texts = answer.texts
+        self._logprobs = logprobs
         self._transcript = answer.transcript
         self._prefilled = ""
         self._opened = False
@@ -94,25 +98,40 @@ class Choice:
         self.finished = True
         frame = self._render_tokens()
         events = self._pipeline.finish()
-        if events:
+        if self._logprobs is not None:
+            settled = [*self._logprobs.settle(events), *self._logprobs.flush()]
+            frame += b"".join([self._render([event], found) for event, found in settled])
+        elif events:
             frame += self._render(events, [])
-        stopped_by = self._pipeline.stopped_by
-        reason = "stop" if stopped_by is not None else self._stream.finish or "stop"
-        return frame + self._renderer.end(self._index, Ending(reason, stopped_by))
+        reason = "stop" if self._pipeline.complete else self._stream.finish or "stop"
+        ending = Ending(reason, self._pipeline.stopped_by)
+        return frame + self._renderer.end(self._index, ending)
 
     def _render_tokens(self) -> bytes:
         stream, pipeline, start = self._stream, self._pipeline, self._rendered
-        ids = stream.tokens[start:]
-        if not ids or pipeline.complete:
+        ids = [] if pipeline.complete else stream.tokens[start:]
+        if not ids:
             return b""
         self._rendered = start + len(ids)
-        events = pipeline.feed(ids)
-        if pipeline.complete or pipeline.stopped_by is not None:
+        if self._logprobs is not None:
+            frame = self._render_logged(self._logprobs, ids, start)
+        else:
+            events = pipeline.feed(ids)
+            frame = self._render(events, []) if events else b""
+        if pipeline.complete:
             stream.stop("stop")
-        logprobs = self._logprobs(start) if self._texts is not None else []
-        if not events and not logprobs:
-            return b""
-        return self._render(events, logprobs)
+        return frame
+
+    def _render_logged(self, logprobs: TextLogprobs, ids: list[int], start: int) -> bytes:
+        """Render token by token, each text with the log-probabilities of its tokens."""
+        known, frames = self._stream.logprobs, []
+        for at, token in enumerate(ids, start):
+            logprobs.add(token, known[at] if at < len(known) else None)
+            settled = logprobs.settle(self._pipeline.feed([token]))
+            frames += [self._render([event], found) for event, found in settled]
+            if self._pipeline.complete:
+                break
+        return b"".join(frames)
 
     def _render(self, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:
         if self._transcript is not None:
@@ -125,22 +144,3 @@ class Choice:
             return frame
         self._opened = True
         return self._opening() + frame
-
-    def _logprobs(self, start: int) -> list[TokenLogprob]:
-        texts, stream = self._texts, self._stream
-        if texts is None:
-            return []
-        tokens = zip(stream.tokens[start:], stream.logprobs[start:], strict=False)
-        return [_token(token, known, texts) for token, known in tokens]
-
-
-def _token(token: int, known: dict[int, float], texts: TokenTexts) -> TokenLogprob:
-    ranked = sorted(known.items(), key=lambda item: -item[1])
-    top = [_entry(other, value, texts) for other, value in ranked]
-    own = _entry(token, known.get(token, -9999.0), texts)
-    return TokenLogprob(own.token, own.logprob, own.bytes, top)
-
-
-def _entry(token: int, logprob: float, texts: TokenTexts) -> TokenLogprob:
-    raw = texts.token_bytes(token)
-    return TokenLogprob(raw.decode(errors="replace"), logprob, list(raw))

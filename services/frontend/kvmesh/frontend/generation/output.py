@@ -1,4 +1,4 @@
-"""Output pipeline of one sequence, from tokens to events: detokenize, stop strings, parse. Pure."""
+"""Output pipeline of one sequence, from tokens to events: detokenize, parse, stop strings. Pure."""
 
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, ToolCallEnd
 from kvmesh.frontend.dialects.output import OutputParser
@@ -9,9 +9,12 @@ from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
 class OutputPipeline:
     """State between one sequence's tokens and its events.
 
-    With `one_call` the answer ends with its first tool call: it is `complete` once the model goes
-    on after that, and later tokens are to be dropped. The model may write the end of the call's
-    syntax, so that later prompts can show the answer as it was generated.
+    Stop strings end the visible text: they are not searched for in thinking and calls, in text
+    across those, nor in the text of the first `min_tokens` tokens. With `one_call` the answer ends
+    with its first tool call, once the model goes on after that; the model may write the end of the
+    call's syntax, so that later prompts can show the answer as it was generated. The answer is
+    `complete` once one of the two has ended it, and later tokens are to be dropped.
+    `reasoning_tokens` is the number of tokens with text of thinking.
     """
 
     def __init__(
@@ -20,14 +23,18 @@ class OutputPipeline:
         stops: list[str],
         parser: OutputParser,
         one_call: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
-        self._may_stop = bool(stops)
         self._parser = parser
         self._one_call = one_call
         self._called = False
-        self._reasoning = 0.0
+        self._ends_early = bool(stops) or one_call
+        self._exempt = min_tokens if stops else 0
+        self._thinks = False
+        self._undecided = 0  # tokens after the last thinking, which may belong to it
+        self.reasoning_tokens = 0
         self.complete = False
 
     @property
@@ -35,31 +42,71 @@ class OutputPipeline:
         """The stop string that was found; the text after it is dropped."""
         return self._stops.matched
 
-    @property
-    def reasoning_tokens(self) -> int:
-        return round(self._reasoning)
-
     def feed(self, ids: list[int]) -> list[AnswerEvent]:
+        if self._exempt:
+            return self._feed_exempt(ids)
         text = self._detokenizer.feed(ids)
-        if self._may_stop:
-            text = self._stops.feed(text)
-        if not text:
-            return []
-        events = self._parser.feed(text)
-        if self._one_call:
-            events = self._first_call(events)
-        if events and type(events[0]) is ThinkingDelta:
-            self._reasoning += len(ids) * _reasoning_share(events)
-        return events
+        events = self._parser.feed(text) if text else []
+        if not events:
+            if self._thinks:
+                self._undecided += len(ids)
+            return events
+        if len(events) > 1 or type(events[0]) is ThinkingDelta:
+            self._count(events, ids, text)
+        elif self._thinks:
+            self._thinks = False
+        return self._visible(events) if self._ends_early else events
 
     def finish(self) -> list[AnswerEvent]:
         """Return the events held back; call it once, after the last tokens."""
         if self.complete:
             return []
-        text = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
-        events = self._parser.feed(text) if text else []
-        events += self._parser.finish()
-        return self._first_call(events) if self._one_call else events
+        self._exempt = 0
+        text = self._detokenizer.finish()
+        events = self._visible(self._parser.feed(text)) if text else []
+        if self._stops.matched is not None:
+            return events
+        in_call = self._parser.in_call
+        rest = self._parser.finish()
+        if self._thinks and rest and type(rest[0]) is ThinkingDelta:
+            self.reasoning_tokens += self._undecided
+        if in_call:
+            # the text of a call that has broken off
+            events += self._unstopped(self._first_call(rest) if self._one_call else rest)
+        else:
+            events += self._visible(rest)
+        held = self._stops.finish()
+        return [*events, TextDelta(held)] if held else events
+
+    def _feed_exempt(self, ids: list[int]) -> list[AnswerEvent]:
+        first, rest = ids[: self._exempt], ids[self._exempt :]
+        left, self._exempt = self._exempt - len(first), 0
+        stops, self._stops = self._stops, StopMatcher([])
+        events = self.feed(first)
+        self._exempt, self._stops = left, stops
+        return events + self.feed(rest) if rest and not self.complete else events
+
+    # --- the end of the answer ---
+
+    def _visible(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        """The events up to a stop string, or the end of the first call if it is to be the last."""
+        if self._one_call:
+            events = self._first_call(events)
+        shown: list[AnswerEvent] = []
+        for event in events:
+            if type(event) is not TextDelta:
+                shown += self._unstopped([event])
+            elif text := self._stops.feed(event.text):
+                shown.append(TextDelta(text))
+            if self._stops.matched is not None:
+                self.complete = True
+                break
+        return shown
+
+    def _unstopped(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        """The text held back before `events`, and those."""
+        held = self._stops.finish() if events else ""
+        return [TextDelta(held), *events] if held else events
 
     def _first_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         """The events up to the end of the first call."""
@@ -73,17 +120,34 @@ class OutputPipeline:
                 return events[: index + 1]
         return events
 
+    # --- tokens of thinking ---
+
+    def _count(self, events: list[AnswerEvent], ids: list[int], text: str) -> None:
+        """Count the tokens of `ids` that hold the thinking among `events`, read from `text`."""
+        done = last = 0
+        for event in events:
+            if isinstance(event, ThinkingDelta):
+                start, done = _span(text, event.text, done)
+                first, last = self._detokenizer.tokens_of(ids, text, start, done)
+                # tokens without text inside of the thinking belong to it
+                self.reasoning_tokens += last + self._undecided if self._thinks else last - first
+            elif isinstance(event, TextDelta):
+                done = _span(text, event.text, done)[1]
+            self._thinks = isinstance(event, ThinkingDelta)
+        if self._thinks:
+            self._undecided = len(ids) - last
+
 
 def _is_blank(event: AnswerEvent) -> bool:
     return isinstance(event, TextDelta) and not event.text.strip()
 
 
-def _reasoning_share(events: list[AnswerEvent]) -> float:
-    """The share of reasoning in a batch of events, by length."""
-    thinking = sum(len(e.text) for e in events if isinstance(e, ThinkingDelta))
-    others = sum(
-        len(getattr(e, "text", "") or getattr(e, "arguments", ""))
-        for e in events
-        if not isinstance(e, ThinkingDelta)
-    )
-    return thinking / (thinking + others) if thinking else 0.0
+def _span(text: str, part: str, start: int) -> tuple[int, int]:
+    """The place of `part` in `text` from `start` on; its beginning may be from earlier text."""
+    found = text.find(part, start)
+    if found >= 0:
+        return found, found + len(part)
+    for held in range(1, len(part)):
+        if text.startswith(part[held : held + 64]) and text.startswith(part[held:]):
+            return 0, len(part) - held
+    return start, start

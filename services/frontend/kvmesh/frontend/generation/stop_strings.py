@@ -48,8 +48,9 @@ class StopMatcher:
         return 0
 
     def finish(self) -> str:
-        """Return the text held back, which has not become a stop string."""
+        """Return the text held back, which has not become a stop string; begin anew."""
         held, self._held = self._held, ""
+        self._seen = [0] * len(self._stops)
         return "" if self.matched is not None else held
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from aiohttp import StreamReader, web
+from aiohttp import StreamReader, hdrs, web
 from aiohttp.web_protocol import RequestPayloadError
 
 from kvmesh.frontend import metrics
@@ -14,6 +14,7 @@ from kvmesh.frontend.apis.base import ErrorShape
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.fair_threads import FairThreads
+from kvmesh.frontend.http.intake.codings import coding_of, decode_steps
 from kvmesh.frontend.json_bounds import check_values
 from kvmesh.settings.schema import FrontendSettings
 
@@ -23,35 +24,57 @@ LARGE = 128 << 10  # bytes from which a body is parsed in a thread
 JSON = "application/json"
 
 
-async def read_body(http: web.Request, settings: FrontendSettings) -> bytes:
-    """The body; raises ApiError if it is too large, too slow to arrive, or not UTF-8."""
+async def read_body(
+    http: web.Request, settings: FrontendSettings, threads: FairThreads, owner: str
+) -> bytes:
+    """The decoded body, without a byte order mark.
+
+    Raises ApiError if it is too large, too slow to arrive, in a wrong coding, or not UTF-8.
+    """
     limit = settings.max_body_bytes
+    codings = http.headers.getall(hdrs.CONTENT_ENCODING, ())
+    coding = coding_of(codings) if codings else None
+    if (http.content_length or 0) > limit:
+        raise _too_large(limit)
+    if http.content.is_eof():
+        body = http.content.read_nowait()
+    else:
+        await _invite(http)
+        body = await _receive(http.content, limit, settings.body_timeout_s)
+    if len(body) > limit:
+        raise _too_large(limit)
+    if coding is not None:
+        body = await threads.run_steps(owner, decode_steps(body, coding, limit), at_once=False)
+    if body.startswith(codecs.BOM_UTF8):
+        body = body[len(codecs.BOM_UTF8) :]
+    await check_utf8(body)
+    return body
+
+
+async def awaits_reader(_: web.Request) -> None:
+    """Expect handler: a client that waits for leave to send gets it once its body is read."""
+
+
+async def _invite(http: web.Request) -> None:
+    if http.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+        await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        http.writer.output_size = 0  # the answer has not begun
+
+
+async def _receive(content: StreamReader, limit: int, timeout_s: float) -> bytes:
+    """The whole content, or a part longer than `limit`."""
+    content.set_read_chunk_size(limit)
+    blocks, size = [], 0
     try:
-        if (http.content_length or 0) > limit:
-            raise _too_large(limit)
-        if http.content.is_eof():
-            body = http.content.read_nowait()
-        else:
-            async with asyncio.timeout(settings.body_timeout_s):
-                body = await _read_stream(http.content, limit)
+        async with asyncio.timeout(timeout_s):
+            while size <= limit and (block := await content.readany()):
+                blocks.append(block)
+                size += len(block)
     except TimeoutError:
         raise InvalidRequest("The body did not arrive in time.") from None
     except RequestPayloadError as error:
         reason = " ".join(str(error).partition("message:")[2].split())
         raise InvalidRequest(f"The body cannot be read: {reason or error}.") from error
-    if len(body) > limit:
-        raise _too_large(limit)
-    await check_utf8(body)
-    return body
-
-
-async def _read_stream(content: StreamReader, limit: int) -> bytes:
-    """The whole content, or a part longer than `limit`."""
-    content.set_read_chunk_size(limit)
-    blocks, size = [], 0
-    while size <= limit and (block := await content.readany()):
-        blocks.append(block)
-        size += len(block)
     return b"".join(blocks)
 
 
@@ -94,7 +117,7 @@ def error_response(shape: ErrorShape, error: ApiError, request_id: str) -> web.R
     metrics.rejections.labels(error.kind).inc()
     if status >= 500:
         log_failure(error.kind, request_id, f"status {status}, {error.message}")
-    headers = {}
+    headers = dict(error.headers)
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if error.fatal:

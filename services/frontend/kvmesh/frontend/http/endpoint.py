@@ -55,7 +55,7 @@ class EndpointFactory:
             caller = caller_of(http)
             if scope is not None:
                 caller.require_scope(scope)
-            body = await read_body(http, self._settings)
+            body = await read_body(http, self._settings, self._threads, caller.owner)
             parsed = await parse_body(
                 self._threads, caller.owner, body, lambda: parse(body, http.headers, stamp_of(http))
             )

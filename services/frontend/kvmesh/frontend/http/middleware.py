@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from kvmesh.frontend import metrics
 from kvmesh.frontend.auth.accounts import Account, AccountEntry, Scope
@@ -15,13 +15,13 @@ from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import CLIENT_CLOSED, MAX_SHOWN, AccessEntry, now
 from kvmesh.frontend.http.bodies import error_response, internal_error
 from kvmesh.frontend.http.error_shape import shape_for
+from kvmesh.frontend.http.intake.cors import CrossOrigin
 from kvmesh.frontend.tenant_figures import TenantUse
-from kvmesh.tracing.span import NO_SPAN
+from kvmesh.tracing.span import NO_SPAN, TraceSpan
 from kvmesh.tracing.tracer import logged_as
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-CALLER = "kvmesh.caller"
-SPAN = "kvmesh.span"
+SPAN = web.RequestKey("span", TraceSpan)
 
 
 class Caller:
@@ -79,16 +79,18 @@ class Caller:
         self._authenticator.require_scope(self._headers, scope)
 
 
+CALLER = web.RequestKey("caller", Caller)
+
+
 def caller_of(http: web.Request) -> Caller:
     """The caller of an admitted request."""
-    found: Caller = http[CALLER]
-    return found
+    return http[CALLER]
 
 
 class RequestMiddleware:
     """Admits requests up to `max_in_flight`, and turns errors of handlers into responses.
 
-    Routes in `unrestricted` need no key and do not count. `id_prefixes` are those of request ids by
+    Paths in `unrestricted` need no key and do not count. `id_prefixes` are those of request ids by
     the name of the route. `access_log` gets every request that counts, except of `/metrics`.
     """
 
@@ -99,20 +101,25 @@ class RequestMiddleware:
         unrestricted: frozenset[str],
         id_prefixes: Mapping[str, str],
         access_log: Callable[[AccessEntry], None] | None,
+        cross_origin: CrossOrigin | None,
     ) -> None:
         self._authenticator = authenticator
         self._max_in_flight = max_in_flight
         self._unrestricted = unrestricted
         self._id_prefixes = id_prefixes
         self._access_log = access_log
+        self._cross_origin = cross_origin
         self._in_flight = 0
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = request.match_info.route
         prefix = self._id_prefixes.get(route.name or "", request_id.PREFIX)
         request_id.assign(request, prefix)
-        resource = route.resource
-        if resource is None or resource.canonical in self._unrestricted:
+        if self._cross_origin is not None:
+            preflight = self._cross_origin.preflight(request)
+            if preflight is not None:
+                return preflight
+        if request.path in self._unrestricted:
             return await _respond(request, handler)
         status = CLIENT_CLOSED
         began = asyncio.get_running_loop().time()
@@ -123,7 +130,7 @@ class RequestMiddleware:
             return response
         finally:
             self._in_flight -= 1
-            caller: Caller | None = request.get(CALLER)
+            caller = request.get(CALLER)
             model = caller.model if caller is not None else ""
             metrics.requests.labels(route.name or "other", model, status).inc()
             if caller is not None:
@@ -136,7 +143,9 @@ class RequestMiddleware:
     async def _admit(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         if self._in_flight > self._max_in_flight:
             raise Overloaded("The server is at its limit of concurrent requests.")
-        self._authenticator.check_origin(http.method, http.headers)
+        pages = self._cross_origin
+        allowed = pages is not None and pages.allows(http.headers.get(hdrs.ORIGIN))
+        self._authenticator.check_origin(http.method, http.headers, allowed)
         now = asyncio.get_running_loop().time()
         caller = http[CALLER] = Caller(self._authenticator, http, now)
         caller.enter()

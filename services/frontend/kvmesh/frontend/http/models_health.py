@@ -38,13 +38,17 @@ class InformationEndpoints:
         self._authenticator = authenticator
 
     async def models(self, http: web.Request) -> web.Response:
-        """The models and adapters that the caller may use."""
+        """The models and adapters that the caller may use.
+
+        `models` is the catalog that Codex reads in place of `data`. It is empty: Codex refuses a
+        catalog for one field that it misses, and an entry would replace the user's own.
+        """
         account = caller_of(http).account
         found = [entry for model in self._registry.models for entry in _entries(model)]
         if account is not None:
             found = [entry for entry in found if account.allows_model(str(entry["id"]))]
         ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
-        return _json({"object": "list", "data": found, "has_more": False, **ends})
+        return _json({"object": "list", "data": found, "models": [], "has_more": False, **ends})
 
     async def model(self, http: web.Request) -> web.Response:
         name, account = http.match_info["id"], caller_of(http).account
@@ -83,7 +87,7 @@ def _entries(model: ServedModel) -> list[dict[str, object]]:
 
 
 def _entry(model: ServedModel, adapter: str | None) -> dict[str, object]:
-    """Fields of the OpenAI and Anthropic APIs, and two common names of the context length."""
+    """Fields of the OpenAI and Anthropic APIs, and the common names of the context length."""
     return {
         "id": adapter or model.card.name,
         "object": "model",
@@ -94,5 +98,6 @@ def _entry(model: ServedModel, adapter: str | None) -> dict[str, object]:
         "owned_by": "kvmesh",
         "root": model.card.name,
         "context_length": model.card.context,
+        "context_window": model.card.context,
         "max_model_len": model.card.context,
     }

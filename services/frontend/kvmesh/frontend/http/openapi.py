@@ -2,7 +2,7 @@
 
 import re
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from aiohttp import web
@@ -17,7 +17,10 @@ from kvmesh.frontend.apis.cache.body import (
 from kvmesh.frontend.apis.cache.tool_events import ClaudeCodeHook, ToolBody
 from kvmesh.frontend.apis.chat.body import ChatBody, ChatToolBody
 from kvmesh.frontend.apis.completions import CompletionBody
-from kvmesh.frontend.apis.messages.body import MessagesBody, MessagesToolBody
+from kvmesh.frontend.apis.content.parts import Part
+from kvmesh.frontend.apis.messages.blocks import ContentBlock
+from kvmesh.frontend.apis.messages.body import MessagesBody
+from kvmesh.frontend.apis.messages.client_tools import MessagesToolBody
 from kvmesh.frontend.apis.messages.context_management import EDIT_TYPES
 from kvmesh.frontend.apis.responses.body import ResponsesBody, ResponsesToolBody
 from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
@@ -31,7 +34,9 @@ FAULTS = {
     "401": "missing or invalid API key",
     "403": "the API key does not permit this",
     "404": "model, response, pin, prefetch, session or path not found",
+    "405": "the path has other methods, which `Allow` lists",
     "413": "the body is too large",
+    "415": "the content coding is none of those that `Accept-Encoding` lists",
     "429": "rate limit reached or overloaded; wait for `retry-after` seconds",
     "500": "internal server error",
     "503": "no worker or router is available",
@@ -98,7 +103,10 @@ ENDPOINTS = [
 ]
 
 
-PARTS = (*EDIT_TYPES, ChatToolBody, MessagesToolBody, ResponsesToolBody)  # decoded on their own
+PARTS = (  # decoded on their own
+    *(*EDIT_TYPES, ChatToolBody, MessagesToolBody, ResponsesToolBody),
+    *(*get_args(ContentBlock), *get_args(Part)),
+)
 
 
 def document() -> dict[str, Any]:

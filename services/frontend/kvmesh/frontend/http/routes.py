@@ -10,11 +10,13 @@ from kvmesh.frontend.apis.completions import Completions
 from kvmesh.frontend.apis.messages.api import CountTokens, Messages
 from kvmesh.frontend.apis.responses.api import InputTokens, Responses
 from kvmesh.frontend.apis.tokens import Tokenize
-from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.http import request_id
 from kvmesh.frontend.http.access_log import AccessEntry
+from kvmesh.frontend.http.bodies import awaits_reader
 from kvmesh.frontend.http.endpoint import EndpointFactory
 from kvmesh.frontend.http.generate import Dependencies, GenerateEndpoint
+from kvmesh.frontend.http.intake.cors import CrossOrigin
+from kvmesh.frontend.http.intake.unrouted import unrouted
 from kvmesh.frontend.http.middleware import RequestMiddleware
 from kvmesh.frontend.http.models_health import FrontendReadiness, InformationEndpoints
 from kvmesh.frontend.http.openapi import Description
@@ -58,25 +60,36 @@ def application(
     tokenize = TokenizeEndpoints(
         endpoints, dependencies.registry, dependencies.preprocessor, dependencies.responses
     )
-    stored = StoredResponseEndpoints(endpoints, dependencies.responses)
+    threads = dependencies.preprocessor.threads
+    stored = StoredResponseEndpoints(endpoints, dependencies.responses, threads)
     information = InformationEndpoints(
         dependencies.registry, readiness, warnings, dependencies.authenticator
     )
     description = Description()
     settings = dependencies.settings
+    cross_origin = CrossOrigin(settings.cors_origins) if settings.cors_origins else None
     middleware = RequestMiddleware(
         dependencies.authenticator,
         settings.max_in_flight,
         UNRESTRICTED,
         {api.name: api.id_prefix for api in GENERATING.values()},
         access_log,
+        cross_origin,
     )
     app = web.Application(
         client_max_size=settings.max_body_bytes, middlewares=[web.middleware(middleware)]
     )
     app.on_response_prepare.append(request_id.add_headers)
+    if cross_origin is not None:
+        app.on_response_prepare.append(cross_origin.add_headers)
     app.add_routes(
-        [
+        web.RouteDef(
+            route.method,
+            route.path,
+            route.handler,
+            {**route.kwargs, "expect_handler": awaits_reader},
+        )
+        for route in [
             *(web.post(p, generate.handler(api), name=api.name) for p, api in GENERATING.items()),
             *(web.post(p, tokenize.counting(api), name=api.name) for p, api in COUNTING.items()),
             web.post("/v1/detokenize", tokenize.detokenize(), name="detokenize"),
@@ -90,7 +103,7 @@ def application(
             web.get("/metrics", information.metrics, name="metrics"),
             web.get("/openapi.json", description.json, name="openapi"),
             web.get("/docs", description.html, name="docs"),
-            web.route("*", ANY, unknown_route),
+            web.route("*", ANY, unrouted),
         ]
     )
     return app
@@ -99,8 +112,3 @@ def application(
 async def root(_: web.Request) -> web.Response:
     """Answers whoever opens the address itself: with the paths to look at."""
     return web.json_response(ROOT)
-
-
-async def unknown_route(http: web.Request) -> web.StreamResponse:
-    """Responds 404 to paths without a route and to methods that a path lacks."""
-    raise ApiError("not_found", f"{http.method} {http.path} does not exist; see /docs.")

@@ -33,6 +33,8 @@ class Reading(NamedTuple):
 class ArgumentsReader:
     """Reads all text as the arguments of one tool."""
 
+    in_call = True
+
     def __init__(self, tool: Tool) -> None:
         self._tool = tool
         self._started = False
@@ -53,6 +55,8 @@ class ArgumentsReader:
 
 class CallListReader:
     """Reads text as a list of calls; emits each call once it is complete."""
+
+    in_call = True
 
     def __init__(self, tools: list[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools} | by_model_name(tools)
@@ -115,6 +119,10 @@ class ConstrainedParser:
         self._openers = openers
         self._reader: OutputParser | None = None
         self._held = ""  # text that does not show yet how it is to be read
+
+    @property
+    def in_call(self) -> bool:
+        return self._reader is not None and self._reader.in_call
 
     def feed(self, text: str) -> list[AnswerEvent]:
         return self._read(self._thinking.feed(text))
@@ -180,6 +188,10 @@ class AnswerOpening:
         self._held = ""
         self._parser: OutputParser | None = None
 
+    @property
+    def in_call(self) -> bool:
+        return self._parser is not None and self._parser.in_call
+
     def feed(self, text: str) -> list[AnswerEvent]:
         if self._parser is not None:
             return self._parser.feed(text)
@@ -222,6 +234,10 @@ class AllowedCalls:
         self._dropping = False
         self._gap = False
         self._wrote = False
+
+    @property
+    def in_call(self) -> bool:
+        return self._parser.in_call
 
     def feed(self, text: str) -> list[AnswerEvent]:
         return self._allowed(self._parser.feed(text))

@@ -7,6 +7,19 @@ MAX_PROMPT_BYTES = 64 << 20  # packed tokens of a request, one prompt per choice
 MAX_OUTPUT_BYTES = 256 << 20  # memory for the output of a request, all choices together
 OUTPUT_TOKEN_BYTES = 64
 LOGPROB_BYTES = 400
+COUNTED_CONTEXTS = 4
+MIN_COUNTED = 1 << 18
+
+
+def counted_tokens(context: int) -> int:
+    """The tokens up to which a prompt beyond the context is counted, so that clients can cut it."""
+    return max(COUNTED_CONTEXTS * context, MIN_COUNTED)
+
+
+def check_context(tokens: int, context: int) -> None:
+    """Raises ContextExceeded for a prompt of more tokens than the context has."""
+    if tokens > context:
+        raise ContextExceeded(tokens, None, context)
 
 
 def check_prompt_memory(packed: list[bytes], n: int) -> None:

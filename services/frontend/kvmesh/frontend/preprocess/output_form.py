@@ -55,7 +55,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
     - `tools`: those that the prompt shows; `callable`: those that `tool_choice` lets through.
     - `calls`: none, if the model decides, or at least one.
     - `text`: what the text must match; None if it is free.
-    - `thoughts`: the thinking at the beginning, as the prompt's end shows.
+    - `thoughts`: the thinking at the beginning, as `prompt`, the prompt's end, shows.
     - `tags`: the engine follows structural tags; `exempt`: it constrains no thinking.
     """
 
@@ -68,13 +68,14 @@ class OutputForm(Struct, frozen=True, kw_only=True):
     tags: bool
     exempt: bool
     thoughts: Thoughts = "none"
+    prompt: str = ""
 
     def after(self, prompt: str, thinking: bool | None) -> "OutputForm":
         """The form after a prompt with this end; `thinking` is what the request asks for."""
         thoughts = self.grammar.thoughts(prompt)
         if thoughts == "possible" and thinking is False and not self.grammar.harmony:
             thoughts = "none"
-        return replace(self, thoughts=thoughts)
+        return replace(self, thoughts=thoughts, prompt=prompt)
 
     @property
     def begins_thinking(self) -> bool:
@@ -189,7 +190,9 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             parser = self._constrained(eager)
         else:
             thinks, calls = self.begins_thinking, bool(self.tools)
-            parser = self.grammar.parser(self.tools, thinking=thinks, calls=calls, eager=eager)
+            parser = self.grammar.parser(
+                self.tools, self.prompt, thinking=thinks, calls=calls, eager=eager
+            )
         if not self._restricted:
             return parser
         names = frozenset(model_name(tool.name, tool.namespace) for tool in self.callable)
@@ -197,7 +200,9 @@ class OutputForm(Struct, frozen=True, kw_only=True):
 
     def _constrained(self, eager: bool) -> OutputParser:
         def made(thinking: bool) -> OutputParser:
-            split = self.grammar.parser(self.tools, thinking=thinking, calls=False, eager=eager)
+            split = self.grammar.parser(
+                self.tools, self.prompt, thinking=thinking, calls=False, eager=eager
+            )
             return self._read(split, eager)
 
         reasoning = self.grammar.reasoning

@@ -12,23 +12,25 @@ from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
-from kvmesh.frontend.conversation import (
-    GenerateRequest,
-    Image,
-    Message,
-    RenderedPrompt,
-    ToolResult,
-)
+from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt
 from kvmesh.frontend.dialects.errors import TemplateError
+from kvmesh.frontend.dialects.templates.chat_template import continued_text
+from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
 from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
+from kvmesh.frontend.preprocess.attachments import readable
 from kvmesh.frontend.preprocess.conversation_key import conversation_key, inferred_session
 from kvmesh.frontend.preprocess.edited_prompt import PromptCounter, apply_edits
-from kvmesh.frontend.preprocess.limits import check_prompt_memory, output_limit
+from kvmesh.frontend.preprocess.limits import (
+    check_context,
+    check_prompt_memory,
+    counted_tokens,
+    output_limit,
+)
 from kvmesh.frontend.preprocess.output_form import OutputForm, output_form
 from kvmesh.frontend.preprocess.prompt_encoder import LONG_TEXT, PromptEncoder
 from kvmesh.frontend.preprocess.prompt_spans import locate_spans
@@ -39,6 +41,7 @@ from kvmesh.frontend.preprocess.retention import (
     prompt_retention,
 )
 from kvmesh.frontend.preprocess.shared_prefix import AGENT, shared_prefix
+from kvmesh.frontend.preprocess.tool_results import in_call_order
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, TextPiece, text_pieces
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.tracing.names import RENDER, TOKENIZE
@@ -129,7 +132,7 @@ class Preprocessor:
 
         Raises ContextExceeded or InvalidRequest.
         """
-        self._arrange(request)
+        self._arrange(request, model)
         hints = scope_sessions(request.hints, request.cache_salt)
         request.hints = replace(hints, conversation=conversation_key(request))
         if hints.session is None and (session := inferred_session(request)) is not None:
@@ -165,7 +168,9 @@ class Preprocessor:
 
         return restore(request, found, files, forced, note)
 
-    def _arrange(self, request: GenerateRequest) -> None:
+    def _arrange(self, request: GenerateRequest, model: ServedModel) -> None:
+        """Bring the messages into the form that all later prompts show."""
+        request.messages = in_call_order(readable(request.messages, model.card.images))
         if self._share_prefixes and request.agent.startswith(AGENT):
             request.messages = list(shared_prefix(request.messages))
 
@@ -176,8 +181,10 @@ class Preprocessor:
         adapter: str | None,
         found: FoundAnswers,
     ) -> Steps[PreparedRequest]:
-        if not model.card.images:
-            _reject_images(request)
+        continued = continued_text(request)
+        if continued is not None and request.guided is not None:
+            reason = "The last message cannot be continued and follow a schema as well."
+            raise InvalidRequest(reason, "messages")
         salt = self._tenants.salt(model.card.name, adapter or "", request.cache_salt)
         form = output_form(request, model)
         shown = self._restore(request, model, found, form.rewrites_calls)
@@ -186,13 +193,20 @@ class Preprocessor:
         rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
         text = rendered_prompt.text
         encoded: EncodedPrompt | None = None
+        counted = counted_tokens(model.card.context)
         rendered = monotonic()
         if request.prompts:
-            packed = yield from self._encoder.raw_prompts(request, model)
+            packed = []
+            for prompt in request.prompts:
+                packed.append((yield from self._encoder.raw_prompt(prompt, model, counted)))
+                check_context(len(packed[-1]) // TOKEN_BYTES, model.card.context)
             retention = explicit_retention(request)
         else:
-            encoded = yield from self._encoder.conversation(request, rendered_prompt, model)
+            encoded = yield from self._encoder.conversation(
+                request, rendered_prompt, model, counted
+            )
             packed = [encoded.tokens]
+            check_context(len(encoded.tokens) // TOKEN_BYTES, model.card.context)
             retention = yield from self._retention(request, model, encoded)
         check_prompt_memory(packed, request.n)
         prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
@@ -200,10 +214,13 @@ class Preprocessor:
         limit = output_limit(request, len(prompts), longest, model.card.context)
         request.span.record(RENDER, began, rendered)
         request.span.record(TOKENIZE, rendered, monotonic())
+        tail = text[-TAIL_CHARS:]
+        if continued is not None:
+            tail = model.dialect.grammar.tail_of(continued)
         decode = request.decode
         if encoded is not None:
-            form = form.after(text[-TAIL_CHARS:], request.thinking)
-            drops = model.dialect.template.drops_thinking
+            form = form.after(tail, request.thinking)
+            drops = model.dialect.template.drops_thinking(request)
             decode = output_retention(request, form.begins_thinking, drops)
         return PreparedRequest(
             request,
@@ -216,12 +233,18 @@ class Preprocessor:
             decode,
             encoded=encoded,
             shown=shown,
-            keeps_answer=self.answers is not None and bool(request.messages) and request.n == 1,
+            keeps_answer=self.answers is not None
+            and continued is None
+            and bool(request.messages)
+            and request.n == 1,
         )
 
     async def count(self, request: GenerateRequest, model: ServedModel) -> list[bytes]:
-        """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt."""
-        self._arrange(request)
+        """Packed tokens of each prompt, as `prepare` makes them, with its errors for the prompt.
+
+        A prompt may exceed the context, but not `counted_tokens`.
+        """
+        self._arrange(request, model)
         found = await self._stored(request, model)
         return await self._run(request, self._count(request, model, found))
 
@@ -231,14 +254,14 @@ class Preprocessor:
         model: ServedModel,
         found: FoundAnswers,
     ) -> Steps[list[bytes]]:
-        if not model.card.images:
-            _reject_images(request)
+        counted = counted_tokens(model.card.context)
         if request.prompts:
-            return (yield from self._encoder.raw_prompts(request, model))
+            return [(yield from self._encoder.raw_prompt(request.prompts[0], model, counted))]
         self._restore(request, model, found, output_form(request, model).rewrites_calls)
         yield from self._edit(request, model)
         rendered = render(request, model)
-        return [(yield from self._encoder.conversation(request, rendered, model)).tokens]
+        encoded = yield from self._encoder.conversation(request, rendered, model, counted)
+        return [encoded.tokens]
 
     def _edit(self, request: GenerateRequest, model: ServedModel) -> Steps[None]:
         """Edit the conversation as the request asks."""
@@ -248,14 +271,16 @@ class Preprocessor:
                 lambda messages: self._count_messages(request, messages, model),
                 lambda text: self._encoder.count_text(text, request.cache_salt, model),
             )
-            drops = model.dialect.template.drops_thinking
+            drops = model.dialect.template.drops_thinking(request)
             yield from apply_edits(request, request.context_edits, drops, counter)
 
     def _count_messages(
         self, request: GenerateRequest, messages: list[Message], model: ServedModel
     ) -> Steps[int]:
         """Tokens of the prompt with these messages; raises ContextExceeded."""
-        changed = replace(request, messages=messages)
+        # a part of the conversation may end with any message
+        closed = {k: v for k, v in request.template_args.items() if k != CONTINUE}
+        changed = replace(request, messages=messages, template_args=closed)
         rendered = render(changed, model)
         return (
             len((yield from self._encoder.conversation(changed, rendered, model)).tokens)
@@ -287,7 +312,7 @@ class Preprocessor:
     ) -> Steps[list[Retain]]:
         """Retention directives of a conversation."""
         offsets = TokenOffsets(encoded)
-        drops_thinking = model.dialect.template.drops_thinking
+        drops_thinking = model.dialect.template.drops_thinking(request)
         spans = locate_spans(request, encoded.text, encoded.edges, drops_thinking)
         budget = LONG_TEXT + len(encoded.text)
         for edge, offset in offsets.inside_segments(spans):
@@ -315,13 +340,13 @@ def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
 
 
 def _encodable(text: str) -> str:
-    r"""The text with a question mark for each half of a character, such as \ud83d in arguments."""
+    r"""The text with U+FFFD for each half of a character, such as \ud83d in arguments."""
     if text.isascii():
         return text
     try:
         text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
@@ -333,13 +358,3 @@ def hash_prompt(
         raise InvalidRequest("The prompt has no tokens.", "prompt")
     _, sequence_hashes = block_hashes(tokens, model.card.block_size, salt)
     return PromptTokens(tokens, len(tokens) // 4, sequence_hashes, salt, retention)
-
-
-def _reject_images(request: GenerateRequest) -> None:
-    for index, message in enumerate(request.messages):
-        for block in message.blocks:
-            kind = type(block)
-            parts = block.content if isinstance(block, ToolResult) else ()
-            if kind is Image or (parts and Image in map(type, parts)):
-                where = f"messages[{index}].content"
-                raise InvalidRequest(f"`{where}`: this model does not read images.", where)

@@ -27,51 +27,50 @@ MAX_CHAR_BYTES = 4  # of UTF-8
 class PromptEncoder:
     """Encodes prompts in steps; `memo_bytes` for the tokens of texts seen before.
 
-    Tokenizing stops at most one slice beyond the model's context.
+    Tokenizing stops at most one slice beyond `limit` tokens, None: the model's context, by
+    ContextExceeded. Nothing of a prompt beyond the context is kept in memory.
     """
 
     def __init__(self, memo_bytes: int) -> None:
         self._memo = SegmentMemo(memo_bytes // 3 * 2)
         self._prefix_cache = PrefixTokenCache(memo_bytes // 3)
 
-    def raw_prompts(self, request: GenerateRequest, model: ServedModel) -> Steps[list[bytes]]:
-        """Packed tokens of prompts without a template: texts and token ids."""
-        prompts = []
-        for prompt in request.prompts:
-            if isinstance(prompt, str):
-                prompts.append((yield from self._raw_text(prompt, model)))
-            else:
-                prompts.append(_pack(prompt))
-        return prompts
-
-    def _raw_text(self, text: str, model: ServedModel) -> Steps[bytes]:
-        """Packed tokens of one text, with the special tokens that the tokenizer adds."""
-        check_fits(text, model)
-        if len(text) >= LONG_TEXT:
+    def raw_prompt(
+        self, prompt: str | list[int], model: ServedModel, limit: int | None = None
+    ) -> Steps[bytes]:
+        """Packed tokens of a prompt without a template, with the special ones of the tokenizer."""
+        if not isinstance(prompt, str):
+            return _pack(prompt)
+        check_fits(prompt, model, limit)
+        if len(prompt) >= LONG_TEXT:
             yield
-        return (yield from _collect(model.dialect.encoder.text_steps(text), model))
+        return (yield from _collect(model.dialect.encoder.text_steps(prompt), model, limit))
 
     def conversation(
-        self, request: GenerateRequest, rendered: RenderedPrompt, model: ServedModel
+        self,
+        request: GenerateRequest,
+        rendered: RenderedPrompt,
+        model: ServedModel,
+        limit: int | None = None,
     ) -> Steps[EncodedPrompt]:
         """Tokens of a rendered conversation; only text after the cached prefix is processed."""
-        text = rendered.text
-        check_fits(text, model)
+        text, most = rendered.text, limit or model.card.context
+        check_fits(text, model, limit)
         encoder, tenant = model.dialect.encoder, request.cache_salt
         key = self._memo_key(tenant, model), hash(_shared_key(request))
-        cached = self._prefix_cache.get(key, text, encoder.longest_marker)
+        cached = self._prefix_cache.get(key, rendered, encoder.longest_marker)
         cached = cached.outside(rendered.insertions)
         pieces = text_pieces(rendered, encoder, cached.end)
-        if len(pieces) > model.card.context:
-            raise ContextExceeded(len(pieces), None, model.card.context)
-        tokens = yield from self.encode(pieces, tenant, model)
-        encoded = cached.extended(text, [piece.text for piece in pieces], tokens)
-        if len(text) >= LONG_TEXT:
+        if len(pieces) > most:
+            raise ContextExceeded(len(pieces), None, model.card.context, at_least=True)
+        tokens = yield from self.encode(pieces, tenant, model, limit)
+        encoded = cached.extended(rendered, [piece.text for piece in pieces], tokens)
+        if len(text) >= LONG_TEXT and len(encoded.tokens) <= TOKEN_BYTES * model.card.context:
             self._prefix_cache.put(key, encoded)
         return encoded
 
     def encode(
-        self, pieces: list[TextPiece], tenant: str, model: ServedModel
+        self, pieces: list[TextPiece], tenant: str, model: ServedModel, limit: int | None = None
     ) -> Steps[list[bytes]]:
         """Packed tokens of each piece, if they are not known from the memo where possible."""
         memo, key = self._memo, self._memo_key(tenant, model)
@@ -82,10 +81,12 @@ class PromptEncoder:
         encoded, count = [], 0
         for (segment, _), tokens in zip(pieces, cached, strict=True):
             if tokens is None:
-                tokens = yield from _collect(model.dialect.encoder.steps(segment), model, count)
-                memo.put(key, segment, tokens)
+                slices = model.dialect.encoder.steps(segment)
+                tokens = yield from _collect(slices, model, limit, count)
+                if count + len(tokens) // TOKEN_BYTES <= model.card.context:
+                    memo.put(key, segment, tokens)
             encoded.append(tokens)
-            count += len(tokens) // 4
+            count += len(tokens) // TOKEN_BYTES
         return encoded
 
     def count_text(self, text: str, tenant: str, model: ServedModel) -> Steps[int]:
@@ -99,24 +100,26 @@ class PromptEncoder:
         return hash((model.card.files, tenant))
 
 
-def check_fits(text: str, model: ServedModel) -> None:
-    """Raise ContextExceeded for a text with more bytes than a full context of longest tokens."""
-    longest, context = model.dialect.encoder.longest_token, model.card.context
-    if longest is not None and len(text) * MAX_CHAR_BYTES > context * longest:
+def check_fits(text: str, model: ServedModel, limit: int | None = None) -> None:
+    """Raise ContextExceeded for a text with more bytes than `limit` of the longest tokens."""
+    longest, most = model.dialect.encoder.longest_token, limit or model.card.context
+    if longest is not None and len(text) * MAX_CHAR_BYTES > most * longest:
         size = len(text) if text.isascii() else len(text.encode())
-        if size > context * longest:
-            raise ContextExceeded(-(-size // longest), None, context)
+        if size > most * longest:
+            raise ContextExceeded(-(-size // longest), None, model.card.context, at_least=True)
     check_runs(text)
 
 
-def _collect(slices: Iterator[bytes], model: ServedModel, count: int = 0) -> Steps[bytes]:
-    """The tokens of a text after `count` others; raises ContextExceeded once they do not fit."""
-    parts = []
+def _collect(
+    slices: Iterator[bytes], model: ServedModel, limit: int | None, count: int = 0
+) -> Steps[bytes]:
+    """The tokens of a text after `count` others; raises ContextExceeded beyond `limit`."""
+    parts, most = [], limit or model.card.context
     for tokens in slices:
         parts.append(tokens)
         count += len(tokens) // TOKEN_BYTES
-        if count > model.card.context:
-            raise ContextExceeded(count, None, model.card.context)
+        if count > most:
+            raise ContextExceeded(count, None, model.card.context, at_least=True)
         if len(tokens) >= SLICE_TOKENS or not tokens:
             yield
     return b"".join(parts)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from kvmesh.frontend.conversation import (
+    GAP,
     Block,
     CacheControl,
     GenerateRequest,
@@ -24,7 +25,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
-from kvmesh.frontend.dialects.templates.chat_messages import BILLING_HEADER, GAP
+from kvmesh.frontend.dialects.templates.chat_messages import BILLING_HEADER
 
 PROBE = 64  # characters to search for; the rest of a text is compared
 LONG = 64  # characters; shorter texts fill no block of their own

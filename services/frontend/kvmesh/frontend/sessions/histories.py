@@ -197,7 +197,7 @@ def _answers(prepared: PreparedRequest, decode: Callable[[bytes], str]) -> Answe
     return AnswerForm(
         generated,
         lambda earlier: dialect.grammar.begins_thinking(tail(earlier)),
-        dialect.template.drops_thinking,
+        dialect.template.drops_thinking(prepared.request),
     )
 
 

@@ -5,11 +5,16 @@
 """
 
 import codecs
+import re
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import Any, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # for characters that SentencePiece lacks
 
 
 class Detokenizer(Protocol):
@@ -21,6 +26,13 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """The rest of the text; U+FFFD replaces an incomplete character."""
+        ...
+
+    def tokens_of(self, ids: list[int], text: str, start: int, end: int) -> tuple[int, int]:
+        """The tokens that hold the characters `start` to `end` of `text`, as a range of `ids`.
+
+        `ids` are the last ones fed, and `text` is what they gave.
+        """
         ...
 
 
@@ -44,7 +56,8 @@ class ByteDetokenizer:
 
     def __init__(self, table: ByteTable) -> None:
         self._table = table.table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = self._decoder.decode
 
     def feed(self, ids: list[int]) -> str:
         table = self._table
@@ -58,6 +71,15 @@ class ByteDetokenizer:
     def finish(self) -> str:
         return self._decode(b"", True)
 
+    def tokens_of(self, ids: list[int], text: str, start: int, end: int) -> tuple[int, int]:
+        if start == 0 and end == len(text):
+            return 0, len(ids)
+        sizes = [len(self._table[i]) if i < len(self._table) else 0 for i in ids]
+        # bytes that came before `ids`: the beginning of their first character
+        earlier = len(text.encode()) + len(self._decoder.getstate()[0]) - sum(sizes)
+        first, last = len(text[:start].encode()), len(text[:end].encode())
+        return _range(sizes, first - earlier, last - earlier)
+
 
 class StreamDetokenizer:
     """Uses the `tokenizers` library's incremental decoder; works for any tokenizer."""
@@ -67,35 +89,53 @@ class StreamDetokenizer:
         self._hidden = hidden
         self._stream = DecodeStream(skip_special_tokens=False)
         self._pending: list[int] = []
+        self._parts: list[str] = []  # of the last tokens
 
     def feed(self, ids: list[int]) -> str:
-        parts: list[str] = []
+        self._parts = parts = []
         for token_id in ids:
-            if token_id in self._hidden:
-                continue
-            part = self._stream.step(self._tokenizer, token_id)
-            self._pending.append(token_id)
+            part = None
+            if token_id not in self._hidden:
+                part = self._stream.step(self._tokenizer, token_id)
+                self._pending.append(token_id)
             if part is not None:
                 self._pending.clear()
-                parts.append(part)
+            parts.append(part or "")
         return "".join(parts)
 
     def finish(self) -> str:
         rest = self._tokenizer.decode(self._pending, skip_special_tokens=False)
         return "\ufffd" if "\ufffd" in rest else ""
 
+    def tokens_of(self, ids: list[int], text: str, start: int, end: int) -> tuple[int, int]:
+        return _range(list(map(len, self._parts)), start, end)
+
+
+def _range(sizes: list[int], start: int, end: int) -> tuple[int, int]:
+    """The range of the pieces of these sizes that hold what is from `start` to `end`."""
+    ends = list(accumulate(sizes))
+    return bisect_right(ends, start), min(bisect_left(ends, end) + 1, len(ends))
+
 
 class TokenTexts:
     """The bytes of single tokens, for log-probabilities."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._added = tokenizer.get_added_tokens_decoder()
+        self._hidden = hidden
+
+    def is_shown(self, token: int) -> bool:
+        """False for ids without text, such as the end of a turn."""
+        return token not in self._hidden
 
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes of a token, perhaps of an incomplete character."""
         text = self._tokenizer.id_to_token(token) or ""
-        if token in self._tokenizer.get_added_tokens_decoder():
+        if token in self._added:
             return text.encode()
+        if match := _BYTE_TOKEN.fullmatch(text):
+            return bytes.fromhex(match[1])
         if all(c in _BYTE_OF_CHAR for c in text):
             return bytes(_BYTE_OF_CHAR[c] for c in text)
         return self._tokenizer.decode([token], skip_special_tokens=False).encode()

@@ -81,6 +81,13 @@ class TextEncoder:
             self._bpe = None
 
     @property
+    def joins(self) -> bool:
+        """True if the tokens of two parts of a text are tokens of the text, wherever it is cut."""
+        parts = "a<", "|b"
+        ids = [self._tokenizer.encode(part, add_special_tokens=False).ids for part in parts]
+        return self._tokenizer.decode([*ids[0], *ids[1]]) == "".join(parts)
+
+    @property
     def longest_token(self) -> int | None:
         """Most bytes of text that one token can represent; None if unbounded."""
         return self._bpe.longest_token if self._bpe is not None else None

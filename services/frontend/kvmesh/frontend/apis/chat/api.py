@@ -22,6 +22,7 @@ from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
 from kvmesh.frontend.conversation import (
+    GAP,
     AnswerEvent,
     GenerateRequest,
     TextDelta,
@@ -48,14 +49,17 @@ class Chat:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            request.ignored = [*ignored_fields(body, ChatBody), *unknown_headers(headers)]
+            request.ignored += [*ignored_fields(body, ChatBody), *unknown_headers(headers)]
         options = parsed.stream_options
         include_usage = bool(options and options.include_usage)
         return ApiCall(request, ChatAnswer(request, stamp.created, include_usage))
 
 
 class ChatChoice:
-    """The transcript of one choice, and the encoded head of its chunks."""
+    """The transcript of one choice, and the encoded head of its chunks.
+
+    A stream has the number of its `calls` instead, and whether the last is one of a `custom` tool.
+    """
 
     def __init__(self, index: int, common: bytes) -> None:
         self.head = b"data: " + common + b',"choices":[{"index":%d,"delta":' % index
@@ -63,7 +67,18 @@ class ChatChoice:
         self.transcript = Transcript()
         self.logprobs: list[TokenLogprob] = []
         self.calls = 0
+        self.custom = False
         self.finish = "stop"
+        self.last: type[AnswerEvent] | None = None  # of the deltas
+        self._written: set[type[AnswerEvent]] = set()
+
+    def joined(self, event: TextDelta | ThinkingDelta) -> str:
+        """The event's text, after a gap if its field has one from before a call."""
+        kind = type(event)
+        gap = GAP if kind is not self.last and kind in self._written else ""
+        self.last = kind
+        self._written.add(kind)
+        return gap + event.text
 
 
 class ChatAnswer:
@@ -74,11 +89,11 @@ class ChatAnswer:
         self._include_usage = include_usage
         self._with_logprobs = request.sampling.logprobs is not None
         self._common = {"id": request.id, "created": created, "model": request.model}
-        self._chunk_common = {"object": "chat.completion.chunk", **self._common}
+        usage = {"usage": None} if include_usage else {}
+        self._chunk_common = {"object": "chat.completion.chunk", **self._common, **usage}
         common = json_encode(self._chunk_common)[:-1]
         self._choices = [ChatChoice(index, common) for index in range(request.n)]
-        usage = b',"usage":null' if include_usage else b""
-        self._tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        self._tail = b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._text_tail = b"}" + self._tail
 
     def begin(self) -> bytes:
@@ -97,7 +112,7 @@ class ChatAnswer:
             return b""
         if logprobs:
             return self._with_tokens(choice, events, logprobs)
-        if len(events) == 1 and type(events[0]) is TextDelta:
+        if len(events) == 1 and type(events[0]) is TextDelta is state.last:
             return state.text_head + json_encode(events[0].text) + self._text_tail
         return b"".join([self._chunk(state, _delta(state, event)) for event in events])
 
@@ -122,8 +137,7 @@ class ChatAnswer:
         if not self._stream:
             return b""
         last = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": state.finish}
-        usage = {"usage": None} if self._include_usage else {}
-        return openai.event({**self._chunk_common, "choices": [last], **usage})
+        return openai.event({**self._chunk_common, "choices": [last]})
 
     def done(self, summary: AnswerSummary) -> bytes:
         last: dict[str, Any] = {**self._chunk_common, "choices": []}
@@ -163,15 +177,18 @@ class ChatAnswer:
 
 def _delta(choice: ChatChoice, event: AnswerEvent) -> dict[str, Any]:
     if isinstance(event, TextDelta):
-        return {"content": event.text}
+        return {"content": choice.joined(event)}
     if isinstance(event, ThinkingDelta):
-        return {"reasoning_content": event.text}
+        return {"reasoning_content": choice.joined(event)}
+    choice.last = None
     if isinstance(event, ToolCallStart):
         choice.calls += 1
+        choice.custom = event.custom
         return {"tool_calls": [{"index": choice.calls - 1, **_call(event, "")}]}
     if isinstance(event, ToolCallDelta):
-        function = {"arguments": event.arguments}
-        return {"tool_calls": [{"index": choice.calls - 1, "function": function}]}
+        text = event.arguments
+        added = {"custom": {"input": text}} if choice.custom else {"function": {"arguments": text}}
+        return {"tool_calls": [{"index": choice.calls - 1, **added}]}
     return {}
 
 

@@ -5,23 +5,25 @@ from typing import Annotated, Any, Literal
 from msgspec import Raw, Struct
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_range
+from kvmesh.frontend.apis.base import as_json, check_length, check_range
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import (
-    CacheBreakpoint,
     CacheOptions,
     CacheRetention,
     inner_cache_control,
-    to_cache_control,
 )
+from kvmesh.frontend.apis.content.foreign import with_sources
+from kvmesh.frontend.apis.content.parts import Content, content_blocks
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
+from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import (
     Block,
     GenerateRequest,
-    Image,
     Message,
+    ResultPart,
     Text,
     Thinking,
     Tool,
@@ -37,14 +39,6 @@ MAX_LOGPROBS = 20
 MAX_TOOLS = 4096
 
 
-class ChatPart(Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | dict[str, Any] | None = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
-
-
 class Function(Struct):
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -56,7 +50,7 @@ class Custom(Struct):
 
 
 class ChatToolCall(Struct):
-    id: str = ""
+    id: str | None = None
     type: str = "function"
     function: Function | None = None
     custom: Custom | None = None
@@ -64,13 +58,16 @@ class ChatToolCall(Struct):
 
 class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ChatPart] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[ChatToolCall] | None = None
+    function_call: Function | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
+    prefix: bool | None = None
 
 
 class FunctionTool(Struct):
@@ -147,7 +144,11 @@ class ChatToolChoice(Struct):
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """Fields of the OpenAI API, and of vLLM those that agents use. Ignores unknown fields."""
+    """Fields of the OpenAI API, and of vLLM those that agents use. Ignores unknown fields.
+
+    The model continues an assistant message at the end if `continue_final_message` or the message's
+    `prefix` says so.
+    """
 
     model: str
     messages: list[ChatMessage]
@@ -161,70 +162,124 @@ class ChatBody(SamplingBody, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: CacheOptions | None = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    documents: Any = None
     nvext: Nvext | None = None
+
+
+UNSUPPORTED = UnsupportedFields(
+    functions="tools",
+    function_call="tool_choice",
+    audio=None,
+    chat_template=None,
+    documents="chat_template_kwargs",
+)
 
 
 def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
     """The internal request; raises InvalidRequest with the invalid field."""
     _check(body)
-    arguments = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    reading = Reading()
     return GenerateRequest(
         id=request_id,
         model=body.model,
         sampling=_sampling(body),
-        messages=[_message(m, f"messages[{i}]") for i, m in enumerate(body.messages)],
-        tools=_definitions.tools(body.tools or []),
+        messages=[_message(m, f"messages[{i}]", reading) for i, m in enumerate(body.messages)],
+        tools=_definitions.tools(body.tools or [], reading.skipped),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         guided=guided(body.response_format),
-        template_args=arguments,
+        template_args=_arguments(body),
         stream=bool(body.stream),
         n=body.n or 1,
+        ignored=reading.skipped,
     )
 
 
 def _check(body: ChatBody) -> None:
-    if not body.messages:
-        raise InvalidRequest("`messages` must not be empty.", "messages")
-    if len(body.messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"`messages` has more than {MAX_MESSAGES} entries.", "messages")
-    if len(body.tools or []) > MAX_TOOLS:
-        raise InvalidRequest(f"`tools` has more than {MAX_TOOLS} entries.", "tools")
+    check_length(len(body.messages), 1, MAX_MESSAGES, "messages")
+    check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
     check_range(body.n, 1, MAX_CHOICES, "n")
+    UNSUPPORTED.refuse(body)
+    if "audio" in (body.modalities or ()):
+        raise InvalidRequest("`modalities`: the model writes text only.", "modalities")
+
+
+def _arguments(body: ChatBody) -> dict[str, Any]:
+    """The variables of the template."""
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    continues = body.continue_final_message or bool(body.messages[-1].prefix)
+    if continues and body.add_generation_prompt:
+        reason = "`add_generation_prompt` and `continue_final_message` exclude each other."
+        raise InvalidRequest(reason, "continue_final_message")
+    if body.add_generation_prompt is not None:
+        arguments["add_generation_prompt"] = body.add_generation_prompt
+    if continues:
+        arguments["continue_final_message"] = True
+    return arguments
 
 
 def _sampling(body: ChatBody) -> Sampling:
     limit = body.max_completion_tokens
     check_range(body.top_logprobs, 0, MAX_LOGPROBS, "top_logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("`top_logprobs` requires `logprobs`: true.", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return to_sampling(body, body.max_tokens if limit is None else limit, logprobs)
 
 
-def _message(message: ChatMessage, where: str) -> Message:
+def _message(message: ChatMessage, where: str, reading: Reading) -> Message:
+    content = content_blocks(message.content, f"{where}.content", reading)
+    if message.name and message.role in ("system", "developer", "assistant"):
+        reading.skipped.append(f"{where}.name")
     if message.role in ("system", "developer"):
-        return Message("system", _content(message.content, where))
+        return Message("system", list(content))
     if message.role == "user":
-        return Message("user", _content(message.content, where))
+        return Message("user", _named(message.name, content))
     if message.role == "assistant":
-        return Message("assistant", _assistant(message, where))
+        return Message("assistant", _assistant(message, content, where))
     if not message.tool_call_id and message.role == "tool":
         raise InvalidRequest("A tool message requires `tool_call_id`.", f"{where}.tool_call_id")
-    content = [b for b in _content(message.content, where) if isinstance(b, Text | Image)]
     call = message.tool_call_id or message.name or ""
     return Message("tool", [ToolResult(call, content, cache=inner_cache_control(content))])
 
 
-def _assistant(message: ChatMessage, where: str) -> list[Block]:
+def _named(name: str | None, content: list[ResultPart]) -> list[Block]:
+    """The content of a participant, whom templates cannot name."""
+    blocks: list[Block] = [*content]
+    if name:
+        first = blocks[0] if blocks else None
+        if isinstance(first, Text):
+            blocks[0] = Text(f"{name}: {first.text}", first.cache)
+        else:
+            blocks.insert(0, Text(f"{name}:"))
+    return blocks
+
+
+def _assistant(message: ChatMessage, content: list[ResultPart], where: str) -> list[Block]:
     thinking = message.reasoning_content or message.reasoning
     blocks: list[Block] = [Thinking(thinking)] if thinking else []
-    blocks += _content(message.content, where)
+    blocks += content
+    if message.annotations and content and isinstance(last := content[-1], Text):
+        blocks[-1] = Text(with_sources(last.text, message.annotations), last.cache)
+    if message.refusal:
+        blocks.append(Text(message.refusal))
+    if message.function_call is not None:
+        called = message.function_call
+        blocks.append(ToolCall(called.name, called.name, _written(called.arguments)))
     for index, call in enumerate(message.tool_calls or []):
         blocks.append(_tool_call(call, f"{where}.tool_calls[{index}]"))
     return blocks
@@ -232,32 +287,14 @@ def _assistant(message: ChatMessage, where: str) -> list[Block]:
 
 def _tool_call(call: ChatToolCall, where: str) -> ToolCall:
     if call.custom is not None:
-        return ToolCall(call.id, call.custom.name, call.custom.input, custom=True)
+        return ToolCall(call.id or "", call.custom.name, call.custom.input, custom=True)
     if call.function is None:
         raise InvalidRequest("A tool call requires `function`.", f"{where}.function")
-    arguments = call.function.arguments
-    text = arguments if isinstance(arguments, str) else as_json(arguments or {})
-    return ToolCall(call.id, call.function.name, text)
+    return ToolCall(call.id or "", call.function.name, _written(call.function.arguments))
 
 
-def _content(content: str | list[ChatPart] | None, where: str) -> list[Block]:
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [Text(content)] if content else []
-    return [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
-
-
-def _part(part: ChatPart, where: str) -> Block:
-    cache = to_cache_control(part.prompt_cache_breakpoint)
-    if part.type in ("text", "input_text", "output_text"):
-        return Text(part.text or "", cache)
-    if part.type == "refusal":
-        return Text(part.refusal or "")
-    if part.type == "image_url":
-        url = part.image_url
-        return Image(url if isinstance(url, str) else str((url or {}).get("url", "")), cache)
-    raise InvalidRequest(f"Content of type `{part.type}` is not supported.", f"{where}.type")
+def _written(arguments: str | dict[str, Any] | None) -> str:
+    return arguments if isinstance(arguments, str) else as_json(arguments or {})
 
 
 def _tools(tool: ChatToolBody) -> list[Tool]:
@@ -274,7 +311,7 @@ def _tools(tool: ChatToolBody) -> list[Tool]:
     return []
 
 
-_definitions = ToolDefinitions(ChatToolBody, _tools)
+_definitions = ToolDefinitions(ChatToolBody, ("function", "custom"), _tools)
 
 
 def _choice(choice: str | ChatToolChoice | None) -> ToolChoice:

@@ -25,7 +25,7 @@ from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, 
 from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
-from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, Kind
+from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, InvalidRequest, Kind
 from kvmesh.hashing import TOKEN_BYTES
 
 TYPES: dict[Kind, str] = {
@@ -33,7 +33,9 @@ TYPES: dict[Kind, str] = {
     "authentication": "authentication_error",
     "permission": "permission_error",
     "not_found": "not_found_error",
+    "method_not_allowed": "invalid_request_error",
     "too_large": "request_too_large",
+    "unsupported_coding": "invalid_request_error",
     "rate_limit": "rate_limit_error",
     "overloaded": "overloaded_error",
     "unavailable": "api_error",
@@ -50,11 +52,24 @@ DELTAS = {
 _decoder = msgspec.json.Decoder(MessagesBody)
 
 
+class ThreadsUnsupported(InvalidRequest):
+    """The request wants the server to hold the conversation.
+
+    The tool runners of the SDKs then send it whole, if the error has this code in its details.
+    """
+
+    def __init__(self) -> None:
+        reason = "thread: not supported; send the whole conversation in `messages`"
+        super().__init__(reason, "thread", "thread_unsupported_request")
+
+
 def parse_body(
     body: bytes, headers: Headers, stamp: RequestStamp
 ) -> tuple[MessagesBody, GenerateRequest]:
     """The body and its request, of a message or of token counting."""
     parsed = decode(_decoder, body)
+    if parsed.thread:
+        raise ThreadsUnsupported
     request = to_request(parsed, Messages.id_prefix + stamp.token)
     user = session_in_user_id(parsed.metadata.user_id if parsed.metadata else None)
     apply_hints(request, headers, parsed.nvext, user)
@@ -63,7 +78,7 @@ def parse_body(
     request.retain_prompt(parsed.cache_control.ttl_s() if parsed.cache_control else None)
     if "ignored" in request.extra_fields:
         fields = [*ignored_fields(body, MessagesBody), *_without_effect(parsed)]
-        request.ignored = [*fields, *unknown_headers(headers)]
+        request.ignored += [*fields, *unknown_headers(headers)]
     return parsed, request
 
 
@@ -118,11 +133,10 @@ class CountTokens:
 
 
 def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
-    return {
-        "type": "error",
-        "error": {"type": TYPES[error.kind], "message": _message(error)},
-        "request_id": request_id,
-    }
+    fault: dict[str, Any] = {"type": TYPES[error.kind], "message": _message(error)}
+    if isinstance(error, ThreadsUnsupported):
+        fault["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return {"type": "error", "error": fault, "request_id": request_id}
 
 
 def _message(error: ApiError) -> str:
@@ -135,7 +149,8 @@ def _message(error: ApiError) -> str:
         return error.message
     count, wanted, limit = error.prompt_tokens, error.max_tokens, error.context
     if wanted is None:
-        return f"prompt is too long: {count} tokens > {limit} maximum"
+        stopped = " (it was not counted further)" * error.at_least
+        return f"prompt is too long: {count} tokens > {limit} maximum{stopped}"
     return f"input length and `max_tokens` exceed context limit: {count} + {wanted} > {limit}"
 
 

@@ -20,6 +20,7 @@ from kvmesh.frontend.apis.base import (
     json_encode,
 )
 from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
+from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.responses.body import (
@@ -27,12 +28,18 @@ from kvmesh.frontend.apis.responses.body import (
     input_items,
     instructions,
     storable_items,
+    summarizes,
     to_messages,
     to_request,
+    without_effect,
 )
 from kvmesh.frontend.apis.responses.items import RESPONSE_PREFIX, OutputItem
-from kvmesh.frontend.apis.responses.references import Outputs, referenced_responses, resolve
-from kvmesh.frontend.apis.sealed_reasoning import Sealed
+from kvmesh.frontend.apis.responses.references import (
+    Outputs,
+    References,
+    referenced_responses,
+    resolve,
+)
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
@@ -44,12 +51,6 @@ CODES: dict[Kind, str] = {
     "overloaded": "server_is_overloaded",
     "unavailable": "server_is_overloaded",
 }
-DELTA_EVENTS = {
-    transcript.PartKind.TEXT: "response.output_text.delta",
-    transcript.PartKind.THINKING: "response.reasoning_text.delta",
-    transcript.PartKind.CALL: "response.function_call_arguments.delta",
-}
-CUSTOM_DELTA = "response.custom_tool_call_input.delta"
 _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
@@ -62,7 +63,8 @@ def parse_body(
     apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
     request.retain_prompt(cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options))
     if "ignored" in request.extra_fields:
-        request.ignored = [*ignored_fields(body, ResponsesBody), *unknown_headers(headers)]
+        fields = [*ignored_fields(body, ResponsesBody), *without_effect(parsed)]
+        request.ignored += [*fields, *unknown_headers(headers)]
     return parsed, request
 
 
@@ -104,7 +106,7 @@ class ResponsesThread:
         self.previous = body.previous_response_id
         self.store = body.store is not False
 
-    def referenced(self, turns: list[StoredTurn]) -> list[str]:
+    def referenced(self, turns: list[StoredTurn]) -> References:
         """Responses whose items the input or an earlier turn refers to."""
         items = input_items(self._body) if isinstance(self._body.input, list) else []
         return referenced_responses([*_items(turns), *items])
@@ -113,10 +115,10 @@ class ResponsesThread:
         """Insert the messages of earlier turns before this request's input; resolve references."""
         earlier = resolve(_items(turns), outputs, "previous_response_id")
         own = resolve(input_items(self._body), outputs, "input")
-        sealed = Sealed()
-        found = [message for items in (earlier, own) for message in to_messages(items, sealed)]
+        reading = Reading()
+        found = [message for items in (earlier, own) for message in to_messages(items, reading)]
         self._request.messages = [*instructions(self._body), *found]
-        self._request.body_bytes += sealed.bytes
+        self._request.body_bytes += reading.sealed.bytes
 
     def turn(self, response: bytes) -> StoredTurn:
         """The turn to store, with the whole `response` object."""
@@ -155,6 +157,7 @@ class ResponsesAnswer:
         self._token = stamp.token
         self._created = stamp.created
         self._request_fields = _request_fields(body)
+        self._summarized = summarizes(body)
 
     def mark_unstored(self) -> None:
         """Set `store` to false in the response from now on."""
@@ -185,55 +188,43 @@ class ResponsesAnswer:
         return b"".join(frames)
 
     def _start(self, part: TranscriptPart) -> bytes:
-        item = self._open = OutputItem(len(self._items), part, self._token)
+        item = self._open = OutputItem(len(self._items), part, self._token, self._summarized)
         self._items.append(item)
-        added = item.object("in_progress")
+        added, events = item.object(), item.events
         frame = self._event("response.output_item.added", output_index=item.index, item=added)
-        if part.kind is transcript.PartKind.TEXT:
-            position = self._position(item)
-            frame += self._event("response.content_part.added", **position, part=item.content(""))
+        if events.part:
+            frame += self._event(f"{events.part}.added", **item.position, part=item.content(""))
         return frame
-
-    def _position(self, item: OutputItem) -> dict[str, Any]:
-        position: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
-        if item.part.kind is not transcript.PartKind.CALL:
-            position["content_index"] = 0
-        return position
 
     def _delta(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
         item = self._open
         if item is None:
             return b""
-        kind = item.part.kind
-        name = CUSTOM_DELTA if item.custom else DELTA_EVENTS[kind]
-        extra: dict[str, Any] = {}
-        if kind is transcript.PartKind.TEXT:
+        if item.part.kind is transcript.PartKind.TEXT:
             item.logprobs += logprobs
-            extra = {"logprobs": logprobs}
-        return self._event(name, **self._position(item), delta=text, **extra)
+            return self._event(item.events.delta, **item.position, delta=text, logprobs=logprobs)
+        return self._event(item.events.delta, **item.position, delta=text)
 
     def _close(self, status: str) -> bytes:
         item, self._open = self._open, None
         if item is None:
             return b""
-        finish = self._finish(item)
-        done = item.object(status)
+        item.status = status
+        finish, done = self._finish(item), item.object()
         return finish + self._event("response.output_item.done", output_index=item.index, item=done)
 
     def _finish(self, item: OutputItem) -> bytes:
-        position, text = self._position(item), item.part.text
-        if item.part.kind is transcript.PartKind.TEXT:
-            part = item.content(text)
-            return self._event(
-                "response.output_text.done", **position, text=text, logprobs=item.logprobs
-            ) + self._event("response.content_part.done", **position, part=part)
-        if item.part.kind is transcript.PartKind.THINKING:
-            return self._event("response.reasoning_text.done", **position, text=text)
-        if item.custom:
-            return self._event("response.custom_tool_call_input.done", **position, input=text)
-        name = item.part.start.name if item.part.start else ""
-        done = "response.function_call_arguments.done"
-        return self._event(done, **position, name=name, arguments=text)
+        """The events that repeat the text of an item."""
+        events, position, text = item.events, item.position, item.part.text
+        if item.part.start is not None:
+            if item.custom:
+                return self._event(events.done, **position, input=text)
+            name = item.part.start.name
+            return self._event(events.done, **position, name=name, arguments=text)
+        is_text = item.part.kind is transcript.PartKind.TEXT
+        logprobs = {"logprobs": item.logprobs} if is_text else {}
+        done = self._event(events.done, **position, text=text, **logprobs)
+        return done + self._event(f"{events.part}.done", **position, part=item.content(text))
 
     def end(self, choice: int, ending: Ending) -> bytes:
         self._ending = ending
@@ -249,18 +240,16 @@ class ResponsesAnswer:
     def failed(self, error: ApiError) -> bytes:
         code = error.code if isinstance(error, ContextExceeded) else CODES.get(error.kind)
         fault = {"code": code or "server_error", "message": error.message}
-        response = self._object("failed", None, error=fault)
-        return self._event("response.failed", response=response)
+        cut = self._close("incomplete")
+        response = self._object("failed", None, error=fault, store=False)
+        return cut + self._event("response.failed", response=response)
 
     def whole(self, summary: AnswerSummary) -> bytes:
         return json_encode(self._object(self._status(), summary))
 
     def _object(self, status: str, summary: AnswerSummary | None, **changes: Any) -> dict[str, Any]:
         incomplete = status == "incomplete"
-        last = "incomplete" if incomplete else "completed"
         usage = _usage_object(summary.usage) if summary is not None else None
-        output = [item.object("completed") for item in self._items[:-1]]
-        output += [item.object(last) for item in self._items[-1:]]
         return {
             "id": self._id,
             "object": "response",
@@ -268,7 +257,7 @@ class ResponsesAnswer:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
-            "output": output,
+            "output": [item.object() for item in self._items],
             "usage": usage,
             **self._request_fields,
             **changes,

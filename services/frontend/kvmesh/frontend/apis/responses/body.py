@@ -4,16 +4,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_range, decode
-from kvmesh.frontend.apis.body_types import defined_as
+from kvmesh.frontend.apis.base import as_json, check_length, check_range, decode
+from kvmesh.frontend.apis.body_types import defined_as, unknown_fields
 from kvmesh.frontend.apis.cache_ttl import (
-    CacheBreakpoint,
     CacheOptions,
     CacheRetention,
     inner_cache_control,
-    to_cache_control,
 )
 from kvmesh.frontend.apis.chat.body import (
     MAX_LOGPROBS,
@@ -22,15 +21,17 @@ from kvmesh.frontend.apis.chat.body import (
     AllowedTool,
     allowed_choice,
 )
+from kvmesh.frontend.apis.content.parts import Content, content_blocks
+from kvmesh.frontend.apis.content.refusals import UnsupportedFields
+from kvmesh.frontend.apis.content.tagged import Foreign, Reading
 from kvmesh.frontend.apis.nvext import Nvext
+from kvmesh.frontend.apis.responses.hosted_items import hosted_messages
 from kvmesh.frontend.apis.responses.references import ItemHead
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
-from kvmesh.frontend.apis.sealed_reasoning import Sealed, SealedTooLong
+from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import (
-    Block,
     GenerateRequest,
-    Image,
     Message,
     Text,
     Thinking,
@@ -41,6 +42,14 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.errors import InvalidRequest
 
+KNOWN = frozenset(
+    (
+        *("message", "reasoning", "item_reference"),
+        *("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+    )
+)
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 ROLES: dict[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
     "developer": "system",
@@ -49,25 +58,17 @@ ROLES: dict[str, Literal["system", "user", "assistant"]] = {
 }
 
 
-class ResponsesPart(Struct, omit_defaults=True):
-    type: str = ""
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | dict[str, Any] | None = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
-
-
 class Item(ItemHead, omit_defaults=True):
-    """Input item of any type; `type`, optional in messages, selects the fields in use."""
+    """Input item of a known type; `type`, optional in messages, selects the fields in use."""
 
     status: str | None = None
-    content: str | list[ResponsesPart] | None = None
+    content: Content | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
     input: str | None = None
-    output: str | list[ResponsesPart] | dict[str, Any] | None = None
-    summary: list[ResponsesPart] | None = None
+    output: Content | dict[str, Any] | None = None
+    summary: Content | None = None
     encrypted_content: str | None = None
 
 
@@ -131,13 +132,17 @@ class ResponsesBody(Struct, kw_only=True):
     text: TextBody | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    background: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: CacheOptions | None = None
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
     nvext: Nvext | None = None
 
 
+UNSUPPORTED = UnsupportedFields(background=None, conversation="previous_response_id", prompt=None)
 _item = msgspec.json.Decoder(Item)
 
 
@@ -145,32 +150,31 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
     """The internal request; raises InvalidRequest with the invalid field."""
     _check(body)
     reasoning = body.reasoning or ReasoningBody()
-    sealed = Sealed()
+    reading = Reading()
     return GenerateRequest(
         id=request_id,
         model=body.model,
         sampling=_sampling(body),
-        messages=[*instructions(body), *to_messages(input_items(body), sealed)],
-        tools=_definitions.tools(body.tools or []),
+        messages=[*instructions(body), *to_messages(input_items(body), reading)],
+        tools=_definitions.tools(body.tools or [], reading.skipped),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         guided=_guided(body.text),
         template_args={"reasoning_effort": reasoning.effort} if reasoning.effort else {},
         thinking=False if reasoning.effort == "none" else None,
         stream=bool(body.stream),
-        body_bytes=sealed.bytes,
+        body_bytes=reading.sealed.bytes,
+        ignored=reading.skipped,
     )
 
 
 def _check(body: ResponsesBody) -> None:
     if not body.input and not body.previous_response_id:
         raise InvalidRequest("`input` must not be empty.", "input")
-    if len(body.input) > MAX_MESSAGES and not isinstance(body.input, str):
-        raise InvalidRequest(f"`input` has more than {MAX_MESSAGES} items.", "input")
-    if len(body.tools or []) > MAX_TOOLS:
-        raise InvalidRequest(f"`tools` has more than {MAX_TOOLS} entries.", "tools")
-    if body.background:
-        raise InvalidRequest("`background` responses are not supported.", "background")
+    if not isinstance(body.input, str):
+        check_length(len(body.input), 0, MAX_MESSAGES, "input")
+    check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
+    UNSUPPORTED.refuse(body)
 
 
 def _sampling(body: ResponsesBody) -> Sampling:
@@ -178,13 +182,28 @@ def _sampling(body: ResponsesBody) -> Sampling:
     check_range(body.temperature, 0, 2, "temperature")
     check_range(body.top_p, 0, 1, "top_p")
     check_range(body.top_logprobs, 0, MAX_LOGPROBS, "top_logprobs")
-    wanted = body.top_logprobs or "message.output_text.logprobs" in (body.include or [])
+    wanted = body.top_logprobs or LOGPROBS in (body.include or [])
     return Sampling(
         max_tokens=body.max_output_tokens or 0,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         logprobs=(body.top_logprobs or 0) if wanted else None,
     )
+
+
+def without_effect(body: ResponsesBody) -> list[str]:
+    """Paths of the known fields whose values have no effect."""
+    found = ["truncation"] if body.truncation == "auto" else []
+    found += [f"include[{i}]" for i, name in enumerate(body.include or ()) if name not in INCLUDED]
+    if body.text is not None and body.text.verbosity is not None:
+        found.append("text.verbosity")
+    if body.reasoning is not None and body.reasoning.summary is not None:
+        found.append("reasoning.summary")
+    for index, raw in enumerate(input_items(body)):
+        if isinstance(_decode(raw, "input"), Item):
+            fields = unknown_fields(msgspec.json.decode(raw), Item)
+            found += [f"input[{index}].{field}" for field in fields]
+    return found
 
 
 def input_items(body: ResponsesBody) -> list[Raw]:
@@ -194,70 +213,81 @@ def input_items(body: ResponsesBody) -> list[Raw]:
     return list(body.input)
 
 
-def to_messages(items: list[Raw], sealed: Sealed) -> list[Message]:
-    """One message per item, without ids and metadata; none for a reference, yet to be resolved."""
+def to_messages(items: list[Raw], reading: Reading) -> list[Message]:
+    """The messages of items, without ids and metadata; none for a reference, yet to be resolved."""
     found = []
     for index, raw in enumerate(items):
-        where = f"input[{index}]"
-        message = _message(decode(_item, bytes(raw), where), where, sealed)
-        if message is not None and message.blocks:
-            found.append(message)
+        messages = _messages(raw, f"input[{index}]", reading)
+        found += [message for message in messages if message.blocks]
     return found
 
 
 def storable_items(items: list[Raw]) -> list[Raw]:
     """The input items to store: references and what a prompt can hold, without unknown fields."""
-    sealed = Sealed()
-    return [
-        Raw(msgspec.json.encode(item))
-        for item in map(_item.decode, items)
-        if _message(item, "input", sealed) is not None or item.is_reference
-    ]
+    reading, found = Reading(), []
+    for raw in items:
+        item = _decode(raw, "input")
+        if not isinstance(item, Item):
+            found += [raw] if hosted_messages(item) else []
+        elif item.is_reference or _message(item, "input", reading) is not None:
+            found.append(Raw(msgspec.json.encode(item)))
+    return found
+
+
+def _decode(raw: Raw, where: str) -> Item | Foreign:
+    """The item; one of an unknown type as it is."""
+    try:
+        item = _item.decode(raw)
+        if item.type is None or item.type in KNOWN or item.is_reference:
+            return item
+    except msgspec.ValidationError:
+        pass
+    value = msgspec.json.decode(raw)
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind not in KNOWN:
+        return value
+    return decode(_item, bytes(raw), where)
+
+
+def _messages(raw: Raw, where: str, reading: Reading) -> list[Message]:
+    item = _decode(raw, where)
+    if not isinstance(item, Item):
+        messages = hosted_messages(item)
+        if not messages:
+            reading.skipped.append(where)
+        return messages
+    message = _message(item, where, reading)
+    return [] if message is None else [message]
+
+
+def summarizes(body: ResponsesBody) -> bool:
+    """True if thinking is to be the summary of reasoning items, and not their content."""
+    return body.reasoning is not None and body.reasoning.summary not in (None, "none")
 
 
 def instructions(body: ResponsesBody) -> list[Message]:
     return [Message("system", [Text(body.instructions)])] if body.instructions else []
 
 
-def _message(item: Item, where: str, sealed: Sealed) -> Message | None:
-    """The internal message; None for kinds of items that a prompt cannot hold."""
+def _message(item: Item, where: str, reading: Reading) -> Message | None:
+    """The internal message; None for a reference, and for reasoning that cannot be read."""
     kind = item.type or ("message" if item.role else None)
     if kind == "message":
         if item.role not in ROLES:
             raise InvalidRequest(f"`{where}.role`: unknown role {item.role!r}.", f"{where}.role")
-        return Message(ROLES[item.role], _content(item.content, where))
+        content = content_blocks(item.content, f"{where}.content", reading)
+        return Message(ROLES[item.role], list(content))
     if kind == "function_call" or kind == "custom_tool_call":
         return Message("assistant", [_call(item, where)])
     if kind in ("function_call_output", "custom_tool_call_output"):
-        return Message("tool", [_result(item, where)])
+        return Message("tool", [_result(item, where, reading)])
     if kind == "reasoning":
-        thinking = _thinking(item, where, sealed)
+        thinking = _thinking(item, where, reading)
         return Message("assistant", [Thinking(thinking)]) if thinking else None
     if item.is_reference:
         if not item.id:
             raise InvalidRequest(f"`{where}.id`: missing.", f"{where}.id")
         return None
-    if kind is None:
-        raise InvalidRequest(f"`{where}.type`: missing.", f"{where}.type")
-    return None
-
-
-def _content(content: str | list[ResponsesPart] | None, where: str) -> list[Block]:
-    if isinstance(content, str):
-        return [Text(content)] if content else []
-    return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content or [])]
-
-
-def _part(part: ResponsesPart, where: str) -> Block:
-    cache = to_cache_control(part.prompt_cache_breakpoint)
-    if part.type in ("input_text", "output_text", "text", "summary_text", "reasoning_text"):
-        return Text(part.text or "", cache)
-    if part.type == "refusal":
-        return Text(part.refusal or "")
-    if part.type in ("input_image", "image_url"):
-        url = part.image_url
-        return Image(url if isinstance(url, str) else str((url or {}).get("url", "")), cache)
-    raise InvalidRequest(f"`{where}`: type `{part.type}` is not supported.", f"{where}.type")
+    raise InvalidRequest(f"`{where}.type`: missing.", f"{where}.type")
 
 
 def _call(item: Item, where: str) -> ToolCall:
@@ -270,27 +300,31 @@ def _call(item: Item, where: str) -> ToolCall:
     return ToolCall(item.call_id or "", item.name, text, item.namespace)
 
 
-def _result(item: Item, where: str) -> ToolResult:
-    if not item.call_id:
+def _result(item: Item, where: str, reading: Reading) -> ToolResult:
+    call = item.call_id or item.name
+    if not call:
         raise InvalidRequest(f"`{where}.call_id`: missing.", f"{where}.call_id")
     output = item.output
     if isinstance(output, dict):
         output = as_json(output)
-    blocks = _content(output, f"{where}.output")
-    content = [b for b in blocks if isinstance(b, Text | Image)]
-    return ToolResult(item.call_id, content, cache=inner_cache_control(content))
+    content = content_blocks(output, f"{where}.output", reading)
+    return ToolResult(call, content, cache=inner_cache_control(content))
 
 
-def _thinking(item: Item, where: str, sealed: Sealed) -> str:
+def _thinking(item: Item, where: str, reading: Reading) -> str:
     """The full text if the item has it in any form, else the summary."""
-    parts = item.content if isinstance(item.content, list) else []
-    full = "".join(part.text or "" for part in parts)
+    full = "".join(_texts(item.content, f"{where}.content", reading))
     try:
-        full = full or sealed.open(item.encrypted_content)
+        full = full or reading.sealed.open(item.encrypted_content)
     except SealedTooLong:
         reason = f"`{where}.encrypted_content`: too long when decompressed."
         raise InvalidRequest(reason, f"{where}.encrypted_content") from None
-    return full or "\n".join(part.text or "" for part in item.summary or [])
+    return full or "\n".join(_texts(item.summary, f"{where}.summary", reading))
+
+
+def _texts(content: Content | None, where: str, reading: Reading) -> list[str]:
+    blocks = content_blocks(content, where, reading)
+    return [block.text for block in blocks if isinstance(block, Text)]
 
 
 def _tools(tool: ResponsesToolBody) -> list[Tool]:
@@ -307,7 +341,8 @@ def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
         form = tool.format or {}
         grammar, regex = form.get("definition"), form.get("syntax") == "regex"
         text = grammar if isinstance(grammar, str) else None
-        return Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
+        made = Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
+        return replace(made, deferred=bool(tool.defer_loading))
     if tool.type != "function":
         return None
     return Tool(
@@ -320,7 +355,7 @@ def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
     )
 
 
-_definitions = ToolDefinitions(ResponsesToolBody, _tools)
+_definitions = ToolDefinitions(ResponsesToolBody, ("function", "custom", "namespace"), _tools)
 
 
 def _choice(choice: str | ResponsesToolChoice | None) -> ToolChoice:

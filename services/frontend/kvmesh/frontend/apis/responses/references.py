@@ -1,7 +1,7 @@
 """References to stored items in the input of a response. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Raw, Struct
@@ -12,7 +12,8 @@ from kvmesh.frontend.errors import InvalidRequest
 KIND = "item_reference"
 MAX_BYTES = 32 << 20  # of the items that all references stand for
 MAX_ESCAPED = 1024  # bytes of a reference whose type is written with escapes
-_ITEM_ID = re.compile(rf"[a-z]{{2,3}}_([0-9a-f]{{{TOKEN_LENGTH}}})[0-9a-f]{{2,4}}")
+# Items of the input have an "i" before their place, those of the output have none.
+_ITEM_ID = re.compile(rf"[a-z]{{2,3}}_([0-9a-f]{{{TOKEN_LENGTH}}})(i?)([0-9a-f]{{2,4}})")
 
 
 class ItemHead(Struct, omit_defaults=True):
@@ -31,21 +32,25 @@ class ItemHead(Struct, omit_defaults=True):
 
 
 _head = msgspec.json.Decoder(ItemHead)
-Outputs = Mapping[str, Sequence[Raw]]  # output items by the id of their response
+Outputs = Mapping[str, Sequence[Raw]]  # output and other items by the id of their response
+References = Mapping[str, Collection[int]]  # places of input items by the id of their response
 
 
-def referenced_responses(items: Iterable[Raw]) -> list[str]:
-    """Ids of the responses whose output holds the referenced items, each once, in order.
+def referenced_responses(items: Iterable[Raw]) -> References:
+    """The responses that hold the referenced items, in order, and which of their input are meant.
 
     An item id that names no response stands for itself: there is none of that id.
     """
-    names = [name for item in items if (name := _item_of(item))]
-    return list(dict.fromkeys(_response_of(name) for name in names))
-
-
-def _response_of(item_id: str) -> str:
-    match = _ITEM_ID.fullmatch(item_id)
-    return RESPONSE_PREFIX + match[1] if match else item_id
+    found: dict[str, dict[int, None]] = {}
+    for item in items:
+        name = _item_of(item)
+        if not name:
+            continue
+        match = _ITEM_ID.fullmatch(name)
+        places = found.setdefault(RESPONSE_PREFIX + match[1] if match else name, {})
+        if match and match[2]:
+            places[int(match[3], 16)] = None
+    return {response: list(places) for response, places in found.items()}
 
 
 def resolve(items: Sequence[Raw], outputs: Outputs, where: str | None) -> list[Raw]:
@@ -82,5 +87,8 @@ def _item_of(item: Raw) -> str | None:
     data = bytes(item)
     if len(data) > MAX_ESCAPED and KIND.encode() not in data and b'"type"' in data:
         return None  # without decoding a large item
-    found = _head.decode(data)
+    try:
+        found = _head.decode(data)
+    except msgspec.ValidationError:
+        return None  # no reference has such fields
     return found.id if found.is_reference else None

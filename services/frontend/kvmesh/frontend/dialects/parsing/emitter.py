@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 
 from kvmesh.frontend.conversation import (
+    GAP,
     AnswerEvent,
     TextDelta,
     ThinkingDelta,
@@ -25,7 +26,8 @@ class Emitter:
     """Collects the events of one output; `drain` returns those that are certain.
 
     A call is certain from its first arguments on if `eager`, else once it is complete. White
-    space next to thinking and calls belongs to the format and is dropped.
+    space next to thinking and calls belongs to the format and is dropped; a gap separates two texts
+    with nothing between them.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Emitter:
         self._space = ""
         self._trim_start = False
         self.has_text = False
+        self._after_text = False
         self._attempt_chars = 0
         self._name: str | None = None
         self._arguments: list[str] = []
@@ -77,7 +80,8 @@ class Emitter:
             self._add(kind, body)
 
     def boundary(self) -> None:
-        """Thinking or a call begins or ends here."""
+        """Thinking, a call or another message begins or ends here."""
+        self._after_text = self._after_text or (self.has_text and self._kind is TextDelta)
         self._space = ""
         self._trim_start = True
         self.has_text = False
@@ -88,6 +92,10 @@ class Emitter:
             self._add(TextDelta, self._space)
 
     def _add(self, kind: Delta, text: str) -> None:
+        if self._after_text:
+            # the second of two texts with nothing between them
+            text = GAP + text if kind is TextDelta else text
+            self._after_text = False
         if kind is not self._kind:
             self._flush()
             self._kind = kind
@@ -160,6 +168,7 @@ class Emitter:
     def _start(self) -> None:
         self.end_attempt()
         self.boundary()
+        self._after_text = False
         self._flush()
         name = self._name or ""
         tool = self._tools.get(name)

@@ -1,12 +1,28 @@
-"""Readers of tool calls with JSON arguments: `JsonReader` and `NamedReader`."""
+"""Readers of tool calls with JSON arguments, by the place of the function's name.
+
+`JsonReader`: beside the arguments; `NameKeysReader`: as their key; `NamedReader`: between markers;
+`ArgumentsReader`: elsewhere.
+"""
 
 import json
 import re
 
 from kvmesh.frontend.dialects.grammar import JsonObjects, NamedJson
-from kvmesh.frontend.dialects.parsing.call_sink import CallSink, opened, read_name, skip
+from kvmesh.frontend.dialects.parsing.call_sink import (
+    MAX_NAME,
+    CallSink,
+    opened,
+    read_name,
+    skip,
+)
 from kvmesh.frontend.dialects.parsing.literals import JSON, Transcoder
-from kvmesh.frontend.dialects.parsing.source import MalformedOutput, OutputSource, Steps, Unfinished
+from kvmesh.frontend.dialects.parsing.source import (
+    MalformedOutput,
+    OutputSource,
+    Steps,
+    Unfinished,
+    marker_set,
+)
 
 
 class JsonReader:
@@ -18,10 +34,15 @@ class JsonReader:
         self._form = form
         self._source = source
         self._sink = sink
-        self._ends = ends
+        self._ends = (*form.close, *ends)
+        gaps = [o + gap + bracket for o in form.open for gap in ("", "\n") for bracket in "{["]
+        self._opened = tuple(gaps)
 
     def call(self) -> Steps[bool]:
         source = self._source
+        if self._opened and (yield from source.follows(self._opened)):
+            yield from source.skip_space()
+            yield from source.literal(*self._form.open)
         if (yield from source.skip_space()) == "[":
             source.pos += 1
             yield from source.skip_space()
@@ -46,7 +67,7 @@ class JsonReader:
         if not written:
             self._sink.arguments(pending)
             self._sink.end()
-        yield from skip(source, ("]",))
+        yield from skip(source, ("]", *self._form.close))
         return True
 
     def _closed(self, written: bool) -> Steps[bool]:
@@ -129,6 +150,8 @@ class NamedReader:
             return False
         yield from skip(source, form.before)
         yield from source.skip_space()
+        if form.id_end:
+            yield from self._id(form.id_end)
         whole = yield from read_name(source)
         short = self._name.fullmatch(whole)
         sink.name(short[1] if short else whole)
@@ -137,9 +160,67 @@ class NamedReader:
             if (yield from source.literal(form.call_id)):
                 yield from read_name(source)
         yield from skip(source, form.between)
-        if (yield from source.skip_space()) != "{":
-            raise MalformedOutput
-        yield from Transcoder(source, sink.arguments, JSON, self._ends).object()
-        sink.end()
+        yield from _object(source, sink, self._ends)
         yield from skip(source, form.close)
         return True
+
+    def _id(self, id_end: str) -> Steps[None]:
+        """Skip the id before the name."""
+        length, stop, ends = 0, None, marker_set((id_end,))
+        while stop is None:
+            text, stop = yield from self._source.until(ends)
+            length += len(text)
+            if length > MAX_NAME:
+                raise MalformedOutput
+        yield from self._source.skip_space()
+
+
+class NameKeysReader:
+    """Reads objects whose keys are names, and whose values are arguments."""
+
+    def __init__(self, source: OutputSource, sink: CallSink, ends: tuple[str, ...]) -> None:
+        self._source = source
+        self._sink = sink
+        self._ends = ends
+
+    def call(self) -> Steps[bool]:
+        source, sink = self._source, self._sink
+        if (yield from source.skip_space()) == "[":
+            source.pos += 1
+            yield from source.skip_space()
+        if not (yield from source.literal("{")):
+            return False
+        yield from source.skip_space()
+        name: list[str] = []
+        if not (yield from Transcoder(source, name.append, JSON, self._ends).string(":")):
+            raise MalformedOutput
+        yield from source.skip_space()
+        if not (yield from source.literal(":")):
+            raise MalformedOutput
+        sink.name(str(json.loads("".join(name))))
+        yield from _object(source, sink, self._ends)
+        yield from source.skip_space()
+        yield from source.literal("}")
+        yield from skip(source, ("]",))
+        return True
+
+
+class ArgumentsReader:
+    """Reads the arguments of a call whose function is named."""
+
+    def __init__(self, source: OutputSource, sink: CallSink, ends: tuple[str, ...]) -> None:
+        self._source = source
+        self._sink = sink
+        self._ends = ends
+
+    def call(self) -> Steps[bool]:
+        yield from _object(self._source, self._sink, self._ends)
+        return True
+
+
+def _object(source: OutputSource, sink: CallSink, ends: tuple[str, ...]) -> Steps[None]:
+    """Read the arguments and end the call."""
+    if (yield from source.skip_space()) != "{":
+        raise MalformedOutput
+    yield from Transcoder(source, sink.arguments, JSON, ends).object()
+    sink.end()

@@ -32,6 +32,8 @@ _HEX = re.compile(r"[0-9a-fA-F]+")
 _CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v"}
 _VALUE_STARTS = '"{[]-0123456789tfnTFN'
+_PYTHON_STARTS = _VALUE_STARTS + "'()"
+_WORD = re.compile(r"[A-Za-z_][\w.]*[ \t]*")
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -55,7 +57,8 @@ def quoted(text: str) -> str:
 class Transcoder:
     """Reads values from `source` and writes them as JSON to `sink`.
 
-    One of `ends` in place of a closing bracket completes the value.
+    One of `ends` in place of a closing bracket completes the value. `in_list`: the value is that of
+    a Python call in a list of calls.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Transcoder:
         self._sink = sink
         self._style = style
         self._ends = ends
+        self.in_list = False
         self._quote = MarkerSet([style.quote]) if style.quote else None
 
     def value(self, depth: int = 0, inside: str = "") -> Steps[None]:
@@ -155,7 +159,8 @@ class Transcoder:
     def string(self, inside: str = "") -> Steps[bool]:
         """Read a string if one begins here.
 
-        `inside` is the bracket that encloses it, ":" for a key.
+        `inside` is the bracket that encloses it, "(" for an argument by keyword, "" for one by
+        position, ":" for a key.
         """
         if self._quote and (yield from self._source.literal(*self._quote.markers)):
             yield from self._delimited(self._quote)
@@ -169,7 +174,7 @@ class Transcoder:
             yield from self._python_long(quote)
         elif python:
             self._sink('"')
-            yield from self._python(quote)
+            yield from self._python(quote, inside)
             self._sink('"')
         else:
             yield from self._json(inside)
@@ -269,21 +274,65 @@ class Transcoder:
                 return "", offset
             yield
 
-    def _python(self, quote: str) -> Steps[None]:
+    def _python(self, quote: str, inside: str) -> Steps[None]:
+        """Read up to the quote that closes the string, which may have raw lines and quotes."""
         source = self._source
         while True:
             self._copy_plain(quote)
             char = yield from source.peek()
-            if not char or char == "\n":
-                raise MalformedOutput if char else Unfinished
-            if char == quote:
-                source.pos += 1
-                return
+            if not char:
+                raise Unfinished
             if char == "\\":
                 self._sink(quoted((yield from self._python_escape())))
-            elif char == '"' or char < " ":
+                continue
+            if char == quote and (yield from self._closes_python(inside)):
+                source.pos += 1
+                return
+            if char == quote or char == '"' or char < " ":
                 source.pos += 1
                 self._sink(quoted(char))
+
+    def _closes_python(self, inside: str) -> Steps[bool]:
+        """As `_closes_string`; always true in valid Python without joined strings."""
+        char, offset = yield from self._next_character(1)
+        if not char:
+            return True
+        if inside == ":":
+            return char == ":"
+        if char == ",":
+            char, offset = yield from self._next_character(offset + 1)
+            starts = {"(": ")", "{": "\"'}"}.get(inside, _PYTHON_STARTS)
+            if not char or char in starts:
+                return True
+            return inside in ("(", "") and (yield from self._word_before("=", offset))
+        if inside in ("(", "") and char == ")":
+            return (yield from self._call_ends(offset + 1))
+        return char == _CLOSERS.get(inside) or (inside == "[" and char == ")")
+
+    def _call_ends(self, offset: int) -> Steps[bool]:
+        """True if nothing but another call or the end of all calls follows."""
+        char, offset = yield from self._next_character(offset)
+        if char in ("", "]"):
+            return True
+        if char in ",;":
+            _, offset = yield from self._next_character(offset + 1)
+        elif self._ends and (yield from self._source.follows(self._ends, offset)):
+            return True
+        elif self.in_list:
+            return False
+        return (yield from self._word_before("(", offset))
+
+    def _word_before(self, char: str, offset: int) -> Steps[bool]:
+        """True if a name and then `char` follow `offset` characters from here."""
+        source = self._source
+        while True:
+            found = _WORD.match(source.text, source.pos + offset)
+            end = found.end() if found else source.pos + offset
+            if end < len(source.text):
+                return found is not None and source.text[end] == char
+            if source.closed:
+                return True
+            yield
 
     def _python_long(self, quote: str) -> Steps[None]:
         markers = MarkerSet([quote, "\\"])

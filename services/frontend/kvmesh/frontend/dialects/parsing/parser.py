@@ -42,13 +42,18 @@ class GrammarParser:
         self._reasoning = reasoning or _NO_REASONING
         self._source = OutputSource()
         self._emitter = Emitter(self._source, tools, eager, new_id)
-        ends = self._calls.end
+        begins, ends = self._calls.begin, self._calls.end
         self._readers = [
-            (call_reader(form, self._source, self._emitter, ends), "" in opening(form))
+            (call_reader(form, self._source, self._emitter, ends, begins), "" in opening(form))
             for form in self._calls.forms
         ]
-        self._openers = marker_set(self._calls.openers)
-        self._starts = marker_set((*self._calls.openers, *self._reasoning.begin))
+        frames = (self._calls.frame, self._reasoning.frame)
+        self._frame_opens = tuple(marker for frame in frames for marker in frame.open)
+        self._frame_closes = tuple(marker for frame in frames for marker in frame.close)
+        openers = (*self._calls.openers, *self._frame_closes)
+        self._openers = marker_set(openers)
+        self._all_marks = (*openers, *self._frame_opens, *self._reasoning.begin)
+        self._starts = marker_set(self._all_marks)
         call_starts = self._calls.openers if self._reasoning.calls_end_it else ()
         self._thinking_ends = marker_set((*self._reasoning.end, *call_starts))
         self._open_delta: tuple[MarkerSet, Delta] | None = None
@@ -62,6 +67,10 @@ class GrammarParser:
         self._source.feed(text)
         next(self._steps, None)
         return self._emitter.drain()
+
+    @property
+    def in_call(self) -> bool:
+        return self._emitter.attempting
 
     def finish(self) -> list[AnswerEvent]:
         self._source.closed = True
@@ -107,8 +116,20 @@ class GrammarParser:
             emitter.write(text)
             if stop in self._reasoning.begin and emitter.has_text:
                 emitter.write(stop or "")
+            elif stop is not None and (yield from self._framing(stop)):
+                emitter.boundary()
+            elif stop in self._frame_opens or stop in self._frame_closes:
+                emitter.write(stop)
             elif stop is not None:
                 return stop
+
+    def _framing(self, marker: str) -> Steps[bool]:
+        """True if the marker surrounds visible text and is not a part of it."""
+        if not self._emitter.has_text:
+            return marker in self._frame_opens or marker in self._frame_closes
+        if marker not in self._frame_closes:
+            return False
+        return (yield from self._source.ends_or_follows(self._all_marks))
 
     def _thinking(self) -> Steps[None]:
         source, emitter = self._source, self._emitter

@@ -3,7 +3,7 @@
 import re
 
 from kvmesh.frontend.dialects.grammar import KeyedLiterals
-from kvmesh.frontend.dialects.parsing.call_sink import CallSink, opened, read_name, skip
+from kvmesh.frontend.dialects.parsing.call_sink import CallSink, opened, read_name
 from kvmesh.frontend.dialects.parsing.literals import PYTHON, Style, Transcoder, quoted
 from kvmesh.frontend.dialects.parsing.source import MalformedOutput, OutputSource, Steps
 
@@ -14,14 +14,17 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", 
 class PythonReader:
     """Reads Python calls, with or without a list around them."""
 
-    def __init__(self, source: OutputSource, sink: CallSink) -> None:
+    def __init__(self, source: OutputSource, sink: CallSink, ends: tuple[str, ...]) -> None:
         self._source = source
         self._sink = sink
+        self._coder = Transcoder(source, sink.arguments, PYTHON, ends)
 
     def call(self) -> Steps[bool]:
         source, sink = self._source, self._sink
-        yield from skip(source, ("[",))
-        char = yield from source.peek()
+        yield from source.skip_space()
+        if (yield from source.literal("[")):
+            self._coder.in_list = True
+        char = yield from source.skip_space()
         if not (char.isalpha() or char == "_"):
             return False
         name = yield from read_name(source, _IDENTIFIER)
@@ -38,7 +41,9 @@ class PythonReader:
         source.pos += 1
         sink.arguments("}" if count else "{}")
         sink.end()
-        yield from skip(source, ("]",))
+        yield from source.skip_space()
+        if (yield from source.literal("]")):
+            self._coder.in_list = False
         return True
 
     def _argument(self, separator: str, positional: list[str]) -> Steps[None]:
@@ -47,18 +52,15 @@ class PythonReader:
         yield from self._source.skip_space()
         if word and (yield from self._source.literal("=")):
             self._sink.arguments(f'{separator}"{quoted(word)}": ')
-            yield from self._value()
+            yield from self._coder.value(inside="(")
         elif positional and (not word or word in _CONSTANTS):
             self._sink.arguments(f'{separator}"{quoted(positional[0])}": ')
             if word:
                 self._sink.arguments(_CONSTANTS[word])
             else:
-                yield from self._value()
+                yield from self._coder.value()
         else:
             raise MalformedOutput
-
-    def _value(self) -> Steps[None]:
-        yield from Transcoder(self._source, self._sink.arguments, PYTHON).value()
 
 
 class KeyedReader:

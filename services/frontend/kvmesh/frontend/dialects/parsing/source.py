@@ -51,9 +51,10 @@ class MarkerSet:
     def none_begins_in(self, text: str) -> bool:
         return self._head.search(text) is None
 
-    def may_grow(self, marker: str) -> bool:
-        """True if `marker` is a prefix of a longer one."""
-        return any(m != marker and m.startswith(marker) for m in self.markers)
+    def may_grow(self, text: str, start: int) -> bool:
+        """True if `text` from `start` on is the prefix of a longer marker."""
+        rest = text[start : start + self.longest]
+        return any(len(m) > len(rest) and m.startswith(rest) for m in self.markers)
 
 
 @cache
@@ -153,9 +154,7 @@ class OutputSource:
         """Read text up to a marker: (text, marker), or (text, None) if more text may follow."""
         while True:
             found = markers.find(self.text, self.pos)
-            if found and (
-                found.end() < len(self.text) or self.closed or not markers.may_grow(found[0])
-            ):
+            if found and (self.closed or not markers.may_grow(self.text, found.start())):
                 text, self.pos = self.text[self.pos : found.start()], found.end()
                 return text, found[0]
             end = found.start() if found else len(self.text)
@@ -184,4 +183,22 @@ class OutputSource:
                 return False
             if self.closed:
                 raise Unfinished
+            yield
+
+    def ends_or_follows(self, options: tuple[str, ...]) -> Steps[bool]:
+        """True if one of `options` follows, or the end of the output; reads nothing.
+
+        Ignores white space before it.
+        """
+        offset, longest = 0, max(map(len, options), default=0)
+        while True:
+            while self.text[self.pos + offset : self.pos + offset + 1] in _SPACES:
+                offset += 1
+            rest = self.text[self.pos + offset : self.pos + offset + longest]
+            if any(rest.startswith(o) for o in options):
+                return True
+            if self.closed:
+                return self.pos + offset == len(self.text)
+            if rest and not any(o.startswith(rest) for o in options):
+                return False
             yield

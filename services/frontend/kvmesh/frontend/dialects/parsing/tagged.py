@@ -5,41 +5,75 @@ import re
 from kvmesh.frontend.dialects.grammar import Tagged
 from kvmesh.frontend.dialects.parsing.call_sink import MAX_NAME, CallSink, opened, read_name, skip
 from kvmesh.frontend.dialects.parsing.coerce import coerce, property_kinds
-from kvmesh.frontend.dialects.parsing.literals import Sink, quoted
+from kvmesh.frontend.dialects.parsing.literals import JSON, Sink, Transcoder, quoted
 from kvmesh.frontend.dialects.parsing.source import (
+    SPACE,
     MalformedOutput,
     MarkerSet,
     OutputSource,
     Steps,
     Unfinished,
+    marker_set,
 )
 
 _KEY = re.compile(
     r"""(?:["'](?P<quoted>[^"']+)["']|(?P<plain>[^\s"'=]+))"""
     r"""(?:\s+string\s*=\s*["'](?P<string>true|false)["'])?"""
+    r"""(?:\s+type\s*=\s*["'](?P<type>\w+)["'])?"""
 )
+_ATTRIBUTES = re.compile(r"""(?:\s+\w+\s*=\s*(?:"[^"]*"|'[^']*'))*\s*""")
 
 
 class TaggedReader:
-    """Reads arguments as text between tags and types them by the schema."""
+    """Reads arguments as text between tags and types them by the schema.
+
+    A missing closing tag ends a value at the tag of the next argument, if that names an argument
+    which the call still lacks, or at a tag that ends the call, if nothing but another call or the
+    end of the output follows. Both must stand as the value's own tag does: at the start of a line,
+    or anywhere if that one does not begin a line. Other such tags are text of the value.
+    """
 
     def __init__(
-        self, form: Tagged, source: OutputSource, sink: CallSink, ends: tuple[str, ...]
+        self,
+        form: Tagged,
+        source: OutputSource,
+        sink: CallSink,
+        ends: tuple[str, ...],
+        begins: tuple[str, ...],
     ) -> None:
         self._form = form
         self._source = source
         self._sink = sink
-        self._after_call = (*form.close, *form.after, *ends)
+        next_calls = tuple(m for m in (*form.open, *form.before[:1], *begins) if m)
+        self._closers = {
+            **dict.fromkeys(ends, next_calls),
+            **dict.fromkeys(form.after, (*ends, *next_calls)),
+            **dict.fromkeys(form.close, (*form.after, *ends, *next_calls)),
+        }
+        self._after_call = (*self._closers, *next_calls)
         self._after_value = (form.key, *self._after_call)
-        self._value_end = MarkerSet([form.value_end])
-        self._key_end = MarkerSet([form.key_end])
+        self._value_stops = marker_set((form.value_end, form.key, *self._closers))
+        self._open_stops = marker_set(form.open_end)
+        self._key_stops = marker_set((form.key_end, form.value or ""))
+        self._kind_stops = marker_set(form.kind[1:] if form.kind else ())
+        self._wrap_stops = marker_set((form.wrap[1] + form.value_end,) if form.wrap else ())
+        self._given: set[str] = set()
+        self._own_line = False
 
     def call(self) -> Steps[bool]:
         form, source, sink = self._form, self._source, self._sink
         yield from skip(source, form.before)
         if not (yield from opened(source, form.open)):
             return False
-        yield from self._named()
+        if form.named:
+            yield from self._named()
+        yield from skip(source, form.whole)
+        if (yield from source.skip_space()) == "{":
+            yield from Transcoder(source, sink.arguments, JSON, self._after_call).object()
+            yield from skip(source, form.whole)
+            yield from self._end()
+            return True
+        self._given.clear()
         separator = "{"
         while (yield from self._key_here()):
             key, is_string = yield from self._key()
@@ -49,10 +83,13 @@ class TaggedReader:
         if not (yield from source.follows(self._after_call)):
             raise MalformedOutput
         sink.arguments("{}" if separator == "{" else "}")
-        sink.end()
-        yield from source.literal(*form.close)
-        yield from skip(source, form.after)
+        yield from self._end()
         return True
+
+    def _end(self) -> Steps[None]:
+        self._sink.end()
+        yield from self._source.literal(*self._form.close)
+        yield from skip(self._source, self._form.after)
 
     def _named(self) -> Steps[None]:
         form, source = self._form, self._source
@@ -62,59 +99,135 @@ class TaggedReader:
         if quote:
             yield from source.literal(quote)
         if "" not in form.open_end:
-            yield from source.skip_space()
-            if not (yield from source.literal(*form.open_end)):
+            attributes, _ = yield from self._until(self._open_stops)
+            if not _ATTRIBUTES.fullmatch(attributes):
                 raise MalformedOutput
+        else:
+            yield from source.literal(*form.open_end)
 
     def _key_here(self) -> Steps[bool]:
-        yield from self._source.skip_space()
-        return (yield from self._source.literal(self._form.key)) is not None
+        source = self._source
+        self._own_line = False
+        while (char := (yield from source.peek())) and char in SPACE:
+            self._own_line = self._own_line or char == "\n"
+            source.pos += 1
+        return (yield from source.literal(self._form.key)) is not None
 
     def _key(self) -> Steps[tuple[str, bool | None]]:
         """The argument's name, and whether it is a string; None if the tag does not state it."""
-        text, stop = "", None
-        while stop is None:
-            part, stop = yield from self._source.until(self._key_end)
-            text += part
-            if len(text) > MAX_NAME:
-                raise MalformedOutput
+        form, source = self._form, self._source
+        text, stop = yield from self._until(self._key_stops)
         found = _KEY.fullmatch(text.strip())
         if not found:
             raise MalformedOutput
-        if self._form.value:
-            yield from self._source.skip_space()
-            if not (yield from self._source.literal(self._form.value)):
+        kind = found["type"]
+        if form.kind:
+            yield from source.skip_space()
+            if (yield from source.literal(form.kind[0])):
+                kind = (yield from self._until(self._kind_stops))[0].strip()
+        if form.value and stop != form.value:
+            yield from source.skip_space()
+            if not (yield from source.literal(form.value)):
                 raise MalformedOutput
-        is_string = None if found["string"] is None else found["string"] == "true"
-        return found["quoted"] or found["plain"], is_string
+        key = found["quoted"] or found["plain"]
+        self._given.add(key)
+        if kind:
+            return key, kind == "string"
+        return key, None if found["string"] is None else found["string"] == "true"
+
+    def _until(self, ends: MarkerSet) -> Steps[tuple[str, str]]:
+        """Read the short text before one of `ends`, and the end."""
+        text, stop = "", None
+        while stop is None:
+            part, stop = yield from self._source.until(ends)
+            text += part
+            if len(text) > MAX_NAME:
+                raise MalformedOutput
+        return text, stop
 
     def _value(self, key: str, is_string: bool | None) -> Steps[None]:
         kinds = property_kinds(self._sink.schema(), key)
         if is_string is not None:
             kinds = frozenset(["string"]) if is_string else kinds - {"string"}
+        wrap = self._form.wrap
+        wrapped = wrap is not None and (yield from self._source.literal(wrap[0])) is not None
+        read = self._wrapped if wrapped else self._text
         if kinds == {"string"}:
             self._sink.arguments('"')
-            yield from self._text(lambda text: self._sink.arguments(quoted(text)))
+            yield from read(lambda text: self._sink.arguments(quoted(text)))
             self._sink.arguments('"')
         else:
             parts: list[str] = []
-            yield from self._text(parts.append)
+            yield from read(parts.append)
             self._sink.arguments(coerce("".join(parts), kinds))
 
+    def _wrapped(self, sink: Sink) -> Steps[None]:
+        """Read a value up to the marks that end it."""
+        stop = None
+        while stop is None:
+            text, stop = yield from self._source.until(self._wrap_stops)
+            if stop is None and self._source.closed:
+                raise Unfinished
+            sink(text)
+
     def _text(self, sink: Sink) -> Steps[None]:
-        """Read the value without its padding, up to an end tag that really closes it."""
+        """Read the value without its padding, up to the tag that really ends it."""
         padding, source = self._form.padding, self._source
-        if padding:
-            yield from source.literal(padding)
-        held = ""
+        line_start = bool(padding) and (yield from source.literal(padding)) is not None
+        held = ""  # a line break that may belong to the tag behind it
         while True:
-            text, stop = yield from source.until(self._value_end)
+            text, stop = yield from source.until(self._value_stops)
             if stop is None and source.closed:
                 raise Unfinished
-            text = held + text
-            if stop and (yield from source.follows(self._after_value)):
-                sink(text.removesuffix(padding))
+            if text:
+                text = held + text
+                held = (padding or "\n") if text.endswith(padding or "\n") else ""
+                line_start = text.endswith("\n")
+                sink(text.removesuffix(held))
+            if stop is None:
+                continue
+            source.pos -= len(stop)
+            if stop == self._form.value_end:
+                if (yield from source.follows(self._after_value, len(stop))):
+                    sink(held.removesuffix(padding))
+                    source.pos += len(stop)
+                    return
+            elif (line_start or not self._own_line) and (yield from self._ends_value(stop)):
                 return
-            text += stop or ""
-            held = padding if padding and text.endswith(padding) else ""
-            sink(text.removesuffix(held))
+            source.pos += len(stop)
+            sink(held + stop)
+            held, line_start = "", False
+
+    def _ends_value(self, stop: str) -> Steps[bool]:
+        """True if the tag here, `stop`, ends a value whose closing tag is missing."""
+        if stop == self._form.key:
+            return (yield from self._lacks_argument(len(stop)))
+        following = self._closers[stop]
+        try:
+            return bool(following) and (yield from self._source.follows(following, len(stop)))
+        except Unfinished:
+            return True
+
+    def _lacks_argument(self, offset: int) -> Steps[bool]:
+        """True if a whole tag is here that names an argument which the call lacks.
+
+        `offset`: the tag's characters before the name.
+        """
+        form, source = self._form, self._source
+        while True:
+            rest = source.text[source.pos + offset : source.pos + offset + MAX_NAME]
+            end = self._key_stops.find(rest, 0)
+            if end or "\n" in rest.strip() or len(rest) == MAX_NAME or source.closed:
+                break
+            yield
+        found = _KEY.fullmatch(rest[: end.start()].strip()) if end else None
+        if not end or not found:
+            return False
+        if form.value and end[0] != form.value:
+            whole = yield from source.follows((form.value,), offset + end.end())
+            if not whole:
+                return False
+        key = found["quoted"] or found["plain"]
+        properties = self._sink.schema().get("properties")
+        known = key in properties if isinstance(properties, dict) and properties else True
+        return known and key not in self._given

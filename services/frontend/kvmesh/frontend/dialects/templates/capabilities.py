@@ -8,9 +8,18 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
+from jinja2.exceptions import SecurityError
 from msgspec import Struct
 
 from kvmesh.frontend.dialects.errors import TemplateError
+from kvmesh.frontend.dialects.plain_tools import calls_text
+from kvmesh.frontend.dialects.templates.answer_forms import (
+    WHOLE,
+    AnswerPieces,
+    MessageForm,
+    answer_messages,
+    candidates,
+)
 
 Entry: TypeAlias = dict[str, Any]
 Render = Callable[[list[Entry], list[Entry] | None], str]
@@ -18,47 +27,69 @@ ArgumentsForm = Literal["object", "text"]
 
 _KIMI_MARKER = "<|tool_calls_section_begin|>"
 _ONE, _TWO, _THREE, _FOUR = "probeone", "probetwo", "probethree", "probefour"
-_THOUGHT = "probethought"
+_FIVE, _SIX = "probefive", "probesix"
+_THOUGHT, _SAID = "probethought", "probesaid"
+_THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _KEY, _VALUE, _NAME = "probekey", "probevalue", "probetool"
 _TOOL: Entry = {
     "type": "function",
     "function": {
         "name": _NAME,
         "description": "",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {_KEY: {"type": "string", "description": ""}},
+            "required": [],
+        },
     },
 }
 
 
 class TemplateCapabilities(Struct, frozen=True):
-    """Capabilities of one template.
+    """Capabilities of one template with some values of its variables.
 
     - `parts`: content must be a list of parts.
-    - `system`, `late_system`: it shows a system message at the start, and later ones.
+    - `system`, `late_system`: it shows a system message at the start, and later ones;
+      `lone_system`: also one that is the whole conversation.
     - `repeats`: two messages of one role may follow each other.
     - `user_after_tool`: a user message may follow a tool result.
     - `tools`: it shows tool definitions.
     - `calls`: the form of a call's arguments; None if it cannot show calls.
     - `empty`: the content of an assistant message that only calls tools.
-    - `text_beside_calls`, `parallel`: a message may have text and calls, or several calls.
-    - `thinking_key`: the message field of thinking; `thinking_beside_text`: it shows with text.
+    - `parallel`: a message may have several calls; `text_after_calls`: a message with text may come
+      between calls and their results.
+    - `thinking_key`: the message field of thinking.
+    - `forms`: the form of answers that are not to be shown as one message with all pieces.
     - `drops_thinking`: it shows thinking in the current turn but not in later prompts.
+    - `fault`: what is wrong with it, if it fails; else empty.
     """
 
     parts: bool = False
     system: bool = True
+    lone_system: bool = True
     late_system: bool = True
     repeats: bool = True
     user_after_tool: bool = True
     tools: bool = True
     calls: ArgumentsForm | None = "object"
     empty: str | None = ""
-    text_beside_calls: bool = True
     parallel: bool = True
+    text_after_calls: bool = True
     thinking_key: str = "reasoning_content"
-    thinking_beside_text: bool = True
+    forms: dict[AnswerPieces, MessageForm] = {}
     drops_thinking: bool = False
     call_ids: Literal["short", "kimi"] = "short"
+    fault: str = ""
+
+    def form(self, pieces: AnswerPieces) -> MessageForm:
+        """The form of an answer with these pieces."""
+        return self.forms.get(pieces, WHOLE)
+
+    def answer(
+        self, form: MessageForm, thinking: str, text: str, calls: list[Entry]
+    ) -> list[Entry]:
+        """The messages of an answer in this form."""
+        return answer_messages(form, self.thinking_key, self.empty, thinking, text, calls)
 
 
 def call_id(style: str, name: str, index: int) -> str:
@@ -66,17 +97,22 @@ def call_id(style: str, name: str, index: int) -> str:
     return f"functions.{name}:{index}" if style == "kimi" else f"call{index:05d}"
 
 
-def probe(render: Render, source: str) -> TemplateCapabilities:
-    """Probe the template with text `source` by calling `render`."""
-    return _Probe(render, "kimi" if _KIMI_MARKER in source else "short").capabilities()
+def probe(render: Render, source: str, parser: str) -> TemplateCapabilities:
+    """Probe the template with text `source` by calling `render`; `parser`: of calls as text."""
+    return _Probe(render, "kimi" if _KIMI_MARKER in source else "short", parser).capabilities()
 
 
 class _Probe:
     """Renders probe conversations; a probe passes if its texts appear in the output in order."""
 
-    def __init__(self, render: Render, call_ids: Literal["short", "kimi"]) -> None:
+    def __init__(self, render: Render, call_ids: Literal["short", "kimi"], parser: str) -> None:
         self._render = render
         self._call_ids = call_ids
+        self._parser = parser
+        self._unsafe = ""
+        self._arguments: ArgumentsForm | None = None
+        self._empty: str | None = None
+        self._key: str | None = None
         self._tools: list[Entry] | None = None
         self._parts = False
         plain = [_message("user", _ONE)]
@@ -87,11 +123,16 @@ class _Probe:
 
     def capabilities(self) -> TemplateCapabilities:
         user, assistant = _message("user", _TWO), _message("assistant", _THREE)
-        calls, empty = self._calls("", None)
-        key = self._thinking_key(calls, empty)
+        self._arguments, self._empty = calls, empty = self._calls("", None)
+        fault = "" if calls else self._fault()
+        self._key = key = self._thinking_key(calls, empty)
         return TemplateCapabilities(
             parts=self._parts,
-            system=self._renders_all(_message("system", _ONE), user),
+            system=self._shows_system(calls, empty),
+            lone_system=all(
+                self._renders([_message("system", _ONE)], _ONE, tools=tools)
+                for tools in (None, [_TOOL])
+            ),
             late_system=self._renders_all(user, assistant, _message("system", _ONE)),
             repeats=self._renders_all(
                 _message("user", _ONE), user, assistant, _message("assistant", _FOUR)
@@ -101,12 +142,13 @@ class _Probe:
             or self._renders([user], _TWO, _NAME, tools=[_TOOL]),
             calls=calls,
             empty=empty,
-            text_beside_calls=calls is None or self._calls(_FOUR) == (calls, _FOUR),
             parallel=calls is None or self._parallel(calls, empty),
-            thinking_key=key,
-            thinking_beside_text=self._thinks(key, calls, _FOUR),
-            drops_thinking=self._drops_thinking(key, calls, empty),
+            text_after_calls=calls is None or self._text_after_calls(calls, empty),
+            thinking_key=key or _THINKING_KEYS[0],
+            forms=self._forms(),
+            drops_thinking=key is not None and self._drops_thinking(key, calls, empty),
             call_ids=self._call_ids,
+            fault=fault,
         )
 
     def _calls(self, *contents: str | None) -> tuple[ArgumentsForm | None, str | None]:
@@ -118,6 +160,28 @@ class _Probe:
                 if self._renders(messages, _ONE, content or "", _NAME, _VALUE, _THREE):
                     return form, content
         return None, ""
+
+    def _fault(self) -> str:
+        """What a template that shows no calls lacks, if it is no mere lack of calls."""
+        if not self._renders([_message("user", _ONE)], _ONE):
+            return f"shows no message of a user. {self._unsafe}".strip(". ")
+        return f"cannot show tool calls, which become text: {self._unsafe}" if self._unsafe else ""
+
+    def _shows_system(self, calls: ArgumentsForm | None, empty: str | None) -> bool:
+        """True if a system message stays at the start as the conversation goes on."""
+        start = [_message("system", _ONE), _message("user", _TWO)]
+        again = [_message("assistant", _FOUR), _message("user", _FIVE)]
+        loop = [] if calls is None else [*self._call_and_result(calls, empty)]
+        return (
+            self._renders(start, _ONE, _TWO)
+            and self._renders([*start, *again], _ONE, _TWO, _FOUR, _FIVE)
+            and (calls is None or self._renders([*start, *loop], _ONE, _TWO, _THREE))
+        )
+
+    def _text_after_calls(self, calls: ArgumentsForm, empty: str | None) -> bool:
+        call, result = self._call_and_result(calls, empty)
+        messages = [_message("user", _ONE), call, _message("assistant", _FOUR), result]
+        return self._renders(messages, _ONE, _VALUE, _FOUR, _THREE)
 
     def _user_after_tool(self, calls: ArgumentsForm | None, empty: str | None) -> bool:
         messages = [
@@ -132,16 +196,70 @@ class _Probe:
         twice = first | {"tool_calls": first["tool_calls"] * 2}
         return self._renders([_message("user", _ONE), twice, result, result], _VALUE, _VALUE)
 
-    def _thinking_key(self, calls: ArgumentsForm | None, empty: str | None) -> str:
-        for key in ("reasoning_content", "thinking"):
+    def _thinking_key(self, calls: ArgumentsForm | None, empty: str | None) -> str | None:
+        """The field whose thinking is shown beside calls, or else beside text."""
+        for key in _THINKING_KEYS:
             if self._thinks(key, calls, empty):
                 return key
-        return "reasoning_content"
+        for key in _THINKING_KEYS:
+            said = _message("assistant", _TWO) | {key: _THOUGHT}
+            for after in ([], [_message("user", _THREE)]):
+                if self._renders([_message("user", _ONE), said, *after], _THOUGHT, _TWO):
+                    return key
+        return None
 
     def _thinks(self, key: str, calls: ArgumentsForm | None, content: str | None) -> bool:
         call, result = self._call_and_result(calls, content)
         messages = [_message("user", _ONE), call | {key: _THOUGHT}, result]
         return self._renders(messages, _ONE, _THOUGHT, content or "", _THREE)
+
+    def _forms(self) -> dict[AnswerPieces, MessageForm]:
+        """The forms of answers other than one message with all pieces."""
+        found: dict[AnswerPieces, MessageForm] = {}
+        shapes = ((True, True, False), (True, False, True), (False, True, True), (True, True, True))
+        for shape in shapes:
+            if shape[2] and self._arguments is None:
+                continue
+            before = WHOLE
+            for later in (False, True):
+                pieces = AnswerPieces(*shape, later)
+                before = self._form(pieces, before)
+                if before != WHOLE:
+                    found[pieces] = before
+        return found
+
+    def _form(self, pieces: AnswerPieces, first: MessageForm) -> MessageForm:
+        """The first form, from `first` on, that shows all pieces, or at least all but thinking."""
+        shown = [True, False] if pieces.thinking and self._key is not None else [False]
+        for with_thinking in shown:
+            forms = candidates(pieces, shown=with_thinking)
+            for form in sorted(forms, key=lambda form: form != first):
+                if self._answers(form, pieces, with_thinking):
+                    return form
+        return WHOLE
+
+    def _answers(self, form: MessageForm, pieces: AnswerPieces, thinking: bool) -> bool:
+        """True if an answer in this form shows its pieces, with `thinking` also that."""
+        call, result = self._call_and_result(self._arguments, None)
+        calls, text = call["tool_calls"] if pieces.calls else [], _SAID if pieces.text else ""
+        if form.plain:
+            text, calls = f"{text}\n{calls_text(calls, self._parser)}", []
+            result = _message("user", _THREE)
+        thought = _THOUGHT if pieces.thinking else ""
+        key = self._key or _THINKING_KEYS[0]
+        answer = answer_messages(form, key, self._empty, thought, text, calls)
+        shown = [_SAID] if pieces.text else []
+        if pieces.calls:
+            # a template may accept such an answer once, but not again in the same turn
+            answer = [*answer, result] * 2
+            shown = [*shown, _NAME, _VALUE, _THREE] * 2
+        if pieces.later:
+            after = [_message("assistant", _FIVE)] if pieces.calls else []
+            after.append(_message("user", _SIX))
+            answer += after
+            shown += [message["content"] for message in after]
+        shown = [_ONE, *([_THOUGHT] if thinking else []), *shown]
+        return self._renders([_message("user", _ONE), *answer], *shown)
 
     def _drops_thinking(self, key: str, calls: ArgumentsForm | None, empty: str | None) -> bool:
         thought = _message("assistant", _TWO) | {key: _THOUGHT}
@@ -178,7 +296,9 @@ class _Probe:
             messages = [_as_parts(message) for message in messages]
         try:
             output = self._render(messages, tools or self._tools)
-        except TemplateError:
+        except TemplateError as error:
+            if isinstance(error.__cause__, SecurityError):
+                self._unsafe = str(error)
             return False
         pos = 0
         for text in texts:

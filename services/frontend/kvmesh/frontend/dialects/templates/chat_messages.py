@@ -10,10 +10,12 @@ from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
 from kvmesh.frontend.conversation import (
+    GAP,
     Block,
     Generated,
     Image,
     Message,
+    ResultPart,
     Text,
     Thinking,
     Tool,
@@ -22,11 +24,14 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects import tools as tool_forms
+from kvmesh.frontend.dialects.plain_tools import calls_text
+from kvmesh.frontend.dialects.templates.answer_forms import AnswerPieces, MessageForm
 from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, markers
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
-GAP = "\n\n"
+ERROR = "Error: "
+ERROR_CHARS = 64  # at the start of a result, where it may say itself that it is an error
 # Differs between conversations and between an agent and its subagents, at the prompt's start.
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING = re.compile(rf"\A{BILLING_HEADER}[^\n]*\n*")
@@ -42,24 +47,34 @@ def template_messages(
     messages: Iterable[Message],
     tools: list[Tool],
     capabilities: TemplateCapabilities,
+    parser: str,
+    definition: Callable[[Tool], dict[str, Any]] = tool_forms.function,
     mark: Callable[[MarkedAnswer], bool] | None = None,
     count: int = 0,
 ) -> list[dict[str, Any]]:
     """The messages in the form that the template supports; `tools`: all tools, even deferred.
 
+    `parser` reads the calls that are shown as text; `definition` returns what the prompt shows of
+    a tool.
     An answer that is known as it was generated is written as markers if `mark` returns True.
     `count` calls come before the messages.
     """
     turns = _join_assistants(_separate(messages))
-    writer = _MessageWriter(tools, capabilities, count)
+    writer = _MessageWriter(tools, capabilities, parser, definition, count)
     entries: list[dict[str, Any]] = []
-    number = 0
+    number, asked = 0, _last_question(turns, capabilities)
     for index, turn in enumerate(turns):
+        writer.later = index < asked
+        writer.calls_last = (
+            not capabilities.text_after_calls
+            and index + 1 < len(turns)
+            and turns[index + 1].role == "tool"
+        )
         if mark is not None and turn.generated is not None:
             answer = writer.mark(turn, number, _ends_in_result(turns, index, capabilities))
             number += 1
             if answer is not None and mark(answer):
-                entries.append(writer.marked(turn, answer))
+                entries += writer.marked(turn, answer)
                 continue
         entries += writer.write(turn)
     if not capabilities.parallel:
@@ -88,14 +103,24 @@ def _ends_in_result(
 ) -> bool:
     """`ends_in_result` of the first `end` turns."""
     for index in range(end - 1, -1, -1):
-        role = turns[index].role
-        if role == "system" and not capabilities.late_system:
-            role = "user"
+        role = _shown_role(turns[index], capabilities)
         if role == "tool":
             return capabilities.calls is not None
         if role == "assistant" or (role == "user" and capabilities.user_after_tool):
             return False
     return False
+
+
+def _last_question(turns: Sequence[ConversationTurn], capabilities: TemplateCapabilities) -> int:
+    """The index of the last message of the user; 0 if there is none."""
+    for index in range(len(turns) - 1, -1, -1):
+        if _shown_role(turns[index], capabilities) == "user":
+            return index
+    return 0
+
+
+def _shown_role(turn: ConversationTurn, capabilities: TemplateCapabilities) -> str:
+    return "user" if turn.role == "system" and not capabilities.late_system else turn.role
 
 
 def _separate(messages: Iterable[Message]) -> list[ConversationTurn]:
@@ -148,19 +173,33 @@ def _join_assistants(turns: list[ConversationTurn]) -> list[ConversationTurn]:
 
 
 class _MessageWriter:
-    """Writes turns one by one; the ids of calls depend only on their index."""
+    """Writes turns one by one; the ids of calls depend only on their index.
 
-    def __init__(self, tools: list[Tool], capabilities: TemplateCapabilities, count: int) -> None:
+    `later`: a message of the user comes after the turn; `calls_last`: no text may follow its calls.
+    """
+
+    def __init__(
+        self,
+        tools: list[Tool],
+        capabilities: TemplateCapabilities,
+        parser: str,
+        definition: Callable[[Tool], dict[str, Any]],
+        count: int,
+    ) -> None:
+        self.later = self.calls_last = False
+        self._parser = parser
+        self._shown = definition
         self._tools = tool_forms.by_model_name(tools)
         self._deferred = {t.name: t for t in tools if t.deferred}
         self._capabilities = capabilities
         self._calls: dict[str, tuple[str, str]] = {}
+        self._plain: set[str] = set()  # ids of the calls that are shown as text
         self._count = count
 
     def write(self, turn: ConversationTurn) -> list[dict[str, Any]]:
         role, blocks, _ = turn
         if role == "assistant":
-            return [self.assistant(part) for part in self._ordered(blocks)]
+            return list(chain.from_iterable(map(self._answer, self._ordered(blocks))))
         if role == "tool":
             return [self._result(b) for b in blocks if isinstance(b, ToolResult)]
         shown: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
@@ -171,15 +210,22 @@ class _MessageWriter:
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
         if turn.generated is None or (len(calls) > 1 and not self._capabilities.parallel):
             return None
+        thinking = any(isinstance(block, Thinking) for block in turn.blocks)
+        form = self._form(thinking, True, bool(calls))
+        if form.plain:
+            return None
         return MarkedAnswer(
             number,
             turn.generated,
-            any(isinstance(block, Thinking) for block in turn.blocks),
-            not calls or self._capabilities.text_beside_calls,
+            thinking,
+            not (calls and form.split),
             tuple(tool_forms.model_name(call.name, call.namespace) for call in calls),
             after_result,
             self._count,
         )
+
+    def _form(self, thinking: bool, text: bool, calls: bool) -> MessageForm:
+        return self._capabilities.form(AnswerPieces(thinking, text, calls, self.later))
 
     def _notice(self, notice: ToolNotice) -> Text:
         if notice.removed:
@@ -192,60 +238,40 @@ class _MessageWriter:
             return [blocks]
         parts: list[list[Block]] = [[]]
         for block in blocks:
-            if parts[-1] and self._must_split(parts[-1][-1], block):
+            if parts[-1] and _order_in_template(block) < _order_in_template(parts[-1][-1]):
                 parts.append([])
             parts[-1].append(block)
+        if self.calls_last and len(parts) > 1 and not isinstance(parts[-1][-1], ToolCall):
+            rest = parts.pop()
+            parts[-1] += rest
         return parts
 
-    def _must_split(self, before: Block, after: Block) -> bool:
-        if (
-            not self._capabilities.text_beside_calls
-            and isinstance(before, Text)
-            and isinstance(after, ToolCall)
-        ):
-            return True
-        return _order_in_template(after) < _order_in_template(before)
-
-    def assistant(self, blocks: list[Block]) -> dict[str, Any]:
-        """One message with all blocks of an answer."""
+    def _answer(self, blocks: list[Block]) -> list[dict[str, Any]]:
+        """The messages of an answer, in the form that shows all of it."""
         if len(blocks) == 1 and type(blocks[0]) is Text:
-            return {"role": "assistant", "content": blocks[0].text}
+            return [{"role": "assistant", "content": blocks[0].text}]
         thinking = GAP.join(b.text for b in blocks if isinstance(b, Thinking))
-        text = "".join(b.text for b in blocks if isinstance(b, Text))
+        text = _text(blocks)
         calls = [b for b in blocks if isinstance(b, ToolCall)]
-        return self._message(
-            thinking, text, [self._call(c, tool_forms.arguments(c)) for c in calls]
-        )
+        written = [self._call(c, tool_forms.arguments(c)) for c in calls]
+        form = self._form(bool(thinking), bool(text), bool(calls))
+        if calls and (form.plain or self._capabilities.calls is None):
+            text = "\n".join(filter(None, [text, calls_text(written, self._parser)]))
+            self._plain.update(call.id for call in calls)
+            written, form = [], self._form(bool(thinking), True, False)
+        return self._capabilities.answer(form, thinking, text, written)
 
-    def marked(self, turn: ConversationTurn, answer: MarkedAnswer) -> dict[str, Any]:
-        """One message with markers in the place of an answer's texts."""
+    def marked(self, turn: ConversationTurn, answer: MarkedAnswer) -> list[dict[str, Any]]:
+        """The messages with markers in the place of an answer's texts."""
         thinking, text, last = markers(answer.number)
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
-        return self._message(
-            thinking if answer.thinking else "",
-            text if answer.text else "",
-            [self._call(call, last if call is calls[-1] else {}) for call in calls],
-        )
-
-    def _message(self, thinking: str, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        written = [self._call(call, last if call is calls[-1] else {}) for call in calls]
         if calls and self._capabilities.calls is None:
-            message["content"] = "\n".join(filter(None, [text, *map(_plain_call, calls)]))
-        elif calls:
-            message["tool_calls"] = calls
-            message["content"] = text or self._capabilities.empty
-        if thinking:
-            self._add_thinking(message, thinking)
-        return message
-
-    def _add_thinking(self, message: dict[str, Any], thinking: str) -> None:
-        exclusive = (
-            not self._capabilities.thinking_beside_text and self._capabilities.text_beside_calls
+            text, written = "\n".join([text, calls_text(written, self._parser)]), []
+        form = self._form(answer.thinking, answer.text, bool(written))
+        return self._capabilities.answer(
+            form, thinking if answer.thinking else "", text if answer.text else "", written
         )
-        if exclusive and "tool_calls" in message and message["content"]:
-            thinking = f"{thinking}{GAP}{message['content']}"
-            message["content"] = self._capabilities.empty
-        message[self._capabilities.thinking_key] = thinking
 
     def _call(self, call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
         name = tool_forms.model_name(call.name, call.namespace)
@@ -259,23 +285,43 @@ class _MessageWriter:
     def _result(self, result: ToolResult) -> dict[str, Any]:
         unknown = (call_id(self._capabilities.call_ids, "unknown", self._count), "unknown")
         stable_id, name = self._calls.get(result.call_id, unknown)
-        blocks: list[Block] = [*result.content, *map(self._definition, result.references)]
-        content = _content(blocks)
-        if self._capabilities.calls is None:
-            return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        return {"role": "tool", "tool_call_id": stable_id, "name": name, "content": content}
+        content = _with_error(result.content) if result.is_error else result.content
+        blocks: list[Block] = [*content, *map(self._definition, result.references)]
+        shown = _content(blocks)
+        if self._capabilities.calls is None or result.call_id in self._plain:
+            return {"role": "user", "content": f"<tool_response>\n{shown}\n</tool_response>"}
+        return {"role": "tool", "tool_call_id": stable_id, "name": name, "content": shown}
 
     def _definition(self, reference: str) -> Text:
         """The definition of a referenced deferred tool, which the tools section lacks."""
         tool = self._deferred.get(reference) or self._tools.get(reference)
         if tool is None or not tool.deferred:
             return Text(f"Tool {reference} is available.")
-        definition = dumps(tool_forms.function(tool))
+        definition = dumps(self._shown(tool))
         return Text(f"Tool {reference} is available:\n{definition}")
 
 
 def _order_in_template(block: Block) -> int:
     return 0 if isinstance(block, Thinking) else 2 if isinstance(block, ToolCall) else 1
+
+
+def _with_error(content: Sequence[ResultPart]) -> list[ResultPart]:
+    """The content of a failed call, which says so: templates know no errors."""
+    first = content[0] if content else Text("")
+    if not isinstance(first, Text):
+        return [Text(ERROR.strip()), *content]
+    if "error" in first.text[:ERROR_CHARS].lower():
+        return list(content)
+    return [Text(f"{ERROR}{first.text}".strip()), *content[1:]]
+
+
+def _text(blocks: list[Block]) -> str:
+    """The texts of an answer in one, with a gap where other blocks separate them."""
+    runs = groupby(blocks, lambda block: isinstance(block, Text))
+    texts = (
+        "".join(b.text for b in run if isinstance(b, Text)) for is_text, run in runs if is_text
+    )
+    return GAP.join(filter(None, texts))
 
 
 def _content(blocks: list[Block]) -> Any:
@@ -291,11 +337,6 @@ def _content(blocks: list[Block]) -> Any:
     ]
 
 
-def _plain_call(call: dict[str, Any]) -> str:
-    """A call for templates without tools, in the form of the tool instructions."""
-    return f"<tool_call>\n{dumps(call['function'])}\n</tool_call>"
-
-
 def _arrange_system(
     entries: list[dict[str, Any]], capabilities: TemplateCapabilities
 ) -> list[dict[str, Any]]:
@@ -309,7 +350,7 @@ def _arrange_system(
         rest = [m | {"role": "user"} if m["role"] == "system" else m for m in rest]
     if not text:
         return rest
-    if capabilities.system:
+    if capabilities.system and (rest or capabilities.lone_system):
         return [{"role": "system", "content": text}, *rest]
     return _merge([{"role": "user", "content": text}, *rest[:1]], capabilities) + rest[1:]
 

@@ -2,11 +2,11 @@
 
 import datetime
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
-import jinja2
-
 from kvmesh.frontend.conversation import (
+    GAP,
     GenerateRequest,
     Message,
     RenderedPrompt,
@@ -21,8 +21,9 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
     MarkedAnswer,
     MarkedText,
 )
-from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
+from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities
 from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result, template_messages
+from kvmesh.frontend.dialects.templates.control_tokens import NO_CONTROL, ControlTokens
 from kvmesh.frontend.dialects.templates.frame_probe import (
     CONTINUE,
     AnswerFrames,
@@ -30,13 +31,11 @@ from kvmesh.frontend.dialects.templates.frame_probe import (
     shows_tools,
 )
 from kvmesh.frontend.dialects.templates.tool_entries import ToolEntries
+from kvmesh.frontend.dialects.templates.variants import PROBE_DAY, TemplateVariants
+from kvmesh.frontend.dialects.templates.written_calls import WrittenCall, written_calls
 
 ATTEMPTS = 2  # to show answers as they were generated
 _OPEN_END = "\ue000kvmesh-continue\ue000"
-# Switches of templates that can show earlier thinking: dropping it would change the prompt's prefix
-# with every user message. Callers may override them.
-_KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
-_PROBE_DAY = datetime.date(2026, 1, 1)
 
 
 class ChatTemplate:
@@ -46,19 +45,28 @@ class ChatTemplate:
     the text of all templates, "" if there is none.
     """
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Raises TemplateError if a file is unreadable or the template does not compile."""
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        control: Callable[[str], ControlTokens] = lambda _: NO_CONTROL,
+    ) -> None:
+        """`control` returns the control tokens of a template with this source.
+
+        Raises TemplateError if a file is unreadable or the template does not compile.
+        """
         contents = dict(files)
         self._tokens = model_files.special_tokens(contents)
         environment = sandbox.Environment()
-        self._templates: dict[str, tuple[jinja2.Template, TemplateCapabilities]] = {}
         sources = model_files.sources(contents)
         self.source = "\n".join(sources.values())
-        self._tools = ToolEntries()
-        self._frames = AnswerFrames(self._render, lambda tools: self._select(tools)[1])
-        for name, source in sources.items():
-            template = _compile(environment, name, source)
-            self._templates[name] = (template, probe(self._probe_renderer(template), source))
+        self._control = control(self.source)
+        self._tools = ToolEntries(self._control)
+        self._parser = plain_parser(self.source)
+        self._templates = {
+            name: TemplateVariants(environment, name, source, self._tokens, self._parser)
+            for name, source in sources.items()
+        }
+        self._frames = AnswerFrames(self._render, self._capabilities)
 
     def render(self, request: GenerateRequest, today: datetime.date) -> str:
         """The prompt's text, as `prompt` returns it."""
@@ -74,10 +82,16 @@ class ChatTemplate:
         Answers that are known as they were generated are shown so where the template shows all of
         an answer; `ends` are the tokens that end one.
         """
-        messages = request.messages
+        return self._control.reveal(self._prompt(request, today, ends))
+
+    def _prompt(
+        self, request: GenerateRequest, today: datetime.date, ends: frozenset[str]
+    ) -> RenderedPrompt:
+        """`prompt` with guards."""
+        messages = self._control.guard(request.messages)
         if not any(message.generated for message in messages):
             return RenderedPrompt(self._render(request, today, messages))
-        capabilities = self._select(shows_tools(request))[1]
+        capabilities = self._capabilities(request)
         unmarked = _hidden_answers(messages, capabilities)
         frames: dict[int, tuple[MarkedAnswer, AnswerFrame]] = {}
         asked = probed(request, ends, today)
@@ -118,40 +132,49 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation; with `invites`, it ends where an answer begins."""
         visible: list[dict[str, Any]] = [*self._tools.of(request.tools)]
-        template, capabilities = self._select(bool(visible))
+        template = self._select(bool(visible))
+        variables = template_variables(request)
+        capabilities = template.capabilities(variables)
         continues = bool(request.template_args.get(CONTINUE))
         conversation = _mark_open_end(conversation) if continues else conversation
-        messages = template_messages(conversation, request.tools, capabilities, mark, count)
-        if visible and self.plain_parser:
-            messages = _with_instructions(
-                messages, instructions(visible, self.plain_parser), capabilities
-            )
-        prompt = sandbox.render(
-            template,
-            {
-                **self._tokens,
-                **_KEEP_THINKING,
-                **_thinking(request),
-                "add_generation_prompt": invites and not continues,
-                **request.template_args,
-                **_fixed_variables(messages, visible or None, today),
-            },
+        messages = template_messages(
+            conversation, request.tools, capabilities, self._parser, self._tools.entry, mark, count
         )
+        if visible and not template.default.tools:
+            messages = _with_instructions(
+                messages, instructions(visible, self._parser), capabilities
+            )
+        variables = {"add_generation_prompt": invites and not continues, **variables}
+        prompt = template.render(messages, visible or None, today, variables)
         return _cut_at_open_end(prompt) if continues else prompt
 
-    @property
-    def drops_thinking(self) -> bool:
+    @cached_property
+    def written_calls(self) -> list[WrittenCall]:
+        """Turns with a call as the template writes them; none if it shows no tools or calls."""
+        if not self._templates or self.plain_parser or self._select(True).default.calls is None:
+            return []
+        return written_calls(self._render, PROBE_DAY)
+
+    def drops_thinking(self, request: GenerateRequest) -> bool:
         """True if prompts of later turns lack thinking that the current turn shows."""
-        return any(capabilities.drops_thinking for _, capabilities in self._templates.values())
+        return bool(self._templates) and self._capabilities(request).drops_thinking
 
     @property
     def plain_parser(self) -> str | None:
         """The parser of the tool instructions' call form; None if the template shows tools."""
-        if not self._templates or (capabilities := self._select(True)[1]).tools:
-            return None
-        return plain_parser(self.source, capabilities.calls is not None)
+        shows = not self._templates or self._select(True).default.tools
+        return None if shows else self._parser
 
-    def _select(self, with_tools: bool) -> tuple[jinja2.Template, TemplateCapabilities]:
+    @property
+    def fault(self) -> str:
+        """What is wrong with the template, as the end of a sentence about it; else empty."""
+        return self._select(True).default.fault if self._templates else ""
+
+    def _capabilities(self, request: GenerateRequest) -> TemplateCapabilities:
+        variables = template_variables(request)
+        return self._select(shows_tools(request)).capabilities(variables)
+
+    def _select(self, with_tools: bool) -> TemplateVariants:
         if with_tools and model_files.TOOL_USE in self._templates:
             return self._templates[model_files.TOOL_USE]
         if self._templates:
@@ -159,44 +182,12 @@ class ChatTemplate:
             return self._templates.get(model_files.DEFAULT, self._templates[first])
         raise TemplateError("the model has no chat template: it serves plain completions only")
 
-    def _probe_renderer(self, template: jinja2.Template) -> Any:
-        def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-            variables = {**self._tokens, **_KEEP_THINKING, "add_generation_prompt": True}
-            return sandbox.render(
-                template,
-                variables | _fixed_variables(messages, tools, _PROBE_DAY),
-                sandbox.PROBE_STEPS,
-            )
 
-        return render
-
-
-def _compile(environment: sandbox.Environment, name: str, source: str) -> jinja2.Template:
-    try:
-        template = environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise TemplateError(f"chat template {name!r}, line {error.lineno}: {error}") from error
-    template.globals = dict(template.globals)  # every rendering copies it; a dict copies faster
-    return template
-
-
-def _fixed_variables(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, today: datetime.date
-) -> dict[str, Any]:
-    """The variables that callers cannot replace."""
-    return {
-        "messages": messages,
-        "tools": tools,
-        "strftime_now": sandbox.strftime(today),
-        "raise_exception": sandbox.raise_exception,
-    }
-
-
-def _thinking(request: GenerateRequest) -> dict[str, bool]:
-    """The thinking switch under both names that templates use."""
-    if request.thinking is None:
-        return {}
-    return {"enable_thinking": request.thinking, "thinking": request.thinking}
+def template_variables(request: GenerateRequest) -> dict[str, Any]:
+    """The variables that a request sets; the thinking switch has both names that are in use."""
+    switch = request.thinking
+    thinking = {} if switch is None else {"enable_thinking": switch, "thinking": switch}
+    return thinking | request.template_args
 
 
 def _hidden_answers(messages: list[Message], capabilities: TemplateCapabilities) -> set[int]:
@@ -218,6 +209,13 @@ def _hidden_answers(messages: list[Message], capabilities: TemplateCapabilities)
         for number, message in enumerate(answers)
         if any(isinstance(block, Thinking) for block in message.blocks)
     }
+
+
+def continued_text(request: GenerateRequest) -> str | None:
+    """The text that the model is to continue; None if it begins an answer."""
+    if request.prompts or not request.messages or not request.template_args.get(CONTINUE):
+        return None
+    return "".join(block.text for block in request.messages[-1].blocks if isinstance(block, Text))
 
 
 def _mark_open_end(messages: list[Message]) -> list[Message]:
@@ -243,9 +241,11 @@ def _with_instructions(
 ) -> list[dict[str, Any]]:
     """The messages with tool instructions at their head, for templates without tools."""
     role = "system" if capabilities.system else "user"
-    part = {"type": "text", "text": text}
     if not messages or messages[0]["role"] != role:
+        part = {"type": "text", "text": text}
         return [{"role": role, "content": [part] if capabilities.parts else text}, *messages]
     content = messages[0]["content"]
-    joined = [*content, part] if isinstance(content, list) else f"{content}\n\n{text}"
+    text = GAP + text
+    listed = isinstance(content, list)
+    joined = [*content, {"type": "text", "text": text}] if listed else content + text
     return [messages[0] | {"content": joined}, *messages[1:]]

@@ -58,10 +58,10 @@ class Probed(NamedTuple):
 
 
 class AnswerFrames:
-    """The frames of one model's answers. `capabilities` returns those with or without tools."""
+    """The frames of one model's answers. `capabilities`: those of a request."""
 
     def __init__(
-        self, render: RenderProbe, capabilities: Callable[[bool], TemplateCapabilities]
+        self, render: RenderProbe, capabilities: Callable[[GenerateRequest], TemplateCapabilities]
     ) -> None:
         self._render = render
         self._capabilities = capabilities
@@ -88,7 +88,7 @@ class AnswerFrames:
         """The part of the answer's turn that ends the prompt; None if it cannot be told."""
         if request.template_args.get(CONTINUE):
             return None
-        capabilities = self._capabilities(shows_tools(request))
+        capabilities = self._capabilities(request)
         after_result = ends_in_result(request.messages, len(request.messages), capabilities)
         key = _variables(request), after_result
         known = self._openings.peek(key)
@@ -134,7 +134,7 @@ class AnswerFrames:
 
     def _ids(self, request: GenerateRequest, answer: MarkedAnswer) -> list[str]:
         """The ids of an answer's calls in the prompt."""
-        style = self._capabilities(shows_tools(request)).call_ids
+        style = self._capabilities(request).call_ids
         return [
             call_id(style, name, answer.earlier_calls + i) for i, name in enumerate(answer.calls)
         ]

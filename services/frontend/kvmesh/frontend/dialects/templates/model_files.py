@@ -1,23 +1,42 @@
 """Chat templates and special tokens in the files of a model folder."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from kvmesh.frontend.dialects.errors import TemplateError
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
+_BUILTIN = Path(__file__).parent / "builtin"
+# Models that are published with an encoder in Python, by their architecture: our template.
+_ENCODERS = {
+    "DeepseekV32ForCausalLM": "deepseek_v3_2",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
+    "DeepseekV41ForCausalLM": "deepseek_v4_1",
+    "KimiK3ForConditionalGeneration": "kimi_k3",
+}
+# DeepSeek V4.1 may name the architecture of V4.
+_ENCODER_TYPES = {"deepseek_v41": "deepseek_v4_1"}
 
 
 def sources(files: dict[str, bytes]) -> dict[str, str]:
-    """Templates by name; `chat_template.jinja` takes precedence over the older files."""
+    """Templates by name; `chat_template.jinja` takes precedence over the older files.
+
+    Of models that are published with an encoder instead, our template that writes the same prompts.
+    """
     if "chat_template.jinja" in files:
         return {DEFAULT: _text(files, "chat_template.jinja")}
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = _named(read_json(files, name).get("chat_template"))
         if found:
             return found
-    return {}
+    config = read_json(files, "config.json")
+    named = [_ENCODERS.get(str(each)) for each in config.get("architectures") or []]
+    encoder = _ENCODER_TYPES.get(str(config.get("model_type"))) or next(filter(None, named), None)
+    if encoder is None:
+        return {}
+    return {DEFAULT: (_BUILTIN / f"{encoder}.jinja").read_text(encoding="utf-8")}
 
 
 def special_tokens(files: dict[str, bytes]) -> dict[str, str]:

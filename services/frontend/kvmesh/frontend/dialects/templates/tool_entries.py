@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvmesh.frontend.conversation import Tool
+from kvmesh.frontend.dialects.templates.control_tokens import NO_CONTROL, ControlTokens
 from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry
 from kvmesh.frontend.dialects.tools import function
 from kvmesh.runtime.lru import LruCache
@@ -24,7 +25,8 @@ class _Kept(NamedTuple):
 class ToolEntries:
     """The entries of the tools seen last, by their identity, bounded by MEMO_BYTES. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, control: ControlTokens = NO_CONTROL) -> None:
+        self._control = control
         self._kept: LruCache[int, _Kept] = LruCache(MEMO_BYTES, _size)
         self._lock = Lock()
 
@@ -33,10 +35,15 @@ class ToolEntries:
         with self._lock:
             return [self._entry(tool) for tool in tools if not tool.deferred]
 
+    def entry(self, tool: Tool) -> RepeatedEntry:
+        """The entry of any tool; not to be changed."""
+        with self._lock:
+            return self._entry(tool)
+
     def _entry(self, tool: Tool) -> RepeatedEntry:
         kept = self._kept.get(id(tool))
         if kept is None:
-            kept = _Kept(tool, RepeatedEntry(function(tool)))
+            kept = _Kept(tool, RepeatedEntry(self._control.guard_json(function(tool))))
             self._kept.put(id(tool), kept)
         return kept.entry
 

@@ -1,9 +1,13 @@
 """Endpoints of stored responses: read one, list its input, delete it."""
 
-import msgspec
 from aiohttp import web
 
+from kvmesh.frontend.apis.base import decode_query, json_encode
+from kvmesh.frontend.apis.responses.input_items import ItemsQuery, input_of, item_list
 from kvmesh.frontend.apis.responses.references import referenced_responses, resolve
+from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.frontend.fair_threads import FairThreads
+from kvmesh.frontend.http.bodies import LARGE
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
 from kvmesh.frontend.http.responses.store import ResponseStore
 
@@ -13,9 +17,12 @@ PATH = "/v1/responses/{id}"
 class StoredResponseEndpoints:
     """Makes the handlers of /v1/responses/{id}."""
 
-    def __init__(self, endpoints: EndpointFactory, store: ResponseStore) -> None:
+    def __init__(
+        self, endpoints: EndpointFactory, store: ResponseStore, threads: FairThreads
+    ) -> None:
         self._endpoints = endpoints
         self._store = store
+        self._threads = threads
 
     @property
     def routes(self) -> list[web.RouteDef]:
@@ -27,16 +34,22 @@ class StoredResponseEndpoints:
         ]
 
     async def _get(self, call: EndpointCall[None]) -> bytes:
+        if call.http.query.get("stream", "false") != "false":
+            raise InvalidRequest("`stream`: a stored response is not streamed.", "stream")
         return bytes((await self._store.get(call.path_id, call.caller.tenant)).response)
 
     async def _delete(self, call: EndpointCall[None]) -> bytes:
         await self._store.delete(call.path_id, call.caller.tenant)
-        return msgspec.json.encode({"id": call.path_id, "object": "response", "deleted": True})
+        return json_encode({"id": call.path_id, "object": "response", "deleted": True})
 
     async def _input(self, call: EndpointCall[None]) -> bytes:
-        turns = await self._store.history(call.path_id, call.caller.tenant)
-        earlier = [item for turn in turns[:-1] for item in (*turn.input, *turn.output)]
-        items = [*earlier, *turns[-1].input]
-        outputs = await self._store.outputs(referenced_responses(items), call.caller.tenant)
-        items = resolve(items, outputs, None)
-        return msgspec.json.encode({"object": "list", "data": items, "has_more": False})
+        query, caller = decode_query(call.http.query, ItemsQuery), call.caller
+        turns = await self._store.history(call.path_id, caller.tenant)
+        items = [item for turn in turns for item in (*turn.input, *turn.output)]
+        found = await self._store.items(referenced_responses(items), caller.tenant)
+        size = sum(map(len, items)) + sum(len(item) for held in found.values() for item in held)
+
+        def listed() -> bytes:
+            return json_encode(item_list(resolve(input_of(turns), found, None), query))
+
+        return listed() if size < LARGE else await self._threads.call(caller.owner, listed)

@@ -27,7 +27,7 @@ class StoredHistory:
         referenced = thread.referenced(turns)
         if not turns and not referenced:
             return
-        outputs = await self._store.outputs(referenced, tenant) if referenced else {}
+        outputs = await self._store.items(referenced, tenant) if referenced else {}
         items = [item for turn in turns for item in (*turn.input, *turn.output)]
         items += [item for output in outputs.values() for item in output]
         request.body_bytes += sum(map(len, items))

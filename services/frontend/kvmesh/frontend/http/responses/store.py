@@ -6,6 +6,7 @@ once. All frontends of a mesh share the bucket; each tenant has a quota of its b
 
 import asyncio
 import logging
+from functools import partial
 
 import msgspec
 import zstandard
@@ -17,6 +18,8 @@ from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.storage.buckets import evicting_bucket
 from kvmesh.frontend import metrics
 from kvmesh.frontend.apis.base import StoredTurn
+from kvmesh.frontend.apis.responses.input_items import referenced_items
+from kvmesh.frontend.apis.responses.references import References
 from kvmesh.frontend.auth.bucket_quota import BucketQuota, owner_of
 from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 
@@ -68,12 +71,12 @@ class ResponseStore:
             next_id, max_bytes = turn.previous, max_bytes - size
         return turns[::-1]
 
-    async def outputs(self, response_ids: list[str], tenant: str) -> dict[str, list[Raw]]:
-        """The output items of each of these responses that is found, read in parallel.
+    async def items(self, references: References, tenant: str) -> dict[str, list[Raw]]:
+        """The items meant of each of these responses that is found, read in parallel.
 
         Raises Unavailable, or InvalidRequest for too many responses or bytes.
         """
-        if len(response_ids) > MAX_TURNS:
+        if len(references) > MAX_TURNS:
             raise InvalidRequest(f"`input` refers to more than {MAX_TURNS} responses.", "input")
         found: dict[str, list[Raw]] = {}
         slots, left = asyncio.Semaphore(READS), MAX_HISTORY
@@ -82,15 +85,18 @@ class ResponseStore:
             nonlocal left
             async with slots:
                 try:
-                    turn, _ = await self._get(response_id, tenant, "input", max(left, 0))
+                    turn, size = await self._get(response_id, tenant, "input", max(left, 0))
                 except ResponseNotFound:
                     return
-            found[response_id] = turn.output
-            left -= sum(map(len, turn.output))
+            select = partial(referenced_items, turn, references[response_id])
+            in_thread = size >= SMALL and references[response_id]
+            items = await asyncio.to_thread(select) if in_thread else select()
+            found[response_id] = items
+            left -= sum(map(len, items))
 
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                ended = await asyncio.gather(*map(read, response_ids), return_exceptions=True)
+                ended = await asyncio.gather(*map(read, references), return_exceptions=True)
         except TimeoutError as error:
             raise Unavailable("Cannot read stored responses in time.") from error
         for failure in ended:

@@ -1,0 +1,1 @@
+"""Content of messages: typed objects of the wire, and what a prompt shows of foreign ones."""

@@ -1,0 +1,308 @@
+"""Content blocks of the Messages API, and their translation into the internal form."""
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Raw, Struct
+
+from kvmesh.frontend.apis.base import as_json
+from kvmesh.frontend.apis.body_types import defined_as
+from kvmesh.frontend.apis.cache_ttl import inner_cache_control
+from kvmesh.frontend.apis.content.files import kind_of, text_of
+from kvmesh.frontend.apis.content.foreign import plain_text, with_sources
+from kvmesh.frontend.apis.content.tagged import Foreign, Reading, TaggedDecoder
+from kvmesh.frontend.apis.messages.client_tools import MessagesToolBody, cache_control
+from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
+from kvmesh.frontend.conversation import (
+    AttachedFile,
+    Block,
+    CacheControl,
+    Image,
+    Message,
+    ResultPart,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolNotice,
+    ToolResult,
+)
+from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.retention.hints import CacheMark
+
+MAX_DEPTH = 4  # of blocks in blocks; each level is read once more
+_INDEX = re.compile(r"\.(\d+)")
+
+
+class TextBlock(Struct, tag="text"):
+    text: str | None = None
+    citations: list[Any] | None = None
+    cache_control: CacheMark | None = None
+
+
+class ThinkingBlock(Struct, tag="thinking"):
+    thinking: str | None = None
+    signature: str | None = None
+
+
+class ToolUseBlock(Struct, tag="tool_use"):
+    name: str
+    id: str | None = None
+    input: dict[str, Any] | None = None
+    cache_control: CacheMark | None = None
+
+
+class ImageSource(Struct):
+    """`type` selects the fields in use."""
+
+    type: str = "base64"
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+    file_id: str = ""
+
+
+class ImageBlock(Struct, tag="image"):
+    source: ImageSource
+    cache_control: CacheMark | None = None
+
+
+_Shown = Annotated[Raw, defined_as(TextBlock | ImageBlock)]
+
+
+class DocumentSource(ImageSource):
+    content: str | list[_Shown] | None = None
+
+
+class DocumentBlock(Struct, tag="document"):
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    cache_control: CacheMark | None = None
+
+
+class SearchResultBlock(Struct, tag="search_result"):
+    content: str | list[_Shown]
+    source: str = ""
+    title: str = ""
+    cache_control: CacheMark | None = None
+
+
+class ToolReferenceBlock(Struct, tag="tool_reference"):
+    """In a tool result: a deferred tool that is available from there on."""
+
+    tool_name: str
+
+
+_Returned = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
+
+
+class ToolResultBlock(Struct, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[Annotated[Raw, defined_as(_Returned)]] | dict[str, Any] | None = None
+    is_error: bool | None = None
+    cache_control: CacheMark | None = None
+
+
+class ChangedTool(Struct):
+    """A tool by name, or the definition of one that `tools` does not list."""
+
+    type: str
+    name: str | None = None
+    definition: MessagesToolBody | None = None
+
+
+class ToolAdditionBlock(Struct, tag="tool_addition"):
+    tool: ChangedTool
+
+
+class ToolRemovalBlock(Struct, tag="tool_removal"):
+    tool: ChangedTool
+
+
+ContentBlock: TypeAlias = (
+    _Returned
+    | ThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ToolAdditionBlock
+    | ToolRemovalBlock
+)
+BlockContent: TypeAlias = str | list[Annotated[Raw, defined_as(ContentBlock)]]
+_decoder: TaggedDecoder[ContentBlock] = TaggedDecoder(ContentBlock)
+
+
+class MessagesReading(Reading):
+    """Also the tools that the conversation defines, and those that a tool result refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.defined: list[MessagesToolBody] = []
+        self.referenced: list[str] = []
+
+    def skip(self, where: str) -> None:
+        self.skipped.append(_INDEX.sub(r"[\1]", where))
+
+
+def to_messages(
+    role: Literal["system", "user", "assistant"],
+    content: BlockContent,
+    where: str,
+    reading: MessagesReading,
+) -> Iterator[Message]:
+    """The message; an answer with results of tools that the vendor's servers ran is several."""
+    blocks = to_blocks(content, where, reading)
+    if role != "assistant" or not any(isinstance(block, ToolResult) for block in blocks):
+        yield Message(role, blocks)
+        return
+    for is_result, run in groupby(blocks, lambda block: isinstance(block, ToolResult)):
+        yield Message("tool" if is_result else role, list(run))
+
+
+def to_blocks(
+    content: BlockContent, where: str, reading: MessagesReading, depth: int = 0
+) -> list[Block]:
+    """Blocks of a content; a string is one text block, so that both forms render alike."""
+    if isinstance(content, str):
+        return [Text(content)] if content else []
+    if depth == MAX_DEPTH:
+        raise InvalidRequest(f"{where}: blocks are nested too deeply", where)
+    blocks = []
+    for index, raw in enumerate(content):
+        at = f"{where}.{index}"
+        block = _block(_decoder.decode(raw, at), at, reading, depth)
+        if block is not None:
+            blocks.append(block)
+    return blocks
+
+
+def _block(
+    block: ContentBlock | Foreign, where: str, reading: MessagesReading, depth: int
+) -> Block | None:
+    """The internal block; None for what a prompt cannot hold."""
+    if isinstance(block, TextBlock):
+        text = block.text or ""
+        text = with_sources(text, block.citations) if block.citations else text
+        return Text(text, cache_control(block.cache_control))
+    if isinstance(block, ToolUseBlock):
+        if not block.name:
+            raise InvalidRequest(f"{where}.name: field required", f"{where}.name")
+        given, cache = as_json(block.input or {}), cache_control(block.cache_control)
+        return ToolCall(block.id or "", block.name, given, cache=cache)
+    if isinstance(block, ToolResultBlock):
+        return _result(block, where, reading, depth)
+    if isinstance(block, dict):
+        return _foreign(block, where, reading)
+    if isinstance(block, ThinkingBlock):
+        return Thinking(_thinking_text(block, where, reading))
+    if isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
+        return _notice(block.tool, isinstance(block, ToolRemovalBlock), reading)
+    if isinstance(block, ToolReferenceBlock):
+        if depth and block.tool_name:
+            reading.referenced.append(block.tool_name)
+        return None
+    cache = cache_control(block.cache_control)
+    if isinstance(block, ImageBlock):
+        source = block.source
+        data = f"data:{source.media_type};base64,{source.data}" if source.data else source.file_id
+        return Image(source.url or data, cache)
+    if isinstance(block, DocumentBlock):
+        return _document(block, where, cache, reading, depth)
+    texts = _texts(block.content, f"{where}.content", reading, depth)
+    return Text(_lines(block.title, block.source, *texts), cache)
+
+
+def _thinking_text(block: ThinkingBlock, where: str, reading: MessagesReading) -> str:
+    """The text, which the signature carries if it was omitted from the answer."""
+    try:
+        return block.thinking or reading.sealed.open(block.signature)
+    except SealedTooLong:
+        where = f"{where}.signature"
+        raise InvalidRequest(f"{where}: too long when decompressed", where) from None
+
+
+def _notice(changed: ChangedTool, removed: bool, reading: MessagesReading) -> ToolNotice | None:
+    if changed.definition is not None:
+        reading.defined.append(changed.definition)
+    name = changed.definition.name if changed.definition is not None else changed.name
+    return ToolNotice(name, removed) if name else None
+
+
+def _result(block: ToolResultBlock, where: str, reading: MessagesReading, depth: int) -> ToolResult:
+    if not block.tool_use_id:
+        raise InvalidRequest(f"{where}.tool_use_id: field required", f"{where}.tool_use_id")
+    parts = block.content or []
+    if isinstance(parts, dict):
+        parts = plain_text(parts)
+    reading.referenced = []
+    blocks = to_blocks(parts, f"{where}.content", reading, depth + 1)
+    content = [b for b in blocks if isinstance(b, Text | Image | AttachedFile)]
+    names = reading.referenced
+    cache = cache_control(block.cache_control) or inner_cache_control(content)
+    return ToolResult(block.tool_use_id, content, bool(block.is_error), names, cache)
+
+
+def _document(
+    block: DocumentBlock,
+    where: str,
+    cache: CacheControl | None,
+    reading: MessagesReading,
+    depth: int,
+) -> Text | AttachedFile:
+    """A document with text, or one that no model reads."""
+    source, name = block.source, block.title or ""
+    if source.type == "text":
+        texts = [source.data]
+    elif source.type == "content":
+        texts = _texts(source.content or [], f"{where}.source.content", reading, depth)
+    else:
+        text = text_of(source.data, source.media_type)
+        if text is None:
+            kind = kind_of(source.media_type or "application/pdf", source.url)
+            named = name or source.url or source.file_id
+            return AttachedFile(kind, named, block.context or "", cache)
+        texts = [text]
+    return Text(_lines(name, block.context or "", *texts), cache)
+
+
+def _texts(content: str | list[Raw], where: str, reading: MessagesReading, depth: int) -> list[str]:
+    blocks = to_blocks(content, where, reading, depth + 1)
+    return [block.text for block in blocks if isinstance(block, Text)]
+
+
+def _lines(*texts: str) -> str:
+    return "\n".join(filter(None, texts))
+
+
+def _foreign(value: Foreign, where: str, reading: MessagesReading) -> Block | None:
+    """A block of an unknown type: calls and results of other servers' tools, and other texts."""
+    kind, content, cache = value["type"], value.get("content"), _foreign_mark(value)
+    if kind.endswith("_tool_use") and isinstance(name := value.get("name"), str) and name:
+        given = as_json(value.get("input") or {})
+        return ToolCall(_string(value.get("id")), name, given, cache=cache)
+    if kind.endswith("_tool_result") and (call := _string(value.get("tool_use_id"))):
+        failed = value.get("is_error") is True or _has_error(content)
+        shown: list[ResultPart] = [Text(text)] if (text := plain_text(content)) else []
+        return ToolResult(call, shown, failed, cache=cache)
+    for found in (value.get("text"), content):
+        if isinstance(found, str) and found:
+            return Text(found, cache)
+    reading.skip(where)
+    return None
+
+
+def _foreign_mark(value: Foreign) -> CacheControl | None:
+    try:
+        return cache_control(msgspec.convert(value.get("cache_control"), CacheMark | None))
+    except msgspec.ValidationError:
+        return None
+
+
+def _has_error(content: Any) -> bool:
+    return isinstance(content, dict) and "error_code" in content
+
+
+def _string(value: Any) -> str:
+    return value if isinstance(value, str) else ""

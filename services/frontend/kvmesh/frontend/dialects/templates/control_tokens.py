@@ -1,0 +1,147 @@
+"""Keeps control tokens that are written in a conversation's texts apart from the template's. Pure.
+
+A tokenizer turns the text of a control token into that token wherever it stands, so a file or a web
+page that an agent reads could end a message and begin another. Here each such text in a message or
+a tool is broken by a guard before the template is rendered. The guard leaves the prompt's text
+afterwards; its place is a cut, on whose sides the text is encoded apart.
+"""
+
+import operator
+import re
+import secrets
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+
+from kvmesh.frontend.conversation import (
+    Block,
+    Insertion,
+    Message,
+    RenderedPrompt,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+)
+from kvmesh.frontend.dialects.templates.prompt_json import dumps
+from kvmesh.frontend.dialects.tools import arguments
+
+# A client cannot write a guard that it cannot guess. Letters and digits pass every filter alike.
+GUARD = f"kvm{secrets.token_hex(8)}g"
+SLICE = 1 << 16  # characters per call of `re`, which holds the GIL
+LONGEST = 256  # characters of a control token
+Pattern: TypeAlias = re.Pattern[str]
+_ESCAPES = ("\\u", "\\/")  # of JSON, which may hide a control token
+
+
+class ControlTokens:
+    """The texts of a model's control tokens, as patterns.
+
+    `special`: tokens that no text of a conversation may become. `every`: these, and other tokens
+    with which the template marks a conversation's parts, such as `<think>`; an assistant's text may
+    contain the others, since templates read thinking there. Where the tokenizer's tokens depend on
+    a text's start, `joins` is False, and a space breaks the text instead of a cut.
+    """
+
+    def __init__(
+        self, special: Pattern | None = None, every: Pattern | None = None, joins: bool = True
+    ) -> None:
+        self._special = special
+        self._all = every
+        self._joins = joins
+
+    def guard(self, messages: list[Message]) -> list[Message]:
+        """The messages with guards; the same ones where there are none."""
+        if self._all is None:
+            return messages
+        return [self._message(message) for message in messages]
+
+    def guard_json(self, value: Any) -> Any:
+        """A JSON value with guards in its strings and names; the same one if there are none."""
+        if isinstance(value, str):
+            return self._text(value, self._all)
+        if isinstance(value, dict):
+            items = [(self.guard_json(k), self.guard_json(v)) for k, v in value.items()]
+            same = all(
+                k is i and v is j for (k, v), (i, j) in zip(items, value.items(), strict=True)
+            )
+            return value if same else dict(items)
+        if isinstance(value, list):
+            entries = [self.guard_json(entry) for entry in value]
+            return value if _same(entries, value) else entries
+        return value
+
+    def reveal(self, prompt: RenderedPrompt) -> RenderedPrompt:
+        """The prompt without guards, and with cuts in their places."""
+        if GUARD not in prompt.text:
+            return prompt
+        parts = prompt.text.split(GUARD)
+        before = [*accumulate(map(len, parts[:-1]))]  # the characters before each guard
+        guards = [size + number * len(GUARD) for number, size in enumerate(before)]
+        shift = len(GUARD) if self._joins else len(GUARD) - 1
+
+        def moved(insertion: Insertion) -> Insertion:
+            by = shift * bisect_left(guards, insertion.start)
+            return Insertion(insertion.start - by, insertion.end - by, insertion.tokens)
+
+        text = ("" if self._joins else " ").join(parts)
+        cuts = before if self._joins else []
+        return RenderedPrompt(text, [*map(moved, prompt.insertions)], cuts)
+
+    def _message(self, message: Message) -> Message:
+        answers = message.role == "assistant"
+        blocks = [self._block(block, answers) for block in message.blocks]
+        if _same(blocks, message.blocks):
+            return message
+        return Message(message.role, blocks, message.generated)
+
+    def _block(self, block: Block, answers: bool) -> Block:
+        kind = type(block)
+        if kind is Text or kind is Thinking:
+            pattern = self._special if answers and kind is Text else self._all
+            text = self._text(block.text, pattern)  # type: ignore[union-attr]
+            return block if text is block.text else replace(block, text=text)  # type: ignore[union-attr]
+        if isinstance(block, ToolResult):
+            content = [self._block(part, False) for part in block.content]
+            return block if _same(content, block.content) else replace(block, content=content)
+        return self._call(block) if isinstance(block, ToolCall) else block
+
+    def _call(self, call: ToolCall) -> ToolCall:
+        name, written = self._text(call.name, self._all), call.arguments
+        if call.custom:
+            written = self._text(written, self._all)
+        elif any(e in written for e in _ESCAPES) or self._text(written, self._all) is not written:
+            value = arguments(call)
+            guarded = self.guard_json(value)
+            written = written if guarded is value else dumps(guarded)
+        if name is call.name and written is call.arguments:
+            return call
+        return replace(call, name=name, arguments=written)
+
+    def _text(self, text: str, pattern: Pattern | None) -> str:
+        if pattern is None or (len(text) <= SLICE and pattern.search(text) is None):
+            return text
+        cuts = [start + 1 for start in _starts(text, pattern)]
+        if not cuts:
+            return text
+        return GUARD.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
+
+
+NO_CONTROL = ControlTokens()
+
+
+def _starts(text: str, pattern: Pattern) -> Iterator[int]:
+    """The offsets at which control tokens start; they may overlap."""
+    pos = 0
+    while pos < len(text):
+        match = pattern.search(text, pos, pos + SLICE + LONGEST)
+        if match is not None:
+            yield match.start()
+        pos = match.start() + 1 if match is not None else pos + SLICE
+
+
+def _same(new: Sequence[object], old: Sequence[object]) -> bool:
+    return all(map(operator.is_, new, old))

@@ -1,0 +1,128 @@
+"""Faults of bodies: codes of OpenAI's APIs by kind, and whole floats in place of integers."""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta, Raw, Struct
+from support.stamp import STAMP
+from unit.frontend.apis.bodies import headers
+
+from kvmesh.frontend.apis import openai
+from kvmesh.frontend.apis.base import Api, check_length, check_range, decode
+from kvmesh.frontend.errors import ApiError, InvalidRequest
+from kvmesh.frontend.http.routes import COUNTING, GENERATING
+from kvmesh.frontend.http.tokenize import CountingApi
+
+
+class Part(Struct):
+    index: int = 0
+
+
+class Faulty(Struct):
+    name: str
+    count: Annotated[int, Meta(ge=1, le=5)] | None = None
+    share: Annotated[float, Meta(ge=0, lt=2)] = 1
+    stop: Annotated[list[str], Meta(min_length=1, max_length=3)] | None = None
+    word: Annotated[str, Meta(min_length=1, max_length=3)] | None = None
+    pair: Annotated[list[int], Meta(min_length=2)] | None = None
+    kind: Literal["a", "b"] = "a"
+    ids: str | list[list[int]] = ""
+    parts: list[Part] = []
+    bias: dict[str, int] = {}
+    form: Raw = Raw(b"{}")
+
+
+DECODER = msgspec.json.Decoder(Faulty)
+
+
+def fault(**fields: Any) -> tuple[str | None, Any]:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(DECODER, json.dumps({"name": "x", **fields}).encode())
+    shown = openai.error_object(caught.value)["error"]
+    return shown["param"], shown["code"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"count": 0}, "integer_below_min_value"),
+        ({"count": 6}, "integer_above_max_value"),
+        ({"share": -0.5}, "decimal_below_min_value"),
+        ({"share": 2}, "decimal_above_max_value"),
+        ({"stop": []}, "empty_array"),
+        ({"stop": ["a"] * 4}, "array_above_max_length"),
+        ({"pair": [1]}, "array_below_min_length"),
+        ({"word": ""}, "empty_string"),
+        ({"word": "long"}, "string_above_max_length"),
+        ({"kind": "c"}, "invalid_value"),
+        ({"kind": 5}, "invalid_type"),
+        ({"count": "1"}, "invalid_type"),
+        ({"count": 1.5}, "invalid_type"),
+        ({"stop": {}}, "invalid_type"),
+    ],
+)
+def test_a_fault_has_the_code_of_its_kind(fields: dict[str, Any], code: str) -> None:
+    assert fault(**fields) == (next(iter(fields)), code)
+
+
+def test_a_missing_field_and_a_wrong_body_have_codes() -> None:
+    for body, param, code in (
+        (b"{}", "name", "missing_required_parameter"),
+        (b"[]", None, "invalid_type"),
+        (b"{", None, None),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            decode(DECODER, body)
+        assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_bounds_that_are_checked_later_have_the_same_codes() -> None:
+    for value, code in ((9.0, "decimal_above_max_value"), (-1, "integer_below_min_value")):
+        with pytest.raises(InvalidRequest) as caught:
+            check_range(value, 0, 2, "n")
+        assert caught.value.code == code
+    for length, code in ((0, "empty_array"), (3, "array_above_max_length")):
+        with pytest.raises(InvalidRequest) as caught:
+            check_length(length, 1, 2, "messages")
+        assert caught.value.code == code
+    check_range(None, 0, 2, "n")
+
+
+def test_whole_floats_are_integers_where_these_are_expected() -> None:
+    body = {
+        "name": "x",
+        "count": 3.0,
+        "share": 1.0,
+        "ids": [[1.0, 2], [3.0]],
+        "parts": [{"index": 1.0}, {"index": 2e0}],
+        "bias": {"5": 1.0, "6": 2},
+        "form": {"value": 5.0},
+    }
+    found = decode(DECODER, json.dumps(body).encode())
+    assert (found.count, found.ids, found.bias) == (3, [[1, 2], [3]], {"5": 1, "6": 2})
+    assert [part.index for part in found.parts] == [1, 2]
+    assert found.share == 1.0
+    assert json.loads(bytes(found.form)) == {"value": 5.0}
+    assert b"5.0" in bytes(found.form)
+    assert fault(count=3.5) == ("count", "invalid_type")
+    assert fault(ids=[[1.0, 2.5]])[1] == "invalid_type"
+    assert fault(count=9.0) == ("count", "integer_above_max_value")
+    assert fault(count=1e300)[1] == "integer_above_max_value"
+
+
+EVERY: dict[str, Api | CountingApi] = {**GENERATING, **COUNTING}
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
+
+
+@pytest.mark.parametrize("path", EVERY)
+def test_every_api_takes_whole_floats_and_names_faults(path: str) -> None:
+    limits = {"max_tokens": 30.0, "max_output_tokens": 30.0, "top_k": 3.0, "n": 1.0}
+    body = {**BODY, "input": "Hi", **limits}
+    if path == "/v1/tokenize":
+        del body["messages"]
+    EVERY[path].parse(json.dumps(body).encode(), headers(), STAMP)
+    with pytest.raises(ApiError) as caught:
+        EVERY[path].parse(b'{"messages": []}', headers(), STAMP)
+    assert (caught.value.param, caught.value.code) == ("model", "missing_required_parameter")
