@@ -35,10 +35,10 @@ from kvmesh.frontend.preprocess.constrained_output import (
     TOOL_CALLS,
     AllowedCalls,
     AnswerOpening,
-    ArgumentsReader,
     CallListReader,
     ConstrainedParser,
-    Reading,
+    OneToolReader,
+    TextReader,
 )
 from kvmesh.runtime.lru import LruCache
 
@@ -223,10 +223,10 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return ConstrainedParser(split, [self._required_reading()], own)
         bare = self.grammar.calls.bare if self.grammar.calls is not None else ""
         texts = tuple(start for start in ("{", "[", '"') if start not in bare)
-        readings = [Reading(texts, PlainText())]
+        readings = [TextReader(texts, PlainText())]
         if self.rewrites_calls:
             listed = CallListReader(self.callable)
-            readings.insert(0, Reading((f'{{"{TOOL_CALLS}":[',), listed))
+            readings.insert(0, TextReader((f'{{"{TOOL_CALLS}":[',), listed))
         return ConstrainedParser(split, readings, own, self._openers)
 
     @property
@@ -235,11 +235,11 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         calls = self.grammar.calls
         return () if calls is None else tuple(filter(None, calls.openers))
 
-    def _required_reading(self) -> Reading:
+    def _required_reading(self) -> TextReader:
         if len(self.callable) > 1:
-            return Reading(("[{", "[]"), CallListReader(self.callable))
+            return TextReader(("[{", "[]"), CallListReader(self.callable))
         tool = self.callable[0]
-        return Reading(("",) if tool.custom else ("{",), ArgumentsReader(tool))
+        return TextReader(("",) if tool.custom else ("{",), OneToolReader(tool))
 
     @property
     def _shows_itself(self) -> bool:
