@@ -132,7 +132,7 @@ CHANGES: dict[str, tuple[GenerateRequest, GenerateRequest]] = {
     "Tool.deferred": (offered(), offered(deferred=True)),
     "Tool.cache": (offered(), offered(cache=MARK)),
     "ToolChoice.mode": (chosen(ToolChoice()), chosen(ToolChoice("required"))),
-    "ToolChoice.name": (chosen(ToolChoice("named", "f")), chosen(ToolChoice("named", "g"))),
+    "ToolChoice.allowed": (chosen(ToolChoice()), chosen(ToolChoice("auto", ("f",)))),
 }
 WITHOUT_READER = {"Image.url": "no engine reads images yet"}
 # Read where the run or its report is made, by an attribute of this name.
@@ -172,7 +172,9 @@ def outcome(request: GenerateRequest) -> tuple[Any, ...]:
     made = prepared(msgspec.structs.replace(request))
     assert made.encoded is not None
     prompts = [prompt.retention for prompt in made.prompts]
-    return made.encoded.text, prompts, made.guided, made.required_tool_call, made.decode
+    form = made.form
+    allowed = form.calls, [tool.name for tool in form.callable]
+    return made.encoded.text, prompts, made.guided, allowed, made.decode
 
 
 def test_every_field_has_a_reader() -> None:
