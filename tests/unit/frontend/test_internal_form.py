@@ -132,7 +132,10 @@ CHANGES: dict[str, tuple[GenerateRequest, GenerateRequest]] = {
     "Tool.deferred": (offered(), offered(deferred=True)),
     "Tool.cache": (offered(), offered(cache=MARK)),
     "ToolChoice.mode": (chosen(ToolChoice()), chosen(ToolChoice("required"))),
-    "ToolChoice.allowed": (chosen(ToolChoice()), chosen(ToolChoice("auto", ("f",)))),
+    "ToolChoice.allowed": (
+        chosen(ToolChoice("required", ("f",))),
+        chosen(ToolChoice("required", ("g",))),
+    ),
 }
 WITHOUT_READER = {"Image.url": "no engine reads images yet"}
 # Read where the run or its report is made, by an attribute of this name.
@@ -172,9 +175,8 @@ def outcome(request: GenerateRequest) -> tuple[Any, ...]:
     made = prepared(msgspec.structs.replace(request))
     assert made.encoded is not None
     prompts = [prompt.retention for prompt in made.prompts]
-    form = made.form
-    allowed = form.calls, [tool.name for tool in form.callable]
-    return made.encoded.text, prompts, made.guided, allowed, made.decode
+    form = made.form.calls, made.form.callable, made.form.parallel, made.form.text
+    return made.encoded.text, prompts, made.form.constraint(), form, made.decode
 
 
 def test_every_field_has_a_reader() -> None:

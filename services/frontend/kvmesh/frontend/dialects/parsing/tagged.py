@@ -68,18 +68,19 @@ class TaggedReader:
         if form.named:
             yield from self._named()
         yield from skip(source, form.whole)
-        if (yield from source.skip_space()) == "{":
+        if (yield from self._space()) == "{":
             yield from Transcoder(source, sink.arguments, JSON, self._after_call).object()
             yield from skip(source, form.whole)
             yield from self._end()
             return True
         self._given.clear()
         separator = "{"
-        while (yield from self._key_here()):
+        while (yield from source.literal(form.key)) is not None:
             key, is_string = yield from self._key()
             sink.arguments(f'{separator}"{quoted(key)}": ')
             separator = ", "
             yield from self._value(key, is_string)
+            yield from self._space()
         if not (yield from source.follows(self._after_call)):
             raise MalformedOutput
         sink.arguments("{}" if separator == "{" else "}")
@@ -105,13 +106,13 @@ class TaggedReader:
         else:
             yield from source.literal(*form.open_end)
 
-    def _key_here(self) -> Steps[bool]:
-        source = self._source
+    def _space(self) -> Steps[str]:
+        """Skip white space before a tag; return what follows, "" at the end."""
         self._own_line = False
-        while (char := (yield from source.peek())) and char in SPACE:
+        while (char := (yield from self._source.peek())) and char in SPACE:
             self._own_line = self._own_line or char == "\n"
-            source.pos += 1
-        return (yield from source.literal(self._form.key)) is not None
+            self._source.pos += 1
+        return char
 
     def _key(self) -> Steps[tuple[str, bool | None]]:
         """The argument's name, and whether it is a string; None if the tag does not state it."""
