@@ -7,13 +7,12 @@ from random import Random
 from typing import Annotated, Any, Literal
 
 import jsonschema
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, RootModel, create_model
 
-from kvmesh.frontend.dialects.embedded_schemas import SchemaMemo, embedded
+from kvmesh.frontend.dialects.embedded_schemas import embedded
 from kvmesh.worker.engines.mock.text.schema import SchemaWriter
 
 Json = dict[str, Any]
@@ -259,14 +258,6 @@ def test_a_plain_schema_is_not_changed() -> None:
     draft = {"$schema": "http://json-schema.org/draft-07/schema#", **POINT}
     assert embedded(draft) == draft
     assert embedded(draft, PLACE) == POINT
-
-
-def test_the_memo_embeds_a_schema_once_for_a_place() -> None:
-    memo, schema = SchemaMemo(), WRITTEN["itself"][0]
-    made = memo.json(schema, PLACE)
-    assert memo.json(schema, PLACE) is made
-    assert msgspec.json.decode(made) == embedded(schema, PLACE)
-    assert msgspec.json.decode(memo.json(schema)) == embedded(schema)
 
 
 # --- generated models ---

@@ -7,7 +7,8 @@ from kvmesh.frontend.conversation import (
     ToolCallEnd,
     ToolCallStart,
 )
-from kvmesh.frontend.generation.output import OutputPipeline, PlainText
+from kvmesh.frontend.dialects.output import PlainText
+from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.tokenizer.detokenizer import Detokenizer
 
 

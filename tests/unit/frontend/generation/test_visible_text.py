@@ -17,8 +17,8 @@ from unit.frontend.dialects.outputs import TOOLS
 from kvmesh.frontend.apis.base import TokenLogprob
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ToolCallDelta
-from kvmesh.frontend.dialects.output import OutputParser, choose_grammar
-from kvmesh.frontend.generation.output import OutputPipeline, PlainText
+from kvmesh.frontend.dialects.output import OutputParser, PlainText, choose_grammar
+from kvmesh.frontend.generation.output import OutputPipeline
 from kvmesh.frontend.generation.text_logprobs import TextLogprobs
 from kvmesh.frontend.tokenizer.detokenizer import ByteDetokenizer, ByteTable, TokenTexts
 

@@ -134,6 +134,13 @@ def test_parameters_take_their_definitions_along() -> None:
         assert following == {"$ref": f"#/$defs/{place}/$defs/N"}
 
 
+def test_the_constraint_of_the_same_tools_is_made_once() -> None:
+    made = constraint(form(REQUIRED, READ, LIST))
+    assert constraint(form(REQUIRED, READ, LIST)) is made
+    others = [form(REQUIRED, LIST, READ), form(REQUIRED, READ, LIST, parallel=False)]
+    assert all(constraint(other) != made for other in others)
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_arguments_are_emitted_as_they_arrive(size: int) -> None:
     made = form(named("read"), READ)

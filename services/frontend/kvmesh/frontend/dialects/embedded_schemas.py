@@ -6,18 +6,10 @@ ids. All are therefore resolved here and written in the one form that each engin
 """
 
 import re
-from threading import Lock
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-import msgspec
-from msgspec import Raw
-
-from kvmesh.runtime.lru import LruCache
-
 ROOT = "#"
-MEMO_BYTES = 16 << 20
-SIZE = 24  # times its JSON: at most what a schema takes in memory
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 # Values of these are maps from names to schemas, or data in which nothing is a schema.
@@ -40,41 +32,6 @@ def embedded(schema: Any, place: str = ROOT) -> Any:
     if not isinstance(schema, dict):
         return schema
     return _Copy(schema, place).schema()
-
-
-class SchemaMemo:
-    """JSON of embedded schemas of tools, which are the same objects in every turn. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._known: LruCache[tuple[int | str, str], tuple[Any, Raw, int]] = LruCache(
-            MEMO_BYTES, lambda _, entry: entry[2]
-        )
-        self._lock = Lock()
-
-    def json(self, schema: dict[str, Any], place: str = ROOT) -> Raw:
-        """The JSON of `embedded(schema, place)`."""
-        key = (id(schema), place)  # the entry keeps the schema, so that its id stays its own
-        with self._lock:
-            known = self._known.get(key)
-        if known is not None:
-            return known[1]
-        return self._keep(key, schema, place, SIZE * len(msgspec.json.encode(schema)))
-
-    def document(self, text: str) -> str:
-        """The JSON of the document that `embedded` makes of a schema in JSON."""
-        key = (text, ROOT)
-        with self._lock:
-            known = self._known.get(key)
-        if known is None:
-            schema = msgspec.json.decode(text)
-            return bytes(self._keep(key, schema, ROOT, (SIZE + 1) * len(text))).decode()
-        return bytes(known[1]).decode()
-
-    def _keep(self, key: tuple[int | str, str], schema: Any, place: str, size: int) -> Raw:
-        made = Raw(msgspec.json.encode(embedded(schema, place)))
-        with self._lock:
-            self._known.put(key, (schema, made, size))
-        return made
 
 
 class _Index:

@@ -10,14 +10,13 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from kvmesh.frontend.conversation import Tool
-from kvmesh.frontend.dialects.embedded_schemas import SchemaMemo
+from kvmesh.frontend.dialects.embedded_schemas import embedded
 from kvmesh.frontend.dialects.grammar import ReasoningGrammar
 from kvmesh.frontend.dialects.parsing.coerce import property_kinds
 from kvmesh.frontend.dialects.tools import by_model_name, schema
 
 NAME, KEY = "NAME", "KEY"
 Node: TypeAlias = dict[str, Any]
-SCHEMAS = SchemaMemo()
 ANY_TEXT: Node = {"type": "any_text"}
 _NOTHING: Node = {"type": "const_string", "value": ""}
 _SPACE: Node = {"type": "regex", "pattern": "[ \\n]{0,4}"}
@@ -191,11 +190,8 @@ def _tag(form: CallTag, name: str, tool: Tool, bound: bool) -> Node:
     begin = form.begin.replace(NAME, name)
     if form.argument is not None:
         return _enclosed(begin, _arguments(form.argument, schema(tool)), form.end)
-    content = json_node({"type": "object"})
-    if bound and tool.custom:
-        content = json_node(schema(tool))
-    elif bound and tool.parameters:
-        content = json_node(SCHEMAS.json(tool.parameters))
+    arguments = embedded(schema(tool)) if bound else {}
+    content = json_node(arguments or {"type": "object"})
     if form.numbered is not None:
         number = {"type": "regex", "pattern": "[0-9]+"}
         content = _sequence([number, *_const(form.numbered), content])

@@ -23,14 +23,14 @@ SHOWN = 64  # characters that tell how an output begins
 JSON_STARTS = ('{"', "{}", "[{", "[[", '["', "[]")
 
 
-class Reading(NamedTuple):
+class TextReader(NamedTuple):
     """The beginnings of a constrained text, without white space, and the reader of such a text."""
 
     starts: tuple[str, ...]
     reader: OutputParser
 
 
-class ArgumentsReader:
+class OneToolReader:
     """Reads all text as the arguments of one tool."""
 
     in_call = True
@@ -109,7 +109,7 @@ class ConstrainedParser:
     def __init__(
         self,
         thinking: OutputParser,
-        readings: Sequence[Reading],
+        readings: Sequence[TextReader],
         own: OutputParser,
         openers: tuple[str, ...] = (),
     ) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided
 from kvmesh.frontend.conversation import GenerateRequest, Tool
-from kvmesh.frontend.dialects.embedded_schemas import SIZE, embedded
+from kvmesh.frontend.dialects.embedded_schemas import embedded
 from kvmesh.frontend.dialects.output import (
     OutputGrammar,
     OutputParser,
@@ -17,7 +17,6 @@ from kvmesh.frontend.dialects.output import (
     Thoughts,
 )
 from kvmesh.frontend.dialects.structural_tags import (
-    SCHEMAS,
     Node,
     after_thinking,
     calls_alone,
@@ -36,10 +35,10 @@ from kvmesh.frontend.preprocess.constrained_output import (
     TOOL_CALLS,
     AllowedCalls,
     AnswerOpening,
-    ArgumentsReader,
     CallListReader,
     ConstrainedParser,
-    Reading,
+    OneToolReader,
+    TextReader,
 )
 from kvmesh.runtime.lru import LruCache
 
@@ -47,6 +46,7 @@ _ANY = "(.|\\n)+"
 _OBJECT = {"type": "object"}
 _REFERENCE = b'"$ref"'
 MEMO_BYTES = 32 << 20
+SIZE = 24  # times its JSON: at most what a tool takes in memory
 
 
 class OutputForm(Struct, frozen=True, kw_only=True):
@@ -153,7 +153,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         value = self.text.value
         if '"$ref"' not in value and 'Ref"' not in value:
             return self.text
-        return Guided(kind="json_schema", value=SCHEMAS.document(value))
+        return Guided(kind="json_schema", value=_json(embedded(msgspec.json.decode(value))))
 
     def _required(self) -> Guided:
         """The arguments of the only tool, or a list of `{"name", "parameters"}` objects."""
@@ -164,7 +164,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return Guided(kind="regex" if tool.regex else "grammar", value=tool.grammar)
         if tool.custom:
             return Guided(kind="regex", value=_ANY)
-        return Guided(kind="json_schema", value=_json(SCHEMAS.json(tool.parameters or _OBJECT)))
+        return Guided(kind="json_schema", value=_json(embedded(tool.parameters or _OBJECT)))
 
     def _calls_or_text(self) -> dict[str, Any]:
         """A schema of `{"tool_calls": […]}` or of the text, for engines that follow only JSON."""
@@ -223,10 +223,10 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return ConstrainedParser(split, [self._required_reading()], own)
         bare = self.grammar.calls.bare if self.grammar.calls is not None else ""
         texts = tuple(start for start in ("{", "[", '"') if start not in bare)
-        readings = [Reading(texts, PlainText())]
+        readings = [TextReader(texts, PlainText())]
         if self.rewrites_calls:
             listed = CallListReader(self.callable)
-            readings.insert(0, Reading((f'{{"{TOOL_CALLS}":[',), listed))
+            readings.insert(0, TextReader((f'{{"{TOOL_CALLS}":[',), listed))
         return ConstrainedParser(split, readings, own, self._openers)
 
     @property
@@ -235,11 +235,11 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         calls = self.grammar.calls
         return () if calls is None else tuple(filter(None, calls.openers))
 
-    def _required_reading(self) -> Reading:
+    def _required_reading(self) -> TextReader:
         if len(self.callable) > 1:
-            return Reading(("[{", "[]"), CallListReader(self.callable))
+            return TextReader(("[{", "[]"), CallListReader(self.callable))
         tool = self.callable[0]
-        return Reading(("",) if tool.custom else ("{",), ArgumentsReader(tool))
+        return TextReader(("",) if tool.custom else ("{",), OneToolReader(tool))
 
     @property
     def _shows_itself(self) -> bool:
@@ -276,8 +276,6 @@ class ConstraintMemo:
 
     def of(self, form: OutputForm) -> Guided | None:
         """The constraint of a form that is not free."""
-        if not form.callable:
-            return form.made_constraint()
         key = (
             *map(id, form.callable),
             *(form.calls, form.parallel, form.text, form.thoughts, form.grammar),
@@ -288,7 +286,7 @@ class ConstraintMemo:
         if known is None:
             guided = form.made_constraint()
             size = SIZE * len(msgspec.json.encode(form.callable))
-            size += len(guided.value) if guided is not None else 0
+            size += sum(len(each.value) for each in (form.text, guided) if each is not None)
             known = _Made(form.callable, guided, size)
             with self._lock:
                 self._known.put(key, known)
@@ -343,8 +341,8 @@ def _call(tool: Tool, name: str, definitions: dict[str, Any]) -> dict[str, Any]:
         parameters = _OBJECT
         if tool.parameters:
             place = f"#/$defs/{name}"
-            parameters = SCHEMAS.json(tool.parameters, place)
-            if _REFERENCE in bytes(parameters):
+            parameters = embedded(tool.parameters, place)
+            if _REFERENCE in msgspec.json.encode(parameters):
                 definitions[name], parameters = parameters, {"$ref": place}
     called = {"type": "string", "enum": [model_name(tool.name, tool.namespace)]}
     return {
