@@ -207,7 +207,7 @@ def theirs(source: str, messages: Entries, tools: Entries | None, kwargs: Entry)
             template = _compile_jinja_template(source)
             fixed = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
             return str(template.render(messages=messages, tools=tools, **fixed, **kwargs))
-        return _tokenizer.apply_chat_template(  # type: ignore[return-value]
+        shown: str = _tokenizer.apply_chat_template(
             deepcopy(messages),
             tools=tools,
             chat_template=source,
@@ -215,6 +215,7 @@ def theirs(source: str, messages: Entries, tools: Entries | None, kwargs: Entry)
             tokenize=False,
             **kwargs,
         )
+        return shown
     except Exception:  # templates raise any exception
         return None
 
@@ -491,7 +492,7 @@ class Comparison:
     def difference(
         self, conversation: Conversation, tools: Entries | None, kwargs: Entry
     ) -> str | None:
-        """What is wrong with kvmesh's prompt; None if nothing is."""
+        """The fault of kvmesh's prompt; None if there is none."""
         messages, source = conversation.messages, self._source
         prompt = ours(source, messages, tools, kwargs)
         if prompt is None:
@@ -519,7 +520,7 @@ class Comparison:
 
 
 def differences(source: str) -> dict[str, str]:
-    """What is wrong with kvmesh's prompts of a template, by case; the first MOST_SHOWN faults."""
+    """The faults of kvmesh's prompts of a template, by case; the first MOST_SHOWN faults."""
     comparison, found = Comparison(source), {}
     cases = itertools.product(conversations().items(), KWARGS, (None, [TOOL]))
     for (name, conversation), kwargs, tools in cases:

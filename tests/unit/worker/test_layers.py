@@ -33,7 +33,7 @@ ALLOWED = {
     "model_folder": {"engine"},
     "metrics": {"capabilities", "enginecore"},
     "constraints": {"engine"},
-    "adapters": {"engine", "enginecore", *LEAVES},
+    "adapters": {"constraints", "engine", "enginecore", *LEAVES},
     "lora": set(CONTRACT),
     "engines": {*ENGINE_PARTS, *LEAVES},
     "health": {"engine"},

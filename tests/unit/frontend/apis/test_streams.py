@@ -11,7 +11,7 @@ from support.stamp import STAMP
 from support.streams import DONE, parse, replay, without_form
 from unit.frontend.apis.answers import ANSWER, APIS, USAGE, body
 
-from kvmesh.frontend.apis.base import AnswerSummary, Api, Ending, Renderer, TokenLogprob
+from kvmesh.frontend.apis.base import AnswerSummary, Api, Ending, Renderer, TokenLogprob, TopLogprob
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.apis.messages.api import Messages
 from kvmesh.frontend.apis.responses.api import Responses
@@ -90,7 +90,7 @@ def renderer(api: Api, stream: bool, fields: dict[str, Any]) -> Renderer:
 def logprobs(renders: Any, event: AnswerEvent) -> list[TokenLogprob]:
     """The probability of a text's token, if the request asks for it."""
     wanted = getattr(renders, "_with_logprobs", True) and isinstance(event, TextDelta)
-    return [TokenLogprob("t", -0.5, [116], [TokenLogprob("t", -0.5, [116])])] if wanted else []
+    return [TokenLogprob("t", -0.5, [116], [TopLogprob("t", -0.5, [116])])] if wanted else []
 
 
 def batches(answer: list[AnswerEvent], sizes: Iterator[int]) -> Iterator[list[AnswerEvent]]:

@@ -162,7 +162,7 @@ class _Probe:
         return None, ""
 
     def _fault(self) -> str:
-        """What a template that shows no calls lacks, if it is no mere lack of calls."""
+        """The fault of a template that shows no calls, unless it merely has none."""
         if not self._renders([_message("user", _ONE)], _ONE):
             return f"shows no message of a user. {self._unsafe}".strip(". ")
         return f"cannot show tool calls, which become text: {self._unsafe}" if self._unsafe else ""

@@ -167,7 +167,7 @@ class ChatTemplate:
 
     @property
     def fault(self) -> str:
-        """What is wrong with the template, as the end of a sentence about it; else empty."""
+        """The fault of the template, as the end of a sentence about it; else empty."""
         return self._select(True).default.fault if self._templates else ""
 
     def _capabilities(self, request: GenerateRequest) -> TemplateCapabilities:
