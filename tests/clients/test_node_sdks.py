@@ -162,8 +162,8 @@ def test_errors_are_the_sdks_own(result: Any) -> None:
     assert result("errors") == [
         ["NotFoundError", 404, "model_not_found", "model"],
         ["BadRequestError", 400, "context_length_exceeded", None],
-        ["BadRequestError", 400, None, "temperature"],
-        ["BadRequestError", 400, None, "input"],
+        ["BadRequestError", 400, "decimal_above_max_value", "temperature"],
+        ["BadRequestError", 400, "invalid_value", "input"],
     ]
     assert result("messages errors") == [
         ["NotFoundError", 404, "not_found_error"],
