@@ -25,6 +25,7 @@ from kvmesh.frontend.dialects.errors import DialectError
 from kvmesh.frontend.dialects.output import choose_grammar
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from kvmesh.frontend.dialects.templates.control_tokens import LONGEST, ControlTokens
+from kvmesh.frontend.dialects.templates.model_files import architectures
 from kvmesh.frontend.errors import ModelNotFound, Unavailable
 from kvmesh.frontend.metrics import FrontendModelMetrics, live_workers
 from kvmesh.frontend.tokenizer.detokenizer import DetokenizerFactory, TokenTexts
@@ -55,6 +56,7 @@ class Dialect:
         self.grammar = choose_grammar(
             card.name,
             self.template,
+            architectures=architectures(files),
             tool_parser=card.tool_parser,
             reasoning_parser=card.reasoning_parser,
         )

@@ -18,8 +18,11 @@ from unit.frontend.dialects.recorded import (
     user,
 )
 
+from kvmesh.bus.messages import ModelCard
+from kvmesh.demo import model_dir
 from kvmesh.frontend.conversation import GenerateRequest, Thinking
 from kvmesh.frontend.dialects import ChatTemplate, TemplateError
+from kvmesh.frontend.models import Dialect
 
 ARCHITECTURES = {
     "v3.2": {"architectures": ["DeepseekV32ForCausalLM"]},
@@ -139,3 +142,13 @@ def test_other_folders_without_a_template_have_none() -> None:
     files = {"config.json": b'{"architectures": ["LlamaForCausalLM"]}'}
     with pytest.raises(TemplateError, match="no chat template"):
         ChatTemplate(files).render(request(user("x")), TODAY)
+
+
+@pytest.mark.parametrize("served", ["some-alias", "qwen3-coder"])
+def test_the_folder_chooses_the_parsers_whatever_the_served_name(served: str) -> None:
+    files = {f.name: f.read_bytes() for f in model_dir().iterdir()}
+    del files["tokenizer_config.json"]  # and with it the template
+    files["config.json"] = b'{"architectures": ["MiniMaxM2ForCausalLM"]}'
+    card = ModelCard(name=served, context=1 << 17, block_size=16, files="f")
+    grammar = Dialect(card, files).grammar
+    assert (grammar.tool_parser, grammar.reasoning_parser) == ("minimax_m2", "minimax_m2")

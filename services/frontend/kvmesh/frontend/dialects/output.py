@@ -1,6 +1,6 @@
 """Output grammar of a model: its selection, and the parsers made from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeAlias
 from uuid import uuid4
 
@@ -16,6 +16,7 @@ from kvmesh.frontend.dialects.families import (
     REASONING_PARSERS,
     TOOL_ALIASES,
     TOOL_PARSERS,
+    by_architecture,
     by_name,
     by_template,
 )
@@ -159,10 +160,11 @@ def choose_grammar(
     model: str,
     template: ChatTemplate | None = None,
     *,
+    architectures: Iterable[str] = (),
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> OutputGrammar:
-    """The grammar of a model: as configured, else by its chat template, else by its name.
+    """The grammar of a model: as configured, else by its chat template, architectures or name.
 
     Calls and thinking that the template writes are read back: parsers that read more of them than
     the detected ones replace those.
@@ -170,7 +172,7 @@ def choose_grammar(
     Raises UnknownParser for an unknown parser name; "none" switches a parser off, "auto" leaves
     the choice to the template and the name.
     """
-    tool, reasoning = by_name(model)
+    tool, reasoning = by_architecture(architectures) or by_name(model)
     detected = by_template(template.source) if template else None
     if detected is not None:
         tool, reasoning = detected[0] or tool, detected[1]

@@ -31,12 +31,18 @@ def sources(files: dict[str, bytes]) -> dict[str, str]:
         found = _named(read_json(files, name).get("chat_template"))
         if found:
             return found
-    config = read_json(files, "config.json")
-    named = [_ENCODERS.get(str(each)) for each in config.get("architectures") or []]
-    encoder = _ENCODER_TYPES.get(str(config.get("model_type"))) or next(filter(None, named), None)
+    kind = str(read_json(files, "config.json").get("model_type"))
+    named = map(_ENCODERS.get, architectures(files))
+    encoder = _ENCODER_TYPES.get(kind) or next(filter(None, named), None)
     if encoder is None:
         return {}
     return {DEFAULT: (_BUILTIN / f"{encoder}.jinja").read_text(encoding="utf-8")}
+
+
+def architectures(files: dict[str, bytes]) -> list[str]:
+    """The names of the model's classes in `config.json`; none without one. Raises TemplateError."""
+    found = read_json(files, "config.json").get("architectures")
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
 
 
 def special_tokens(files: dict[str, bytes]) -> dict[str, str]:
