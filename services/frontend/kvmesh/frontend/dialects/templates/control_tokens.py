@@ -6,11 +6,10 @@ a tool is broken by a guard before the template is rendered. The guard leaves th
 afterwards; its place is a cut, on whose sides the text is encoded apart.
 """
 
-import operator
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -64,14 +63,11 @@ class ControlTokens:
         if isinstance(value, str):
             return self._text(value, self._all)
         if isinstance(value, dict):
-            items = [(self.guard_json(k), self.guard_json(v)) for k, v in value.items()]
-            same = all(
-                k is i and v is j for (k, v), (i, j) in zip(items, value.items(), strict=True)
-            )
-            return value if same else dict(items)
+            items = {self.guard_json(k): self.guard_json(v) for k, v in value.items()}
+            return value if items == value else items
         if isinstance(value, list):
             entries = [self.guard_json(entry) for entry in value]
-            return value if _same(entries, value) else entries
+            return value if entries == value else entries
         return value
 
     def reveal(self, prompt: RenderedPrompt) -> RenderedPrompt:
@@ -94,7 +90,7 @@ class ControlTokens:
     def _message(self, message: Message) -> Message:
         answers = message.role == "assistant"
         blocks = [self._block(block, answers) for block in message.blocks]
-        if _same(blocks, message.blocks):
+        if blocks == message.blocks:
             return message
         return Message(message.role, blocks, message.generated)
 
@@ -106,7 +102,7 @@ class ControlTokens:
             return block if text is block.text else replace(block, text=text)  # type: ignore[union-attr]
         if isinstance(block, ToolResult):
             content = [self._block(part, False) for part in block.content]
-            return block if _same(content, block.content) else replace(block, content=content)
+            return block if content == block.content else replace(block, content=content)
         return self._call(block) if isinstance(block, ToolCall) else block
 
     def _call(self, call: ToolCall) -> ToolCall:
@@ -141,7 +137,3 @@ def _starts(text: str, pattern: Pattern) -> Iterator[int]:
         if match is not None:
             yield match.start()
         pos = match.start() + 1 if match is not None else pos + SLICE
-
-
-def _same(new: Sequence[object], old: Sequence[object]) -> bool:
-    return all(map(operator.is_, new, old))
