@@ -159,6 +159,27 @@ WRITTEN: dict[str, tuple[Json, list[Any], list[Any]]] = {
         [{"$ref": 1, "enum": {"$ref": "#/$defs/default"}, "properties": {"$ref": None}}],
         [{"$ref": "1"}, {"enum": 1}, {"properties": {"$ref": 1}}, {"default": 1}],
     ),
+    "lists by place": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"P": POINT},
+            "properties": {
+                "pair": {
+                    "type": "array",
+                    "items": [{"$ref": "#/definitions/P"}, {"type": "string"}],
+                    "additionalItems": False,
+                    "minItems": 2,
+                },
+                "open": {"items": [{"type": "null"}], "additionalItems": {"type": "integer"}},
+                "any": {"items": [{"$ref": "#/properties/pair/items/1"}]},
+            },
+        },
+        [{"pair": [{"x": 1}, "a"]}, {"open": [None, 1, 2]}, {"any": ["a", 1]}],
+        [
+            *({"pair": pair} for pair in ([{"x": 1}], [{"x": 1}, 2], [{"x": 1}, "a", 3])),
+            *({"open": [None, ""]}, {"open": [1]}, {"any": [1]}),
+        ],
+    ),
     "beside others": (
         {
             "$defs": {"P": POINT, "any": True, "none": False},

@@ -2,7 +2,8 @@
 
 A reference counts from the root of its document, so a schema that moves must take what it refers to
 along. Engines also read references differently: some follow no list indices, escapes, anchors or
-ids. All are therefore resolved here and written in the one form that each engine reads.
+ids. All are therefore resolved here and written in the one form that each engine reads. So are the
+lists of `items` by their place, which draft 2020-12 calls `prefixItems`.
 """
 
 import re
@@ -111,6 +112,7 @@ class _Copy:
         self._targets = _Index(root).targets()
         self._pointers: dict[int, str] = {id(root): place}
         self._named: dict[str, Any] = {}
+        self._has_tuples = False
         for target, name in self._targets.values():
             if isinstance(target, dict) and id(target) not in self._pointers:
                 self._pointers[id(target)] = f"{place}/$defs/{self._name(name, target)}"
@@ -119,7 +121,7 @@ class _Copy:
         made = self._node(self._root)
         if self._named:
             made["$defs"] = {name: self._node(node) for name, node in self._named.items()}
-        if "$schema" in self._root and self._place == ROOT:
+        if "$schema" in self._root and self._place == ROOT and not self._has_tuples:
             made = {"$schema": self._root["$schema"], **made}
         return made
 
@@ -147,7 +149,9 @@ class _Copy:
         made: dict[str, Any] = {}
         references: list[dict[str, Any]] = []
         told_apart = "discriminator" in node and "anyOf" not in node
-        for key, value in node.items():
+        listed = isinstance(node.get("items"), list)
+        self._has_tuples |= listed
+        for key, value in (_with_prefix_items(node) if listed else node).items():
             if told_apart and key == "oneOf":  # no more than one fits, which is hard to prove
                 made["anyOf"] = self._inner(value)
             elif key in _MOVED:
@@ -170,6 +174,12 @@ class _Copy:
         if isinstance(target, bool):
             return {} if target else {"not": {}}
         return {"$ref": self._pointers[id(target)]}
+
+
+def _with_prefix_items(node: dict[str, Any]) -> dict[str, Any]:
+    """A schema of a list whose `items` are listed by their place, as draft 2020-12 writes it."""
+    names = {"items": "prefixItems", "additionalItems": "items"}
+    return {names.get(key, key): value for key, value in node.items()}
 
 
 def _joined(base: str, address: str) -> str:

@@ -45,6 +45,7 @@ from kvmesh.runtime.lru import LruCache
 _ANY = "(.|\\n)+"
 _OBJECT = {"type": "object"}
 _REFERENCE = b'"$ref"'
+_REWRITTEN = ('"$ref"', 'Ref"', '"items":[')  # what schemas have that `embedded` changes
 MEMO_BYTES = 32 << 20
 SIZE = 24  # times its JSON: at most what a tool takes in memory
 
@@ -151,7 +152,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return Guided(kind="json_schema", value=_json(self._calls_or_text()))
         assert self.text is not None
         value = self.text.value
-        if '"$ref"' not in value and 'Ref"' not in value:
+        if not any(each in value for each in _REWRITTEN):
             return self.text
         return Guided(kind="json_schema", value=_json(embedded(msgspec.json.decode(value))))
 
