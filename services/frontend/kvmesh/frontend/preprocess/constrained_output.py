@@ -21,6 +21,7 @@ from kvmesh.frontend.dialects.tools import by_model_name, model_name
 TOOL_CALLS = "tool_calls"
 SHOWN = 64  # characters that tell how an output begins
 JSON_STARTS = ('{"', "{}", "[{", "[[", '["', "[]")
+ARRAY_STARTS = ("[-", *(f"[{digit}" for digit in range(10)), "[true", "[false", "[null")
 
 
 class TextReader(NamedTuple):

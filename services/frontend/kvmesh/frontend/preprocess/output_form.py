@@ -16,6 +16,7 @@ from kvmesh.frontend.dialects.output import (
     PlainText,
     Thoughts,
 )
+from kvmesh.frontend.dialects.parsing.coerce import root_kinds
 from kvmesh.frontend.dialects.structural_tags import (
     Node,
     after_thinking,
@@ -31,6 +32,7 @@ from kvmesh.frontend.dialects.tools import model_name
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.preprocess.constrained_output import (
+    ARRAY_STARTS,
     JSON_STARTS,
     TOOL_CALLS,
     AllowedCalls,
@@ -209,11 +211,8 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         reasoning = self.grammar.reasoning
         if reasoning is None or not self.begins_thinking:
             return made(False)
-        starts: tuple[str, ...] = JSON_STARTS if self._shows_itself else ()
-        if self.calls != "none":
-            starts += tuple(filter(None, ("".join(each.split()) for each in self._openers)))
         unmarked = not self.exempt and not self._allows_thinking
-        return AnswerOpening(made, starts, reasoning.end, unmarked)
+        return AnswerOpening(made, self._starts, reasoning.end, unmarked)
 
     def _read(self, split: OutputParser, eager: bool) -> OutputParser:
         """The parser of the text that `split` separates from thinking."""
@@ -245,10 +244,31 @@ class OutputForm(Struct, frozen=True, kw_only=True):
     @property
     def _shows_itself(self) -> bool:
         """True if the constrained text begins as no thinking does: as an object or an array."""
+        return bool(self._kinds) and self._kinds <= {"object", "array"}
+
+    @property
+    def _starts(self) -> tuple[str, ...]:
+        """Beginnings of the answer, without white space, that are no thinking."""
+        kinds = self._kinds
+        starts: tuple[str, ...] = ()
+        if not kinds or kinds & {"object", "array"}:
+            starts = JSON_STARTS
+        if "array" in kinds and self.calls != "required":
+            starts += ARRAY_STARTS
+        if self.calls != "none":
+            starts += tuple(filter(None, ("".join(each.split()) for each in self._openers)))
+        return starts
+
+    @property
+    def _kinds(self) -> frozenset[str]:
+        """The JSON types of the constrained text; empty if its schema does not tell."""
         if self.calls == "required":
-            return len(self.callable) > 1 or not self.callable[0].custom
-        text = self.text
-        return text is None or text.kind != "json_schema" or _shows_itself(text.value)
+            if len(self.callable) > 1:
+                return frozenset(["array"])
+            return frozenset(["string" if self.callable[0].custom else "object"])
+        if self.text is None or self.text.kind != "json_schema":
+            return frozenset(["object"])
+        return root_kinds(msgspec.json.decode(self.text.value))
 
     @property
     def _allows_thinking(self) -> bool:
@@ -366,13 +386,6 @@ def _node(guided: Guided) -> Node:
 
 def _tag(node: Node) -> Guided:
     return Guided(kind="structural_tag", value=_json(structural_tag(node)))
-
-
-def _shows_itself(schema: str) -> bool:
-    """True if all that a schema allows begins as no thinking does: as an object or an array."""
-    root = msgspec.json.decode(schema)
-    kind = root.get("type") if isinstance(root, dict) else None
-    return kind in ("object", "array") if kind else "enum" not in root and "const" not in root
 
 
 def _json(value: object) -> str:

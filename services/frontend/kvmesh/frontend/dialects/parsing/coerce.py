@@ -17,6 +17,11 @@ def property_kinds(schema: Schema, name: str) -> frozenset[str]:
     return _kinds(found, schema, 8)
 
 
+def root_kinds(schema: Schema) -> frozenset[str]:
+    """The JSON types of the values that a schema allows; empty if it states none."""
+    return _kinds(schema, schema, 8)
+
+
 def _kinds(node: Any, root: Schema, depth: int) -> frozenset[str]:
     if not isinstance(node, dict) or depth == 0:
         return frozenset()
