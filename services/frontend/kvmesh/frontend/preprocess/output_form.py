@@ -188,7 +188,11 @@ class OutputForm(Struct, frozen=True, kw_only=True):
     # --- the parser ---
 
     def parser(self, eager: bool) -> OutputParser:
-        """The parser of one output; `eager` as in `OutputGrammar.parser`."""
+        """The parser of one output; `eager` as in `OutputGrammar.parser`.
+
+        Where no call is allowed, one that breaks off is a call to be dropped, and no text.
+        """
+        eager = eager or not self.callable
         if self.calls == "required" or self.text is not None:
             parser = self._constrained(eager)
         else:
