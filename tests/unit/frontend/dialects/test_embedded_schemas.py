@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, RootModel, create_model
 
-from kvmesh.frontend.dialects.embedded_schemas import embedded
+from kvmesh.frontend.dialects.embedded_schemas import embedded, embedded_arguments
 from kvmesh.worker.engines.mock.text.schema import SchemaWriter
 
 Json = dict[str, Any]
@@ -279,6 +279,20 @@ def test_a_plain_schema_is_not_changed() -> None:
     draft = {"$schema": "http://json-schema.org/draft-07/schema#", **POINT}
     assert embedded(draft) == draft
     assert embedded(draft, PLACE) == POINT
+
+
+def test_null_leaves_a_keyword_out() -> None:
+    given = {"type": "object", "required": None, "properties": None, "$defs": None, "title": None}
+    assert embedded(given) == {"type": "object"}
+    value = {"properties": {"a": {"const": None, "enum": None, "default": None, "$ref": None}}}
+    assert embedded(value) == {"properties": {"a": {"const": None, "default": None}}}
+
+
+def test_arguments_are_an_object() -> None:
+    for schema in ({}, {"required": ["a"]}, {"anyOf": [{"required": ["a"]}]}):
+        assert embedded_arguments(schema) == {"type": "object", **schema}
+    for schema in (POINT, {"$ref": "#"}, {"type": None}):
+        assert embedded_arguments(schema) == (embedded(schema) or {"type": "object"})
 
 
 # --- generated models ---

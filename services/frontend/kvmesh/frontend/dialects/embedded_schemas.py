@@ -18,6 +18,7 @@ _MAPS = frozenset(
     ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 )
 _DATA = frozenset(("enum", "const", "default", "examples", "example", "required"))
+_VALUES = frozenset(("const", "default", "example"))  # null is one
 _MOVED = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$recursiveAnchor", "discriminator", *_ANCHORS)
 )
@@ -33,6 +34,12 @@ def embedded(schema: Any, place: str = ROOT) -> Any:
     if not isinstance(schema, dict):
         return schema
     return _Copy(schema, place).schema()
+
+
+def embedded_arguments(schema: dict[str, Any], place: str = ROOT) -> dict[str, Any]:
+    """The schema of a tool's arguments at `place`: an object, also where it states no type."""
+    made: dict[str, Any] = embedded(schema, place)
+    return made if "type" in made or "$ref" in made else {"type": "object", **made}
 
 
 class _Index:
@@ -154,8 +161,8 @@ class _Copy:
         for key, value in (_with_prefix_items(node) if listed else node).items():
             if told_apart and key == "oneOf":  # no more than one fits, which is hard to prove
                 made["anyOf"] = self._inner(value)
-            elif key in _MOVED:
-                continue
+            elif key in _MOVED or (value is None and key not in _VALUES):
+                continue  # some senders write null for what they leave out
             elif (id(node), key) in self._targets:
                 references.append(self._reference(id(node), key))
             elif key in _MAPS and isinstance(value, dict):

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided
 from kvmesh.frontend.conversation import GenerateRequest, Tool
-from kvmesh.frontend.dialects.embedded_schemas import embedded
+from kvmesh.frontend.dialects.embedded_schemas import embedded, embedded_arguments
 from kvmesh.frontend.dialects.output import (
     OutputGrammar,
     OutputParser,
@@ -167,7 +167,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return Guided(kind="regex" if tool.regex else "grammar", value=tool.grammar)
         if tool.custom:
             return Guided(kind="regex", value=_ANY)
-        return Guided(kind="json_schema", value=_json(embedded(tool.parameters or _OBJECT)))
+        return Guided(kind="json_schema", value=_json(embedded_arguments(tool.parameters)))
 
     def _calls_or_text(self) -> dict[str, Any]:
         """A schema of `{"tool_calls": […]}` or of the text, for engines that follow only JSON."""
@@ -363,12 +363,10 @@ def _unsatisfied(reason: str) -> InvalidRequest:
 def _call(tool: Tool, name: str, definitions: dict[str, Any]) -> dict[str, Any]:
     parameters: Any = {"type": "string"}
     if not tool.custom:
-        parameters = _OBJECT
-        if tool.parameters:
-            place = f"#/$defs/{name}"
-            parameters = embedded(tool.parameters, place)
-            if _REFERENCE in msgspec.json.encode(parameters):
-                definitions[name], parameters = parameters, {"$ref": place}
+        place = f"#/$defs/{name}"
+        parameters = embedded_arguments(tool.parameters, place)
+        if _REFERENCE in msgspec.json.encode(parameters):
+            definitions[name], parameters = parameters, {"$ref": place}
     called = {"type": "string", "enum": [model_name(tool.name, tool.namespace)]}
     return {
         "type": "object",
