@@ -289,9 +289,11 @@ def test_null_leaves_a_keyword_out() -> None:
 
 
 def test_arguments_are_an_object() -> None:
-    for schema in ({}, {"required": ["a"]}, {"anyOf": [{"required": ["a"]}]}):
+    untyped: list[Json] = [{}, {"required": ["a"]}, {"anyOf": [{"required": ["a"]}]}]
+    for schema in untyped:
         assert embedded_arguments(schema) == {"type": "object", **schema}
-    for schema in (POINT, {"$ref": "#"}, {"type": None}):
+    typed: list[Json] = [POINT, {"$ref": "#"}, {"type": None}]
+    for schema in typed:
         assert embedded_arguments(schema) == (embedded(schema) or {"type": "object"})
 
 
