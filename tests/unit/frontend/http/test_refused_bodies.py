@@ -197,7 +197,8 @@ async def test_a_body_of_several_members_is_read(app: HttpApp, coding: str, empt
         pieces = [data[at : at + size] for at in range(0, len(data), size)]
         body = between.join([b"", *map(encode, pieces), b""])
         reply, _ = await exchange(app, PATHS[0], body, f"Content-Encoding: {coding}")
-        assert (reply.status, reply.json()["error"]["code"]) == (404, "model_not_found")
+        error: Any = reply.json()["error"]
+        assert (reply.status, error["code"]) == (404, "model_not_found")
 
 
 async def test_members_are_bounded(app: HttpApp, decoded: list[int]) -> None:

@@ -63,6 +63,10 @@ def named(*names: str, mode: Literal["auto", "required"] = "required") -> ToolCh
     return ToolChoice(mode, names)
 
 
+def compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
 def constraint(made: OutputForm) -> Guided:
     guided = made.constraint()
     assert guided is not None
@@ -132,6 +136,20 @@ def test_parameters_take_their_definitions_along() -> None:
         assert definition["$ref"] == f"#/$defs/{place}/$defs/N"
         following = definition["$defs"]["N"]["properties"]["next"]
         assert following == {"$ref": f"#/$defs/{place}/$defs/N"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"items": [{"type": "null"}]}, {"prefixItems": [{"type": "null"}]}),
+        ({"type": "object", "properties": None}, {"type": "object"}),
+        ({"$id": "a", "items": {"$ref": "a"}}, {"items": {"$ref": "#"}}),
+    ],
+)
+def test_the_schema_of_a_text_is_written_as_engines_read_it(schema: Any, written: Any) -> None:
+    text = Guided(kind="json_schema", value=compact(schema))
+    assert constraint(form(ToolChoice(), text=text)).value == compact(written)
+    assert compact(written) in constraint(form(ToolChoice(), READ, text=text)).value
 
 
 def test_the_constraint_of_the_same_tools_is_made_once() -> None:

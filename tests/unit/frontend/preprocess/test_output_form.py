@@ -303,7 +303,8 @@ def test_a_text_of_every_type_is_read(root: str, engine: str) -> None:
     for family in SHOWN:
         sent = body(CHAT, "auto", "free", stream=False)
         form = {"type": "json_schema", "json_schema": {"name": "s", "schema": ROOTS[root]}}
-        for tools in ([], sent["tools"]):
+        shown: list[list[Any]] = [[], sent["tools"]]
+        for tools in shown:
             asked = {**sent, "tools": tools, "response_format": form}
             request = CHAT.parse(encoded(asked), {}, STAMP).request
             made = described(request, family, engine)

@@ -47,7 +47,7 @@ from kvmesh.runtime.lru import LruCache
 _ANY = "(.|\\n)+"
 _OBJECT = {"type": "object"}
 _REFERENCE = b'"$ref"'
-_REWRITTEN = ('"$ref"', 'Ref"', '"items":[')  # what schemas have that `embedded` changes
+_REWRITTEN = ('"$ref"', 'Ref"', '"items":[', ":null")  # what schemas have that `embedded` changes
 MEMO_BYTES = 32 << 20
 SIZE = 24  # times its JSON: at most what a tool takes in memory
 
