@@ -287,6 +287,7 @@ ROOTS: dict[str, dict[str, Any]] = {
     "const": {"const": "yes"},
     "option": {"type": ["object", "null"], "additionalProperties": False},
     "either": {"anyOf": [PATH, {"type": "string"}]},
+    "either or any": {"anyOf": [PATH, {}]},
     "referred string": {"$defs": {"S": {"type": "string"}}, "$ref": "#/$defs/S"},
     "referred numbers": {"$defs": {"N": NUMBERS}, "$ref": "#/$defs/N"},
     "referred object": {"definitions": {"P": PATH}, "$ref": "#/definitions/P"},

@@ -18,7 +18,10 @@ def property_kinds(schema: Schema, name: str) -> frozenset[str]:
 
 
 def root_kinds(schema: Schema) -> frozenset[str]:
-    """The JSON types of the values that a schema allows; empty if it states none."""
+    """The JSON types of the values that a schema allows; empty if it allows any."""
+    options = [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]
+    if "type" not in schema and not all(_kinds(option, schema, 8) for option in options):
+        return frozenset()
     return _kinds(schema, schema, 8)
 
 
