@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, RootModel, create_model
 
 from kvmesh.frontend.dialects.embedded_schemas import embedded, embedded_arguments
+from kvmesh.frontend.dialects.parsing.coerce import root_kinds
 from kvmesh.worker.engines.mock.text.schema import SchemaWriter
 
 Json = dict[str, Any]
@@ -272,6 +273,17 @@ def test_what_leads_out_stays_as_it_is() -> None:
             "properties": {"a": {"$ref": reference}}
         }
     assert embedded(True) is True
+
+
+def test_malformed_schemas_are_left_to_the_engine() -> None:
+    """It says what it cannot follow."""
+    for schema in (
+        {"$id": "http://[", "items": {"$ref": "http://[#/a"}},
+        {"$ref": "#", "$dynamicRef": "#", "allOf": 5},
+        {"anyOf": 5, "enum": 5, "properties": [], "items": [5], "additionalItems": []},
+    ):
+        assert isinstance(embedded_arguments(schema, PLACE), dict)
+        assert root_kinds(schema) == frozenset()
 
 
 def test_a_plain_schema_is_not_changed() -> None:

@@ -6,9 +6,10 @@ ids. All are therefore resolved here and written in the one form that each engin
 lists of `items` by their place, which draft 2020-12 calls `prefixItems`.
 """
 
+import contextlib
 import re
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urljoin
 
 ROOT = "#"
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -91,7 +92,7 @@ class _Index:
         return base
 
     def _resolve(self, reference: str, base: str) -> tuple[Any, str]:
-        address, fragment = urldefrag(reference)
+        address, _, fragment = reference.partition(ROOT)
         address = _joined(base, address) if address else base
         if address not in self._resources:
             return None, ""
@@ -171,7 +172,8 @@ class _Copy:
                 made[key] = value if key in _DATA else self._inner(value)
         for reference in references:
             if made.keys() & reference.keys():
-                made["allOf"] = [*made.get("allOf", []), reference]
+                others = made.get("allOf")
+                made["allOf"] = [*(others if isinstance(others, list) else []), reference]
             else:
                 made |= reference
         return made
@@ -190,5 +192,6 @@ def _with_prefix_items(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(base: str, address: str) -> str:
-    joined = urljoin(base, address)
-    return joined.removesuffix(ROOT)
+    with contextlib.suppress(ValueError):  # it is no address
+        address = urljoin(base, address)
+    return address.removesuffix(ROOT)
