@@ -224,9 +224,13 @@ def test_calls_of_other_tools_than_the_allowed_ones_are_dropped(size: int) -> No
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_call_that_breaks_off_is_no_text_where_none_is_allowed(eager: bool) -> None:
-    parser = form(ToolChoice("none"), READ, LIST).parser(eager)
-    events = [*parser.feed(f"One.\n{OWN[: OWN.index('path') + 8]}"), *parser.finish()]
-    assert merge_deltas(events) == [("text", "", "One.")]
+    for end in range(OWN.index(">") + 1, OWN.index("</") + 1):
+        parser = form(ToolChoice("none"), READ, LIST).parser(eager)
+        events = [*parser.feed(f"One.\n{OWN[:end]}"), *parser.finish()]
+        assert merge_deltas(events) == [("text", "", "One.")]
+    for text in ("One. {", "One.\n<", "<b>", '{"name": "read"'):
+        parser = form(ToolChoice("none"), READ, LIST).parser(eager)
+        assert merge_deltas([*parser.feed(text), *parser.finish()]) == [("text", "", text)]
 
 
 def test_markup_is_text_without_tools() -> None:

@@ -203,7 +203,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         if not self._restricted:
             return parser
         names = frozenset(model_name(tool.name, tool.namespace) for tool in self.callable)
-        return AllowedCalls(parser, names)
+        return AllowedCalls(parser, names, self._openers)
 
     def _constrained(self, eager: bool) -> OutputParser:
         def made(thinking: bool) -> OutputParser:
