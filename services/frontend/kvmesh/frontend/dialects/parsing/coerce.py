@@ -50,7 +50,7 @@ def _kinds(node: Any, root: Schema, depth: int) -> frozenset[str]:
 
 
 def _listed(node: Schema, *keys: str) -> list[Any]:
-    """What is listed under these keywords; nothing of a malformed one."""
+    """The values listed under these keywords; none of a malformed one."""
     return [each for key in keys if isinstance(node.get(key), list) for each in node[key]]
 
 
