@@ -157,3 +157,33 @@ def test_any_json_is_parsed_or_refused_with_400(parser: Any, fields: dict[str, A
 def test_any_bytes_are_refused_with_400(parser: Any, sent: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parser.parse(sent, {}, STAMP)
+
+
+FUNCTION = {"type": "function", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "param"),
+    [
+        ("chat", {"tool_choice": {"type": "auto"}}, "tool_choice.type"),
+        ("chat", {"tool_choice": FUNCTION}, "tool_choice.function"),
+        (
+            "chat",
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION]}},
+            "tool_choice.allowed_tools",
+        ),
+        ("responses", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        ("responses", {"tool_choice": {"type": "mcp", "name": "f"}}, "tool_choice"),
+        ("chat", {"response_format": {"type": "grammar"}}, "response_format.type"),
+        ("responses", {"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ("messages", {"output_format": {"type": "json_object"}}, "output_format.type"),
+        ("messages", {"output_config": {"format": {"type": "x"}}}, "output_config.format.type"),
+    ],
+)
+def test_a_form_of_the_answer_that_cannot_be_had_is_refused(
+    name: str, fields: dict[str, Any], param: str
+) -> None:
+    api = next(api for api in APIS if api.name == name)
+    with pytest.raises(InvalidRequest) as caught:
+        api.parse(body(api, **fields), {}, STAMP)
+    assert caught.value.param == param

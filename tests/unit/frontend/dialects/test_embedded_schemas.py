@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, RootModel, create_model
 
-from kvmesh.frontend.dialects.embedded_schemas import embedded
+from kvmesh.frontend.dialects.embedded_schemas import embedded, embedded_arguments
+from kvmesh.frontend.dialects.parsing.coerce import root_kinds
 from kvmesh.worker.engines.mock.text.schema import SchemaWriter
 
 Json = dict[str, Any]
@@ -159,6 +160,27 @@ WRITTEN: dict[str, tuple[Json, list[Any], list[Any]]] = {
         [{"$ref": 1, "enum": {"$ref": "#/$defs/default"}, "properties": {"$ref": None}}],
         [{"$ref": "1"}, {"enum": 1}, {"properties": {"$ref": 1}}, {"default": 1}],
     ),
+    "lists by place": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"P": POINT},
+            "properties": {
+                "pair": {
+                    "type": "array",
+                    "items": [{"$ref": "#/definitions/P"}, {"type": "string"}],
+                    "additionalItems": False,
+                    "minItems": 2,
+                },
+                "open": {"items": [{"type": "null"}], "additionalItems": {"type": "integer"}},
+                "any": {"items": [{"$ref": "#/properties/pair/items/1"}]},
+            },
+        },
+        [{"pair": [{"x": 1}, "a"]}, {"open": [None, 1, 2]}, {"any": ["a", 1]}],
+        [
+            *({"pair": pair} for pair in ([{"x": 1}], [{"x": 1}, 2], [{"x": 1}, "a", 3])),
+            *({"open": [None, ""]}, {"open": [1]}, {"any": [1]}),
+        ],
+    ),
     "beside others": (
         {
             "$defs": {"P": POINT, "any": True, "none": False},
@@ -253,11 +275,38 @@ def test_what_leads_out_stays_as_it_is() -> None:
     assert embedded(True) is True
 
 
+def test_malformed_schemas_are_left_to_the_engine() -> None:
+    """It says what it cannot follow."""
+    for schema in (
+        {"$id": "http://[", "items": {"$ref": "http://[#/a"}},
+        {"$ref": "#", "$dynamicRef": "#", "allOf": 5},
+        {"anyOf": 5, "enum": 5, "properties": [], "items": [5], "additionalItems": []},
+    ):
+        assert isinstance(embedded_arguments(schema, PLACE), dict)
+        assert root_kinds(schema) == frozenset()
+
+
 def test_a_plain_schema_is_not_changed() -> None:
     assert embedded(POINT) == POINT
     draft = {"$schema": "http://json-schema.org/draft-07/schema#", **POINT}
     assert embedded(draft) == draft
     assert embedded(draft, PLACE) == POINT
+
+
+def test_null_leaves_a_keyword_out() -> None:
+    given = {"type": "object", "required": None, "properties": None, "$defs": None, "title": None}
+    assert embedded(given) == {"type": "object"}
+    value = {"properties": {"a": {"const": None, "enum": None, "default": None, "$ref": None}}}
+    assert embedded(value) == {"properties": {"a": {"const": None, "default": None}}}
+
+
+def test_arguments_are_an_object() -> None:
+    untyped: list[Json] = [{}, {"required": ["a"]}, {"anyOf": [{"required": ["a"]}]}]
+    for schema in untyped:
+        assert embedded_arguments(schema) == {"type": "object", **schema}
+    typed: list[Json] = [POINT, {"$ref": "#"}, {"type": None}]
+    for schema in typed:
+        assert embedded_arguments(schema) == (embedded(schema) or {"type": "object"})
 
 
 # --- generated models ---

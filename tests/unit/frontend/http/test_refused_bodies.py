@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import struct
 import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -177,6 +178,38 @@ async def test_a_coded_body_is_read(app: HttpApp, coding: str, chunked: bool) ->
         reply, closed = await exchange(app, PATHS[0], body, line, chunked=chunked)
         error: Any = reply.json()["error"]
         assert (reply.status, error["code"], closed) == (404, "model_not_found", False)
+
+
+def skipped(data: bytes) -> bytes:
+    """A frame of zstd that has no content."""
+    return struct.pack("<II", 0x184D2A50, len(data)) + data
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+async def test_a_body_of_several_members_is_read(app: HttpApp, coding: str, empty: bool) -> None:
+    """As tools write it that compress in parallel, or append."""
+    encode, between = CODERS[coding], b""
+    if empty:
+        between = gzip.compress(b"") if coding == "gzip" else skipped(b"note" * 500)
+    for size in (1, 40, 7_000, 100_000):
+        data = PLAIN.replace(b"Hi", b"Hi " * size)
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        body = between.join([b"", *map(encode, pieces), b""])
+        reply, _ = await exchange(app, PATHS[0], body, f"Content-Encoding: {coding}")
+        error: Any = reply.json()["error"]
+        assert (reply.status, error["code"]) == (404, "model_not_found")
+
+
+async def test_members_are_bounded(app: HttpApp, decoded: list[int]) -> None:
+    """Their decoders cost more than what they decode."""
+    for coding in ("gzip", "zstd"):
+        body = CODERS[coding](b" ") * 30_000
+        reply, _ = await exchange(app, PATHS[0], body, f"Content-Encoding: {coding}")
+        assert reply.status == 400
+        assert b"goes on" in reply.body
+        assert len(decoded) <= codings.MAX_MEMBERS
+        decoded.clear()
 
 
 @pytest.mark.parametrize("chunked", [False, True])

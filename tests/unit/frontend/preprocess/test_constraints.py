@@ -63,6 +63,10 @@ def named(*names: str, mode: Literal["auto", "required"] = "required") -> ToolCh
     return ToolChoice(mode, names)
 
 
+def compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
 def constraint(made: OutputForm) -> Guided:
     guided = made.constraint()
     assert guided is not None
@@ -134,6 +138,20 @@ def test_parameters_take_their_definitions_along() -> None:
         assert following == {"$ref": f"#/$defs/{place}/$defs/N"}
 
 
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"items": [{"type": "null"}]}, {"prefixItems": [{"type": "null"}]}),
+        ({"type": "object", "properties": None}, {"type": "object"}),
+        ({"$id": "a", "items": {"$ref": "a"}}, {"items": {"$ref": "#"}}),
+    ],
+)
+def test_the_schema_of_a_text_is_written_as_engines_read_it(schema: Any, written: Any) -> None:
+    text = Guided(kind="json_schema", value=compact(schema))
+    assert constraint(form(ToolChoice(), text=text)).value == compact(written)
+    assert compact(written) in constraint(form(ToolChoice(), READ, text=text)).value
+
+
 def test_the_constraint_of_the_same_tools_is_made_once() -> None:
     made = constraint(form(REQUIRED, READ, LIST))
     assert constraint(form(REQUIRED, READ, LIST)) is made
@@ -202,6 +220,17 @@ def test_calls_of_other_tools_than_the_allowed_ones_are_dropped(size: int) -> No
         assert "tool_call" not in shown
     found = read(form(ToolChoice("none"), READ, LIST), text, size)
     assert found == [("text", "", "One.\nTwo.")]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_call_that_breaks_off_is_no_text_where_none_is_allowed(eager: bool) -> None:
+    for end in range(OWN.index(">") + 1, OWN.index("</") + 1):
+        parser = form(ToolChoice("none"), READ, LIST).parser(eager)
+        events = [*parser.feed(f"One.\n{OWN[:end]}"), *parser.finish()]
+        assert merge_deltas(events) == [("text", "", "One.")]
+    for text in ("One. {", "One.\n<", "<b>", '{"name": "read"'):
+        parser = form(ToolChoice("none"), READ, LIST).parser(eager)
+        assert merge_deltas([*parser.feed(text), *parser.finish()]) == [("text", "", text)]
 
 
 def test_markup_is_text_without_tools() -> None:

@@ -273,3 +273,48 @@ def test_every_api_asks_for_and_shows_the_form(
         output = written(form, engine, rng)
         got = rendered(api, sent, parsed(form, output, rng if stream else None))
         check(got, form, choice, text, engine, output)
+
+
+# Schemas by what their values may be; some tell it by no `type` of their own.
+NUMBERS = {"type": "array", "items": {"type": "integer"}}
+ROOTS: dict[str, dict[str, Any]] = {
+    "anything": {},
+    "numbers": NUMBERS,
+    "flags": {"type": "array", "items": {"enum": [True, False, None, -1]}, "minItems": 1},
+    "string": {"type": "string"},
+    "number": {"type": "number"},
+    "enum": {"enum": ["a", "b"]},
+    "const": {"const": "yes"},
+    "option": {"type": ["object", "null"], "additionalProperties": False},
+    "either": {"anyOf": [PATH, {"type": "string"}]},
+    "either or any": {"anyOf": [PATH, {}]},
+    "referred string": {"$defs": {"S": {"type": "string"}}, "$ref": "#/$defs/S"},
+    "referred numbers": {"$defs": {"N": NUMBERS}, "$ref": "#/$defs/N"},
+    "referred object": {"definitions": {"P": PATH}, "$ref": "#/definitions/P"},
+    "all of": {"allOf": [{"$ref": "#/$defs/P"}], "$defs": {"P": PATH}},
+    "without a type": {"properties": PATH["properties"], "required": ["path"]},
+}
+
+
+@pytest.mark.parametrize("engine", ["tags", "json", "exempt"])
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_text_of_every_type_is_read(root: str, engine: str) -> None:
+    """Also one that could be the beginning of thinking."""
+    valid = jsonschema.Draft202012Validator(ROOTS[root]).is_valid
+    for family in SHOWN:
+        sent = body(CHAT, "auto", "free", stream=False)
+        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": ROOTS[root]}}
+        shown: list[list[Any]] = [[], sent["tools"]]
+        for tools in shown:
+            asked = {**sent, "tools": tools, "response_format": form}
+            request = CHAT.parse(encoded(asked), {}, STAMP).request
+            made = described(request, family, engine)
+            for kind, seed in itertools.product(PROMPTS, (1, 5, 6)):  # 5, 6: at once
+                prompt = prompt_of(family, kind)
+                if prompt is None:
+                    continue
+                after, rng = made.after(prompt, None), Random(seed)
+                output = written(after, engine, rng)
+                whole = answer(parsed(after, output))
+                assert whole.calls or valid(json.loads(whole.text)), (family, kind, output)
+                assert answer(parsed(after, output, rng)) == whole, output

@@ -2,12 +2,14 @@
 
 A reference counts from the root of its document, so a schema that moves must take what it refers to
 along. Engines also read references differently: some follow no list indices, escapes, anchors or
-ids. All are therefore resolved here and written in the one form that each engine reads.
+ids. All are therefore resolved here and written in the one form that each engine reads. So are the
+lists of `items` by their place, which draft 2020-12 calls `prefixItems`.
 """
 
+import contextlib
 import re
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urljoin
 
 ROOT = "#"
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -17,6 +19,7 @@ _MAPS = frozenset(
     ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 )
 _DATA = frozenset(("enum", "const", "default", "examples", "example", "required"))
+_VALUES = frozenset(("const", "default", "example"))  # null is one
 _MOVED = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$recursiveAnchor", "discriminator", *_ANCHORS)
 )
@@ -32,6 +35,12 @@ def embedded(schema: Any, place: str = ROOT) -> Any:
     if not isinstance(schema, dict):
         return schema
     return _Copy(schema, place).schema()
+
+
+def embedded_arguments(schema: dict[str, Any], place: str = ROOT) -> dict[str, Any]:
+    """The schema of a tool's arguments at `place`: an object, also where it states no type."""
+    made: dict[str, Any] = embedded(schema, place)
+    return made if "type" in made or "$ref" in made else {"type": "object", **made}
 
 
 class _Index:
@@ -83,7 +92,7 @@ class _Index:
         return base
 
     def _resolve(self, reference: str, base: str) -> tuple[Any, str]:
-        address, fragment = urldefrag(reference)
+        address, _, fragment = reference.partition(ROOT)
         address = _joined(base, address) if address else base
         if address not in self._resources:
             return None, ""
@@ -111,6 +120,7 @@ class _Copy:
         self._targets = _Index(root).targets()
         self._pointers: dict[int, str] = {id(root): place}
         self._named: dict[str, Any] = {}
+        self._has_tuples = False
         for target, name in self._targets.values():
             if isinstance(target, dict) and id(target) not in self._pointers:
                 self._pointers[id(target)] = f"{place}/$defs/{self._name(name, target)}"
@@ -119,7 +129,7 @@ class _Copy:
         made = self._node(self._root)
         if self._named:
             made["$defs"] = {name: self._node(node) for name, node in self._named.items()}
-        if "$schema" in self._root and self._place == ROOT:
+        if "$schema" in self._root and self._place == ROOT and not self._has_tuples:
             made = {"$schema": self._root["$schema"], **made}
         return made
 
@@ -147,11 +157,13 @@ class _Copy:
         made: dict[str, Any] = {}
         references: list[dict[str, Any]] = []
         told_apart = "discriminator" in node and "anyOf" not in node
-        for key, value in node.items():
+        listed = isinstance(node.get("items"), list)
+        self._has_tuples |= listed
+        for key, value in (_with_prefix_items(node) if listed else node).items():
             if told_apart and key == "oneOf":  # no more than one fits, which is hard to prove
                 made["anyOf"] = self._inner(value)
-            elif key in _MOVED:
-                continue
+            elif key in _MOVED or (value is None and key not in _VALUES):
+                continue  # some senders write null for what they leave out
             elif (id(node), key) in self._targets:
                 references.append(self._reference(id(node), key))
             elif key in _MAPS and isinstance(value, dict):
@@ -160,7 +172,8 @@ class _Copy:
                 made[key] = value if key in _DATA else self._inner(value)
         for reference in references:
             if made.keys() & reference.keys():
-                made["allOf"] = [*made.get("allOf", []), reference]
+                others = made.get("allOf")
+                made["allOf"] = [*(others if isinstance(others, list) else []), reference]
             else:
                 made |= reference
         return made
@@ -172,6 +185,13 @@ class _Copy:
         return {"$ref": self._pointers[id(target)]}
 
 
+def _with_prefix_items(node: dict[str, Any]) -> dict[str, Any]:
+    """A schema of a list whose `items` are listed by their place, as draft 2020-12 writes it."""
+    names = {"items": "prefixItems", "additionalItems": "items"}
+    return {names.get(key, key): value for key, value in node.items()}
+
+
 def _joined(base: str, address: str) -> str:
-    joined = urljoin(base, address)
-    return joined.removesuffix(ROOT)
+    with contextlib.suppress(ValueError):  # it is no address
+        address = urljoin(base, address)
+    return address.removesuffix(ROOT)

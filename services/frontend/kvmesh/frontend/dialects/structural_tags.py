@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from kvmesh.frontend.conversation import Tool
-from kvmesh.frontend.dialects.embedded_schemas import embedded
+from kvmesh.frontend.dialects.embedded_schemas import embedded_arguments
 from kvmesh.frontend.dialects.grammar import ReasoningGrammar
 from kvmesh.frontend.dialects.parsing.coerce import property_kinds
 from kvmesh.frontend.dialects.tools import by_model_name, schema
@@ -190,8 +190,7 @@ def _tag(form: CallTag, name: str, tool: Tool, bound: bool) -> Node:
     begin = form.begin.replace(NAME, name)
     if form.argument is not None:
         return _enclosed(begin, _arguments(form.argument, schema(tool)), form.end)
-    arguments = embedded(schema(tool)) if bound else {}
-    content = json_node(arguments or {"type": "object"})
+    content = json_node(embedded_arguments(schema(tool) if bound else {}))
     if form.numbered is not None:
         number = {"type": "regex", "pattern": "[0-9]+"}
         content = _sequence([number, *_const(form.numbered), content])

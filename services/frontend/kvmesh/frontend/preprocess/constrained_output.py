@@ -21,6 +21,7 @@ from kvmesh.frontend.dialects.tools import by_model_name, model_name
 TOOL_CALLS = "tool_calls"
 SHOWN = 64  # characters that tell how an output begins
 JSON_STARTS = ('{"', "{}", "[{", "[[", '["', "[]")
+ARRAY_STARTS = ("[-", *(f"[{digit}" for digit in range(10)), "[true", "[false", "[null")
 
 
 class TextReader(NamedTuple):
@@ -225,12 +226,15 @@ class AllowedCalls:
     """Drops the calls of a parser but for those of tools with these `names`, as models call them.
 
     A call that the model must not make is of no use to a client, not even as text. The texts around
-    it stay apart.
+    it stay apart. Without names, what begins with one of `openers` and breaks off is such a call.
     """
 
-    def __init__(self, parser: OutputParser, names: frozenset[str]) -> None:
+    def __init__(
+        self, parser: OutputParser, names: frozenset[str], openers: tuple[str, ...] = ()
+    ) -> None:
         self._parser = parser
         self._names = names
+        self._openers = openers
         self._dropping = False
         self._gap = False
         self._wrote = False
@@ -243,7 +247,13 @@ class AllowedCalls:
         return self._allowed(self._parser.feed(text))
 
     def finish(self) -> list[AnswerEvent]:
-        return self._allowed(self._parser.finish())
+        events = self._parser.finish()
+        if not self._names:
+            events = [event for event in events if not self._is_call(event)]
+        return self._allowed(events)
+
+    def _is_call(self, event: AnswerEvent) -> bool:
+        return isinstance(event, TextDelta) and event.text.lstrip().startswith(self._openers)
 
     def _allowed(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         passed: list[AnswerEvent] = []

@@ -9,13 +9,14 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided
 from kvmesh.frontend.conversation import GenerateRequest, Tool
-from kvmesh.frontend.dialects.embedded_schemas import embedded
+from kvmesh.frontend.dialects.embedded_schemas import embedded, embedded_arguments
 from kvmesh.frontend.dialects.output import (
     OutputGrammar,
     OutputParser,
     PlainText,
     Thoughts,
 )
+from kvmesh.frontend.dialects.parsing.coerce import root_kinds
 from kvmesh.frontend.dialects.structural_tags import (
     Node,
     after_thinking,
@@ -31,6 +32,7 @@ from kvmesh.frontend.dialects.tools import model_name
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.preprocess.constrained_output import (
+    ARRAY_STARTS,
     JSON_STARTS,
     TOOL_CALLS,
     AllowedCalls,
@@ -45,6 +47,7 @@ from kvmesh.runtime.lru import LruCache
 _ANY = "(.|\\n)+"
 _OBJECT = {"type": "object"}
 _REFERENCE = b'"$ref"'
+_REWRITTEN = ('"$ref"', 'Ref"', '"items":[', ":null")  # what schemas have that `embedded` changes
 MEMO_BYTES = 32 << 20
 SIZE = 24  # times its JSON: at most what a tool takes in memory
 
@@ -151,7 +154,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return Guided(kind="json_schema", value=_json(self._calls_or_text()))
         assert self.text is not None
         value = self.text.value
-        if '"$ref"' not in value and 'Ref"' not in value:
+        if not any(each in value for each in _REWRITTEN):
             return self.text
         return Guided(kind="json_schema", value=_json(embedded(msgspec.json.decode(value))))
 
@@ -164,7 +167,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return Guided(kind="regex" if tool.regex else "grammar", value=tool.grammar)
         if tool.custom:
             return Guided(kind="regex", value=_ANY)
-        return Guided(kind="json_schema", value=_json(embedded(tool.parameters or _OBJECT)))
+        return Guided(kind="json_schema", value=_json(embedded_arguments(tool.parameters)))
 
     def _calls_or_text(self) -> dict[str, Any]:
         """A schema of `{"tool_calls": […]}` or of the text, for engines that follow only JSON."""
@@ -185,7 +188,11 @@ class OutputForm(Struct, frozen=True, kw_only=True):
     # --- the parser ---
 
     def parser(self, eager: bool) -> OutputParser:
-        """The parser of one output; `eager` as in `OutputGrammar.parser`."""
+        """The parser of one output; `eager` as in `OutputGrammar.parser`.
+
+        Where no call is allowed, one that breaks off is a call to be dropped, and no text.
+        """
+        eager = eager or not self.callable
         if self.calls == "required" or self.text is not None:
             parser = self._constrained(eager)
         else:
@@ -196,7 +203,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         if not self._restricted:
             return parser
         names = frozenset(model_name(tool.name, tool.namespace) for tool in self.callable)
-        return AllowedCalls(parser, names)
+        return AllowedCalls(parser, names, self._openers)
 
     def _constrained(self, eager: bool) -> OutputParser:
         def made(thinking: bool) -> OutputParser:
@@ -208,11 +215,8 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         reasoning = self.grammar.reasoning
         if reasoning is None or not self.begins_thinking:
             return made(False)
-        starts: tuple[str, ...] = JSON_STARTS if self._shows_itself else ()
-        if self.calls != "none":
-            starts += tuple(filter(None, ("".join(each.split()) for each in self._openers)))
         unmarked = not self.exempt and not self._allows_thinking
-        return AnswerOpening(made, starts, reasoning.end, unmarked)
+        return AnswerOpening(made, self._starts, reasoning.end, unmarked)
 
     def _read(self, split: OutputParser, eager: bool) -> OutputParser:
         """The parser of the text that `split` separates from thinking."""
@@ -244,10 +248,31 @@ class OutputForm(Struct, frozen=True, kw_only=True):
     @property
     def _shows_itself(self) -> bool:
         """True if the constrained text begins as no thinking does: as an object or an array."""
+        return bool(self._kinds) and self._kinds <= {"object", "array"}
+
+    @property
+    def _starts(self) -> tuple[str, ...]:
+        """Beginnings of the answer, without white space, that are no thinking."""
+        kinds = self._kinds
+        starts: tuple[str, ...] = ()
+        if not kinds or kinds & {"object", "array"}:
+            starts = JSON_STARTS
+        if "array" in kinds and self.calls != "required":
+            starts += ARRAY_STARTS
+        if self.calls != "none":
+            starts += tuple(filter(None, ("".join(each.split()) for each in self._openers)))
+        return starts
+
+    @property
+    def _kinds(self) -> frozenset[str]:
+        """The JSON types of the constrained text; empty if its schema does not tell."""
         if self.calls == "required":
-            return len(self.callable) > 1 or not self.callable[0].custom
-        text = self.text
-        return text is None or text.kind != "json_schema" or _shows_itself(text.value)
+            if len(self.callable) > 1:
+                return frozenset(["array"])
+            return frozenset(["string" if self.callable[0].custom else "object"])
+        if self.text is None or self.text.kind != "json_schema":
+            return frozenset(["object"])
+        return root_kinds(msgspec.json.decode(self.text.value))
 
     @property
     def _allows_thinking(self) -> bool:
@@ -338,12 +363,10 @@ def _unsatisfied(reason: str) -> InvalidRequest:
 def _call(tool: Tool, name: str, definitions: dict[str, Any]) -> dict[str, Any]:
     parameters: Any = {"type": "string"}
     if not tool.custom:
-        parameters = _OBJECT
-        if tool.parameters:
-            place = f"#/$defs/{name}"
-            parameters = embedded(tool.parameters, place)
-            if _REFERENCE in msgspec.json.encode(parameters):
-                definitions[name], parameters = parameters, {"$ref": place}
+        place = f"#/$defs/{name}"
+        parameters = embedded_arguments(tool.parameters, place)
+        if _REFERENCE in msgspec.json.encode(parameters):
+            definitions[name], parameters = parameters, {"$ref": place}
     called = {"type": "string", "enum": [model_name(tool.name, tool.namespace)]}
     return {
         "type": "object",
@@ -365,13 +388,6 @@ def _node(guided: Guided) -> Node:
 
 def _tag(node: Node) -> Guided:
     return Guided(kind="structural_tag", value=_json(structural_tag(node)))
-
-
-def _shows_itself(schema: str) -> bool:
-    """True if all that a schema allows begins as no thinking does: as an object or an array."""
-    root = msgspec.json.decode(schema)
-    kind = root.get("type") if isinstance(root, dict) else None
-    return kind in ("object", "array") if kind else "enum" not in root and "const" not in root
 
 
 def _json(value: object) -> str:

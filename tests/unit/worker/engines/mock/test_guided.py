@@ -50,6 +50,7 @@ SCHEMAS: list[Any] = [
     {"type": ["string", "null", "array"], "items": {"type": "boolean"}},
     {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 3, "uniqueItems": True},
     {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "minItems": 3},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": False},
     {"allOf": [{"properties": {"a": {"minimum": 3}}}, {"properties": {"a": {"type": "integer"}}}]},
     {"anyOf": [{"required": ["x"]}, {"required": ["y"]}], "type": "object"},
     {"oneOf": [{"const": 3}, {"type": "string", "format": "uuid"}]},

@@ -37,6 +37,7 @@ MAX_MESSAGES = 20_000
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_TOOLS = 4096
+TOOL_CHOICES = ("function", "custom", "allowed_tools")
 
 
 class Function(Struct):
@@ -319,8 +320,12 @@ def _choice(choice: str | ChatToolChoice | None) -> ToolChoice:
         if choice.allowed_tools is not None:
             return allowed_choice(choice.allowed_tools.mode, choice.allowed_tools.tools)
         named = choice.function or choice.custom
+        if named is None and choice.type not in TOOL_CHOICES:
+            reason = f"`tool_choice.type`: unknown `{choice.type}`."
+            raise InvalidRequest(reason, "tool_choice.type")
         if named is None:
-            raise InvalidRequest("A named tool choice requires `function`.", "tool_choice.function")
+            field = f"tool_choice.{choice.type}"
+            raise InvalidRequest(f"`{field}`: missing.", field)
         return ToolChoice("required", (named.name,))
     if choice in ("none", "required"):
         return ToolChoice(choice)  # type: ignore[arg-type]  # narrowed by the line above

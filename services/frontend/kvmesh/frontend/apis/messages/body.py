@@ -175,10 +175,13 @@ def _choice(choice: ToolChoiceBody | None) -> ToolChoice:
 
 def _guided(body: MessagesBody) -> Guided | None:
     form = body.output_format or (body.output_config.format if body.output_config else None)
-    if form is None or form.type != "json_schema":
+    if form is None:
         return None
+    field = "output_format" if form is body.output_format else "output_config.format"
+    if form.type != "json_schema":
+        raise InvalidRequest(f"{field}.type: unknown type '{form.type}'", f"{field}.type")
     if form.schema is None:
-        raise InvalidRequest("output_format.schema: field required", "output_format.schema")
+        raise InvalidRequest(f"{field}.schema: field required", f"{field}.schema")
     return Guided(kind="json_schema", value=as_json(form.schema))
 
 

@@ -365,7 +365,9 @@ def _choice(choice: str | ResponsesToolChoice | None) -> ToolChoice:
         if choice.type != "allowed_tools":
             reason = f"`tool_choice`: no tool of type `{choice.type}` can be called here."
             raise InvalidRequest(reason, "tool_choice")
-        return allowed_choice(choice.mode or "auto", choice.tools or [])
+        if choice.tools is None:
+            raise InvalidRequest("`tool_choice.tools`: missing.", "tool_choice.tools")
+        return allowed_choice(choice.mode or "auto", choice.tools)
     if choice == "required":
         return ToolChoice("required")
     return ToolChoice("none") if choice == "none" else ToolChoice()

@@ -7,7 +7,14 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
-_OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+_OF_PYTHON = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    type(None): "null",
+}
 
 
 def property_kinds(schema: Schema, name: str) -> frozenset[str]:
@@ -15,6 +22,14 @@ def property_kinds(schema: Schema, name: str) -> frozenset[str]:
     properties = schema.get("properties")
     found = properties.get(name) if isinstance(properties, dict) else None
     return _kinds(found, schema, 8)
+
+
+def root_kinds(schema: Schema) -> frozenset[str]:
+    """The JSON types of the values that a schema allows; empty if it allows any."""
+    options = _listed(schema, "anyOf", "oneOf")
+    if "type" not in schema and not all(_kinds(option, schema, 8) for option in options):
+        return frozenset()
+    return _kinds(schema, schema, 8)
 
 
 def _kinds(node: Any, root: Schema, depth: int) -> frozenset[str]:
@@ -27,12 +42,16 @@ def _kinds(node: Any, root: Schema, depth: int) -> frozenset[str]:
         return frozenset([named])
     if isinstance(named, list):
         return frozenset(kind for kind in named if isinstance(kind, str))
-    values = node.get("enum", [node["const"]] if "const" in node else [])
+    values = _listed(node, "enum") or ([node["const"]] if "const" in node else [])
     kinds = {_OF_PYTHON.get(type(value), "object") for value in values}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for option in node.get(key) or []:
-            kinds |= _kinds(option, root, depth - 1)
+    for option in _listed(node, "anyOf", "oneOf", "allOf"):
+        kinds |= _kinds(option, root, depth - 1)
     return frozenset(kinds)
+
+
+def _listed(node: Schema, *keys: str) -> list[Any]:
+    """The values listed under these keywords; none of a malformed one."""
+    return [each for key in keys if isinstance(node.get(key), list) for each in node[key]]
 
 
 def resolve(reference: str, root: Schema) -> Any:

@@ -16,6 +16,7 @@ ZLIB_SLICE = 1 << 10
 ZSTD_SLICE = 1 << 6
 ZSTD_WINDOW = 8 << 20  # the largest that RFC 9659 allows for content codings
 STEP_BYTES = 256 << 10  # input and output of one step
+MAX_MEMBERS = 1 << 10  # of one body: each costs a decoder
 WITH_GZIP_HEADER = 16 + zlib.MAX_WBITS
 
 
@@ -48,16 +49,22 @@ def coding_of(headers: Iterable[str]) -> str | None:
 def decode_steps(body: bytes, coding: str, limit: int) -> Steps[bytes]:
     """The decoded body, of at most `limit` bytes.
 
-    Each step decodes some `STEP_BYTES`. Raises ApiError (413), or InvalidRequest for a body that is
+    Bodies in gzip and zstd may have several members, which are decoded one after the other. Each
+    step decodes some `STEP_BYTES`. Raises ApiError (413), or InvalidRequest for a body that is
     malformed, cut, or goes on behind its end.
     """
     decoder, size = _decoder(coding, body)
-    parts, decoded, done = [], 0, 0
+    parts, decoded, done, at, members = [], 0, 0, 0, 1
     try:
-        for start in range(0, len(body), size):
+        while at < len(body):
             if decoder.eof:
-                raise _goes_on(coding)
-            part = decoder.decompress(body[start : start + size])
+                if coding == "deflate" or members == MAX_MEMBERS:
+                    raise _goes_on(coding)
+                decoder, size = _decoder(coding, body)
+                members += 1
+            piece = body[at : at + size]
+            part = decoder.decompress(piece)
+            at += len(piece) - len(decoder.unused_data)
             parts.append(part)
             decoded += len(part)
             if decoded > limit:
@@ -67,11 +74,11 @@ def decode_steps(body: bytes, coding: str, limit: int) -> Steps[bytes]:
                 done = 0
                 yield
     except (zlib.error, zstandard.ZstdError):
+        if members > 1:
+            raise _goes_on(coding) from None
         raise InvalidRequest(f"The body is not valid {coding} data.") from None
     if not decoder.eof:
         raise InvalidRequest(f"The {coding} data of the body is cut.")
-    if decoder.unused_data:
-        raise _goes_on(coding)
     return b"".join(parts)
 
 

@@ -173,6 +173,8 @@ class SchemaWriter:
         low = schema.get("minItems", 0)
         high = max(low, min(schema.get("maxItems", low + 3), low + 3))
         first = schema.get("prefixItems", [])
+        if schema.get("items") is False:
+            high = max(low, min(high, len(first)))
         count = low if depth >= SIMPLE_DEPTH else max(self._rng.randint(low, high), min(1, high))
         made: list[Any] = []
         for attempt in range(20 * count):
