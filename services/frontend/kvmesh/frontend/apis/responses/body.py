@@ -7,7 +7,14 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_length, check_range, decode
+from kvmesh.frontend.apis.base import (
+    as_json,
+    check_length,
+    check_range,
+    decode,
+    decode_part,
+    missing,
+)
 from kvmesh.frontend.apis.body_types import defined_as, unknown_fields
 from kvmesh.frontend.apis.cache_ttl import (
     CacheOptions,
@@ -24,6 +31,7 @@ from kvmesh.frontend.apis.chat.body import (
 from kvmesh.frontend.apis.content.parts import Content, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
+from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.responses.hosted_items import hosted_messages
 from kvmesh.frontend.apis.responses.references import ItemHead
@@ -139,10 +147,20 @@ class ResponsesBody(Struct, kw_only=True):
     background: Any = None
     conversation: Any = None
     prompt: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    stop: Any = None
     nvext: Nvext | None = None
 
 
-UNSUPPORTED = UnsupportedFields(background=None, conversation="previous_response_id", prompt=None)
+UNSUPPORTED = UnsupportedFields(
+    background=None,
+    conversation="previous_response_id",
+    prompt=None,
+    response_format="text.format",
+    structured_outputs="text.format",
+    stop=None,
+)
 _item = msgspec.json.Decoder(Item)
 
 
@@ -169,12 +187,12 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
 
 
 def _check(body: ResponsesBody) -> None:
+    UNSUPPORTED.refuse(body)
     if not body.input and not body.previous_response_id:
-        raise InvalidRequest("`input` must not be empty.", "input")
+        raise InvalidRequest("`input` must not be empty.", "input", MISSING)
     if not isinstance(body.input, str):
         check_length(len(body.input), 0, MAX_MESSAGES, "input")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
-    UNSUPPORTED.refuse(body)
 
 
 def _sampling(body: ResponsesBody) -> Sampling:
@@ -201,7 +219,7 @@ def without_effect(body: ResponsesBody) -> list[str]:
         found.append("reasoning.summary")
     for index, raw in enumerate(input_items(body)):
         if isinstance(_decode(raw, "input"), Item):
-            fields = unknown_fields(msgspec.json.decode(raw), Item)
+            fields = unknown_fields(decode_part(raw, f"input[{index}]"), Item)
             found += [f"input[{index}].{field}" for field in fields]
     return found
 
@@ -242,7 +260,7 @@ def _decode(raw: Raw, where: str) -> Item | Foreign:
             return item
     except msgspec.ValidationError:
         pass
-    value = msgspec.json.decode(raw)
+    value = decode_part(raw, where)
     if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind not in KNOWN:
         return value
     return decode(_item, bytes(raw), where)
@@ -256,6 +274,8 @@ def _messages(raw: Raw, where: str, reading: Reading) -> list[Message]:
             reading.skipped.append(where)
         return messages
     message = _message(item, where, reading)
+    if message is None and not item.is_reference:
+        reading.skipped.append(where)
     return [] if message is None else [message]
 
 
@@ -274,8 +294,10 @@ def _message(item: Item, where: str, reading: Reading) -> Message | None:
     if kind == "message":
         if item.role not in ROLES:
             raise InvalidRequest(f"`{where}.role`: unknown role {item.role!r}.", f"{where}.role")
-        content = content_blocks(item.content, f"{where}.content", reading)
-        return Message(ROLES[item.role], list(content))
+        role = ROLES[item.role]
+        answer = role == "assistant"
+        content = content_blocks(item.content, f"{where}.content", reading, answer)
+        return Message(role, list(content))
     if kind == "function_call" or kind == "custom_tool_call":
         return Message("assistant", [_call(item, where)])
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -285,14 +307,14 @@ def _message(item: Item, where: str, reading: Reading) -> Message | None:
         return Message("assistant", [Thinking(thinking)]) if thinking else None
     if item.is_reference:
         if not item.id:
-            raise InvalidRequest(f"`{where}.id`: missing.", f"{where}.id")
+            raise missing(f"{where}.id")
         return None
-    raise InvalidRequest(f"`{where}.type`: missing.", f"{where}.type")
+    raise missing(f"{where}.type")
 
 
 def _call(item: Item, where: str) -> ToolCall:
     if not item.name:
-        raise InvalidRequest(f"`{where}.name`: missing.", f"{where}.name")
+        raise missing(f"{where}.name")
     if item.type == "custom_tool_call":
         return ToolCall(item.call_id or "", item.name, item.input or "", item.namespace, True)
     given = item.arguments
@@ -303,7 +325,7 @@ def _call(item: Item, where: str) -> ToolCall:
 def _result(item: Item, where: str, reading: Reading) -> ToolResult:
     call = item.call_id or item.name
     if not call:
-        raise InvalidRequest(f"`{where}.call_id`: missing.", f"{where}.call_id")
+        raise missing(f"{where}.call_id")
     output = item.output
     if isinstance(output, dict):
         output = as_json(output)
@@ -327,15 +349,17 @@ def _texts(content: Content | None, where: str, reading: Reading) -> list[str]:
     return [block.text for block in blocks if isinstance(block, Text)]
 
 
-def _tools(tool: ResponsesToolBody) -> list[Tool]:
+def _tools(tool: ResponsesToolBody, where: str) -> list[Tool]:
     """A function or custom tool, or the functions of a namespace; nothing of a hosted tool."""
     listed, space = ([tool], None) if tool.type != "namespace" else (tool.tools or [], tool.name)
-    return [made for each in listed if (made := _one_tool(each, space)) is not None]
+    return [made for each in listed if (made := _one_tool(each, space, where)) is not None]
 
 
-def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
-    if not tool.name:
+def _one_tool(tool: ResponsesToolBody, namespace: str | None, where: str) -> Tool | None:
+    if tool.type not in ("function", "custom"):
         return None
+    if not tool.name:
+        raise missing(f"{where}.name")
     description = tool.description or ""
     if tool.type == "custom":
         form = tool.format or {}
@@ -343,8 +367,6 @@ def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
         text = grammar if isinstance(grammar, str) else None
         made = Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
         return replace(made, deferred=bool(tool.defer_loading))
-    if tool.type != "function":
-        return None
     return Tool(
         tool.name,
         description,
@@ -360,7 +382,9 @@ _definitions = ToolDefinitions(ResponsesToolBody, ("function", "custom", "namesp
 
 def _choice(choice: str | ResponsesToolChoice | None) -> ToolChoice:
     if isinstance(choice, ResponsesToolChoice):
-        if choice.type in ("function", "custom") and choice.name:
+        if choice.type in ("function", "custom"):
+            if not choice.name:
+                raise missing("tool_choice.name")
             return ToolChoice("required", (choice.name,))
         if choice.type != "allowed_tools":
             reason = f"`tool_choice`: no tool of type `{choice.type}` can be called here."
@@ -380,5 +404,5 @@ def _guided(text: TextBody | None) -> Guided | None:
     if form.type != "json_schema":
         raise InvalidRequest(f"`text.format.type`: unknown `{form.type}`.", "text.format.type")
     if form.schema is None:
-        raise InvalidRequest("`text.format.schema`: missing.", "text.format.schema")
+        raise missing("text.format.schema")
     return Guided(kind="json_schema", value=as_json(form.schema))
