@@ -144,6 +144,7 @@ class ChatTemplate:
             messages = _with_instructions(
                 messages, instructions(visible, self._parser), capabilities
             )
+        variables = self._control.guard_json(variables)  # a document, for example
         variables = {"add_generation_prompt": invites and not continues, **variables}
         prompt = template.render(messages, visible or None, today, variables)
         return _cut_at_open_end(prompt) if continues else prompt
