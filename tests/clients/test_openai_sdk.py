@@ -273,7 +273,7 @@ async def test_responses_are_stored_until_deleted(client: AsyncOpenAI) -> None:
     await client.responses.delete(made.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(made.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="previous_response_not_found"):
         await client.responses.create(model=MODEL, input="x", previous_response_id=made.id)
 
 
