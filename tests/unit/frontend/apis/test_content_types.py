@@ -425,6 +425,14 @@ def test_what_a_message_of_another_role_cannot_hold_is_listed() -> None:
     ]
 
 
+def test_fields_of_other_roles_are_listed() -> None:
+    called = [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]
+    asked = {"role": "user", "content": "Hi", "tool_calls": called, "reasoning_content": "Hm"}
+    answer = {"role": "assistant", "content": "Yes", "tool_call_id": "c"}
+    paths = ["messages[0].tool_calls", "messages[0].reasoning_content", "messages[1].tool_call_id"]
+    assert request_of("chat", conversation("chat", asked, answer, QUESTION)).ignored == paths
+
+
 @pytest.mark.parametrize(
     ("api", "item", "path"),
     [

@@ -25,7 +25,7 @@ class ToolDefinitions(Generic[B]):
     """
 
     def __init__(
-        self, kind: type[B], types: Container[str], tools_of: Callable[[B, str], list[Tool]]
+        self, kind: type[B], types: Container[str | None], tools_of: Callable[[B, str], list[Tool]]
     ) -> None:
         self._decoder = msgspec.json.Decoder(kind)
         self._types = types

@@ -38,6 +38,9 @@ MAX_MESSAGES = 20_000
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_TOOLS = 4096
+OF_ANSWERS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal")
+OF_ANSWERS += ("annotations", "prefix", "partial")
+NOT_OF_ANSWERS = ("tool_call_id",)
 OWN_TOOLS = ("function", "custom")
 
 
@@ -269,6 +272,15 @@ def _message(message: ChatMessage, where: str, reading: Reading) -> Message:
         raise missing(f"{where}.tool_call_id")
     call = message.tool_call_id or message.name or ""
     return Message("tool", [ToolResult(call, content, cache=inner_cache_control(content))])
+
+
+def without_effect(body: ChatBody) -> list[str]:
+    """Paths of the fields that messages of their roles do not have."""
+    found = []
+    for index, message in enumerate(body.messages):
+        others = NOT_OF_ANSWERS if message.role == "assistant" else OF_ANSWERS
+        found += [f"messages[{index}].{name}" for name in others if getattr(message, name)]
+    return found
 
 
 def _named(name: str | None, content: list[ResultPart]) -> list[Block]:

@@ -4,7 +4,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
-from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import (
@@ -25,8 +24,6 @@ from kvmesh.frontend.apis.chat.body import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TOOLS,
-    AllowedTool,
-    allowed_choice,
 )
 from kvmesh.frontend.apis.content.parts import Content, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
@@ -35,17 +32,20 @@ from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.responses.hosted_items import hosted_messages
 from kvmesh.frontend.apis.responses.references import ItemHead
+from kvmesh.frontend.apis.responses.tool_bodies import (
+    ResponsesToolBody,
+    ResponsesToolChoice,
+    definitions,
+    tool_choice,
+)
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
-from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Message,
     Text,
     Thinking,
-    Tool,
     ToolCall,
-    ToolChoice,
     ToolResult,
 )
 from kvmesh.frontend.errors import InvalidRequest
@@ -78,28 +78,6 @@ class Item(ItemHead, omit_defaults=True):
     output: Content | dict[str, Any] | None = None
     summary: Content | None = None
     encrypted_content: str | None = None
-
-
-class ResponsesToolBody(Struct):
-    """A tool, or a namespace with its functions in `tools`."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    format: dict[str, Any] | None = None
-    defer_loading: bool | None = None
-    tools: "list[ResponsesToolBody] | None" = None
-
-
-class ResponsesToolChoice(Struct, omit_defaults=True):
-    """A named tool, or with the type `allowed_tools` several."""
-
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[AllowedTool] | None = None
 
 
 class TextFormat(Struct):
@@ -174,8 +152,8 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
         model=body.model,
         sampling=_sampling(body),
         messages=[*instructions(body), *to_messages(input_items(body), reading)],
-        tools=_definitions.tools(body.tools or [], reading.skipped),
-        tool_choice=_choice(body.tool_choice),
+        tools=definitions.tools(body.tools or [], reading.skipped),
+        tool_choice=tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         guided=_guided(body.text),
         template_args={"reasoning_effort": reasoning.effort} if reasoning.effort else {},
@@ -347,52 +325,6 @@ def _thinking(item: Item, where: str, reading: Reading) -> str:
 def _texts(content: Content | None, where: str, reading: Reading) -> list[str]:
     blocks = content_blocks(content, where, reading)
     return [block.text for block in blocks if isinstance(block, Text)]
-
-
-def _tools(tool: ResponsesToolBody, where: str) -> list[Tool]:
-    """A function or custom tool, or the functions of a namespace; nothing of a hosted tool."""
-    listed, space = ([tool], None) if tool.type != "namespace" else (tool.tools or [], tool.name)
-    return [made for each in listed if (made := _one_tool(each, space, where)) is not None]
-
-
-def _one_tool(tool: ResponsesToolBody, namespace: str | None, where: str) -> Tool | None:
-    if tool.type not in ("function", "custom"):
-        return None
-    if not tool.name:
-        raise missing(f"{where}.name")
-    description = tool.description or ""
-    if tool.type == "custom":
-        form = tool.format or {}
-        grammar, regex = form.get("definition"), form.get("syntax") == "regex"
-        text = grammar if isinstance(grammar, str) else None
-        made = Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
-        return replace(made, deferred=bool(tool.defer_loading))
-    return Tool(
-        tool.name,
-        description,
-        tool.parameters or {},
-        namespace,
-        strict=bool(tool.strict),
-        deferred=bool(tool.defer_loading),
-    )
-
-
-_definitions = ToolDefinitions(ResponsesToolBody, ("function", "custom", "namespace"), _tools)
-
-
-def _choice(choice: str | ResponsesToolChoice | None) -> ToolChoice:
-    if isinstance(choice, ResponsesToolChoice):
-        if choice.type in ("function", "custom"):
-            if not choice.name:
-                raise missing("tool_choice.name")
-            return ToolChoice("required", (choice.name,))
-        if choice.type != "allowed_tools":
-            reason = f"`tool_choice`: no tool of type `{choice.type}` can be called here."
-            raise InvalidRequest(reason, "tool_choice")
-        return allowed_choice(choice.mode or "auto", choice.tools or [])
-    if choice == "required":
-        return ToolChoice("required")
-    return ToolChoice("none") if choice == "none" else ToolChoice()
 
 
 def _guided(text: TextBody | None) -> Guided | None:
