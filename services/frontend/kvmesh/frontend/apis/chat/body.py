@@ -38,8 +38,10 @@ MAX_MESSAGES = 20_000
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_TOOLS = 4096
-OF_ANSWERS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal")
-OF_ANSWERS += ("annotations", "prefix", "partial")
+OF_ANSWERS = (
+    *("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal"),
+    *("annotations", "prefix", "partial"),
+)
 NOT_OF_ANSWERS = ("tool_call_id",)
 OWN_TOOLS = ("function", "custom")
 
