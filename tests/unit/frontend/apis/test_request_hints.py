@@ -4,7 +4,7 @@ import pytest
 from multidict import CIMultiDict
 from unit.frontend.apis.bodies import headers, request
 
-from kvmesh.frontend.apis.request_hints import session_in_user_id, session_of
+from kvmesh.frontend.apis.request_hints import session_in_user_id
 from kvmesh.frontend.errors import InvalidRequest
 
 SESSIONS = [
@@ -33,7 +33,8 @@ SESSIONS = [
 def test_every_harness_names_its_session(
     head: CIMultiDict[str], session: str | None, parent: str | None
 ) -> None:
-    assert session_of(head) == (session, parent)
+    hints = request(head).hints
+    assert (hints.session, hints.parent_session) == (session, parent)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Kind of agent that sends a request, from its headers; one of a fixed set of names. Pure."""
 
 import re
+from functools import lru_cache
 
 from kvmesh.frontend.apis.base import Headers
 
@@ -102,12 +103,12 @@ def agent_kind(headers: Headers, child: bool) -> str:
     itself; else the kind is that of its library, or `other`. An agent in the user agent counts
     before the library that it names, too.
     """
-    own = next((kind for name, kind in _HEADERS.items() if headers.get(name)), None)
-    products = _products(headers.get("user-agent") or "")
-    kind = own or next(filter(None, map(_agent, products)), None) or _titled(headers)
-    kind = kind or next(
-        (_GENERIC[word] for word in map(_word, products) if word in _GENERIC), OTHER
-    )
+    agent, library = _named((headers.get("user-agent") or "")[:MAX_AGENT])
+    for name in _HEADERS:
+        if headers.get(name):
+            agent = _HEADERS[name]
+            break
+    kind = agent or _titled(headers) or library
     return kind + SUBAGENT if child or headers.get("x-openai-subagent") else kind
 
 
@@ -116,9 +117,17 @@ def is_harness(agent: str) -> bool:
     return agent.removesuffix(SUBAGENT) in HARNESSES
 
 
+@lru_cache(maxsize=1024)
+def _named(user_agent: str) -> tuple[str | None, str]:
+    """The kinds of the agent and of the library, or `other`, that a user agent names."""
+    products = _products(user_agent)
+    agent = next(filter(None, map(_agent, products)), None)
+    return agent, next((_GENERIC[word] for word in map(_word, products) if word in _GENERIC), OTHER)
+
+
 def _products(user_agent: str) -> list[str]:
     """The first word of a user agent, and those that are a product with its version."""
-    words = _COMMENT.sub(" ", user_agent[:MAX_AGENT].lower()).split()
+    words = _COMMENT.sub(" ", user_agent.lower()).split()
     return [*words[:1], *(word for word in words[1:] if "/" in word)]
 
 
@@ -128,8 +137,10 @@ def _agent(product: str) -> str | None:
 
 
 def _titled(headers: Headers) -> str | None:
-    title = next(filter(None, map(headers.get, _TITLES)), "")
-    return _agent(title[:MAX_AGENT].lower().strip())
+    for name in _TITLES:
+        if title := headers.get(name):
+            return _agent(title[:MAX_AGENT].lower().strip())
+    return None
 
 
 def _word(product: str) -> str:

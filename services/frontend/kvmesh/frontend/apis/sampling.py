@@ -1,5 +1,6 @@
 """Sampling fields of the OpenAI APIs, and their translation into the internal form."""
 
+from operator import attrgetter
 from typing import Any
 
 from msgspec import Struct
@@ -34,6 +35,19 @@ UNSUPPORTED = UnsupportedFields(
     custom_logit_processor=None,
     lora_path="model",
 )
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("min_tokens", 0, MAX_TOKENS),
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("top_k", -1, MAX_TOKENS),
+    ("min_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 0, 10),
+    ("seed", -(1 << 63), (1 << 63) - 1),
+)
+_ranged = attrgetter(*(param for param, _, _ in _RANGES))
 
 
 class SamplingBody(Struct, kw_only=True):
@@ -108,17 +122,11 @@ def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
 
 def _check(body: SamplingBody) -> None:
     UNSUPPORTED.refuse(body)
-    check_range(body.min_tokens, 0, MAX_TOKENS, "min_tokens")
-    check_range(body.temperature, 0, 2, "temperature")
-    check_range(body.top_p, 0, 1, "top_p")
-    check_range(body.top_k, -1, MAX_TOKENS, "top_k")
-    check_range(body.min_p, 0, 1, "min_p")
-    check_range(body.presence_penalty, -2, 2, "presence_penalty")
-    check_range(body.frequency_penalty, -2, 2, "frequency_penalty")
-    check_range(body.repetition_penalty, 0, 10, "repetition_penalty")
+    for (param, low, high), value in zip(_RANGES, _ranged(body), strict=True):
+        if value is not None:
+            check_range(value, low, high, param)
     for param, given in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
         check_length(len(given or ()), 0, MAX_BIASED, param)
-    check_range(body.seed, -(1 << 63), (1 << 63) - 1, "seed")
     for token in body.stop_token_ids or []:
         check_range(token, 0, (1 << 32) - 1, "stop_token_ids")
 

@@ -92,7 +92,8 @@ def locate_spans(
     search.head(head, following, has_tools, max(ttls, default=0.0))
     if drops_thinking:
         wanted |= {Thinking}
-    search.turns(list(_anchors(messages[first:], wanted)))
+    if turns := list(_anchors(messages[first:], wanted)):
+        search.turns(turns)
     return search.found
 
 

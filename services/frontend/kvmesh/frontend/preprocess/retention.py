@@ -26,6 +26,8 @@ class TokenOffsets:
 
     def inside_segments(self, spans: PromptSpans) -> list[tuple[int, int]]:
         """(edge, offset) of all offsets in `spans` that are not at an edge, the last one first."""
+        if not spans.marks and not spans.spans:
+            return []
         thinking = [span for span in spans.spans if span.kind == "thinking"]
         offsets = {end for end, _ in spans.marks}
         offsets.update(offset for span in thinking for offset in (span.start, span.end))

@@ -31,6 +31,8 @@ class TextPiece(NamedTuple):
 def text_pieces(rendered: RenderedPrompt, encoder: TextEncoder, start: int = 0) -> list[TextPiece]:
     """The text from `start` on: segments, and answers whose tokens are known."""
     text, pieces = rendered.text, list[TextPiece]()
+    if not rendered.cuts and not rendered.insertions:
+        return [*map(TextPiece, encoder.segments(text[start:] if start else text))]
     for insertion in rendered.insertions:
         if start <= insertion.start < len(text):
             pieces += _segments(rendered, encoder, start, insertion.start)

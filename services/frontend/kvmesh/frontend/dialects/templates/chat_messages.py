@@ -63,7 +63,7 @@ def template_messages(
     turns = _join_assistants(_separate(messages))
     writer = _MessageWriter(tools, capabilities, parser, definition, count)
     entries: list[dict[str, Any]] = []
-    number, asked = 0, _last_question(turns, capabilities)
+    number, asked = 0, _last_question(turns, capabilities) if capabilities.forms else 0
     for index, turn in enumerate(turns):
         writer.later = index < asked
         writer.calls_last = (

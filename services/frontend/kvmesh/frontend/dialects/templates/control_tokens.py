@@ -6,11 +6,10 @@ a tool is broken by a guard before the template is rendered. The guard leaves th
 afterwards; its place is a cut, on whose sides the text is encoded apart.
 """
 
-import operator
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -66,14 +65,11 @@ class ControlTokens:
         if isinstance(value, str):
             return self._text(value, self._all)
         if isinstance(value, dict):
-            items = [(self.guard_json(k), self.guard_json(v)) for k, v in value.items()]
-            same = all(
-                k is i and v is j for (k, v), (i, j) in zip(items, value.items(), strict=True)
-            )
-            return value if same else dict(items)
+            items = {self.guard_json(k): self.guard_json(v) for k, v in value.items()}
+            return value if items == value else items
         if isinstance(value, list):
             entries = [self.guard_json(entry) for entry in value]
-            return value if _same(entries, value) else entries
+            return value if entries == value else entries
         return value
 
     def reveal(self, prompt: RenderedPrompt) -> RenderedPrompt:
@@ -100,7 +96,7 @@ class ControlTokens:
             kinds = [*map(type, blocks)]
             if kinds.count(Text) > 1 and (answers or Image in kinds):
                 self._part(blocks, self._special if answers else self._all)
-        if _same(blocks, message.blocks):
+        if blocks == message.blocks:
             return message
         return Message(message.role, blocks, message.generated)
 
@@ -138,7 +134,7 @@ class ControlTokens:
         if len(content) > 1 and Image in [*map(type, content)]:
             self._part(content, self._all)
         names = [self._text(name, self._all) for name in result.references]
-        if _same(content, result.content) and _same(names, result.references):
+        if content == result.content and names == result.references:
             return result
         return replace(result, content=content, references=names)
 
@@ -175,7 +171,3 @@ def _starts(text: str, pattern: Pattern) -> Iterator[int]:
         if match is not None:
             yield match.start()
         pos = match.start() + 1 if match is not None else pos + SLICE
-
-
-def _same(new: Sequence[object], old: Sequence[object]) -> bool:
-    return all(map(operator.is_, new, old))
