@@ -143,7 +143,7 @@ PARTS_TEMPLATE = b"""{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% endfor %}{% for d in documents or [] %}{{ d.text }}{% endfor %}"""
 
 
-def test_variables_of_the_template_have_none() -> None:
+def test_documents_in_the_variables_of_the_template_have_none() -> None:
     dialect = Dialect(CARD, {**FILES, "chat_template.jinja": PARTS_TEMPLATE})
 
     def found(text: str) -> tuple[RenderedPrompt, list[int]]:

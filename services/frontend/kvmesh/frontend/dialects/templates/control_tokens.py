@@ -92,10 +92,10 @@ class ControlTokens:
     def _message(self, message: Message) -> Message:
         answers = message.role == "assistant"
         blocks = [self._block(block, answers) for block in message.blocks]
-        if len(blocks) > 1:
-            kinds = [*map(type, blocks)]
-            if kinds.count(Text) > 1 and (answers or Image in kinds):
-                self._part(blocks, self._special if answers else self._all)
+        if len(blocks) > 1 and (
+            [*map(type, blocks)].count(Text) > 1 if answers else Image in map(type, blocks)
+        ):
+            self._part(blocks, self._special if answers else self._all)
         if blocks == message.blocks:
             return message
         return Message(message.role, blocks, message.generated)
@@ -131,7 +131,7 @@ class ControlTokens:
 
     def _result(self, result: ToolResult) -> ToolResult:
         content: list[Any] = [self._block(part, False) for part in result.content]
-        if len(content) > 1 and Image in [*map(type, content)]:
+        if len(content) > 1 and Image in map(type, content):
             self._part(content, self._all)
         names = [self._text(name, self._all) for name in result.references]
         if content == result.content and names == result.references:
