@@ -12,6 +12,7 @@ from unit.frontend.apis.prompts import request_of
 
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.base import Api, check_length, check_range, decode
+from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.http.routes import COUNTING, GENERATING
 from kvmesh.frontend.http.tokenize import CountingApi
@@ -230,3 +231,15 @@ def test_every_api_takes_whole_floats_and_names_faults(path: str) -> None:
     with pytest.raises(ApiError) as caught:
         EVERY[path].parse(b'{"messages": []}', headers(), STAMP)
     assert (caught.value.param, caught.value.code) == ("model", "missing_required_parameter")
+
+
+def test_tokenizing_takes_the_fields_that_change_a_prompt() -> None:
+    def parsed(**fields: Any) -> Any:
+        return Tokenize().parse(json.dumps({"model": "m", **fields}).encode(), {}, STAMP).request
+
+    assert parsed(messages=[ASK], reasoning_effort="none").thinking is False
+    assert parsed(prompt="x", add_special_tokens=True).prompts == ["x"]
+    for fields, param in (({}, "prompt"), ({"prompt": "x"}, "add_special_tokens")):
+        with pytest.raises(InvalidRequest) as caught:
+            parsed(**fields, add_special_tokens=False)
+        assert caught.value.param == param

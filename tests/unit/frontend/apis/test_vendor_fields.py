@@ -183,6 +183,7 @@ FOREIGN: list[tuple[str, str, Any]] = [
     ("chat", "echo", True),
     ("messages", "stop", ["x"]),
     ("messages", "response_format", {"type": "json_object"}),
+    ("completions", "prompt_embeds", "x"),
     ("responses", "stop", "x"),
     ("responses", "response_format", {"type": "json_object"}),
     ("responses", "structured_outputs", {"regex": "a+"}),
