@@ -396,6 +396,23 @@ def test_a_screenshot_is_a_placeholder() -> None:
 # --- texts beside the content ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("api", CHATTY)
+def test_a_placeholder_stays_apart_from_the_text_of_an_answer(api: str) -> None:
+    text = {"type": "output_text" if api == "responses" else "text", "text": "Look:"}
+    answer = {"role": "assistant", "content": [text, {"type": "output_image"}, text]}
+    shown = prompt_of(api, conversation(api, QUESTION, answer, QUESTION))
+    placeholder = "[image omitted: this model cannot read it]"
+    assert f"assistant\nLook:\n\n{placeholder}\n\nLook:<|im_end|>" in shown
+
+
+def test_thinking_and_calls_are_no_gap_between_texts_of_an_answer() -> None:
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    thought = {"type": "thinking", "thinking": "Hm", "signature": ""}
+    answer = {"role": "assistant", "content": [thought, ALPHA, ALPHA, use]}
+    blocks = request_of("messages", conversation("messages", QUESTION, answer)).messages[-1].blocks
+    assert [type(block).__name__ for block in blocks] == ["Thinking", "Text", "Text", "ToolCall"]
+
+
 def test_a_refusal_stays_apart_from_the_text_before_it() -> None:
     for fields in (
         {"content": "Well.", "refusal": "I cannot."},

@@ -34,6 +34,7 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.retention.hints import CacheMark
 
 MAX_DEPTH = 4  # of blocks in blocks; each level is read once more
+_SHOWN = (Text, Image, AttachedFile)
 _OF_ANSWERS = (Thinking, ToolCall)
 _OF_RESULTS = (*_OF_ANSWERS, ToolResult, ToolNotice)  # what results of tools do not hold
 _INDEX = re.compile(r"\.(\d+)")
@@ -192,8 +193,9 @@ def to_blocks(
         if isinstance(block, misplaced):
             reading.skip(at)
             continue
-        before, apart = apart, answer and isinstance(decoded, dict)
-        if (apart or before) and blocks and isinstance(block, Text):
+        before, apart = apart, answer and not isinstance(decoded, TextBlock)
+        beside = (apart or before) and blocks and isinstance(blocks[-1], _SHOWN)
+        if beside and isinstance(block, _SHOWN):
             blocks.append(Text(GAP))
         blocks.append(block)
     return blocks
