@@ -165,8 +165,9 @@ def test_files_that_no_model_reads_are_placeholders_in_history(
     api: str, part: dict[str, Any], kind: str
 ) -> None:
     assert shown(api, part) == f"[{kind} omitted: this model cannot read it]"
-    with pytest.raises(InvalidRequest, match="does not read"):
+    with pytest.raises(InvalidRequest, match="does not read") as error:
         prompt_of(api, conversation(api, user(part)))
+    assert error.value.param == ("input" if api == "responses" else "messages")
 
 
 def test_content_is_nested_to_a_bounded_depth() -> None:

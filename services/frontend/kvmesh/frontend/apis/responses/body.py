@@ -160,6 +160,7 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
         thinking=False if reasoning.effort == "none" else None,
         stream=bool(body.stream),
         body_bytes=reading.sealed.bytes,
+        content_field="input",
         ignored=reading.skipped,
     )
 
