@@ -223,6 +223,9 @@ def test_no_effort_is_no_thinking_in_every_openai_api() -> None:
     ):
         sent = body(APIS[api], **fields)
         assert APIS[api].parse(sent, {}, STAMP).request.thinking is False
+    switched = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    sent = body(APIS["chat"], **switched)
+    assert APIS["chat"].parse(sent, {}, STAMP).request.thinking is None
 
 
 @pytest.mark.parametrize("api", PARAMETERS)

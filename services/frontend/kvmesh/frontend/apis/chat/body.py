@@ -43,6 +43,7 @@ OF_ANSWERS = (
     *("annotations", "prefix", "partial"),
 )
 NOT_OF_ANSWERS = ("tool_call_id",)
+SWITCHES = {"enable_thinking", "thinking"}  # of thinking, in chat templates
 OWN_TOOLS = ("function", "custom")
 
 
@@ -217,7 +218,7 @@ def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         guided=guided(body.response_format),
         template_args=_arguments(body),
-        thinking=False if body.reasoning_effort == "none" else None,
+        thinking=_thinking(body),
         stream=bool(body.stream),
         n=body.n or 1,
         ignored=reading.skipped,
@@ -231,6 +232,13 @@ def _check(body: ChatBody) -> None:
     UNSUPPORTED.refuse(body)
     if any(modality != "text" for modality in body.modalities or ()):
         raise InvalidRequest("`modalities`: the model writes text only.", "modalities")
+
+
+def _thinking(body: ChatBody) -> bool | None:
+    """False if no effort is wanted, unless the template's own switch says otherwise."""
+    if body.reasoning_effort != "none" or SWITCHES & (body.chat_template_kwargs or {}).keys():
+        return None
+    return False
 
 
 def _arguments(body: ChatBody) -> dict[str, Any]:

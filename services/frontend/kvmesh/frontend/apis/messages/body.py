@@ -161,7 +161,9 @@ def _tools(body: MessagesBody, reading: MessagesReading) -> list[Tool]:
     """The tools of `tools`, then those defined in the conversation, which are deferred."""
     found = _definitions.tools(body.tools or [], reading.skipped)
     known = {tool.name for tool in found}
-    for tool in (tool for defined in reading.defined for tool in listed(defined, "tool")):
+    for tool in (
+        tool for defined in reading.defined for tool in listed(defined, "tool.definition")
+    ):
         if tool.name not in known:
             known.add(tool.name)
             found.append(replace(tool, deferred=True))
