@@ -273,8 +273,9 @@ async def test_responses_are_stored_until_deleted(client: AsyncOpenAI) -> None:
     await client.responses.delete(made.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(made.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError) as error:
         await client.responses.create(model=MODEL, input="x", previous_response_id=made.id)
+    assert error.value.code == "previous_response_not_found"
 
 
 async def test_responses_parse_into_a_model(client: AsyncOpenAI) -> None:

@@ -473,7 +473,9 @@ async def test_a_response_that_is_not_to_be_stored_is_not(stage: Stage) -> None:
 @pytest.mark.parametrize("name", ["resp_none", "chatcmpl-1", "resp_" + "x" * 200, "resp_%2e%2e"])
 async def test_an_unknown_previous_response_is_named(stage: Stage, name: str) -> None:
     reply = await stage.post(RESPONSES, {"input": "Hi", "previous_response_id": name})
-    assert (reply.status, reply.body["error"]["param"]) == (404, "previous_response_id")
+    error = reply.body["error"]
+    assert (reply.status, error["param"]) == (400, "previous_response_id")
+    assert error["code"] == "previous_response_not_found"
     assert (await stage.call("GET", f"{RESPONSES}/{name}")).status == 404
 
 

@@ -9,6 +9,7 @@ Kind = Literal[
     "permission",
     "not_found",
     "method_not_allowed",
+    "upgrade_refused",
     "too_large",
     "unsupported_coding",
     "rate_limit",
@@ -24,6 +25,7 @@ STATUS: dict[Kind, int] = {
     "permission": 403,
     "not_found": 404,
     "method_not_allowed": 405,
+    "upgrade_refused": 426,
     "too_large": 413,
     "unsupported_coding": 415,
     "rate_limit": 429,
@@ -91,6 +93,19 @@ class MethodNotAllowed(ApiError):
             f"{path} has no method {method}, only {names}.",
             code="method_not_supported",
             headers={"Allow": names},
+        )
+
+
+class UpgradeRefused(ApiError):
+    """The path exists, but not for WebSockets: clients that try these first go on with HTTP."""
+
+    def __init__(self, path: str, allowed: Sequence[str]) -> None:
+        names = ", ".join(allowed)
+        super().__init__(
+            "upgrade_refused",
+            f"{path} does not speak WebSocket; send requests by HTTP ({names}).",
+            code="websocket_not_supported",
+            headers={"Upgrade": "HTTP/1.1", "Allow": names},
         )
 
 

@@ -45,6 +45,26 @@ def test_the_text_of_an_unknown_type_is_shown(api: str) -> None:
     assert shown(api, {"type": "poem", "text": "Roses", "meter": 3}) == "Roses"
 
 
+@pytest.mark.parametrize("api", CHATTY)
+def test_the_texts_in_an_unknown_type_are_shown(api: str) -> None:
+    texts = [{"type": TEXT[api], "text": "Roses"}, {"type": "x"}, {"type": "y", "text": "Tulips"}]
+    assert shown(api, {"type": "poem", "content": texts}) == "Roses\nTulips"
+    if api == "responses":
+        item = {"type": "poem", "role": "user", "content": texts}
+        assert "user\nRoses\nTulips" in prompt_of(api, conversation(api, item, QUESTION))
+
+
+@pytest.mark.parametrize("api", CHATTY)
+def test_texts_of_other_kinds_stay_apart_in_an_answer(api: str) -> None:
+    poem = {"type": "poem", "text": "Roses"}
+    known = {"type": "output_text" if api == "responses" else "text", "text": "Hello"}
+    for parts in ([poem, known, known], [known, known, poem]):
+        answer = {"role": "assistant", "content": parts}
+        text = prompt_of(api, conversation(api, QUESTION, answer, QUESTION))
+        words = "Roses\n\nHelloHello" if parts[0] is poem else "HelloHello\n\nRoses"
+        assert f"assistant\n{words}<|im_end|>" in text
+
+
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("kind", ["hologram", "hologram_call", "hologram_call_output"])
 def test_an_item_of_an_unknown_type_breaks_no_body(kind: str, odd: dict[str, Any]) -> None:
@@ -130,6 +150,11 @@ FILES: list[tuple[str, dict[str, Any], str]] = [
         },
         "PDF document a.pdf",
     ),
+    ("chat", {"type": "video_url", "video_url": {"url": "https://x.org"}}, "video"),
+    ("chat", {"type": "audio_url", "audio_url": {"url": "https://x.org"}}, "audio file"),
+    ("chat", {"type": "image", "image": "https://x.org"}, "image"),
+    ("messages", {"type": "video", "source": {"type": "url", "url": "https://x.org"}}, "video"),
+    ("responses", {"type": "input_video", "video_url": "https://x.org"}, "video"),
     ("responses", {"type": "input_file", "file_id": "file-1"}, "file file-1"),
     ("responses", {"type": "input_image", "file_id": "file-1", "detail": "low"}, "image"),
 ]
@@ -140,8 +165,9 @@ def test_files_that_no_model_reads_are_placeholders_in_history(
     api: str, part: dict[str, Any], kind: str
 ) -> None:
     assert shown(api, part) == f"[{kind} omitted: this model cannot read it]"
-    with pytest.raises(InvalidRequest, match="does not read"):
+    with pytest.raises(InvalidRequest, match="does not read") as error:
         prompt_of(api, conversation(api, user(part)))
+    assert error.value.param == ("input" if api == "responses" else "messages")
 
 
 def test_content_is_nested_to_a_bounded_depth() -> None:
@@ -295,11 +321,69 @@ def test_items_of_clients_own_tools_are_paired() -> None:
     assert '<tool_response>\n{"stdout":"a.py","outcome":{"exit_code":0}}' in text
 
 
-def test_a_hosted_call_without_a_result_is_listed() -> None:
-    search = {"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "q"}}
-    request = request_of("responses", conversation("responses", QUESTION, search))
+@pytest.mark.parametrize(
+    ("item", "shown"),
+    [
+        (
+            {"type": "web_search_call", "action": {"type": "search", "query": "q"}},
+            '"name": "web_search", "arguments": {"type": "search", "query": "q"}',
+        ),
+        (
+            {"type": "code_interpreter_call", "code": "1+1", "outputs": None},
+            '"name": "code_interpreter", "arguments": {"code": "1+1"}',
+        ),
+        (
+            {"type": "mcp_call", "name": "roll", "arguments": '{"n":2}', "output": None},
+            '"name": "roll", "arguments": {"n": 2}',
+        ),
+        ({"type": "next_year_call", "asked": "q"}, '"arguments": {"asked": "q"}'),
+    ],
+)
+def test_a_hosted_call_without_a_result_says_so(item: dict[str, Any], shown: str) -> None:
+    """Vendors leave most results out of their items."""
+    body = conversation("responses", QUESTION, {"id": "w", **item}, QUESTION)
+    text = prompt_of("responses", body)
+    assert f"{shown}}}\n</tool_call>" in text
+    assert "<tool_response>\n[the result of this call was not sent]\n" in text
+    assert request_of("responses", body).ignored == []
+
+
+@pytest.mark.parametrize("kind", ["web_search_call", "image_generation_call", "next_year_call"])
+def test_a_hosted_call_that_says_nothing_is_listed(kind: str) -> None:
+    item = {"type": kind, "id": "w", "status": "failed", "result": None}
+    request = request_of("responses", conversation("responses", QUESTION, item))
     assert request.ignored == ["input[1]"]
     assert len(request.messages) == 1
+
+
+def test_a_generated_image_is_a_placeholder() -> None:
+    made = {"type": "image_generation_call", "id": "i", "result": "iVBORw0K" * 99}
+    item = {**made, "revised_prompt": "a cat"}
+    text = prompt_of("responses", conversation("responses", QUESTION, item, QUESTION))
+    assert '"arguments": {"revised_prompt": "a cat"}' in text
+    assert "<tool_response>\n[image omitted: this model cannot read it]" in text
+
+
+OUTPUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"type": "local_shell_call", "id": "l", "call_id": "c", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "c", "output": "a.py"},  # has no other id
+        "a.py",
+    ),
+    (
+        {"type": "tool_search_call", "call_id": "c", "arguments": {"q": "x"}},
+        {"type": "tool_search_output", "call_id": "c", "tools": [{"name": "found"}]},
+        '{"tools":[{"name":"found"}]}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "output", "shown"), OUTPUTS)
+def test_outputs_of_every_form_are_paired(
+    call: dict[str, Any], output: dict[str, Any], shown: str
+) -> None:
+    text = prompt_of("responses", conversation("responses", QUESTION, call, output))
+    assert f"<tool_response>\n{shown}\n</tool_response>" in text
 
 
 def test_a_screenshot_is_a_placeholder() -> None:
@@ -311,6 +395,100 @@ def test_a_screenshot_is_a_placeholder() -> None:
 
 
 # --- texts beside the content ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", CHATTY)
+def test_a_placeholder_stays_apart_from_the_text_of_an_answer(api: str) -> None:
+    text = {"type": "output_text" if api == "responses" else "text", "text": "Look:"}
+    answer = {"role": "assistant", "content": [text, {"type": "output_image"}, text]}
+    shown = prompt_of(api, conversation(api, QUESTION, answer, QUESTION))
+    placeholder = "[image omitted: this model cannot read it]"
+    assert f"assistant\nLook:\n\n{placeholder}\n\nLook:<|im_end|>" in shown
+
+
+def test_thinking_and_calls_are_no_gap_between_texts_of_an_answer() -> None:
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    thought = {"type": "thinking", "thinking": "Hm", "signature": ""}
+    answer = {"role": "assistant", "content": [thought, ALPHA, ALPHA, use]}
+    blocks = request_of("messages", conversation("messages", QUESTION, answer)).messages[-1].blocks
+    assert [type(block).__name__ for block in blocks] == ["Thinking", "Text", "Text", "ToolCall"]
+
+
+def test_a_refusal_stays_apart_from_the_text_before_it() -> None:
+    for fields in (
+        {"content": "Well.", "refusal": "I cannot."},
+        {
+            "content": [
+                {"type": "text", "text": "Well."},
+                {"type": "refusal", "refusal": "I cannot."},
+            ]
+        },
+    ):
+        body = conversation("chat", QUESTION, {"role": "assistant", **fields}, QUESTION)
+        assert "assistant\nWell.\n\nI cannot.<|im_end|>" in prompt_of("chat", body)
+
+
+def test_what_a_message_of_another_role_cannot_hold_is_listed() -> None:
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    thought = {"type": "thinking", "thinking": "Hm", "signature": ""}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [ALPHA, use, thought]}
+    body = conversation("messages", user(ALPHA, use, thought, result))
+    listed = request_of("messages", body).ignored
+    inner = "messages[0].content[3].content"
+    assert [*listed] == [
+        "messages[0].content[1]",
+        "messages[0].content[2]",
+        f"{inner}[1]",
+        f"{inner}[2]",
+    ]
+
+
+def test_fields_of_other_roles_are_listed() -> None:
+    called = [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]
+    asked = {"role": "user", "content": "Hi", "tool_calls": called, "reasoning_content": "Hm"}
+    answer = {"role": "assistant", "content": "Yes", "tool_call_id": "c"}
+    paths = ["messages[0].tool_calls", "messages[0].reasoning_content", "messages[1].tool_call_id"]
+    assert request_of("chat", conversation("chat", asked, answer, QUESTION)).ignored == paths
+
+
+@pytest.mark.parametrize(
+    ("api", "item", "path"),
+    [
+        (
+            "messages",
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "", "signature": "Eq"}, ALPHA],
+            },
+            "messages[1].content[0]",
+        ),
+        ("responses", {"type": "reasoning", "summary": [], "encrypted_content": "gA"}, "input[1]"),
+    ],
+)
+def test_thinking_that_cannot_be_read_is_listed(api: str, item: Any, path: str) -> None:
+    assert request_of(api, conversation(api, QUESTION, item, QUESTION)).ignored == [path]
+
+
+def test_an_image_inside_a_document_is_listed() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A"}}
+    document = {"type": "document", "source": {"type": "content", "content": [ALPHA, image]}}
+    body = conversation("messages", user(document))
+    assert request_of("messages", body).ignored == ["messages[0].content[0].source.content"]
+    assert "user\nAlpha<|im_end|>" in prompt_of("messages", body)
+
+
+EMPTY: list[dict[str, Any]] = [
+    {"type": "search_result", "source": None, "title": None, "content": "Alpha"},
+    {"type": "document", "title": None, "source": {"type": "text", "data": "Alpha"}}
+    | {"context": None, "citations": None, "cache_control": None},
+    {"type": "document", "source": {"type": "text", "media_type": None, "data": "Alpha"}}
+    | {"source": {"type": "text", "data": "Alpha", "url": None, "file_id": None}},
+]
+
+
+@pytest.mark.parametrize("part", EMPTY)
+def test_optional_fields_may_be_null(part: dict[str, Any]) -> None:
+    assert shown("messages", part) == "Alpha"
 
 
 def test_refusals_names_and_sources_reach_the_prompt() -> None:

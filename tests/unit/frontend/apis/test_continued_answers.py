@@ -61,9 +61,10 @@ def test_chat_continues_on_request(fields: dict[str, Any]) -> None:
     assert prompt_of("chat", ending("chat", "So far", **fields)).endswith("assistant\nSo far")
 
 
-def test_chat_continues_a_message_that_is_marked_as_a_prefix() -> None:
+@pytest.mark.parametrize("mark", ["prefix", "partial"])
+def test_chat_continues_a_message_that_is_marked_as_a_prefix(mark: str) -> None:
     body = ending("chat", "So far")
-    body["messages"][-1]["prefix"] = True
+    body["messages"][-1][mark] = True
     assert prompt_of("chat", body).endswith("assistant\nSo far")
 
 

@@ -8,9 +8,11 @@ import pytest
 from msgspec import Meta, Raw, Struct
 from support.stamp import STAMP
 from unit.frontend.apis.bodies import headers
+from unit.frontend.apis.prompts import request_of
 
 from kvmesh.frontend.apis import openai
 from kvmesh.frontend.apis.base import Api, check_length, check_range, decode
+from kvmesh.frontend.apis.tokens import Tokenize
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 from kvmesh.frontend.http.routes import COUNTING, GENERATING
 from kvmesh.frontend.http.tokenize import CountingApi
@@ -112,6 +114,107 @@ def test_whole_floats_are_integers_where_these_are_expected() -> None:
     assert fault(count=1e300)[1] == "integer_above_max_value"
 
 
+NUMBERS = ["1e400", "-1e999", "9" * 5000]
+USER = '{"role": "user", "content": "x"}'
+PLACES = {
+    "chat": [
+        '"messages": [USER], "tools": [{"type": "function", "function": {"name": "f",'
+        ' "parameters": {"maximum": NUMBER}}}]',
+        '"messages": [USER], "tools": [{"type": "later", "x": NUMBER, "function": 5}]',
+        '"messages": [{"role": "user", "content": [{"type": "text", "text": NUMBER}]}]',
+        '"messages": [{"role": "user", "content": [{"type": "later", "x": NUMBER}]}]',
+    ],
+    "messages": [
+        '"messages": [USER], "tools": [{"name": "f", "input_schema": {"maximum": NUMBER}}]',
+        '"messages": [{"role": "assistant", "content":'
+        ' [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": NUMBER}}]}]',
+        '"messages": [{"role": "user", "content": [{"type": "later", "x": NUMBER}]}]',
+    ],
+    "responses": [
+        '"input": [USER, {"type": "later_call", "x": [NUMBER], "output": "o"}]',
+        '"input": [{"role": "user", "content": [{"type": "later", "x": NUMBER}]}]',
+        '"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"a": NUMBER}}]',
+    ],
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=["float", "negative", "integer"])
+@pytest.mark.parametrize(("api", "place"), [(a, p) for a, ps in PLACES.items() for p in ps])
+def test_numbers_out_of_range_are_faults_of_the_body(api: str, place: str, number: str) -> None:
+    fields = place.replace("NUMBER", number).replace("USER", USER)
+    body = f'{{"model": "m", "max_tokens": 9, {fields}}}'
+    with pytest.raises(InvalidRequest) as caught:
+        request_of(api, body.encode())
+    assert str(caught.value.param).split("[")[0].split(".")[0] in ("messages", "tools", "input")
+
+
+ASK = {"role": "user", "content": "x"}
+MISSING_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    (
+        "chat",
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
+    (
+        "chat",
+        {"messages": [ASK], "response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.schema",
+    ),
+    ("chat", {"messages": [ASK], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ("chat", {"messages": [ASK], "tools": [{"type": "function"}]}, "tools[0].function"),
+    ("chat", {"messages": [ASK], "tools": [{"type": "custom"}]}, "tools[0].custom"),
+    (
+        "chat",  # the form of Responses
+        {"messages": [ASK], "tools": [{"type": "function", "name": "f", "parameters": {}}]},
+        "tools[0].function",
+    ),
+    (
+        "chat",
+        {"messages": [ASK], "tools": [{"type": "function", "function": {"name": ""}}]},
+        "tools[0].function.name",
+    ),
+    ("messages", {"messages": [ASK], "tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ("messages", {"messages": [ASK], "tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
+    (
+        "messages",  # the form of chat
+        {"messages": [ASK], "tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools[0].name",
+    ),
+    ("messages", {"messages": [ASK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ("responses", {}, "input"),
+    ("responses", {"input": [{"x": 1}]}, "input[0].type"),
+    ("responses", {"input": [{"type": "item_reference"}]}, "input[0].id"),
+    ("responses", {"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+    (
+        "responses",
+        {"input": [{"type": "function_call_output", "output": "x"}]},
+        "input[0].call_id",
+    ),
+    (
+        "responses",
+        {"input": "x", "text": {"format": {"type": "json_schema"}}},
+        "text.format.schema",
+    ),
+    ("responses", {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+    (
+        "responses",  # the form of chat
+        {"input": "x", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools[0].name",
+    ),
+    ("responses", {"input": "x", "tool_choice": {"type": "function"}}, "tool_choice.name"),
+]
+
+
+@pytest.mark.parametrize(("api", "fields", "param"), MISSING_FIELDS)
+def test_a_field_that_is_missed_later_has_the_same_code(
+    api: str, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        request_of(api, fields)
+    assert (caught.value.param, caught.value.code) == (param, "missing_required_parameter")
+
+
 EVERY: dict[str, Api | CountingApi] = {**GENERATING, **COUNTING}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
 
@@ -128,3 +231,15 @@ def test_every_api_takes_whole_floats_and_names_faults(path: str) -> None:
     with pytest.raises(ApiError) as caught:
         EVERY[path].parse(b'{"messages": []}', headers(), STAMP)
     assert (caught.value.param, caught.value.code) == ("model", "missing_required_parameter")
+
+
+def test_tokenizing_takes_the_fields_that_change_a_prompt() -> None:
+    def parsed(**fields: Any) -> Any:
+        return Tokenize().parse(json.dumps({"model": "m", **fields}).encode(), {}, STAMP).request
+
+    assert parsed(messages=[ASK], reasoning_effort="none").thinking is False
+    assert parsed(prompt="x", add_special_tokens=True).prompts == ["x"]
+    for fields, param in (({}, "prompt"), ({"prompt": "x"}, "add_special_tokens")):
+        with pytest.raises(InvalidRequest) as caught:
+            parsed(**fields, add_special_tokens=False)
+        assert caught.value.param == param

@@ -35,7 +35,7 @@ def stored(**fields: Any) -> tuple[Any, Any]:
 def test_only_input_that_a_prompt_can_hold_is_stored() -> None:
     shown = {"type": "message", "role": "user", "content": "Hi", "id": "msg_1"}
     padding = {"padding": "x" * 100_000}
-    _, turn = stored(input=[{**shown, **padding}, {"type": "web_search_call", **padding}])
+    _, turn = stored(input=[{**shown, **padding}, {"type": "ghost_snapshot", **padding}])
     assert [msgspec.json.decode(item) for item in turn.input] == [shown]
 
 

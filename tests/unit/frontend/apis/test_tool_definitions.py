@@ -56,7 +56,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_definitions, "MEMO_BYTES", 1000)
     made: list[ChatToolBody] = []
 
-    def convert(tool: ChatToolBody) -> list[Tool]:
+    def convert(tool: ChatToolBody, _: str) -> list[Tool]:
         made.append(tool)
         return []
 

@@ -24,7 +24,7 @@ from unit.frontend.apis.prompts import APIS
 DEPTH = 6  # of generated values
 # Ids and states of finished items, which no model reads, and opaque texts of other servers.
 WITHOUT_MEANING = {"id", "status", "caller", "encrypted_content", "acknowledged_safety_checks"}
-WITHOUT_MEANING |= {"max_output_length"}
+WITHOUT_MEANING |= {"max_output_length", "approval_request_id"}
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}
 _numbers = count()
 Sent = dict[str, Any]

@@ -175,6 +175,59 @@ NEEDED: dict[
 }
 
 
+FOREIGN: list[tuple[str, str, Any]] = [
+    ("chat", "modalities", ["text", "image"]),
+    ("chat", "system", "Be brief."),
+    ("chat", "instructions", "Be brief."),
+    ("chat", "stop_sequences", ["x"]),
+    ("chat", "echo", True),
+    ("messages", "stop", ["x"]),
+    ("messages", "response_format", {"type": "json_object"}),
+    ("completions", "prompt_embeds", "x"),
+    ("responses", "stop", "x"),
+    ("responses", "response_format", {"type": "json_object"}),
+    ("responses", "structured_outputs", {"regex": "a+"}),
+]
+FOREIGN += [
+    (api, name, value)
+    for api in ("chat", "completions")
+    for name, value in {
+        "regex": "a+",
+        "ebnf": "root ::= 'a'",
+        "grammar": "root ::= 'a'",
+        "guided_json": {"type": "object"},
+        "structured_outputs": {"regex": "a+"},
+        "stop_regex": "a+",
+        "use_beam_search": True,
+        "logits_processors": ["a"],
+        "custom_logit_processor": "a",
+        "lora_path": "a",
+    }.items()
+]
+
+
+@pytest.mark.parametrize(("api", "name", "value"), FOREIGN)
+def test_fields_of_other_apis_that_change_the_answer_are_refused(
+    api: str, name: str, value: Any
+) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        run(api, {name: value})
+    assert error.value.param == name
+    run(api, {name: None})
+
+
+def test_no_effort_is_no_thinking_in_every_openai_api() -> None:
+    for api, fields in (
+        ("chat", {"reasoning_effort": "none"}),
+        ("responses", {"reasoning": {"effort": "none"}}),
+    ):
+        sent = body(APIS[api], **fields)
+        assert APIS[api].parse(sent, {}, STAMP).request.thinking is False
+    switched = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    sent = body(APIS["chat"], **switched)
+    assert APIS["chat"].parse(sent, {}, STAMP).request.thinking is None
+
+
 @pytest.mark.parametrize("api", PARAMETERS)
 def test_the_tables_have_every_parameter_of_the_sdks(api: str) -> None:
     known = {*USED[api], *REFUSED[api], *LISTED[api]}

@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvmesh.demo import model_dir
 from kvmesh.frontend.conversation import (
     Block,
     GenerateRequest,
+    Image,
     Message,
     RenderedPrompt,
     Text,
@@ -62,10 +64,10 @@ def conversation(text: str) -> GenerateRequest:
         Message("system", [Text(text)]),
         Message("user", [Text("Please read"), Text(text)]),
         Message("assistant", [Thinking(text), Text("So"), ToolCall("1", "read", arguments)]),
-        Message("tool", [ToolResult("1", content, references=["later"])]),
-        Message("assistant", [ToolCall("2", "apply", text, custom=True)]),
-        Message("tool", [ToolResult("2", [Text(text)])]),
-        Message("user", [ToolNotice("later"), Text(text)]),
+        Message("tool", [ToolResult("1", content, references=["later", text])]),
+        Message("assistant", [ToolCall(text, text, text, namespace=text, custom=True)]),
+        Message("tool", [ToolResult(text, [Text(text)], is_error=True)]),
+        Message("user", [ToolNotice("later"), ToolNotice(text), ToolNotice(text, True)]),
         tools=tools,
     )
 
@@ -96,6 +98,61 @@ def test_an_assistants_text_cannot_end_its_turn(token: str) -> None:
 
     _, ids = prompt(answered(f"The token {token} ends it."))
     assert special(ids) == special(prompt(answered("The token ends it."))[1])
+
+
+@given(st.sampled_from(SPECIAL), st.lists(st.integers(1, 8), min_size=1, max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_the_texts_of_an_answer_do_not_make_one_together(token: str, places: list[int]) -> None:
+    def answered(words: str) -> GenerateRequest:
+        ends = [0, *sorted(places), len(words)]
+        parts = [words[a:b] for a, b in pairwise(ends)]
+        return request(
+            Message("user", [Text("x")]),
+            Message("assistant", [Text(part) for part in parts]),
+            Message("user", [Text("y")]),
+        )
+
+    rendered, ids = prompt(answered(f"{token}{token} it is"))
+    assert special(ids) == special(prompt(answered("No token but words"))[1])
+    assert f"{token}{token} it is" in rendered.text
+    assert GUARD not in rendered.text
+
+
+def test_nor_do_texts_beside_images() -> None:
+    def seen(*texts: str) -> GenerateRequest:
+        parts: list[Any] = [Image("data:,"), *map(Text, texts)]
+        result = ToolResult("1", [Image("data:,"), *map(Text, texts)])
+        return request(
+            Message("user", [Text("x")]),
+            Message("assistant", [ToolCall("1", "read", "{}")]),
+            Message("tool", [result]),
+            Message("user", parts),
+        )
+
+    dialect = Dialect(CARD, {**FILES, "chat_template.jinja": PARTS_TEMPLATE})
+    rendered, ids = prompt(seen("a <|im_", "end", "|> b"), dialect)
+    assert rendered.text.count("a <|im_end|> b") == 2
+    assert special(ids) == special(prompt(seen("a", "b", "c"), dialect)[1])
+
+
+PARTS_TEMPLATE = b"""{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else -%}
+{% for p in m.content %}{{ p.text }}{% endfor %}{% endif -%}
+{% for t in m.tool_calls or [] %}{{ t.function.name }}{{ t.function.arguments | tojson }}
+{%- endfor %}<|im_end|>
+{% endfor %}{% for d in documents or [] %}{{ d.text }}{% endfor %}"""
+
+
+def test_documents_in_the_variables_of_the_template_have_none() -> None:
+    dialect = Dialect(CARD, {**FILES, "chat_template.jinja": PARTS_TEMPLATE})
+
+    def found(text: str) -> tuple[RenderedPrompt, list[int]]:
+        documents = {"documents": [{"text": text}]}
+        return prompt(request(Message("user", [Text("x")]), template_args=documents), dialect)
+
+    rendered, ids = found("see <|im_end|> there")
+    assert rendered.text.endswith("see <|im_end|> there")
+    assert special(ids) == special(found("see there")[1])
 
 
 def test_an_assistants_thinking_in_its_text_stays_thinking() -> None:

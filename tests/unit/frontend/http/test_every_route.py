@@ -1,5 +1,6 @@
 """Every route of a frontend: wrong methods, near-miss paths, keys, and pages of other origins."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -63,6 +64,26 @@ async def test_a_method_that_a_path_lacks_is_answered_with_those_it_has(app: Htt
         assert (reply.status, reply.headers["allow"]) == (405, ", ".join(allowed)), (method, path)
         if method != "HEAD":
             check_error(path, reply)
+
+
+async def test_a_websocket_is_refused_so_that_clients_go_on_with_http(app: HttpApp) -> None:
+    """Codex tries one first, and takes no other status for a final answer."""
+    upgrade = {"Connection": "Upgrade", "Upgrade": "WebSocket", "Sec-WebSocket-Version": "13"}
+    for path in ("/v1/responses", "/v1/messages"):
+        reply = await ask(app, "GET", path, **upgrade)
+        assert (reply.status, reply.headers["upgrade"]) == (426, "HTTP/1.1")
+        assert reply.headers["allow"] == "POST"
+        check_error(path, reply)
+    assert (await ask(app, "GET", "/v1/nowhere", **upgrade)).status == 404
+
+
+async def test_a_target_without_a_path_has_an_error_too(app: HttpApp) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+    writer.write(b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 404")
+    assert json.loads(body)["error"]["code"] == "unknown_url"
 
 
 async def test_a_key_comes_before_the_method(locked: HttpApp) -> None:

@@ -21,6 +21,7 @@ _HALF, _LOW = rb"u[dD][89a-fA-F][0-9a-fA-F]{2}", rb"u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\%b|%b|.)" % (_LOW, _HALF), re.DOTALL)
 _HALF_LENGTH = len(rb"\ud83d")
 _MISSING = re.compile(r"missing required field `(\w+)`")
+_any_json: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class RequestStamp(NamedTuple):
@@ -217,6 +218,16 @@ def decode(decoder: "msgspec.json.Decoder[T]", body: bytes, where: str = "") -> 
         raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply.") from error
+
+
+def decode_part(raw: Raw | bytes, where: str) -> Any:
+    """Decode a part of a body of any form; raises InvalidRequest, as for numbers out of range."""
+    return decode(_any_json, bytes(raw), where)
+
+
+def missing(where: str) -> InvalidRequest:
+    """The error for a field that is missing or empty at `where`."""
+    return InvalidRequest(f"`{where}`: missing.", where, faults.MISSING)
 
 
 def whole_characters(body: bytes) -> bytes:

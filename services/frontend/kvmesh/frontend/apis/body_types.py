@@ -50,7 +50,7 @@ def allowed_at(kind: Any, path: str) -> str:
         found = _fields(found, name) if name else _items(found)
     literals = [str(v) for t in _flat(found) if isinstance(t, LiteralType) for v in t.values]
     if literals:
-        return ", ".join(literals[:MAX_SHOWN])
+        return ", ".join([*dict.fromkeys(literals)][:MAX_SHOWN])
     patterns = (t.pattern for t in _flat(found) if isinstance(t, StrType))
     return next((_PATTERNS[p] for p in patterns if p in _PATTERNS), "")
 

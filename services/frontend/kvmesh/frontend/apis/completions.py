@@ -28,7 +28,7 @@ from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
-UNSUPPORTED = UnsupportedFields(suffix=None)
+UNSUPPORTED = UnsupportedFields(suffix=None, prompt_embeds=None)
 MAX_LOGPROBS = 20
 
 
@@ -40,6 +40,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None
     echo: bool | None = None
     logprobs: int | None = None
     stream: bool | None = None

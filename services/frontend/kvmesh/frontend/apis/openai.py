@@ -12,6 +12,7 @@ TYPES: dict[Kind, str] = {
     "permission": "permission_error",
     "not_found": "invalid_request_error",
     "method_not_allowed": "invalid_request_error",
+    "upgrade_refused": "invalid_request_error",
     "too_large": "invalid_request_error",
     "unsupported_coding": "invalid_request_error",
     "rate_limit": "rate_limit_error",

@@ -26,6 +26,14 @@ UNSUPPORTED = UnsupportedFields(
     truncate_prompt_tokens=None,
     allowed_token_ids=None,
     bad_words=None,
+    regex=None,
+    ebnf=None,
+    grammar=None,
+    stop_regex=None,
+    use_beam_search=None,
+    logits_processors=None,
+    custom_logit_processor=None,
+    lora_path="model",
 )
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -43,7 +51,10 @@ _ranged = attrgetter(*(param for param, _, _ in _RANGES))
 
 
 class SamplingBody(Struct, kw_only=True):
-    """Fields of the OpenAI API, and of vLLM those that agents use, and the UNSUPPORTED ones."""
+    """Fields of the OpenAI API, and of vLLM those that agents use, and the UNSUPPORTED ones.
+
+    These are fields of vLLM, SGLang and llama.cpp.
+    """
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -68,6 +79,14 @@ class SamplingBody(Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    stop_regex: Any = None
+    use_beam_search: Any = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    lora_path: Any = None
 
 
 def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> Sampling:

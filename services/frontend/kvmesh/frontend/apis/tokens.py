@@ -9,6 +9,7 @@ from msgspec import Struct
 from kvmesh.frontend.apis.base import CountCall, Headers, RequestStamp, decode, json_encode
 from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage, ToolList
 from kvmesh.frontend.apis.chat.body import to_request as chat_request
+from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
@@ -24,6 +25,8 @@ class TokenizeBody(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):
@@ -54,10 +57,14 @@ class Tokenize:
                 chat_template_kwargs=parsed.chat_template_kwargs,
                 add_generation_prompt=parsed.add_generation_prompt,
                 continue_final_message=parsed.continue_final_message,
+                reasoning_effort=parsed.reasoning_effort,
             )
             return chat_request(chat, "tokenize")
         if parsed.prompt is None:
-            raise InvalidRequest("`prompt` or `messages` is required.", "prompt")
+            raise InvalidRequest("`prompt` or `messages` is required.", "prompt", MISSING)
+        if parsed.add_special_tokens is False:
+            reason = "`add_special_tokens`: a prompt always has those of the tokenizer."
+            raise InvalidRequest(reason, "add_special_tokens")
         sampling = to_sampling(SamplingBody(), None, None)
         return GenerateRequest(
             id="tokenize", model=parsed.model, sampling=sampling, prompts=[parsed.prompt]

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from kvmesh.frontend.apis.base import decode
+from kvmesh.frontend.apis.base import decode, decode_part
 from kvmesh.frontend.conversation import Tool
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.runtime.lru import LruCache
@@ -18,13 +18,14 @@ SIZE = 24  # times the JSON of a tool: at most what it takes in memory
 
 
 class ToolDefinitions(Generic[B]):
-    """Tools defined as `kind`, bounded by MEMO_BYTES; `tools_of` converts one. Thread-safe.
+    """Tools defined as `kind`, bounded by MEMO_BYTES; `tools_of` converts one, with its path for
+    errors. Thread-safe.
 
     Definitions of other types than `types` may have any fields.
     """
 
     def __init__(
-        self, kind: type[B], types: Container[str], tools_of: Callable[[B], list[Tool]]
+        self, kind: type[B], types: Container[str | None], tools_of: Callable[[B, str], list[Tool]]
     ) -> None:
         self._decoder = msgspec.json.Decoder(kind)
         self._types = types
@@ -53,9 +54,9 @@ class ToolDefinitions(Generic[B]):
 
     def _converted(self, text: bytes, where: str) -> list[Tool]:
         try:
-            return self._tools_of(decode(self._decoder, text, where))
+            return self._tools_of(decode(self._decoder, text, where), where)
         except InvalidRequest:
-            value = msgspec.json.decode(text)
+            value = decode_part(text, where)
             kind = value.get("type") if isinstance(value, dict) else None
             if isinstance(kind, str) and kind not in self._types:
                 return []

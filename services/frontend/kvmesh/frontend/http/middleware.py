@@ -162,6 +162,10 @@ async def _respond(http: web.Request, handler: Handler) -> web.StreamResponse:
     except ApiError as error:
         with logged_as(http.get(SPAN, NO_SPAN)):
             return error_response(shape_for(http), error, request_id.id_of(http))
+    except web.HTTPNotFound:  # the target is no path, as that of `OPTIONS *`
+        reason = f"{http.method} {http.raw_path[:MAX_SHOWN]} does not exist; see /docs."
+        missed = ApiError("not_found", reason, code="unknown_url")
+        return error_response(shape_for(http), missed, request_id.id_of(http))
     except (ConnectionError, web.HTTPException):
         raise
     except Exception as error:

@@ -22,7 +22,8 @@ from kvmesh.frontend.apis.messages.blocks import ContentBlock
 from kvmesh.frontend.apis.messages.body import MessagesBody
 from kvmesh.frontend.apis.messages.client_tools import MessagesToolBody
 from kvmesh.frontend.apis.messages.context_management import EDIT_TYPES
-from kvmesh.frontend.apis.responses.body import ResponsesBody, ResponsesToolBody
+from kvmesh.frontend.apis.responses.body import ResponsesBody
+from kvmesh.frontend.apis.responses.tool_bodies import ResponsesToolBody
 from kvmesh.frontend.apis.tokens import DetokenizeBody, TokenizeBody
 from kvmesh.frontend.http.bodies import JSON
 from kvmesh.runtime.service import VERSION

@@ -13,18 +13,18 @@ IMAGE = "image"
 _OMITTED = "[%s omitted: this model cannot read it]"
 
 
-def readable(messages: list[Message], images: bool) -> list[Message]:
+def readable(messages: list[Message], images: bool, field: str = "messages") -> list[Message]:
     """The messages with a text for each image and file that the model cannot read.
 
     `images`: it reads images. The same list if there are none. Raises InvalidRequest for one that
-    the newest message brings.
+    the newest message brings; `field` holds the messages in the body.
     """
     unread: tuple[type, ...] = (AttachedFile,) if images else (AttachedFile, Image)
     holding = [index for index, message in enumerate(messages) if _holds(message, unread)]
     if not holding:
         return messages
     if holding[-1] == _sent_by_a_person(messages):
-        _refuse(messages[holding[-1]], unread, f"messages[{holding[-1]}].content")
+        _refuse(messages[holding[-1]], unread, field)
     found = list(messages)
     for index in holding:
         shown = [_shown(block, unread) for block in messages[index].blocks]
@@ -68,10 +68,11 @@ def _follows_results(messages: Sequence[Message], index: int) -> bool:
     return False
 
 
-def _refuse(message: Message, unread: tuple[type, ...], where: str) -> None:
+def _refuse(message: Message, unread: tuple[type, ...], field: str) -> None:
     first = next(block for block in message.blocks if isinstance(block, unread))
     what = f"{first.kind}s" if isinstance(first, AttachedFile) else f"{IMAGE}s"
-    raise InvalidRequest(f"`{where}`: this model does not read {what}.", where)
+    reason = f"`{field}`: this model does not read {what}; the newest message has one."
+    raise InvalidRequest(reason, field)
 
 
 def _shown(block: Block, unread: tuple[type, ...]) -> Block:

@@ -170,7 +170,8 @@ class Preprocessor:
 
     def _arrange(self, request: GenerateRequest, model: ServedModel) -> None:
         """Bring the messages into the form that all later prompts show."""
-        request.messages = in_call_order(readable(request.messages, model.card.images))
+        shown = readable(request.messages, model.card.images, request.content_field)
+        request.messages = in_call_order(shown)
         if self._share_prefixes and request.agent.startswith(AGENT):
             request.messages = list(shared_prefix(request.messages))
 
@@ -334,7 +335,7 @@ def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
         rendered = dialect.template.prompt(request, datetime.date.today(), dialect.end_tokens)
     except TemplateError as error:
         raise InvalidRequest(
-            f"The model's chat template refused the conversation: {error}", "messages"
+            f"The model's chat template refused the conversation: {error}", request.content_field
         ) from error
     return rendered._replace(text=_encodable(rendered.text))
 

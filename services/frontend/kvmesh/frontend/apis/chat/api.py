@@ -17,7 +17,7 @@ from kvmesh.frontend.apis.base import (
     json_encode,
 )
 from kvmesh.frontend.apis.cache_ttl import cache_ttl_s
-from kvmesh.frontend.apis.chat.body import ChatBody, to_request
+from kvmesh.frontend.apis.chat.body import ChatBody, to_request, without_effect
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
@@ -49,7 +49,8 @@ class Chat:
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            request.ignored += [*ignored_fields(body, ChatBody), *unknown_headers(headers)]
+            fields = [*ignored_fields(body, ChatBody), *without_effect(parsed)]
+            request.ignored += [*fields, *unknown_headers(headers)]
         options = parsed.stream_options
         include_usage = bool(options and options.include_usage)
         return ApiCall(request, ChatAnswer(request, stamp.created, include_usage))

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Raw, Struct
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_length, check_range
+from kvmesh.frontend.apis.base import as_json, check_length, check_range, missing
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import (
     CacheOptions,
@@ -20,6 +20,7 @@ from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import (
+    GAP,
     Block,
     GenerateRequest,
     Message,
@@ -37,7 +38,14 @@ MAX_MESSAGES = 20_000
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_TOOLS = 4096
-TOOL_CHOICES = ("function", "custom", "allowed_tools")
+OF_ANSWERS = (
+    *("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal"),
+    *("annotations", "prefix", "partial"),
+)
+NOT_OF_ANSWERS = ("tool_call_id",)
+SWITCHES = {"enable_thinking", "thinking"}  # of thinking, in chat templates
+OWN_TOOLS = ("function", "custom")
+TOOL_CHOICES = (*OWN_TOOLS, "allowed_tools")
 
 
 class Function(Struct):
@@ -69,6 +77,7 @@ class ChatMessage(Struct):
     refusal: str | None = None
     annotations: list[Any] | None = None
     prefix: bool | None = None
+    partial: bool | None = None
 
 
 class FunctionTool(Struct):
@@ -148,7 +157,7 @@ class ChatBody(SamplingBody, kw_only=True):
     """Fields of the OpenAI API, and of vLLM those that agents use. Ignores unknown fields.
 
     The model continues an assistant message at the end if `continue_final_message` or the message's
-    `prefix` says so.
+    `prefix` or `partial` says so.
     """
 
     model: str
@@ -176,6 +185,10 @@ class ChatBody(SamplingBody, kw_only=True):
     audio: Any = None
     chat_template: Any = None
     documents: Any = None
+    echo: Any = None
+    system: Any = None
+    instructions: Any = None
+    stop_sequences: Any = None
     nvext: Nvext | None = None
 
 
@@ -185,6 +198,10 @@ UNSUPPORTED = UnsupportedFields(
     audio=None,
     chat_template=None,
     documents="chat_template_kwargs",
+    echo=None,
+    system="messages",
+    instructions="messages",
+    stop_sequences="stop",
 )
 
 
@@ -202,6 +219,7 @@ def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         guided=guided(body.response_format),
         template_args=_arguments(body),
+        thinking=_thinking(body),
         stream=bool(body.stream),
         n=body.n or 1,
         ignored=reading.skipped,
@@ -213,8 +231,15 @@ def _check(body: ChatBody) -> None:
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
     check_range(body.n, 1, MAX_CHOICES, "n")
     UNSUPPORTED.refuse(body)
-    if "audio" in (body.modalities or ()):
+    if any(modality != "text" for modality in body.modalities or ()):
         raise InvalidRequest("`modalities`: the model writes text only.", "modalities")
+
+
+def _thinking(body: ChatBody) -> bool | None:
+    """False if no effort is wanted, unless the template's own switch says otherwise."""
+    if body.reasoning_effort != "none" or SWITCHES & (body.chat_template_kwargs or {}).keys():
+        return None
+    return False
 
 
 def _arguments(body: ChatBody) -> dict[str, Any]:
@@ -222,7 +247,8 @@ def _arguments(body: ChatBody) -> dict[str, Any]:
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
-    continues = body.continue_final_message or bool(body.messages[-1].prefix)
+    last = body.messages[-1]
+    continues = body.continue_final_message or bool(last.prefix or last.partial)
     if continues and body.add_generation_prompt:
         reason = "`add_generation_prompt` and `continue_final_message` exclude each other."
         raise InvalidRequest(reason, "continue_final_message")
@@ -243,19 +269,29 @@ def _sampling(body: ChatBody) -> Sampling:
 
 
 def _message(message: ChatMessage, where: str, reading: Reading) -> Message:
-    content = content_blocks(message.content, f"{where}.content", reading)
+    answers = message.role == "assistant"
+    content = content_blocks(message.content, f"{where}.content", reading, answers)
     if message.name and message.role in ("system", "developer", "assistant"):
         reading.skipped.append(f"{where}.name")
     if message.role in ("system", "developer"):
         return Message("system", list(content))
     if message.role == "user":
         return Message("user", _named(message.name, content))
-    if message.role == "assistant":
+    if answers:
         return Message("assistant", _assistant(message, content, where))
     if not message.tool_call_id and message.role == "tool":
-        raise InvalidRequest("A tool message requires `tool_call_id`.", f"{where}.tool_call_id")
+        raise missing(f"{where}.tool_call_id")
     call = message.tool_call_id or message.name or ""
     return Message("tool", [ToolResult(call, content, cache=inner_cache_control(content))])
+
+
+def without_effect(body: ChatBody) -> list[str]:
+    """Paths of the fields that messages of their roles do not have."""
+    found = []
+    for index, message in enumerate(body.messages):
+        others = NOT_OF_ANSWERS if message.role == "assistant" else OF_ANSWERS
+        found += [f"messages[{index}].{name}" for name in others if getattr(message, name)]
+    return found
 
 
 def _named(name: str | None, content: list[ResultPart]) -> list[Block]:
@@ -277,6 +313,8 @@ def _assistant(message: ChatMessage, content: list[ResultPart], where: str) -> l
     if message.annotations and content and isinstance(last := content[-1], Text):
         blocks[-1] = Text(with_sources(last.text, message.annotations), last.cache)
     if message.refusal:
+        if content:
+            blocks.append(Text(GAP))
         blocks.append(Text(message.refusal))
     if message.function_call is not None:
         called = message.function_call
@@ -290,7 +328,7 @@ def _tool_call(call: ChatToolCall, where: str) -> ToolCall:
     if call.custom is not None:
         return ToolCall(call.id or "", call.custom.name, call.custom.input, custom=True)
     if call.function is None:
-        raise InvalidRequest("A tool call requires `function`.", f"{where}.function")
+        raise missing(f"{where}.function")
     return ToolCall(call.id or "", call.function.name, _written(call.function.arguments))
 
 
@@ -298,21 +336,27 @@ def _written(arguments: str | dict[str, Any] | None) -> str:
     return arguments if isinstance(arguments, str) else as_json(arguments or {})
 
 
-def _tools(tool: ChatToolBody) -> list[Tool]:
+def _tools(tool: ChatToolBody, where: str) -> list[Tool]:
     """A function or custom tool; nothing of a hosted one."""
     if tool.function is not None:
         f = tool.function
+        if not f.name:
+            raise missing(f"{where}.function.name")
         return [Tool(f.name, f.description or "", f.parameters or {}, strict=bool(f.strict))]
     if tool.custom is not None:
         c = tool.custom
+        if not c.name:
+            raise missing(f"{where}.custom.name")
         grammar = c.format.grammar if c.format and c.format.grammar else Grammar()
         description, regex = c.description or "", grammar.syntax == "regex"
         text = grammar.definition
         return [Tool(c.name, description, {}, custom=True, grammar=text, regex=regex)]
+    if tool.type in OWN_TOOLS:
+        raise missing(f"{where}.{tool.type}")
     return []
 
 
-_definitions = ToolDefinitions(ChatToolBody, ("function", "custom"), _tools)
+_definitions = ToolDefinitions(ChatToolBody, OWN_TOOLS, _tools)
 
 
 def _choice(choice: str | ChatToolChoice | None) -> ToolChoice:
@@ -324,8 +368,7 @@ def _choice(choice: str | ChatToolChoice | None) -> ToolChoice:
             reason = f"`tool_choice.type`: unknown `{choice.type}`."
             raise InvalidRequest(reason, "tool_choice.type")
         if named is None:
-            field = f"tool_choice.{choice.type}"
-            raise InvalidRequest(f"`{field}`: missing.", field)
+            raise missing(f"tool_choice.{choice.type}")
         return ToolChoice("required", (named.name,))
     if choice in ("none", "required"):
         return ToolChoice(choice)  # type: ignore[arg-type]  # narrowed by the line above
@@ -341,7 +384,7 @@ def allowed_choice(mode: Literal["auto", "required"], tools: list[AllowedTool]) 
         if tool.type not in ("function", "custom"):
             continue
         if not name:
-            raise InvalidRequest("An allowed tool requires a name.", f"tool_choice.tools[{index}]")
+            raise missing(f"tool_choice.tools[{index}].name")
         names.append(name)
     return ToolChoice(mode, tuple(names))
 
@@ -353,6 +396,6 @@ def guided(form: ResponseFormat | None) -> Guided | None:
         return Guided(kind="json_object", value="")
     if form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema is None:
-            raise InvalidRequest("`json_schema.schema` is missing.", "response_format.json_schema")
+            raise missing("response_format.json_schema.schema")
         return Guided(kind="json_schema", value=as_json(form.json_schema.schema))
     raise InvalidRequest(f"Unknown type `{form.type}`.", "response_format.type")

@@ -25,6 +25,11 @@ def split_data_url(url: str) -> tuple[str, str]:
     return head[5:].partition(";")[0], data
 
 
+def file_kind(type_name: str) -> str | None:
+    """The kind of a file in words that the type of a part names (`video_url`); None if none."""
+    return next((kind for word, kind in _KINDS.items() if word in type_name), None)
+
+
 def kind_of(media_type: str, name: str) -> str:
     """The kind of a file in words."""
     if media_type == "application/pdf" or name.lower().endswith(".pdf"):

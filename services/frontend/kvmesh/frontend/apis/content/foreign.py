@@ -4,7 +4,7 @@ They are compact and depend on nothing but the object, so that later prompts rep
 use to a model are left out: types, ids, states and opaque data.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvmesh.frontend.apis.base import as_json
@@ -33,6 +33,18 @@ def plain_text(value: Any) -> str:
     return "" if value is None else as_json(value)
 
 
+def shown_text(value: Mapping[str, Any]) -> str:
+    """The text of an object of an unknown type; empty if it has none of the usual forms."""
+    for found in (value.get("text"), value.get("content")):
+        if isinstance(found, str) and found:
+            return found
+        if isinstance(found, list):
+            parts = (part.get("text") for part in found if isinstance(part, dict))
+            if text := "\n".join(part for part in parts if isinstance(part, str)):
+                return text
+    return ""
+
+
 def _without_opaque(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_opaque(item) for item in value]
@@ -44,11 +56,12 @@ def _without_opaque(value: Any) -> Any:
         if item is not None
         and key not in _OPAQUE
         and not key.startswith("encrypted_")
-        and not (key in _DATA and _is_data(item))
+        and not (key in _DATA and is_data(item))
     }
 
 
-def _is_data(value: Any) -> bool:
+def is_data(value: Any) -> bool:
+    """True for what is no text, such as an image in base64."""
     return isinstance(value, str) and len(value) > LONGEST and " " not in value
 
 

@@ -6,10 +6,17 @@ from msgspec import Raw, Struct
 
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import CacheBreakpoint, to_cache_control
-from kvmesh.frontend.apis.content.files import kind_of, split_data_url, text_of
-from kvmesh.frontend.apis.content.foreign import with_sources
+from kvmesh.frontend.apis.content.files import file_kind, kind_of, split_data_url, text_of
+from kvmesh.frontend.apis.content.foreign import shown_text, with_sources
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading, TaggedDecoder
-from kvmesh.frontend.conversation import AttachedFile, CacheControl, Image, ResultPart, Text
+from kvmesh.frontend.conversation import (
+    GAP,
+    AttachedFile,
+    CacheControl,
+    Image,
+    ResultPart,
+    Text,
+)
 
 
 class TextPart(Struct, tag="text"):
@@ -86,16 +93,30 @@ Content: TypeAlias = str | list[Annotated[Raw, defined_as(Part)]]
 _decoder: TaggedDecoder[Part] = TaggedDecoder(Part)
 
 
-def content_blocks(content: Content | None, where: str, reading: Reading) -> list[ResultPart]:
-    """The blocks of a content; a string is one text, so that both forms render alike."""
+def content_blocks(
+    content: Content | None, where: str, reading: Reading, answer: bool = False
+) -> list[ResultPart]:
+    """The blocks of a content; a string is one text, so that both forms render alike.
+
+    The texts of an `answer` are one text: a gap separates those of other kinds from it.
+    """
     if isinstance(content, str):
         return [Text(content)] if content else []
-    blocks = (_block(raw, f"{where}[{i}]", reading) for i, raw in enumerate(content or ()))
-    return [block for block in blocks if block is not None]
+    blocks: list[ResultPart] = []
+    apart = False
+    for index, raw in enumerate(content or ()):
+        part = _decoder.decode(raw, f"{where}[{index}]")
+        block = _block(part, f"{where}[{index}]", reading)
+        if block is None:
+            continue
+        before, apart = apart, not isinstance(part, TextPart)
+        if answer and (apart or before) and blocks:
+            blocks.append(Text(GAP))
+        blocks.append(block)
+    return blocks
 
 
-def _block(raw: Raw, where: str, reading: Reading) -> ResultPart | None:
-    part = _decoder.decode(raw, where)
+def _block(part: Part | Foreign, where: str, reading: Reading) -> ResultPart | None:
     if isinstance(part, TextPart):
         text = part.text or ""
         text = with_sources(text, part.annotations) if part.annotations else text
@@ -114,10 +135,13 @@ def _block(raw: Raw, where: str, reading: Reading) -> ResultPart | None:
     return _file(part if isinstance(part, FileBody) else part.file or FileBody(), cache)
 
 
-def _foreign(part: Foreign, where: str, reading: Reading) -> Text | None:
-    text = part.get("text")
-    if isinstance(text, str):
+def _foreign(part: Foreign, where: str, reading: Reading) -> Text | AttachedFile | None:
+    """The text of a part of an unknown type, or the file that its type names."""
+    if text := shown_text(part):
         return Text(text)
+    kind = file_kind(part["type"])
+    if kind is not None:
+        return AttachedFile(kind)
     reading.skipped.append(where)
     return None
 

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, get_args
 import msgspec
 from msgspec import Raw
 
-from kvmesh.frontend.apis.base import decode
+from kvmesh.frontend.apis.base import decode, decode_part
 from kvmesh.frontend.apis.sealed_reasoning import Sealed
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class TaggedDecoder(Generic[T]):
         try:
             return self._decoder.decode(raw)
         except msgspec.ValidationError:
-            value = msgspec.json.decode(raw)
+            value = decode_part(raw, where)
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in self._known:
             return value  # type: ignore[no-any-return]  # a dict, as its type shows

@@ -34,6 +34,7 @@ TYPES: dict[Kind, str] = {
     "permission": "permission_error",
     "not_found": "not_found_error",
     "method_not_allowed": "invalid_request_error",
+    "upgrade_refused": "invalid_request_error",
     "too_large": "request_too_large",
     "unsupported_coding": "invalid_request_error",
     "rate_limit": "rate_limit_error",

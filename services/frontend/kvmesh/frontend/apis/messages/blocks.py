@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Raw, Struct
 
-from kvmesh.frontend.apis.base import as_json
+from kvmesh.frontend.apis.base import as_json, missing
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import inner_cache_control
-from kvmesh.frontend.apis.content.files import kind_of, text_of
-from kvmesh.frontend.apis.content.foreign import plain_text, with_sources
+from kvmesh.frontend.apis.content.files import file_kind, kind_of, text_of
+from kvmesh.frontend.apis.content.foreign import plain_text, shown_text, with_sources
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading, TaggedDecoder
 from kvmesh.frontend.apis.messages.client_tools import MessagesToolBody, cache_control
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
 from kvmesh.frontend.conversation import (
+    GAP,
     AttachedFile,
     Block,
     CacheControl,
@@ -33,6 +34,9 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.retention.hints import CacheMark
 
 MAX_DEPTH = 4  # of blocks in blocks; each level is read once more
+_SHOWN = (Text, Image, AttachedFile)
+_OF_ANSWERS = (Thinking, ToolCall)
+_OF_RESULTS = (*_OF_ANSWERS, ToolResult, ToolNotice)  # what results of tools do not hold
 _INDEX = re.compile(r"\.(\d+)")
 
 
@@ -58,10 +62,10 @@ class ImageSource(Struct):
     """`type` selects the fields in use."""
 
     type: str = "base64"
-    media_type: str = ""
-    data: str = ""
-    url: str = ""
-    file_id: str = ""
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    file_id: str | None = None
 
 
 class ImageBlock(Struct, tag="image"):
@@ -85,8 +89,8 @@ class DocumentBlock(Struct, tag="document"):
 
 class SearchResultBlock(Struct, tag="search_result"):
     content: str | list[_Shown]
-    source: str = ""
-    title: str = ""
+    source: str | None = None
+    title: str | None = None
     cache_control: CacheMark | None = None
 
 
@@ -153,7 +157,7 @@ def to_messages(
     reading: MessagesReading,
 ) -> Iterator[Message]:
     """The message; an answer with results of tools that the vendor's servers ran is several."""
-    blocks = to_blocks(content, where, reading)
+    blocks = to_blocks(content, where, reading, answer=role == "assistant")
     if role != "assistant" or not any(isinstance(block, ToolResult) for block in blocks):
         yield Message(role, blocks)
         return
@@ -162,19 +166,38 @@ def to_messages(
 
 
 def to_blocks(
-    content: BlockContent, where: str, reading: MessagesReading, depth: int = 0
+    content: BlockContent,
+    where: str,
+    reading: MessagesReading,
+    depth: int = 0,
+    answer: bool = False,
 ) -> list[Block]:
-    """Blocks of a content; a string is one text block, so that both forms render alike."""
+    """Blocks of a content; a string is one text block, so that both forms render alike.
+
+    The texts of an `answer` are one text: a gap separates those of other kinds from it. Elsewhere
+    what only answers have is left out.
+    """
     if isinstance(content, str):
         return [Text(content)] if content else []
     if depth == MAX_DEPTH:
         raise InvalidRequest(f"{where}: blocks are nested too deeply", where)
-    blocks = []
+    blocks: list[Block] = []
+    misplaced = () if answer else _OF_RESULTS if depth else _OF_ANSWERS
+    apart = False
     for index, raw in enumerate(content):
         at = f"{where}.{index}"
-        block = _block(_decoder.decode(raw, at), at, reading, depth)
-        if block is not None:
-            blocks.append(block)
+        decoded = _decoder.decode(raw, at)
+        block = _block(decoded, at, reading, depth)
+        if block is None:
+            continue
+        if isinstance(block, misplaced):
+            reading.skip(at)
+            continue
+        before, apart = apart, answer and not isinstance(decoded, TextBlock)
+        beside = (apart or before) and blocks and isinstance(blocks[-1], _SHOWN)
+        if beside and isinstance(block, _SHOWN):
+            blocks.append(Text(GAP))
+        blocks.append(block)
     return blocks
 
 
@@ -188,7 +211,7 @@ def _block(
         return Text(text, cache_control(block.cache_control))
     if isinstance(block, ToolUseBlock):
         if not block.name:
-            raise InvalidRequest(f"{where}.name: field required", f"{where}.name")
+            raise missing(f"{where}.name")
         given, cache = as_json(block.input or {}), cache_control(block.cache_control)
         return ToolCall(block.id or "", block.name, given, cache=cache)
     if isinstance(block, ToolResultBlock):
@@ -196,22 +219,27 @@ def _block(
     if isinstance(block, dict):
         return _foreign(block, where, reading)
     if isinstance(block, ThinkingBlock):
-        return Thinking(_thinking_text(block, where, reading))
+        thinking = _thinking_text(block, where, reading)
+        if not thinking and block.signature:
+            reading.skip(where)
+        return Thinking(thinking)
     if isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
         return _notice(block.tool, isinstance(block, ToolRemovalBlock), reading)
     if isinstance(block, ToolReferenceBlock):
         if depth and block.tool_name:
             reading.referenced.append(block.tool_name)
+        else:
+            reading.skip(where)
         return None
     cache = cache_control(block.cache_control)
     if isinstance(block, ImageBlock):
         source = block.source
         data = f"data:{source.media_type};base64,{source.data}" if source.data else source.file_id
-        return Image(source.url or data, cache)
+        return Image(source.url or data or "", cache)
     if isinstance(block, DocumentBlock):
         return _document(block, where, cache, reading, depth)
     texts = _texts(block.content, f"{where}.content", reading, depth)
-    return Text(_lines(block.title, block.source, *texts), cache)
+    return Text(_lines(block.title or "", block.source or "", *texts), cache)
 
 
 def _thinking_text(block: ThinkingBlock, where: str, reading: MessagesReading) -> str:
@@ -232,7 +260,7 @@ def _notice(changed: ChangedTool, removed: bool, reading: MessagesReading) -> To
 
 def _result(block: ToolResultBlock, where: str, reading: MessagesReading, depth: int) -> ToolResult:
     if not block.tool_use_id:
-        raise InvalidRequest(f"{where}.tool_use_id: field required", f"{where}.tool_use_id")
+        raise missing(f"{where}.tool_use_id")
     parts = block.content or []
     if isinstance(parts, dict):
         parts = plain_text(parts)
@@ -254,14 +282,14 @@ def _document(
     """A document with text, or one that no model reads."""
     source, name = block.source, block.title or ""
     if source.type == "text":
-        texts = [source.data]
+        texts = [source.data or ""]
     elif source.type == "content":
         texts = _texts(source.content or [], f"{where}.source.content", reading, depth)
     else:
-        text = text_of(source.data, source.media_type)
+        text = text_of(source.data or "", source.media_type or "")
         if text is None:
-            kind = kind_of(source.media_type or "application/pdf", source.url)
-            named = name or source.url or source.file_id
+            kind = kind_of(source.media_type or "application/pdf", source.url or "")
+            named = name or source.url or source.file_id or ""
             return AttachedFile(kind, named, block.context or "", cache)
         texts = [text]
     return Text(_lines(name, block.context or "", *texts), cache)
@@ -269,7 +297,10 @@ def _document(
 
 def _texts(content: str | list[Raw], where: str, reading: MessagesReading, depth: int) -> list[str]:
     blocks = to_blocks(content, where, reading, depth + 1)
-    return [block.text for block in blocks if isinstance(block, Text)]
+    texts = [block.text for block in blocks if isinstance(block, Text)]
+    if len(texts) < len(blocks):
+        reading.skip(where)  # images
+    return texts
 
 
 def _lines(*texts: str) -> str:
@@ -286,9 +317,10 @@ def _foreign(value: Foreign, where: str, reading: MessagesReading) -> Block | No
         failed = value.get("is_error") is True or _has_error(content)
         shown: list[ResultPart] = [Text(text)] if (text := plain_text(content)) else []
         return ToolResult(call, shown, failed, cache=cache)
-    for found in (value.get("text"), content):
-        if isinstance(found, str) and found:
-            return Text(found, cache)
+    if text := shown_text(value):
+        return Text(text, cache)
+    if file := file_kind(kind):
+        return AttachedFile(file, cache=cache)
     reading.skip(where)
     return None
 

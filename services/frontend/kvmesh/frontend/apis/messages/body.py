@@ -6,7 +6,7 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_range
+from kvmesh.frontend.apis.base import as_json, check_range, missing
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
@@ -16,7 +16,7 @@ from kvmesh.frontend.apis.messages.blocks import (
     to_blocks,
     to_messages,
 )
-from kvmesh.frontend.apis.messages.client_tools import MessagesToolBody, listed
+from kvmesh.frontend.apis.messages.client_tools import OWN_TYPES, MessagesToolBody, listed
 from kvmesh.frontend.apis.messages.context_management import ContextManagement, to_edits
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
@@ -90,11 +90,19 @@ class MessagesBody(Struct, kw_only=True):
     compaction: Any = None
     container: Any = None
     mcp_servers: Any = None
+    response_format: Any = None
+    stop: Any = None
     thread: Any = None
     nvext: Nvext | None = None
 
 
-UNSUPPORTED = UnsupportedFields(compaction=None, container=None, mcp_servers=None)
+UNSUPPORTED = UnsupportedFields(
+    compaction=None,
+    container=None,
+    mcp_servers=None,
+    response_format="output_config.format",
+    stop="stop_sequences",
+)
 
 
 def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
@@ -153,14 +161,16 @@ def _tools(body: MessagesBody, reading: MessagesReading) -> list[Tool]:
     """The tools of `tools`, then those defined in the conversation, which are deferred."""
     found = _definitions.tools(body.tools or [], reading.skipped)
     known = {tool.name for tool in found}
-    for tool in (tool for defined in reading.defined for tool in listed(defined)):
+    for tool in (
+        tool for defined in reading.defined for tool in listed(defined, "tool.definition")
+    ):
         if tool.name not in known:
             known.add(tool.name)
             found.append(replace(tool, deferred=True))
     return found
 
 
-_definitions = ToolDefinitions(MessagesToolBody, ("custom",), listed)
+_definitions = ToolDefinitions(MessagesToolBody, OWN_TYPES, listed)
 
 
 def _choice(choice: ToolChoiceBody | None) -> ToolChoice:
@@ -168,7 +178,7 @@ def _choice(choice: ToolChoiceBody | None) -> ToolChoice:
         return ToolChoice()
     if choice.type == "tool":
         if not choice.name:
-            raise InvalidRequest("tool_choice.name: field required", "tool_choice.name")
+            raise missing("tool_choice.name")
         return ToolChoice("required", (choice.name,))
     return ToolChoice("required" if choice.type == "any" else "none")
 
@@ -181,7 +191,7 @@ def _guided(body: MessagesBody) -> Guided | None:
     if form.type != "json_schema":
         raise InvalidRequest(f"{field}.type: unknown type '{form.type}'", f"{field}.type")
     if form.schema is None:
-        raise InvalidRequest(f"{field}.schema: field required", f"{field}.schema")
+        raise missing(f"{field}.schema")
     return Guided(kind="json_schema", value=as_json(form.schema))
 
 

@@ -10,9 +10,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from kvmesh.frontend.apis.base import missing
 from kvmesh.frontend.conversation import CacheControl, Tool
 from kvmesh.retention.hints import CacheMark
 
+OWN_TYPES = (None, "custom", "function")  # the last is OpenAI's, whose form is another
 _DATED = re.compile(r"(bash|text_editor|memory|computer)_(\d{8})")
 
 
@@ -41,10 +43,14 @@ def to_tool(body: MessagesToolBody) -> Tool:
     )
 
 
-def listed(body: MessagesToolBody) -> list[Tool]:
-    """The tool, but for one that only the vendor's servers run."""
+def listed(body: MessagesToolBody, where: str) -> list[Tool]:
+    """The tool, but for one that only the vendor's servers run. Raises InvalidRequest."""
+    if not body.name:
+        raise missing(f"{where}.name")
     if body.input_schema is not None:
         return [to_tool(body)]
+    if body.type in OWN_TYPES:
+        raise missing(f"{where}.input_schema")
     dated = _DATED.fullmatch(body.type or "")
     if dated is None:
         return []

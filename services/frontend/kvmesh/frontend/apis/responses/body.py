@@ -4,10 +4,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
-from msgspec.structs import replace
 
 from kvmesh.bus.messages import Guided, Sampling
-from kvmesh.frontend.apis.base import as_json, check_length, check_range, decode
+from kvmesh.frontend.apis.base import (
+    as_json,
+    check_length,
+    check_range,
+    decode,
+    decode_part,
+    missing,
+)
 from kvmesh.frontend.apis.body_types import defined_as, unknown_fields
 from kvmesh.frontend.apis.cache_ttl import (
     CacheOptions,
@@ -18,26 +24,28 @@ from kvmesh.frontend.apis.chat.body import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TOOLS,
-    AllowedTool,
-    allowed_choice,
 )
 from kvmesh.frontend.apis.content.parts import Content, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
+from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.responses.hosted_items import hosted_messages
 from kvmesh.frontend.apis.responses.references import ItemHead
+from kvmesh.frontend.apis.responses.tool_bodies import (
+    ResponsesToolBody,
+    ResponsesToolChoice,
+    definitions,
+    tool_choice,
+)
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
-from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Message,
     Text,
     Thinking,
-    Tool,
     ToolCall,
-    ToolChoice,
     ToolResult,
 )
 from kvmesh.frontend.errors import InvalidRequest
@@ -70,28 +78,6 @@ class Item(ItemHead, omit_defaults=True):
     output: Content | dict[str, Any] | None = None
     summary: Content | None = None
     encrypted_content: str | None = None
-
-
-class ResponsesToolBody(Struct):
-    """A tool, or a namespace with its functions in `tools`."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    format: dict[str, Any] | None = None
-    defer_loading: bool | None = None
-    tools: "list[ResponsesToolBody] | None" = None
-
-
-class ResponsesToolChoice(Struct, omit_defaults=True):
-    """A named tool, or with the type `allowed_tools` several."""
-
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[AllowedTool] | None = None
 
 
 class TextFormat(Struct):
@@ -139,10 +125,20 @@ class ResponsesBody(Struct, kw_only=True):
     background: Any = None
     conversation: Any = None
     prompt: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    stop: Any = None
     nvext: Nvext | None = None
 
 
-UNSUPPORTED = UnsupportedFields(background=None, conversation="previous_response_id", prompt=None)
+UNSUPPORTED = UnsupportedFields(
+    background=None,
+    conversation="previous_response_id",
+    prompt=None,
+    response_format="text.format",
+    structured_outputs="text.format",
+    stop=None,
+)
 _item = msgspec.json.Decoder(Item)
 
 
@@ -156,25 +152,26 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
         model=body.model,
         sampling=_sampling(body),
         messages=[*instructions(body), *to_messages(input_items(body), reading)],
-        tools=_definitions.tools(body.tools or [], reading.skipped),
-        tool_choice=_choice(body.tool_choice),
+        tools=definitions.tools(body.tools or [], reading.skipped),
+        tool_choice=tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         guided=_guided(body.text),
         template_args={"reasoning_effort": reasoning.effort} if reasoning.effort else {},
         thinking=False if reasoning.effort == "none" else None,
         stream=bool(body.stream),
         body_bytes=reading.sealed.bytes,
+        content_field="input",
         ignored=reading.skipped,
     )
 
 
 def _check(body: ResponsesBody) -> None:
+    UNSUPPORTED.refuse(body)
     if not body.input and not body.previous_response_id:
-        raise InvalidRequest("`input` must not be empty.", "input")
+        raise InvalidRequest("`input` must not be empty.", "input", MISSING)
     if not isinstance(body.input, str):
         check_length(len(body.input), 0, MAX_MESSAGES, "input")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
-    UNSUPPORTED.refuse(body)
 
 
 def _sampling(body: ResponsesBody) -> Sampling:
@@ -201,7 +198,7 @@ def without_effect(body: ResponsesBody) -> list[str]:
         found.append("reasoning.summary")
     for index, raw in enumerate(input_items(body)):
         if isinstance(_decode(raw, "input"), Item):
-            fields = unknown_fields(msgspec.json.decode(raw), Item)
+            fields = unknown_fields(decode_part(raw, f"input[{index}]"), Item)
             found += [f"input[{index}].{field}" for field in fields]
     return found
 
@@ -242,7 +239,7 @@ def _decode(raw: Raw, where: str) -> Item | Foreign:
             return item
     except msgspec.ValidationError:
         pass
-    value = msgspec.json.decode(raw)
+    value = decode_part(raw, where)
     if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind not in KNOWN:
         return value
     return decode(_item, bytes(raw), where)
@@ -256,6 +253,8 @@ def _messages(raw: Raw, where: str, reading: Reading) -> list[Message]:
             reading.skipped.append(where)
         return messages
     message = _message(item, where, reading)
+    if message is None and not item.is_reference:
+        reading.skipped.append(where)
     return [] if message is None else [message]
 
 
@@ -274,8 +273,10 @@ def _message(item: Item, where: str, reading: Reading) -> Message | None:
     if kind == "message":
         if item.role not in ROLES:
             raise InvalidRequest(f"`{where}.role`: unknown role {item.role!r}.", f"{where}.role")
-        content = content_blocks(item.content, f"{where}.content", reading)
-        return Message(ROLES[item.role], list(content))
+        role = ROLES[item.role]
+        answer = role == "assistant"
+        content = content_blocks(item.content, f"{where}.content", reading, answer)
+        return Message(role, list(content))
     if kind == "function_call" or kind == "custom_tool_call":
         return Message("assistant", [_call(item, where)])
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -285,14 +286,14 @@ def _message(item: Item, where: str, reading: Reading) -> Message | None:
         return Message("assistant", [Thinking(thinking)]) if thinking else None
     if item.is_reference:
         if not item.id:
-            raise InvalidRequest(f"`{where}.id`: missing.", f"{where}.id")
+            raise missing(f"{where}.id")
         return None
-    raise InvalidRequest(f"`{where}.type`: missing.", f"{where}.type")
+    raise missing(f"{where}.type")
 
 
 def _call(item: Item, where: str) -> ToolCall:
     if not item.name:
-        raise InvalidRequest(f"`{where}.name`: missing.", f"{where}.name")
+        raise missing(f"{where}.name")
     if item.type == "custom_tool_call":
         return ToolCall(item.call_id or "", item.name, item.input or "", item.namespace, True)
     given = item.arguments
@@ -303,7 +304,7 @@ def _call(item: Item, where: str) -> ToolCall:
 def _result(item: Item, where: str, reading: Reading) -> ToolResult:
     call = item.call_id or item.name
     if not call:
-        raise InvalidRequest(f"`{where}.call_id`: missing.", f"{where}.call_id")
+        raise missing(f"{where}.call_id")
     output = item.output
     if isinstance(output, dict):
         output = as_json(output)
@@ -327,52 +328,6 @@ def _texts(content: Content | None, where: str, reading: Reading) -> list[str]:
     return [block.text for block in blocks if isinstance(block, Text)]
 
 
-def _tools(tool: ResponsesToolBody) -> list[Tool]:
-    """A function or custom tool, or the functions of a namespace; nothing of a hosted tool."""
-    listed, space = ([tool], None) if tool.type != "namespace" else (tool.tools or [], tool.name)
-    return [made for each in listed if (made := _one_tool(each, space)) is not None]
-
-
-def _one_tool(tool: ResponsesToolBody, namespace: str | None) -> Tool | None:
-    if not tool.name:
-        return None
-    description = tool.description or ""
-    if tool.type == "custom":
-        form = tool.format or {}
-        grammar, regex = form.get("definition"), form.get("syntax") == "regex"
-        text = grammar if isinstance(grammar, str) else None
-        made = Tool(tool.name, description, {}, namespace, custom=True, grammar=text, regex=regex)
-        return replace(made, deferred=bool(tool.defer_loading))
-    if tool.type != "function":
-        return None
-    return Tool(
-        tool.name,
-        description,
-        tool.parameters or {},
-        namespace,
-        strict=bool(tool.strict),
-        deferred=bool(tool.defer_loading),
-    )
-
-
-_definitions = ToolDefinitions(ResponsesToolBody, ("function", "custom", "namespace"), _tools)
-
-
-def _choice(choice: str | ResponsesToolChoice | None) -> ToolChoice:
-    if isinstance(choice, ResponsesToolChoice):
-        if choice.type in ("function", "custom") and choice.name:
-            return ToolChoice("required", (choice.name,))
-        if choice.type != "allowed_tools":
-            reason = f"`tool_choice`: no tool of type `{choice.type}` can be called here."
-            raise InvalidRequest(reason, "tool_choice")
-        if choice.tools is None:
-            raise InvalidRequest("`tool_choice.tools`: missing.", "tool_choice.tools")
-        return allowed_choice(choice.mode or "auto", choice.tools)
-    if choice == "required":
-        return ToolChoice("required")
-    return ToolChoice("none") if choice == "none" else ToolChoice()
-
-
 def _guided(text: TextBody | None) -> Guided | None:
     form = text.format if text else None
     if form is None or form.type == "text":
@@ -382,5 +337,5 @@ def _guided(text: TextBody | None) -> Guided | None:
     if form.type != "json_schema":
         raise InvalidRequest(f"`text.format.type`: unknown `{form.type}`.", "text.format.type")
     if form.schema is None:
-        raise InvalidRequest("`text.format.schema`: missing.", "text.format.schema")
+        raise missing("text.format.schema")
     return Guided(kind="json_schema", value=as_json(form.schema))

@@ -28,6 +28,7 @@ from kvmesh.frontend.dialects.plain_tools import calls_text
 from kvmesh.frontend.dialects.templates.answer_forms import AnswerPieces, MessageForm
 from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, markers
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
+from kvmesh.frontend.dialects.templates.control_tokens import GUARD
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 
 ERROR = "Error: "
@@ -294,7 +295,8 @@ class _MessageWriter:
 
     def _definition(self, reference: str) -> Text:
         """The definition of a referenced deferred tool, which the tools section lacks."""
-        tool = self._deferred.get(reference) or self._tools.get(reference)
+        name = reference.replace(GUARD, "")
+        tool = self._deferred.get(name) or self._tools.get(name)
         if tool is None or not tool.deferred:
             return Text(f"Tool {reference} is available.")
         definition = dumps(self._shown(tool))

@@ -34,6 +34,7 @@ from kvmesh.frontend.dialects.templates.tool_entries import ToolEntries
 from kvmesh.frontend.dialects.templates.variants import PROBE_DAY, TemplateVariants
 from kvmesh.frontend.dialects.templates.written_calls import WrittenCall, written_calls
 
+DOCUMENTS = "documents"  # the variable that holds texts of others
 ATTEMPTS = 2  # to show answers as they were generated
 _OPEN_END = "\ue000kvmesh-continue\ue000"
 
@@ -144,6 +145,8 @@ class ChatTemplate:
             messages = _with_instructions(
                 messages, instructions(visible, self._parser), capabilities
             )
+        if DOCUMENTS in variables:
+            variables = variables | {DOCUMENTS: self._control.guard_json(variables[DOCUMENTS])}
         variables = {"add_generation_prompt": invites and not continues, **variables}
         prompt = template.render(messages, visible or None, today, variables)
         return _cut_at_open_end(prompt) if continues else prompt

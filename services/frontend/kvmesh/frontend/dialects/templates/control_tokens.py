@@ -17,12 +17,14 @@ from msgspec.structs import replace
 
 from kvmesh.frontend.conversation import (
     Block,
+    Image,
     Insertion,
     Message,
     RenderedPrompt,
     Text,
     Thinking,
     ToolCall,
+    ToolNotice,
     ToolResult,
 )
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
@@ -90,6 +92,10 @@ class ControlTokens:
     def _message(self, message: Message) -> Message:
         answers = message.role == "assistant"
         blocks = [self._block(block, answers) for block in message.blocks]
+        if len(blocks) > 1 and (
+            [*map(type, blocks)].count(Text) > 1 if answers else Image in map(type, blocks)
+        ):
+            self._part(blocks, self._special if answers else self._all)
         if blocks == message.blocks:
             return message
         return Message(message.role, blocks, message.generated)
@@ -101,21 +107,49 @@ class ControlTokens:
             text = self._text(block.text, pattern)  # type: ignore[union-attr]
             return block if text is block.text else replace(block, text=text)  # type: ignore[union-attr]
         if isinstance(block, ToolResult):
-            content = [self._block(part, False) for part in block.content]
-            return block if content == block.content else replace(block, content=content)
+            return self._result(block)
+        if isinstance(block, ToolNotice):
+            name = self._text(block.name, self._all)
+            return block if name is block.name else replace(block, name=name)
         return self._call(block) if isinstance(block, ToolCall) else block
+
+    def _part(self, blocks: list[Block], pattern: Pattern | None) -> None:
+        """Guard control tokens whose text begins in one block and ends in another.
+
+        Templates write the texts of a message without a gap.
+        """
+        before = ""
+        for index, block in enumerate(blocks):
+            if type(block) is not Text:
+                before = before if type(block) is Image else ""
+                continue
+            text = block.text
+            if before and pattern is not None and pattern.search(before + text[:LONGEST]):
+                text = GUARD + text
+                blocks[index] = replace(block, text=text)
+            before = (before + text)[-LONGEST:]
+
+    def _result(self, result: ToolResult) -> ToolResult:
+        content: list[Any] = [self._block(part, False) for part in result.content]
+        if len(content) > 1 and Image in map(type, content):
+            self._part(content, self._all)
+        names = [self._text(name, self._all) for name in result.references]
+        if content == result.content and names == result.references:
+            return result
+        return replace(result, content=content, references=names)
 
     def _call(self, call: ToolCall) -> ToolCall:
         name, written = self._text(call.name, self._all), call.arguments
+        space = call.namespace and self._text(call.namespace, self._all)
         if call.custom:
             written = self._text(written, self._all)
         elif any(e in written for e in _ESCAPES) or self._text(written, self._all) is not written:
             value = arguments(call)
             guarded = self.guard_json(value)
             written = written if guarded is value else dumps(guarded)
-        if name is call.name and written is call.arguments:
+        if name is call.name and written is call.arguments and space is call.namespace:
             return call
-        return replace(call, name=name, arguments=written)
+        return replace(call, name=name, arguments=written, namespace=space)
 
     def _text(self, text: str, pattern: Pattern | None) -> str:
         if pattern is None or (len(text) <= SLICE and pattern.search(text) is None):

@@ -1,12 +1,15 @@
-"""Requests without a route: 405 with the methods of their path, 404 with the nearest path."""
+"""Requests without a route: 405 with the methods of their path, 404 with the nearest path.
+
+An attempt to open a WebSocket on a path is answered by 426.
+"""
 
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from itertools import groupby
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
-from kvmesh.frontend.errors import ApiError, MethodNotAllowed
+from kvmesh.frontend.errors import ApiError, MethodNotAllowed, UpgradeRefused
 
 MAX_COMPARED = 100  # characters of a path
 MAX_SEGMENTS = 12
@@ -16,12 +19,14 @@ VERSION = "v1"
 
 
 async def unrouted(http: web.Request) -> web.StreamResponse:
-    """Raises ApiError: MethodNotAllowed, or 404 for an unknown path."""
+    """Raises ApiError: MethodNotAllowed, UpgradeRefused, or 404 for an unknown path."""
     resources = list(http.app.router.resources())[:-1]  # the last one leads here
     allowed: set[str] = set()
     for resource in resources:
         allowed |= (await resource.resolve(http))[1]
     path = http.path[:MAX_SHOWN]
+    if allowed and http.headers.get(hdrs.UPGRADE, "").lower() == "websocket":
+        raise UpgradeRefused(path, sorted(allowed))
     if allowed:
         raise MethodNotAllowed(http.method, path, sorted(allowed))
     near = nearest(http.path, [resource.canonical for resource in resources])

@@ -44,7 +44,7 @@ class StoredResponseEndpoints:
 
     async def _input(self, call: EndpointCall[None]) -> bytes:
         query, caller = decode_query(call.http.query, ItemsQuery), call.caller
-        turns = await self._store.history(call.path_id, caller.tenant)
+        turns = await self._store.history(call.path_id, caller.tenant, None)
         items = [item for turn in turns for item in (*turn.input, *turn.output)]
         found = await self._store.items(referenced_responses(items), caller.tenant)
         size = sum(map(len, items)) + sum(len(item) for held in found.values() for item in held)

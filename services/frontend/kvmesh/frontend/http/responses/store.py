@@ -36,10 +36,18 @@ _decoder = msgspec.json.Decoder(StoredTurn)
 
 
 class ResponseNotFound(ApiError):
-    """The response does not exist, has expired, or belongs to another tenant."""
+    """The response does not exist, has expired, or belongs to another tenant.
+
+    `param` names the field of a body that holds its id, which is then at fault as in OpenAI's API.
+    """
 
     def __init__(self, response_id: str, param: str | None = None) -> None:
-        super().__init__("not_found", f"Response with id '{response_id}' not found.", param=param)
+        if param is None:
+            super().__init__("not_found", f"Response with id '{response_id}' not found.")
+        else:
+            reason = f"Previous response with id '{response_id}' not found."
+            code = "previous_response_not_found"
+            super().__init__("invalid_request", reason, param=param, code=code)
         self.response_id = response_id
 
 
@@ -57,8 +65,12 @@ class ResponseStore:
         self._quota = BucketQuota(bus, name, int(max_bytes * tenant_share))
         self._bucket: Bucket | None = None
 
-    async def history(self, response_id: str, tenant: str) -> list[StoredTurn]:
+    async def history(
+        self, response_id: str, tenant: str, param: str | None = "previous_response_id"
+    ) -> list[StoredTurn]:
         """The turns up to and including `response_id`, oldest first, at most `MAX_TURNS`.
+
+        `param`: the parameter with the id, for errors.
 
         Raises ResponseNotFound, Unavailable, or InvalidRequest beyond `MAX_HISTORY` bytes.
         """
@@ -66,7 +78,7 @@ class ResponseStore:
         next_id: str | None = response_id
         max_bytes = MAX_HISTORY
         while next_id is not None and len(turns) < MAX_TURNS:
-            turn, size = await self._get(next_id, tenant, "previous_response_id", max_bytes)
+            turn, size = await self._get(next_id, tenant, param, max_bytes)
             turns.append(turn)
             next_id, max_bytes = turn.previous, max_bytes - size
         return turns[::-1]
