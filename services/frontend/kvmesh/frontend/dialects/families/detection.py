@@ -66,8 +66,8 @@ TEMPLATE_SIGNS: list[tuple[tuple[str, ...], str | None, str | None]] = [
 # Patterns searched in the lower-case model name; the first match wins.
 NAME_SIGNS: list[tuple[str, str | None, str | None]] = [
     (r"kimi-?k3", "kimi_k3", "kimi_k3"),
-    (r"kimi-?k2(\.5|.*thinking)", "kimi_k2", "kimi_k25"),
-    (r"kimi-?k2", "kimi_k2", None),
+    (r"kimi-?k2(\.[5-9]|.*thinking)", "kimi_k2", "kimi_k25"),
+    (r"kimi-?(k2|linear)", "kimi_k2", None),
     (r"kimi", None, "kimi"),
     (r"gpt-?oss", "harmony", "harmony"),
     (r"deepseek-?v4\.1", "deepseek_v4_1", "qwen3"),
@@ -77,10 +77,11 @@ NAME_SIGNS: list[tuple[str, str | None, str | None]] = [
     (r"deepseek-?v3", "deepseek_v3", "basic"),
     (r"qwen3\.[5-9]|qwen3-?coder", "qwen3_coder", "qwen3"),
     (r"command-?(a|r7b)", "cohere_command", "cohere_command"),
-    (r"qwen|qwq|hermes", "hermes", "qwen3"),
+    (r"qwen|qwq|hermes|trinity", "hermes", "qwen3"),
     (r"glm-?[45]", "glm45", "glm45"),
     (r"minimax-?m2", "minimax_m2", "minimax_m2"),
     (r"minimax-?m3", "minimax_m3", "minimax_m3"),
+    (r"nemotron-nano.*v2", "nemotron_deci", "basic"),
     (r"nemotron.*(nano|3)", "qwen3_coder", "nemotron_nano"),
     (r"nemotron", "nemotron_deci", "basic"),
     (r"llama-?4", "pythonic", None),

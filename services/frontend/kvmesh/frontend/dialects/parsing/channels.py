@@ -47,12 +47,13 @@ class ChannelParser(StreamParser):
     def _read(self) -> Steps[None]:
         stop = ""
         while True:
-            if stop not in self._grammar.end:
-                while (yield from self._message(stop)):
-                    stop = ""
+            while (yield from self._message(stop)):
+                stop = ""
             stop = yield from self._body(TextDelta)
             if stop in self._grammar.end:
+                # another header may follow without a start
                 self._emitter.boundary()
+                stop = ""
 
     def _body(self, kind: Delta) -> Steps[str]:
         """Emit text or thinking; return the marker that ends it, or a recipient, left unread."""

@@ -63,7 +63,8 @@ class TaggedReader:
         self._value_stops = marker_set((form.value_end, form.key, *self._closers, *next_calls))
         self._open_stops = marker_set(form.open_end)
         self._key_stops = marker_set((form.key_end, form.value or ""))
-        self._kind_stops = marker_set(form.kind[1:] if form.kind else ())
+        self._kind_ends = form.kind[1:] if form.kind else ()
+        self._kind_stops = marker_set(self._kind_ends)
         self._wrap_stops = marker_set((form.wrap[1] + form.value_end,) if form.wrap else ())
         self._given: set[str] = set()
         self._own_line = False
@@ -73,8 +74,7 @@ class TaggedReader:
         yield from skip(source, form.before)
         if not (yield from opened(source, form.open)):
             return False
-        if form.named:
-            yield from self._named()
+        name = (yield from self._named()) if form.named else ""
         yield from skip(source, form.whole)
         if (yield from self._space()) == "{":
             yield from Transcoder(source, sink.arguments, JSON, self._after_call).object()
@@ -96,6 +96,9 @@ class TaggedReader:
             yield from self._space()
         if not (yield from source.follows(self._after_call)):
             raise MalformedOutput
+        lone = separator == "{" and bool(name) and bool(self._next_calls)
+        if lone and not sink.known(name) and (yield from source.follows(self._next_calls)):
+            raise MalformedOutput  # a word behind a mention of the tag, before a call
         sink.arguments("{}" if separator == "{" else "}")
         yield from self._end()
         return True
@@ -106,21 +109,22 @@ class TaggedReader:
         yield from self._source.literal(*self._form.close)
         yield from skip(self._source, self._form.after)
 
-    def _named(self) -> Steps[None]:
+    def _named(self) -> Steps[str]:
         form, source = self._form, self._source
         yield from source.skip_space()
         quote = yield from source.literal('"', "'")
         if quote:
-            name, _ = yield from self._until(marker_set((quote,)))
-            self._sink.name(self._unescaped(name))
+            name = self._unescaped((yield from self._until(marker_set((quote,))))[0])
         else:
-            self._sink.name((yield from read_name(source)))
+            name = yield from read_name(source)
+        self._sink.name(name)
         if "" not in form.open_end:
             attributes, _ = yield from self._until(self._open_stops)
             if not _ATTRIBUTES.fullmatch(attributes):
                 raise MalformedOutput
         else:
             yield from source.literal(*form.open_end)
+        return name
 
     def _space(self) -> Steps[str]:
         """Skip white space before a tag; return what follows, "" at the end."""
@@ -143,7 +147,7 @@ class TaggedReader:
             if (yield from source.literal(form.kind[0])):
                 kind = (yield from self._until(self._kind_stops))[0].strip()
         if form.value and stop != form.value:
-            yield from source.skip_space()
+            yield from skip(source, (form.key_end, *self._kind_ends))
             if not (yield from source.literal(form.value)):
                 raise MalformedOutput
         key = self._unescaped(found["quoted"] or found["plain"])
@@ -213,6 +217,7 @@ class TaggedReader:
             if stop is None and self._source.closed:
                 raise Unfinished
             sink(text)
+        yield from skip(self._source, (self._form.value_end,))
 
     def _text(self, sink: Sink) -> Steps[None]:
         """Read the value without its padding, up to the tag that really ends it."""
