@@ -98,7 +98,7 @@ class ChannelParser(StreamParser):
             emitter.boundary()
             if stop in grammar.start:
                 source.pos -= len(stop)
-            return stop == grammar.recipient
+            return stop == grammar.recipient or stop in grammar.end
         if re.fullmatch(grammar.text, header):
             self._begin_body()
         elif call and (not grammar.known or emitter.known(name or "")):

@@ -217,7 +217,7 @@ class GrammarParser(StreamParser):
             yield from self._surplus(self._call_ends)
             emitter.begin_attempt(0)
             yield from source.skip_space()
-            if calls.end and (yield from source.literal(*calls.end)):
+            if (calls.end and (yield from source.literal(*calls.end))) or self._breaks_off():
                 emitter.end_attempt()
                 break
             yield from source.literal(*calls.separators)
@@ -236,8 +236,16 @@ class GrammarParser(StreamParser):
         if char and char in "}]" and (yield from source.ends_or_follows(self._all_ends, 1)):
             source.pos += 1
         yield from skip(source, ends)
-        if source.closed and any(end.startswith(source.text[source.pos :]) for end in ends):
-            source.pos = len(source.text)
+        self._breaks_off()
+
+    def _breaks_off(self) -> bool:
+        """True if the output ends here or within an end of calls, which is dropped."""
+        source = self._source
+        rest = source.text[source.pos :]
+        if not source.closed or not any(end.startswith(rest) for end in self._all_ends):
+            return False
+        source.pos += len(rest)
+        return True
 
     def _one_call(self) -> Steps[bool | None]:
         """Read a call: True if more may follow in this section, None if there is no call."""
