@@ -9,9 +9,12 @@ from support.real_templates import real_templates
 from unit.frontend.dialects.outputs import CASES, Piece
 from unit.frontend.dialects.outputs import TOOLS as CASE_TOOLS
 from unit.frontend.dialects.test_round_trip import TOOLS, TURNS, expected, loaded, written
+from unit.frontend.dialects.written import CALLS
+from unit.frontend.dialects.written import FAMILIES as WRITTEN
 
 from kvmesh.frontend.conversation import Tool
-from kvmesh.frontend.dialects.families import TOOL_ALIASES, TOOL_PARSERS
+from kvmesh.frontend.dialects.families import CHANNELS, TOOL_ALIASES, TOOL_PARSERS
+from kvmesh.frontend.dialects.grammar import Tagged, closing
 from kvmesh.frontend.dialects.output import grammar_texts
 
 SAID, DONE = "Let me see.\n", "\nDone."
@@ -70,6 +73,30 @@ FAMILIES = [
     Family("olmo3", None, "olmo3"),
     Family("lfm2", "lfm2", "lfm2", "trl/lfm2_v2"),
     Family("harmony", "gpt-oss", None, "llama-cpp-python/openai-gpt-oss-120b"),
+    Family("cohere_command", None, None),
+    Family("cohere_command4", "cohere_command4", None),
+    Family("apertus", "apertus2509", "apertus"),
+    Family("hunyuan_a13b", None, "hunyuan_a13b"),
+    Family("hy_v3", "hunyuan", "hy_v3"),
+    Family("ernie45", None, "ernie45"),
+    Family("internlm", "interns1", "internlm"),
+    Family("xlam", None, "xlam"),
+    Family("longcat", None, "longcat"),
+    Family("gigachat3", "gigachat3", "gigachat3"),
+    Family("gigachat35", "gigachat35", None),
+    Family("deepseekv41", "deepseekv41", "deepseek_v41"),
+    Family("granite-20b-fc", None, "granite-20b-fc"),
+    Family("plamo3", None, "plamo3"),
+    Family("mimo", "mimo", "mimo"),
+    Family("dots", "dots", "dots"),
+    Family("minicpm5", "minicpm5", "minicpm5"),
+    Family("iquest_q1", "iquest_q1", None),
+    Family("k2_horizon", "k2_horizon", "k2_horizon"),
+    Family("kimi_k3", "kimi_k3", "kimi_k3"),
+    Family("minimax_m3", "minimax-m3", "minimax_m3"),
+    Family("muse", "muse", None),
+    Family("inkling", "inkling", None),
+    Family("beam", "beam", None),
 ]
 
 
@@ -105,6 +132,10 @@ def _bases(family: Family) -> Iterator[tuple[str, list[Tool], str, Calls]]:
         for thinking in _THINKING:
             raw = thinking.sub("", raw)
         yield f"case {number}", CASE_TOOLS, raw, _calls(case.pieces)
+    for number, form in enumerate(form for form in WRITTEN if form.tool == family.parser):
+        for calls in CALLS:
+            raw = form.write([("call", name, arguments) for name, arguments in calls])
+            yield f"form {number}", CASE_TOOLS, raw, tuple(calls)
     if family.template is None:
         return
     assert family.template in real_templates()
@@ -145,10 +176,31 @@ def _changes(family: Family, text: str) -> Iterator[tuple[str, str]]:
             at = text.rfind(marker)
             yield f"last {marker} missing", text[:at] + text[at + len(marker) :]
             yield "a mention", f"Calls begin with {marker} here.\n{text}"
+    for marker in _closers(family):
+        if marker in text:
+            yield f"first {marker} doubled", text.replace(marker, marker * 2, 1)
+            at = text.rfind(marker)
+            yield f"last {marker} doubled", text[:at] + marker + text[at:]
+
+
+def _closers(family: Family) -> list[str]:
+    """The tags that end calls and their arguments."""
+    grammar = TOOL_PARSERS.get(_ours(family))
+    if grammar is None:
+        return []
+    ends = [mark for form in grammar.forms for mark in closing(form)]
+    ends += [form.value_end for form in grammar.forms if isinstance(form, Tagged)]
+    return sorted({mark for mark in (*ends, *grammar.end) if "`" not in mark})
+
+
+def _ours(family: Family) -> str:
+    name = family.parser.replace("-", "_")
+    return TOOL_ALIASES.get(name, name)
 
 
 def _markers(family: Family) -> list[str]:
     if family.parser == "harmony":
         return ["<|call|>", "<|channel|>", "<|message|>", "<|start|>assistant", "<|constrain|>"]
-    grammar = TOOL_PARSERS[TOOL_ALIASES.get(family.parser, family.parser)]
+    name = _ours(family)
+    grammar = TOOL_PARSERS.get(name) or CHANNELS[name]
     return sorted({text for text in grammar_texts(grammar) if len(text) > 2})

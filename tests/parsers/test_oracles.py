@@ -86,6 +86,7 @@ POLICIES = {
     ("glm47", "first </tool_call> missing"): _OPEN_CALL,
     ("glm47", "last </tool_call> missing"): _OPEN_CALL,
     ("qwen3_coder", "last </parameter> missing"): _LINE,
+    ("mimo", "first </parameter> missing"): "a line break before the next tag belongs to the tag",
     ("gemma4", 'last <|"|> missing'): "nothing but the quote ends a string",
 }
 

@@ -14,11 +14,12 @@ import zstandard
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, ModelFilesError, NotFound
+from kvmesh.bus.storage.tokenizer_file import TOKENIZER, tokenizer_json
 
 FILES = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -29,14 +30,15 @@ MAX_BYTES = 256 << 20
 
 
 def pack(folder: Path) -> bytes:
-    """The archive of a model folder; raises ModelFilesError if it has no tokenizer.json."""
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelFilesError(f"{folder} has no tokenizer.json: not a Hugging Face model folder")
+    """The archive of a model folder; raises ModelFilesError if it has no tokenizer."""
+    tokenizer = tokenizer_json(folder)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in FILES:
             file = folder / name
-            if file.is_file():
+            if name == TOKENIZER:
+                _add(tar, name, tokenizer)
+            elif file.is_file():
                 _add(tar, name, file.read_bytes())
     return zstandard.ZstdCompressor(level=3).compress(buffer.getvalue())
 

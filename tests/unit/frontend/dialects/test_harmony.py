@@ -94,6 +94,9 @@ def test_the_recipient_may_stand_behind_the_role_or_the_channel(header: str, end
             "<|channel|>analysis to=python code<|message|>print('a')\n<|call|>",
             [("call", "python", {"code": "print('a')\n"})],
         ),
+        # no arguments
+        ("<|channel|>commentary to=functions.f json<|message|><|call|>", [("call", "f", {})]),
+        ("<|channel|>commentary to=functions.f<|message|> <|end|>", [("call", "f", {})]),
         # those that it lacks
         ("<|channel|>commentary to=browser.search<|message|>{}<|call|>", [thinking("{}")]),
         (" to=browser.open<|channel|>analysis code<|message|>{}<|call|>", [thinking("{}")]),
@@ -144,3 +147,9 @@ def test_a_free_text_tool_takes_the_whole_content() -> None:
 )
 def test_the_prompt_may_end_within_a_message(begun: str, raw: str, expected: list[Piece]) -> None:
     assert parsed(raw, PROMPT + begun) == expected
+
+
+def test_without_calls_their_content_is_text() -> None:
+    raw = f"<|channel|>commentary to=functions.f json{JSON}<|call|>"
+    parser = GRAMMAR.parser([], PROMPT, calls=False)
+    assert pieces(read(parser, raw)) == [text('{"a": 1}')]

@@ -57,7 +57,7 @@ class Tagged(Struct, frozen=True):
     and value; before it, `kind` are tags around the value's JSON type. `wrap` are marks around a
     value that models write if it contains markup, `whole` marks around all arguments as one JSON
     object. All of these, `before` and `after` are optional. Without `named`, the header of the
-    call's channel names the function.
+    call's channel names the function. `escaped`: names in quotes are escaped as in XML.
     """
 
     open: tuple[str, ...]
@@ -74,6 +74,7 @@ class Tagged(Struct, frozen=True):
     wrap: tuple[str, str] | None = None
     whole: tuple[str, ...] = ()
     named: bool = True
+    escaped: bool = False
 
 
 class Elements(Struct, frozen=True):
@@ -185,3 +186,8 @@ class ChannelGrammar(Struct, frozen=True):
 def opening(form: CallForm) -> tuple[str, ...]:
     """The markers that open a single call; "" if it needs none."""
     return () if isinstance(form, NameKeys | Arguments | Pythonic) else form.open
+
+
+def closing(form: CallForm) -> tuple[str, ...]:
+    """The markers that close a single call."""
+    return () if isinstance(form, NameKeys | Arguments | Pythonic | KeyedLiterals) else form.close

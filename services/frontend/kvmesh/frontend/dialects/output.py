@@ -101,7 +101,7 @@ class OutputGrammar(Struct, frozen=True):
         call is text.
         """
         if self.harmony:
-            return harmony.HarmonyParser(tools, new_id, eager, prompt)
+            return harmony.HarmonyParser(tools, new_id, eager, prompt, calls)
         if self._channels is not None:
             return ChannelParser(self._channels, tools, new_id, eager, calls)
         if thinking is None:

@@ -206,9 +206,11 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         return AllowedCalls(parser, names, self._openers)
 
     def _constrained(self, eager: bool) -> OutputParser:
+        own = self.grammar.harmony and bool(self.tools)  # told from the text by their headers
+
         def made(thinking: bool) -> OutputParser:
             split = self.grammar.parser(
-                self.tools, self.prompt, thinking=thinking, calls=False, eager=eager
+                self.tools, self.prompt, thinking=thinking, calls=own, eager=eager
             )
             return self._read(split, eager)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import StartPhase
+from kvmesh.bus.storage.tokenizer_file import has_tokenizer
 from kvmesh.runtime.service import StartError
 from kvmesh.settings.schema import Settings, WorkerSettings
 from kvmesh.weights.errors import WeightsError
@@ -33,7 +34,7 @@ async def chosen_model(
         except WeightsError as error:
             reason = f"{worker.model} is no folder, and cannot come from the mesh: {error}"
             raise StartError(reason) from error
-    if not (found.folder / "tokenizer.json").is_file():
+    if not has_tokenizer(found.folder):
         reason = f"{worker.model or found.folder} is not a Hugging Face model folder: it has no"
         raise StartError(f"{reason} tokenizer.json", permanent=True)
     return found

@@ -105,7 +105,7 @@ JSON_CALLS: dict[str, ToolCallGrammar] = {
     "plamo3": ToolCallGrammar(
         (
             NamedJson(
-                open=("<|plamo:begin_tool_request:plamo|>",),
+                open=("<|plamo:begin_tool_request:plamo|>", "<|plamo:begin_tool_name:plamo|>"),
                 before=("<|plamo:begin_tool_name:plamo|>",),
                 between=(
                     "<|plamo:end_tool_name:plamo|>",

@@ -5,7 +5,8 @@ from kvmesh.frontend.dialects.grammar import JsonObjects, KeyedLiterals, Pythoni
 LITERAL_CALLS: dict[str, ToolCallGrammar] = {
     "pythonic": ToolCallGrammar((Pythonic(),), ("<|python_start|>",), ("<|python_end|>",)),
     "gemma4": ToolCallGrammar(
-        (KeyedLiterals(open=("<|tool_call>call:",), quote='<|"|>'),), end=("<tool_call|>",)
+        (KeyedLiterals(open=("<|tool_call>call:", "<|tool_call>:"), quote='<|"|>'),),
+        end=("<tool_call|>",),
     ),
     "functiongemma": ToolCallGrammar(
         (KeyedLiterals(open=("<start_function_call>call:",), quote="<escape>"),),

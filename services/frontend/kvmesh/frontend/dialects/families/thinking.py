@@ -22,15 +22,19 @@ REASONING_PARSERS: dict[str, ReasoningGrammar] = {
     "kimi_k25": ReasoningGrammar(forced=True, calls_end_it=True),
     "glm45": ReasoningGrammar(calls_end_it=True),
     "minimax_m2": ReasoningGrammar(forced=True, calls_end_it=True),
-    "nemotron_nano": ReasoningGrammar(forced=True),
-    "step3": ReasoningGrammar(forced=True),
-    "mistral": ReasoningGrammar(("[THINK]",), ("[/THINK]",)),
+    "nemotron_nano": ReasoningGrammar(forced=True, calls_end_it=True),
+    "step3": ReasoningGrammar(forced=True, calls_end_it=True),
+    "mistral": ReasoningGrammar(("[THINK]",), ("[/THINK]",), calls_end_it=True),
     "granite": ReasoningGrammar(
         ("Here is my thought process:", "Here's my thought process:", "<think>"),
         ("Here is my response:", "Here's my response:", "</think>"),
         frame=RESPONSE_TEXT,
     ),
-    "gemma4": ReasoningGrammar(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
+    "gemma4": ReasoningGrammar(
+        ("<|channel>thought\n", "<|channel>thought", "<|channel>"),
+        ("<channel|>",),
+        calls_end_it=True,
+    ),
     "phi4": ReasoningGrammar(),
     "cohere_command": ReasoningGrammar(
         ("<|START_THINKING|>",),

@@ -3,14 +3,13 @@
 import re
 from collections.abc import Callable
 
-from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, Tool
+from kvmesh.frontend.conversation import TextDelta, ThinkingDelta, Tool
 from kvmesh.frontend.dialects.grammar import ChannelGrammar
 from kvmesh.frontend.dialects.parsing.call_readers import call_reader
-from kvmesh.frontend.dialects.parsing.emitter import Delta, Emitter
+from kvmesh.frontend.dialects.parsing.emitter import Delta
+from kvmesh.frontend.dialects.parsing.parser import StreamParser
 from kvmesh.frontend.dialects.parsing.source import (
     MalformedOutput,
-    MarkerSet,
-    OutputSource,
     Steps,
     Unfinished,
     marker_set,
@@ -20,7 +19,7 @@ MAX_HEADER = 256
 _WORD = re.compile(r"[^\s<]*")
 
 
-class ChannelParser:
+class ChannelParser(StreamParser):
     """Maps each message to thinking, text or calls by its header.
 
     Output that has no header is text, and so is the content of a call's message that is no call.
@@ -34,10 +33,9 @@ class ChannelParser:
         eager: bool,
         calls: bool,
     ) -> None:
+        super().__init__(tools, new_id, eager)
         self._grammar = grammar
         self._reads_calls = calls
-        self._source = OutputSource()
-        self._emitter = Emitter(self._source, tools, eager, new_id)
         stops = (*grammar.end, *grammar.start)
         self._readers = [
             call_reader(form, self._source, self._emitter, stops, ()) for form in grammar.forms
@@ -45,53 +43,23 @@ class ChannelParser:
         self._stops = marker_set(stops)
         self._thought_stops = marker_set((*stops, grammar.recipient))
         self._header_stops = marker_set((*grammar.mark, *stops))
-        self._open_delta: tuple[MarkerSet, Delta] | None = None
-        self._steps = self._run()
 
-    def feed(self, text: str) -> list[AnswerEvent]:
-        open_delta = self._open_delta
-        if open_delta is not None and self._source.exhausted and open_delta[0].none_begins_in(text):
-            # fast path for most of an output: no marker can begin in this text
-            return self._emitter.continue_delta(text, open_delta[1])
-        self._source.feed(text)
-        next(self._steps, None)
-        return self._emitter.drain()
-
-    @property
-    def in_call(self) -> bool:
-        return self._emitter.attempting
-
-    def finish(self) -> list[AnswerEvent]:
-        self._source.closed = True
-        next(self._steps, None)
-        return self._emitter.drain()
-
-    def _run(self) -> Steps[None]:
-        source, emitter = self._source, self._emitter
-        try:
-            stop = ""
-            while True:
-                if stop not in self._grammar.end:
-                    while (yield from self._message(stop)):
-                        stop = ""
-                stop = yield from self._body(TextDelta)
-                if stop in self._grammar.end:
-                    emitter.boundary()
-        except Unfinished:
-            pass
-        if emitter.attempting:
-            source.rewind()
-            emitter.write(source.text)
-        emitter.finish()
+    def _read(self) -> Steps[None]:
+        stop = ""
+        while True:
+            while (yield from self._message(stop)):
+                stop = ""
+            stop = yield from self._body(TextDelta)
+            if stop in self._grammar.end:
+                # another header may follow without a start
+                self._emitter.boundary()
+                stop = ""
 
     def _body(self, kind: Delta) -> Steps[str]:
         """Emit text or thinking; return the marker that ends it, or a recipient, left unread."""
         stops = self._thought_stops if kind is ThinkingDelta else self._stops
         while True:
-            self._open_delta = (stops, kind) if self._emitter.has_text else None
-            text, stop = yield from self._source.until(stops)
-            self._open_delta = None
-            self._emitter.write(text, kind)
+            stop = yield from self._copy(stops, kind)
             if stop is not None and stop == self._grammar.recipient:
                 self._source.pos -= len(stop)
                 if (yield from self._names_channel(len(stop))):
@@ -130,7 +98,7 @@ class ChannelParser:
             emitter.boundary()
             if stop in grammar.start:
                 source.pos -= len(stop)
-            return stop == grammar.recipient
+            return stop == grammar.recipient or stop in grammar.end
         if re.fullmatch(grammar.text, header):
             self._begin_body()
         elif call and (not grammar.known or emitter.known(name or "")):

@@ -101,7 +101,7 @@ def _of_kind(text: str, kind: str) -> str | None:
 def _literal(text: str) -> Any:
     """The value of a JSON text or a Python literal; None if the text is neither."""
     try:
-        return json.loads(text, parse_constant=_reject)
+        return json.loads(text, parse_constant=_reject, strict=False)
     except (ValueError, RecursionError):
         pass
     try:

@@ -121,19 +121,20 @@ class Emitter:
     def attempting(self) -> bool:
         return self._attempt_chars > 0
 
-    def fail_attempt(self) -> None:
-        """Emit the marker of a failed call as text and rewind the source to its end.
+    def fail_attempt(self, kind: Delta = TextDelta) -> bool:
+        """Emit the marker of a failed call and rewind the source to its end.
 
-        A call whose start was already emitted stays as it is.
+        False for a call whose start was already emitted, which stays as it is.
         """
         if not self.attempting:
             self.boundary()
-            return
+            return False
         source, length = self._source, self._attempt_chars
         source.rewind()
         self._attempt_chars = 0
         text, source.pos = source.text[:length], length
-        self.write(text)
+        self.write(text, kind)
+        return True
 
     def end_attempt(self) -> None:
         """Forget the point to return to."""

@@ -10,17 +10,12 @@ tokens, not their ids, and so needs no vocabulary file.
 import re
 from collections.abc import Callable
 
-from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, Tool
+from kvmesh.frontend.conversation import TextDelta, ThinkingDelta, Tool
 from kvmesh.frontend.dialects.parsing.coerce import property_kinds
-from kvmesh.frontend.dialects.parsing.emitter import Delta, Emitter
+from kvmesh.frontend.dialects.parsing.emitter import Delta
 from kvmesh.frontend.dialects.parsing.literals import JSON, Transcoder, quoted
-from kvmesh.frontend.dialects.parsing.source import (
-    MalformedOutput,
-    MarkerSet,
-    OutputSource,
-    Steps,
-    Unfinished,
-)
+from kvmesh.frontend.dialects.parsing.parser import StreamParser
+from kvmesh.frontend.dialects.parsing.source import MalformedOutput, MarkerSet, Steps, Unfinished
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -46,7 +41,7 @@ _BODY_ENDS = MarkerSet([START, CHANNEL, *ENDS])
 _STARTS = MarkerSet(MARKERS)
 
 
-class HarmonyParser:
+class HarmonyParser(StreamParser):
     """Maps the analysis channel to thinking, messages to functions to calls, all else to text.
 
     Messages to tools that the request lacks, and those of other authors than the assistant, are
@@ -54,50 +49,34 @@ class HarmonyParser:
     """
 
     def __init__(
-        self, tools: list[Tool], new_id: Callable[[], str], eager: bool, prompt: str = ""
+        self,
+        tools: list[Tool],
+        new_id: Callable[[], str],
+        eager: bool,
+        prompt: str = "",
+        calls: bool = True,
     ) -> None:
-        self._source = OutputSource()
-        self._emitter = Emitter(self._source, tools, eager, new_id)
+        super().__init__(tools, new_id, eager)
         self._has_tools = bool(tools)
-        self._steps = self._run(_open_message(prompt))
+        self._reads_calls = calls
+        self._begun = _open_message(prompt)
 
-    def feed(self, text: str) -> list[AnswerEvent]:
-        self._source.feed(text)
-        next(self._steps, None)
-        return self._emitter.drain()
-
-    @property
-    def in_call(self) -> bool:
-        return self._emitter.attempting
-
-    def finish(self) -> list[AnswerEvent]:
-        self._source.closed = True
-        next(self._steps, None)
-        return self._emitter.drain()
-
-    def _run(self, begun: str) -> Steps[None]:
-        source, emitter = self._source, self._emitter
-        try:
-            if MESSAGE in begun:
-                yield from self._body(self._kind(begun.partition(MESSAGE)[0]))
-            elif CHANNEL in begun:
-                yield from self._message(begun)
-            while True:
-                lead, stop = yield from self._lead()
-                source.pos -= len(stop)
-                if lead and (stop == START or stop in ENDS):
-                    emitter.write(lead)
-                    lead = ""
-                if stop in ENDS:
-                    source.pos += len(stop)
-                else:
-                    yield from self._message(lead)
-        except Unfinished:
-            pass
-        if emitter.attempting:
-            source.rewind()
-            emitter.write(source.text)
-        emitter.finish()
+    def _read(self) -> Steps[None]:
+        source, emitter, begun = self._source, self._emitter, self._begun
+        if MESSAGE in begun:
+            yield from self._body(self._kind(begun.partition(MESSAGE)[0]))
+        elif CHANNEL in begun:
+            yield from self._message(begun)
+        while True:
+            lead, stop = yield from self._lead()
+            source.pos -= len(stop)
+            if lead and (stop == START or stop in ENDS):
+                emitter.write(lead)
+                lead = ""
+            if stop in ENDS:
+                source.pos += len(stop)
+            else:
+                yield from self._message(lead)
 
     def _lead(self) -> Steps[tuple[str, str]]:
         """Emit text up to a marker: (what belongs to the header before the marker, marker)."""
@@ -128,7 +107,7 @@ class HarmonyParser:
         self._emitter.boundary()
         kind = self._kind(header)
         recipient = _RECIPIENT.search(header)
-        if recipient and self._is_call(recipient):
+        if recipient and self._reads_calls and self._is_call(recipient):
             yield from self._call(recipient[2], "json" in header)
         yield from self._body(kind)
         self._emitter.boundary()
@@ -182,8 +161,12 @@ class HarmonyParser:
         try:
             if (yield from source.skip_space()) == "{":
                 yield from Transcoder(source, emitter.arguments, JSON, (START, *ENDS)).object()
+            elif argument := None if is_json else self._only_text():
+                yield from self._free_text(argument)
+            elif (yield from source.follows((START, *ENDS))):
+                emitter.arguments("{}")
             else:
-                yield from self._free_text(None if is_json else self._only_text())
+                raise MalformedOutput
             emitter.end()
         except Unfinished:
             raise
@@ -198,9 +181,7 @@ class HarmonyParser:
             names[0] if len(names) == 1 and "string" in property_kinds(schema, names[0]) else None
         )
 
-    def _free_text(self, argument: str | None) -> Steps[None]:
-        if argument is None:
-            raise MalformedOutput
+    def _free_text(self, argument: str) -> Steps[None]:
         self._emitter.arguments(f'{{"{quoted(argument)}": "')
         stop = None
         while stop is None:
@@ -212,8 +193,7 @@ class HarmonyParser:
     def _body(self, kind: Delta) -> Steps[None]:
         source = self._source
         while True:
-            text, stop = yield from source.until(_BODY_ENDS)
-            self._emitter.write(text, kind)
+            stop = yield from self._copy(_BODY_ENDS, kind)
             if stop == START:
                 source.pos -= len(START)
                 return

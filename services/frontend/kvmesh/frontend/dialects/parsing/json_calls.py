@@ -43,31 +43,32 @@ class JsonReader:
         if self._opened and (yield from source.follows(self._opened)):
             yield from source.skip_space()
             yield from source.literal(*self._form.open)
-        if (yield from source.skip_space()) == "[":
+        if (yield from source.skip_space()) == "[" and (yield from source.follows(("{",), 1)):
             source.pos += 1
             yield from source.skip_space()
         if not (yield from source.literal("{")):
             return False
-        named, written, pending = False, False, "{}"
+        form, name, written, pending = self._form, "", False, "{}"
         while not (yield from self._closed(written)):
             key = yield from self._string(":")
             yield from self._colon()
-            if key in self._form.names and not named:
-                self._sink.name((yield from self._string("{")))
-                named = True
-            elif key in self._form.arguments and not written:
-                written, pending = yield from self._arguments(named)
-            elif self._form.bare and key not in ("type", "id", *self._form.names):
+            if key in form.names and not name:
+                name = yield from self._string("{")
+                self._sink.name(name)
+            elif key in form.arguments and not written:
+                written, pending = yield from self._arguments(bool(name))
+            elif form.bare and key not in ("type", "id", *form.names):
                 raise MalformedOutput
             else:
                 yield from self._value()
             yield from self._comma()
-        if not named:
+        # an object with nothing but a name may be an answer in JSON
+        if not name or (form.bare and pending == "{}" and not self._sink.known(name)):
             raise MalformedOutput
         if not written:
             self._sink.arguments(pending)
             self._sink.end()
-        yield from skip(source, ("]", *self._form.close))
+        yield from skip(source, ("]", *form.close))
         return True
 
     def _closed(self, written: bool) -> Steps[bool]:

@@ -148,6 +148,8 @@ class Transcoder:
             self._sink(_CONSTANTS[text.lower()])
         elif _NUMBER.match(text):
             self._sink(text)
+        elif self._style is not JSON and text.isdecimal():  # with zeros before it
+            self._sink(str(int(text)))
         elif self._source.pos < len(self._source.text):
             self._source.pos -= len(text)
             raise MalformedOutput

@@ -1,11 +1,18 @@
-"""Streaming parser of every model family whose grammar is data."""
+"""Streaming parsers: what all share, and the one of every family whose grammar is data."""
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, Tool
-from kvmesh.frontend.dialects.grammar import ReasoningGrammar, ToolCallGrammar, opening
+from kvmesh.frontend.dialects.grammar import (
+    ReasoningGrammar,
+    ToolCallGrammar,
+    closing,
+    opening,
+)
 from kvmesh.frontend.dialects.parsing.call_readers import call_reader
+from kvmesh.frontend.dialects.parsing.call_sink import skip
 from kvmesh.frontend.dialects.parsing.emitter import Delta, Emitter
 from kvmesh.frontend.dialects.parsing.source import (
     MalformedOutput,
@@ -21,43 +28,14 @@ _NO_CALLS = ToolCallGrammar(forms=())
 _NO_REASONING = ReasoningGrammar(begin=(), end=())
 
 
-class GrammarParser:
-    """Splits an output into thinking, text and tool calls as it arrives.
+class StreamParser:
+    """Feeds an output to `_read`, a generator, and returns the events that it has emitted."""
 
-    It holds back only text that may become a marker. Text that resembles a call, or an incomplete
-    call, is emitted as text. With `eager` it emits arguments as they arrive, and a call that
-    breaks off midway has no `ToolCallEnd`.
-    """
-
-    def __init__(
-        self,
-        calls: ToolCallGrammar | None,
-        reasoning: ReasoningGrammar | None,
-        tools: list[Tool],
-        new_id: Callable[[], str],
-        eager: bool,
-        thinking: bool,
-    ) -> None:
-        self._calls = calls or _NO_CALLS
-        self._reasoning = reasoning or _NO_REASONING
+    def __init__(self, tools: list[Tool], new_id: Callable[[], str], eager: bool) -> None:
         self._source = OutputSource()
         self._emitter = Emitter(self._source, tools, eager, new_id)
-        begins, ends = self._calls.begin, self._calls.end
-        self._readers = [
-            (call_reader(form, self._source, self._emitter, ends, begins), "" in opening(form))
-            for form in self._calls.forms
-        ]
-        frames = (self._calls.frame, self._reasoning.frame)
-        self._frame_opens = tuple(marker for frame in frames for marker in frame.open)
-        self._frame_closes = tuple(marker for frame in frames for marker in frame.close)
-        openers = (*self._calls.openers, *self._frame_closes)
-        self._openers = marker_set(openers)
-        self._all_marks = (*openers, *self._frame_opens, *self._reasoning.begin)
-        self._starts = marker_set(self._all_marks)
-        call_starts = self._calls.openers if self._reasoning.calls_end_it else ()
-        self._thinking_ends = marker_set((*self._reasoning.end, *call_starts))
         self._open_delta: tuple[MarkerSet, Delta] | None = None
-        self._steps = self._run(thinking)
+        self._steps = self._run()
 
     def feed(self, text: str) -> list[AnswerEvent]:
         open_delta = self._open_delta
@@ -77,25 +55,87 @@ class GrammarParser:
         next(self._steps, None)
         return self._emitter.drain()
 
-    def _run(self, thinking: bool) -> Steps[None]:
+    def _read(self) -> Steps[None]:
+        """Read the whole output. Raises Unfinished at its end."""
+        raise NotImplementedError
+
+    def _run(self) -> Steps[None]:
         emitter = self._emitter
-        try:
-            if thinking:
-                yield from self._source.skip_space()
-                yield from self._source.literal(*self._reasoning.begin)
-                yield from self._thinking()
-            while True:
-                marker = yield from self._text()
-                if marker in self._reasoning.begin:
-                    yield from self._thinking()
-                else:
-                    yield from self._attempt(marker)
-        except Unfinished:
-            pass
+        with suppress(Unfinished):
+            yield from self._read()
         if emitter.attempting:
             self._source.rewind()
             emitter.write(self._source.text)
         emitter.finish()
+
+    def _copy(self, stops: MarkerSet, kind: Delta) -> Steps[str | None]:
+        """Emit the text before one of `stops`; the stop, None if more text may come before it."""
+        emitter = self._emitter
+        self._open_delta = (stops, kind) if emitter.has_text else None
+        text, stop = yield from self._source.until(stops)
+        self._open_delta = None
+        emitter.write(text, kind)
+        return stop
+
+
+class GrammarParser(StreamParser):
+    """Splits an output into thinking, text and tool calls as it arrives.
+
+    It holds back only text that may become a marker. Text that resembles a call, or an incomplete
+    call, is emitted as text. With `eager` it emits arguments as they arrive, and a call that
+    breaks off midway has no `ToolCallEnd`.
+    """
+
+    def __init__(
+        self,
+        calls: ToolCallGrammar | None,
+        reasoning: ReasoningGrammar | None,
+        tools: list[Tool],
+        new_id: Callable[[], str],
+        eager: bool,
+        thinking: bool,
+    ) -> None:
+        super().__init__(tools, new_id, eager)
+        self._calls = calls or _NO_CALLS
+        self._reasoning = reasoning or _NO_REASONING
+        self._begins_thinking = thinking
+        begins, ends = self._calls.begin, self._calls.end
+        self._readers = [
+            (call_reader(form, self._source, self._emitter, ends, begins), "" in opening(form))
+            for form in self._calls.forms
+        ]
+        self._call_ends = tuple(
+            mark for form in self._calls.forms for mark in closing(form) if mark[0] != "`"
+        )
+        self._all_ends = (*self._call_ends, *(end for end in ends if end[0] != "`"))
+        frames = (self._calls.frame, self._reasoning.frame)
+        # an answer may begin with the end of thinking that nothing has begun
+        self._frame_opens = (
+            *(marker for frame in frames for marker in frame.open),
+            *self._reasoning.end,
+        )
+        self._frame_closes = tuple(marker for frame in frames for marker in frame.close)
+        openers = (*self._calls.openers, *self._frame_closes)
+        self._openers = marker_set(openers)
+        self._all_marks = (*openers, *self._frame_opens, *self._reasoning.begin)
+        self._starts = marker_set(self._all_marks)
+        call_starts = self._calls.openers if self._reasoning.calls_end_it else ()
+        self._thinking_ends = marker_set((*self._reasoning.end, *call_starts))
+        # thinking that a call has ended may go on behind it
+        self._unended = False
+        self._ends_unended = marker_set((*openers, *self._reasoning.end))
+
+    def _read(self) -> Steps[None]:
+        if self._begins_thinking:
+            yield from self._source.skip_space()
+            yield from self._source.literal(*self._reasoning.begin)
+            yield from self._thinking()
+        while True:
+            marker = yield from self._text()
+            if marker in self._reasoning.begin:
+                yield from self._thinking()
+            else:
+                yield from self._attempt(marker)
 
     def _text(self) -> Steps[str]:
         """Emit text; return the marker after it, "" before a call that begins without one."""
@@ -109,14 +149,13 @@ class GrammarParser:
                     char = yield from source.peek()
                 if char and char in self._calls.bare:
                     return ""
-            ends = self._openers if emitter.has_text else self._starts
-            self._open_delta = (ends, TextDelta) if emitter.has_text else None
-            text, stop = yield from source.until(ends)
-            self._open_delta = None
-            emitter.write(text)
+            ends = self._ends_unended if self._unended else self._openers
+            ends = ends if emitter.has_text else self._starts
+            stop = yield from self._copy(ends, TextDelta)
             if stop in self._reasoning.begin and emitter.has_text:
                 emitter.write(stop or "")
             elif stop is not None and (yield from self._framing(stop)):
+                self._unended = self._unended and stop not in self._reasoning.end
                 emitter.boundary()
             elif stop in self._frame_opens or stop in self._frame_closes:
                 emitter.write(stop)
@@ -127,24 +166,31 @@ class GrammarParser:
         """True if the marker surrounds visible text and is not a part of it."""
         if not self._emitter.has_text:
             return marker in self._frame_opens or marker in self._frame_closes
+        if self._unended and marker in self._reasoning.end:
+            return True
         if marker not in self._frame_closes:
             return False
         return (yield from self._source.ends_or_follows(self._all_marks))
 
     def _thinking(self) -> Steps[None]:
-        source, emitter = self._source, self._emitter
-        emitter.boundary()
-        stop = None
-        while stop is None:
-            self._open_delta = (self._thinking_ends, ThinkingDelta) if emitter.has_text else None
-            text, stop = yield from source.until(self._thinking_ends)
-            self._open_delta = None
-            emitter.write(text, ThinkingDelta)
-        if stop not in self._reasoning.end:
-            source.pos -= len(stop)
-        emitter.boundary()
+        """Emit thinking up to its end, or up to a call that ends it."""
+        self._emitter.boundary()
+        while True:
+            stop = yield from self._copy(self._thinking_ends, ThinkingDelta)
+            if stop is None:
+                continue
+            self._unended = stop not in self._reasoning.end
+            if not self._unended:
+                break
+            if not self._readers:  # calls are text
+                self._source.pos -= len(stop)
+                break
+            if (yield from self._attempt(stop, ThinkingDelta)):
+                return
+        self._emitter.boundary()
 
-    def _attempt(self, marker: str) -> Steps[None]:
+    def _attempt(self, marker: str, kind: Delta = TextDelta) -> Steps[bool]:
+        """Read calls from a marker on; False if there are none, with the marker emitted."""
         emitter = self._emitter
         if marker and marker not in self._calls.begin:
             # the marker of a single call, outside any section
@@ -157,29 +203,49 @@ class GrammarParser:
         except Unfinished:
             raise
         except MalformedOutput:
-            emitter.fail_attempt()
+            return not emitter.fail_attempt(kind)
+        return True
 
     def _section(self) -> Steps[None]:
-        """Read consecutive calls and the end of their section, which models may omit."""
+        """Read consecutive calls and the end of their section, which models may omit or repeat."""
         source, emitter, calls = self._source, self._emitter, self._calls
+        yield from skip(source, calls.begin)
         more = yield from self._one_call()
         if more is None:
             raise MalformedOutput
         while more:
+            yield from self._surplus(self._call_ends)
             emitter.begin_attempt(0)
             yield from source.skip_space()
-            if calls.end and (yield from source.literal(*calls.end)):
+            if (calls.end and (yield from source.literal(*calls.end))) or self._breaks_off():
                 emitter.end_attempt()
-                return
+                break
             yield from source.literal(*calls.separators)
-            yield from source.skip_space()
+            yield from skip(source, calls.begin)
             more = yield from self._one_call()
             if more is None:
                 source.rewind()
                 emitter.end_attempt()
                 return
-        yield from source.skip_space()
-        yield from source.literal(*calls.end)
+        yield from self._surplus(self._all_ends)
+
+    def _surplus(self, ends: tuple[str, ...]) -> Steps[None]:
+        """Skip what models write too much behind a call: a bracket, and the same ends again."""
+        source = self._source
+        char = yield from source.skip_space()
+        if char and char in "}]" and (yield from source.ends_or_follows(self._all_ends, 1)):
+            source.pos += 1
+        yield from skip(source, ends)
+        self._breaks_off()
+
+    def _breaks_off(self) -> bool:
+        """True if the output ends here or within an end of calls, which is dropped."""
+        source = self._source
+        rest = source.text[source.pos :]
+        if not source.closed or not any(end.startswith(rest) for end in self._all_ends):
+            return False
+        source.pos += len(rest)
+        return True
 
     def _one_call(self) -> Steps[bool | None]:
         """Read a call: True if more may follow in this section, None if there is no call."""

@@ -185,12 +185,12 @@ class OutputSource:
                 raise Unfinished
             yield
 
-    def ends_or_follows(self, options: tuple[str, ...]) -> Steps[bool]:
-        """True if one of `options` follows, or the end of the output; reads nothing.
+    def ends_or_follows(self, options: tuple[str, ...], offset: int = 0) -> Steps[bool]:
+        """True if one of `options` follows `offset` characters from here, or the end of the output.
 
-        Ignores white space before it.
+        Ignores white space before it; reads nothing.
         """
-        offset, longest = 0, max(map(len, options), default=0)
+        longest = max(map(len, options), default=1)
         while True:
             while self.text[self.pos + offset : self.pos + offset + 1] in _SPACES:
                 offset += 1

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from kvmesh.bus.storage.tokenizer_file import tokenizer_json
+
 PASSAGE = """\
 A worker keeps the keys and values of every token it has read. They live in blocks of equal size, \
 and a block can serve any later prompt that begins in the same way.
@@ -65,7 +67,7 @@ class TextSource:
     @lru_cache(maxsize=8)
     def of_model(cls, folder: Path) -> "TextSource":
         """The text in the tokens of a model folder, shared by the engines of one process."""
-        return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
+        return cls(Tokenizer.from_buffer(tokenizer_json(folder)))
 
 
 class TextReading:

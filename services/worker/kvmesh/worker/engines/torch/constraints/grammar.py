@@ -7,6 +7,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from kvmesh.bus.messages import Guided
+from kvmesh.bus.storage.tokenizer_file import tokenizer_json
 from kvmesh.worker.engines.torch.constraints.lark import (
     choice_grammar,
     limit_whitespace,
@@ -21,7 +22,7 @@ class MatcherFactory:
     """
 
     def __init__(self, folder: Path, vocabulary: int, eos_tokens: Iterable[int]) -> None:
-        text, stops = (folder / "tokenizer.json").read_text(), sorted(eos_tokens)
+        text, stops = tokenizer_json(folder).decode(), sorted(eos_tokens)
         self._tokenizer = LLTokenizer(text, n_vocab=vocabulary, eos_token=stops or None)
         added = json.loads(text).get("added_tokens") or []
         ids = {token["content"]: token["id"] for token in added}
