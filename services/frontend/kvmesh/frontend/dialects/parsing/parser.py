@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, cached_property
+from typing import NamedTuple
 
 from kvmesh.frontend.conversation import AnswerEvent, TextDelta, ThinkingDelta, Tool
 from kvmesh.frontend.dialects.grammar import (
@@ -12,7 +14,7 @@ from kvmesh.frontend.dialects.grammar import (
     opening,
 )
 from kvmesh.frontend.dialects.parsing.call_readers import call_reader
-from kvmesh.frontend.dialects.parsing.call_sink import skip
+from kvmesh.frontend.dialects.parsing.call_sink import CallReader, skip
 from kvmesh.frontend.dialects.parsing.emitter import Delta, Emitter
 from kvmesh.frontend.dialects.parsing.source import (
     MalformedOutput,
@@ -78,6 +80,46 @@ class StreamParser:
         return stop
 
 
+class _Marks(NamedTuple):
+    """The markers of a grammar by what they may end or begin.
+
+    `starts`: those at the start of a text; `openers_unended`: those behind a call in thinking.
+    """
+
+    call_ends: tuple[str, ...]
+    all_ends: tuple[str, ...]
+    frame_opens: tuple[str, ...]
+    frame_closes: tuple[str, ...]
+    all_marks: tuple[str, ...]
+    openers: MarkerSet
+    openers_unended: MarkerSet
+    starts: MarkerSet
+    thinking_ends: MarkerSet
+
+
+@cache
+def _marks(calls: ToolCallGrammar, reasoning: ReasoningGrammar) -> _Marks:
+    call_ends = tuple(mark for form in calls.forms for mark in closing(form) if mark[0] != "`")
+    frames = (calls.frame, reasoning.frame)
+    # an answer may begin with the end of thinking that nothing has begun
+    frame_opens = (*(marker for frame in frames for marker in frame.open), *reasoning.end)
+    frame_closes = tuple(marker for frame in frames for marker in frame.close)
+    openers = (*calls.openers, *frame_closes)
+    all_marks = (*openers, *frame_opens, *reasoning.begin)
+    call_starts = calls.openers if reasoning.calls_end_it else ()
+    return _Marks(
+        call_ends=call_ends,
+        all_ends=(*call_ends, *(end for end in calls.end if end[0] != "`")),
+        frame_opens=frame_opens,
+        frame_closes=frame_closes,
+        all_marks=all_marks,
+        openers=marker_set(openers),
+        openers_unended=marker_set((*openers, *reasoning.end)),
+        starts=marker_set(all_marks),
+        thinking_ends=marker_set((*reasoning.end, *call_starts)),
+    )
+
+
 class GrammarParser(StreamParser):
     """Splits an output into thinking, text and tool calls as it arrives.
 
@@ -99,31 +141,17 @@ class GrammarParser(StreamParser):
         self._calls = calls or _NO_CALLS
         self._reasoning = reasoning or _NO_REASONING
         self._begins_thinking = thinking
+        self._marks = _marks(self._calls, self._reasoning)
+        self._unended = False  # thinking that a call has ended may go on behind it
+
+    @cached_property
+    def _readers(self) -> list[tuple[CallReader, bool]]:
+        """The reader of each form of calls, and whether that needs no marker."""
         begins, ends = self._calls.begin, self._calls.end
-        self._readers = [
+        return [
             (call_reader(form, self._source, self._emitter, ends, begins), "" in opening(form))
             for form in self._calls.forms
         ]
-        self._call_ends = tuple(
-            mark for form in self._calls.forms for mark in closing(form) if mark[0] != "`"
-        )
-        self._all_ends = (*self._call_ends, *(end for end in ends if end[0] != "`"))
-        frames = (self._calls.frame, self._reasoning.frame)
-        # an answer may begin with the end of thinking that nothing has begun
-        self._frame_opens = (
-            *(marker for frame in frames for marker in frame.open),
-            *self._reasoning.end,
-        )
-        self._frame_closes = tuple(marker for frame in frames for marker in frame.close)
-        openers = (*self._calls.openers, *self._frame_closes)
-        self._openers = marker_set(openers)
-        self._all_marks = (*openers, *self._frame_opens, *self._reasoning.begin)
-        self._starts = marker_set(self._all_marks)
-        call_starts = self._calls.openers if self._reasoning.calls_end_it else ()
-        self._thinking_ends = marker_set((*self._reasoning.end, *call_starts))
-        # thinking that a call has ended may go on behind it
-        self._unended = False
-        self._ends_unended = marker_set((*openers, *self._reasoning.end))
 
     def _read(self) -> Steps[None]:
         if self._begins_thinking:
@@ -139,7 +167,7 @@ class GrammarParser(StreamParser):
 
     def _text(self) -> Steps[str]:
         """Emit text; return the marker after it, "" before a call that begins without one."""
-        source, emitter = self._source, self._emitter
+        source, emitter, marks = self._source, self._emitter, self._marks
         while True:
             if not emitter.has_text:
                 char = yield from source.peek()
@@ -149,15 +177,15 @@ class GrammarParser(StreamParser):
                     char = yield from source.peek()
                 if char and char in self._calls.bare:
                     return ""
-            ends = self._ends_unended if self._unended else self._openers
-            ends = ends if emitter.has_text else self._starts
+            ends = marks.openers_unended if self._unended else marks.openers
+            ends = ends if emitter.has_text else marks.starts
             stop = yield from self._copy(ends, TextDelta)
             if stop in self._reasoning.begin and emitter.has_text:
                 emitter.write(stop or "")
             elif stop is not None and (yield from self._framing(stop)):
                 self._unended = self._unended and stop not in self._reasoning.end
                 emitter.boundary()
-            elif stop in self._frame_opens or stop in self._frame_closes:
+            elif stop in self._marks.frame_opens or stop in self._marks.frame_closes:
                 emitter.write(stop)
             elif stop is not None:
                 return stop
@@ -165,24 +193,24 @@ class GrammarParser(StreamParser):
     def _framing(self, marker: str) -> Steps[bool]:
         """True if the marker surrounds visible text and is not a part of it."""
         if not self._emitter.has_text:
-            return marker in self._frame_opens or marker in self._frame_closes
+            return marker in self._marks.frame_opens or marker in self._marks.frame_closes
         if self._unended and marker in self._reasoning.end:
             return True
-        if marker not in self._frame_closes:
+        if marker not in self._marks.frame_closes:
             return False
-        return (yield from self._source.ends_or_follows(self._all_marks))
+        return (yield from self._source.ends_or_follows(self._marks.all_marks))
 
     def _thinking(self) -> Steps[None]:
         """Emit thinking up to its end, or up to a call that ends it."""
         self._emitter.boundary()
         while True:
-            stop = yield from self._copy(self._thinking_ends, ThinkingDelta)
+            stop = yield from self._copy(self._marks.thinking_ends, ThinkingDelta)
             if stop is None:
                 continue
             self._unended = stop not in self._reasoning.end
             if not self._unended:
                 break
-            if not self._readers:  # calls are text
+            if not self._calls.forms:  # calls are text
                 self._source.pos -= len(stop)
                 break
             if (yield from self._attempt(stop, ThinkingDelta)):
@@ -214,7 +242,7 @@ class GrammarParser(StreamParser):
         if more is None:
             raise MalformedOutput
         while more:
-            yield from self._surplus(self._call_ends)
+            yield from self._surplus(self._marks.call_ends)
             emitter.begin_attempt(0)
             yield from source.skip_space()
             if (calls.end and (yield from source.literal(*calls.end))) or self._breaks_off():
@@ -227,13 +255,13 @@ class GrammarParser(StreamParser):
                 source.rewind()
                 emitter.end_attempt()
                 return
-        yield from self._surplus(self._all_ends)
+        yield from self._surplus(self._marks.all_ends)
 
     def _surplus(self, ends: tuple[str, ...]) -> Steps[None]:
         """Skip what models write too much behind a call: a bracket, and the same ends again."""
         source = self._source
         char = yield from source.skip_space()
-        if char and char in "}]" and (yield from source.ends_or_follows(self._all_ends, 1)):
+        if char and char in "}]" and (yield from source.ends_or_follows(self._marks.all_ends, 1)):
             source.pos += 1
         yield from skip(source, ends)
         self._breaks_off()
@@ -242,7 +270,7 @@ class GrammarParser(StreamParser):
         """True if the output ends here or within an end of calls, which is dropped."""
         source = self._source
         rest = source.text[source.pos :]
-        if not source.closed or not any(end.startswith(rest) for end in self._all_ends):
+        if not source.closed or not any(end.startswith(rest) for end in self._marks.all_ends):
             return False
         source.pos += len(rest)
         return True
