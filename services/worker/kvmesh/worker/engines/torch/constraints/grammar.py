@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from kvmesh.bus.messages import Guided
 from kvmesh.worker.engines.torch.constraints.lark import (
     choice_grammar,
-    limit_whitespace,
+    readable,
     structural_tag_grammar,
 )
 
@@ -53,7 +53,7 @@ class MatcherFactory:
 
 
 def _schema(text: str) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(limit_whitespace(json.loads(text))))
+    return LLMatcher.grammar_from_json_schema(json.dumps(readable(json.loads(text))))
 
 
 def _grammar(kind: str, value: str, special: Mapping[str, int]) -> str:
