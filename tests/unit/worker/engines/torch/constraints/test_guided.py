@@ -87,12 +87,13 @@ def test_keywords_that_restrict_nothing_are_no_reason_to_refuse(grammars: Gramma
         "many": {"type": "array", "items": {"enum": ["x"], "format": "jwt"}, "maxItems": 1},
         "day": {"type": "string", "format": "date"},
     }
-    schema = {"type": "object", "properties": properties, "required": [*properties]}
-    schema["additionalProperties"] = False
+    required = {"required": [*properties], "additionalProperties": False}
+    schema = {"type": "object", "properties": properties, **required}
+    begin, end = "<tool_call>\n", "\n</tool_call>"
     tag = {**CALL, "content": {"type": "json_schema", "json_schema": schema}}
     whole = generate(grammars, "json_schema", schema)
     called = generate(grammars, "structural_tag", {"type": "structural_tag", "format": tag})
-    for text in (whole, called.removeprefix(CALL["begin"]).removesuffix(CALL["end"])):  # type: ignore[arg-type, attr-defined]
+    for text in (whole, called.removeprefix(begin).removesuffix(end)):
         value = json.loads(text)
         assert list(value) == [*properties]
         assert value["path"] == "a/b"
