@@ -74,6 +74,35 @@ def test_json_schemas(grammars: GrammarCache, seed: int) -> None:
     jsonschema.validate(json.loads(generate(grammars, "json_schema", SCHEMA, seed)), SCHEMA)
 
 
+def test_keywords_that_restrict_nothing_are_no_reason_to_refuse(grammars: GrammarCache) -> None:
+    """As zod writes records and prefixes, and Pydantic bytes; `format` may also name a property."""
+    record = {
+        "propertyNames": {"type": "string"},
+        "additionalProperties": {"const": {"format": "x"}},
+    }
+    properties = {
+        "format": {"type": "string", "format": "binary", "maxLength": 4},
+        "path": {"type": "string", "format": "starts_with", "pattern": "^a/b$"},
+        "record": {"type": "object", "maxProperties": 1, **record},
+        "many": {"type": "array", "items": {"enum": ["x"], "format": "jwt"}, "maxItems": 1},
+        "day": {"type": "string", "format": "date"},
+    }
+    required = {"required": [*properties], "additionalProperties": False}
+    schema = {"type": "object", "properties": properties, **required}
+    begin, end = "<tool_call>\n", "\n</tool_call>"
+    tag = {**CALL, "content": {"type": "json_schema", "json_schema": schema}}
+    whole = generate(grammars, "json_schema", schema)
+    called = generate(grammars, "structural_tag", {"type": "structural_tag", "format": tag})
+    for text in (whole, called.removeprefix(begin).removesuffix(end)):
+        value = json.loads(text)
+        assert list(value) == [*properties]
+        assert value["path"] == "a/b"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", value["day"])
+        assert all(each == {"format": "x"} for each in value["record"].values())
+    with pytest.raises(Rejected, match="propertyNames"):
+        generate(grammars, "json_schema", {"propertyNames": {"pattern": "^a"}})
+
+
 async def compiled(kind: str, value: object) -> GrammarCache:
     """A cache with this constraint compiled, as in a worker; raises Rejected."""
     made = GrammarCache(model_dir(), VOCABULARY, [8184, 8182], timeout_s=PATIENCE_S)

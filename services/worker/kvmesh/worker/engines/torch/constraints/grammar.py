@@ -10,7 +10,7 @@ from kvmesh.bus.messages import Guided
 from kvmesh.bus.storage.tokenizer_file import tokenizer_json
 from kvmesh.worker.engines.torch.constraints.lark import (
     choice_grammar,
-    limit_whitespace,
+    readable,
     structural_tag_grammar,
 )
 
@@ -54,7 +54,7 @@ class MatcherFactory:
 
 
 def _schema(text: str) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(limit_whitespace(json.loads(text))))
+    return LLMatcher.grammar_from_json_schema(json.dumps(readable(json.loads(text))))
 
 
 def _grammar(kind: str, value: str, special: Mapping[str, int]) -> str:

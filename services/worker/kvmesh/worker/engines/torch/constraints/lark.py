@@ -7,6 +7,13 @@ from collections.abc import Mapping
 # Unlimited whitespace would let a weak model fill its output with blanks.
 _JSON_OPTIONS = {"whitespace_pattern": r"\n? {0,16}"}
 _ANY = "/(.|\\n)*/"
+# Keywords whose value maps names to schemas, and those whose value is data.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DATA = ("enum", "const", "default", "examples")
+# Formats that llguidance knows; any other is an annotation, as JSON Schema says.
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+)
 
 
 def choice_grammar(options: object, special: Mapping[str, int]) -> str:
@@ -44,9 +51,32 @@ def _flat(structure: object) -> dict[str, object]:
     raise ValueError("a structure needs `begin`, `schema` and `end`")
 
 
-def limit_whitespace(schema: object) -> object:
-    """The same JSON schema with an llguidance option that limits whitespace."""
-    return {"x-guidance": _JSON_OPTIONS, **schema} if isinstance(schema, dict) else schema
+def readable(schema: object) -> object:
+    """The same JSON schema for llguidance, with limited whitespace.
+
+    It lacks what llguidance refuses although it restricts no instance: formats that it does not
+    know, such as `binary`, and `propertyNames` that are any strings.
+    """
+    plain = _without_annotations(schema)
+    return {"x-guidance": _JSON_OPTIONS, **plain} if isinstance(plain, dict) else plain
+
+
+def _without_annotations(schema: object) -> object:
+    if isinstance(schema, list):
+        return [_without_annotations(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, object] = {}
+    for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and value not in _FORMATS:
+            continue
+        if key == "propertyNames" and value in (True, {}, {"type": "string"}):
+            continue
+        if key in _MAPS and isinstance(value, dict):
+            kept[key] = {name: _without_annotations(each) for name, each in value.items()}
+        else:
+            kept[key] = value if key in _DATA else _without_annotations(value)
+    return kept
 
 
 class _Writer:
@@ -147,7 +177,7 @@ class _Writer:
 
 
 def _json(schema: object) -> str:
-    return f"%json {json.dumps(limit_whitespace(schema))}"
+    return f"%json {json.dumps(readable(schema))}"
 
 
 def _regex(pattern: str) -> str:
