@@ -293,6 +293,24 @@ def test_a_plain_schema_is_not_changed() -> None:
     assert embedded(draft, PLACE) == POINT
 
 
+def test_keywords_beside_a_reference_hold_in_engines_that_ignore_them_there() -> None:
+    word: dict[str, Any] = {"type": "string", "pattern": "[a-z]+", "description": "a word"}
+    row: dict[str, Any] = {"type": "object", "properties": {"word": {"$ref": "#/$defs/word"}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "short": {"$ref": "#/$defs/word", "maxLength": 2, "description": "a short one"},
+            "other": {"$ref": "#/$defs/word", "pattern": "x"},
+            "row": {"$ref": "#/$defs/row", "minProperties": 1},
+        },
+        "$defs": {"word": word, "row": row},
+    }
+    parts = embedded(schema)["properties"]
+    assert parts["short"] == {**word, "maxLength": 2, "description": "a short one"}
+    assert parts["other"] == {"$ref": "#/$defs/word", "pattern": "x"}
+    assert parts["row"] == {"$ref": "#/$defs/row", "minProperties": 1}
+
+
 def test_null_leaves_a_keyword_out() -> None:
     given = {"type": "object", "required": None, "properties": None, "$defs": None, "title": None}
     assert embedded(given) == {"type": "object"}

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 ROOT = "#"
+MAX_COPIED = 1000  # characters of a schema that may be copied to where it is referred to
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 # Values of these are maps from names to schemas, or data in which nothing is a schema.
@@ -20,6 +21,18 @@ _MAPS = frozenset(
 )
 _DATA = frozenset(("enum", "const", "default", "examples", "example", "required"))
 _VALUES = frozenset(("const", "default", "example"))  # null is one
+_ANNOTATIONS = frozenset(
+    (
+        "title",
+        "description",
+        "default",
+        "example",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    )
+)
 _MOVED = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$recursiveAnchor", "discriminator", *_ANCHORS)
 )
@@ -121,9 +134,12 @@ class _Copy:
         self._pointers: dict[int, str] = {id(root): place}
         self._named: dict[str, Any] = {}
         self._has_tuples = False
+        self._plain: set[int] = set()  # ids of targets without parts
         for target, name in self._targets.values():
             if isinstance(target, dict) and id(target) not in self._pointers:
                 self._pointers[id(target)] = f"{place}/$defs/{self._name(name, target)}"
+                if _is_plain(target):
+                    self._plain.add(id(target))
 
     def schema(self) -> dict[str, Any]:
         made = self._node(self._root)
@@ -170,6 +186,10 @@ class _Copy:
                 made[key] = {name: self._inner(item) for name, item in value.items()}
             else:
                 made[key] = value if key in _DATA else self._inner(value)
+        if len(references) == 1 and made.keys() - _ANNOTATIONS:
+            merged = self._beside(node, made)
+            if merged is not None:
+                return merged
         for reference in references:
             if made.keys() & reference.keys():
                 others = made.get("allOf")
@@ -178,11 +198,29 @@ class _Copy:
                 made |= reference
         return made
 
+    def _beside(self, node: dict[str, Any], made: dict[str, Any]) -> dict[str, Any] | None:
+        """The keywords beside a reference with those of its target; None if they stay apart.
+
+        Some engines ignore keywords beside a reference, and those of `allOf`.
+        """
+        key = next(key for key in _REFERENCES if (id(node), key) in self._targets)
+        target, _ = self._targets[id(node), key]
+        if id(target) not in self._plain:
+            return None
+        copy = self._node(target)
+        return None if (copy.keys() & made.keys()) - _ANNOTATIONS else {**copy, **made}
+
     def _reference(self, node: int, keyword: str) -> dict[str, Any]:
         target, _ = self._targets[node, keyword]
         if isinstance(target, bool):
             return {} if target else {"not": {}}
         return {"$ref": self._pointers[id(target)]}
+
+
+def _is_plain(schema: dict[str, Any]) -> bool:
+    """True for a small schema without parts and references: a copy of it costs little."""
+    nested = any(isinstance(v, dict | list) for k, v in schema.items() if k not in _DATA)
+    return not nested and "$ref" not in schema and len(str(schema)) <= MAX_COPIED
 
 
 def _with_prefix_items(node: dict[str, Any]) -> dict[str, Any]:
