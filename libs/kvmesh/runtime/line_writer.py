@@ -39,7 +39,8 @@ class LineWriter:
             self._lines.append(f"{self._dropped} lines were dropped: nobody reads them")
             self._dropped = 0
         self._lines.append(line)
-        self._wake.set()
+        if not self._wake.is_set():  # the thread clears it before it takes the lines
+            self._wake.set()
 
     def close(self, timeout: float) -> None:
         """Write the lines that wait, for at most `timeout` seconds."""

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from functools import lru_cache
 from typing import Any
 
 from kvmesh.settings.schema import LogSettings
@@ -23,7 +24,12 @@ _TRACE_ESCAPES = {n: text for n, text in _LINE_ESCAPES.items() if n != 0x0A}
 
 def printable(text: str) -> str:
     """`text` on one line with control characters escaped, so that terminals do not obey them."""
-    return text.translate(_LINE_ESCAPES)
+    return text if text.isprintable() else text.translate(_LINE_ESCAPES)
+
+
+@lru_cache(maxsize=1)
+def _clock(second: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(second))
 
 
 class TextFormatter(logging.Formatter):
@@ -34,7 +40,7 @@ class TextFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        clock = _clock(int(record.created))
         text = printable(record.getMessage())
         if trace_id := current_trace_id.get():
             text = f"{text} trace_id={trace_id}"
