@@ -28,6 +28,7 @@ HEADERS = frozenset(
     )
 )
 MAX_ID = 512
+_NO_NVEXT, _NO_AGENT_HINTS, _NO_AGENT_CONTEXT = Nvext(), AgentHints(), AgentContext()
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 
 
@@ -42,7 +43,7 @@ def apply_hints(
     request: GenerateRequest, headers: Headers, nvext: Nvext | None, cache_key: str | None
 ) -> None:
     """Apply `nvext` and headers to the request; headers override the body."""
-    nvext = nvext or Nvext()
+    nvext = nvext or _NO_NVEXT
     apply_nvext(request, nvext)
     headers = _plain(headers)
     own = {name: text for name, text in headers.items() if name.startswith(HEADER_PREFIXES)}
@@ -65,9 +66,9 @@ def _plain(headers: Headers) -> dict[str, str]:
 
 
 def _hints(headers: Headers, own: Headers, nvext: Nvext, cache_key: str | None) -> Hints:
-    agent = nvext.agent_hints or AgentHints()
+    agent = nvext.agent_hints or _NO_AGENT_HINTS
     control = nvext.session_control
-    context = nvext.agent_context or AgentContext()
+    context = nvext.agent_context or _NO_AGENT_CONTEXT
     session = _session_of(headers, own)
     named = _session_in_body(nvext, context) or cache_key
     parent = session.parent or (None if session.id else context.parent_trajectory_id)

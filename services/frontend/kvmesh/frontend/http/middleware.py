@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 
 from aiohttp import hdrs, web
 
@@ -79,6 +80,7 @@ class Caller:
         self._authenticator.require_scope(self._headers, scope)
 
 
+_requests = lru_cache(maxsize=1024)(metrics.requests.labels)
 CALLER = web.RequestKey("caller", Caller)
 
 
@@ -132,7 +134,7 @@ class RequestMiddleware:
             self._in_flight -= 1
             caller = request.get(CALLER)
             model = caller.model if caller is not None else ""
-            metrics.requests.labels(route.name or "other", model, status).inc()
+            _requests(route.name or "other", model, status).inc()
             if caller is not None:
                 failed = caller.failed or (status >= 400 and status != CLIENT_CLOSED)
                 ended = asyncio.get_running_loop().time()

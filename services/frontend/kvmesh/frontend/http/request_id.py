@@ -1,7 +1,7 @@
 """The id of each HTTP request: in its answer, its headers, its errors, logs and bus messages."""
 
+import os
 import re
-import secrets
 import time
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/@+=~#-]{1,128}")
 
 def new_stamp() -> RequestStamp:
     """A random token, and the present time."""
-    return RequestStamp(secrets.token_hex(12), int(time.time()))
+    return RequestStamp(os.urandom(12).hex(), int(time.time()))
 
 
 def assign(http: web.Request, prefix: str) -> None:
@@ -37,7 +37,7 @@ def stamp_of(http: web.Request) -> RequestStamp:
 def id_of(http: web.BaseRequest) -> str:
     """The request's id; one without a route gets it here."""
     if _ID not in http:
-        http[_ID] = PREFIX + secrets.token_hex(12)
+        http[_ID] = PREFIX + os.urandom(12).hex()
     return http[_ID]
 
 

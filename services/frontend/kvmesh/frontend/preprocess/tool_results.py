@@ -26,6 +26,8 @@ def in_call_order(messages: list[Message]) -> list[Message]:
     What else follows the answer comes after them in its own order: texts, a second result of a
     call, results of earlier answers or of no call. The same list if nothing moves.
     """
+    if len(messages) == 1:
+        return messages
     moved = [
         (first, end, arranged)
         for first, end, calls in _runs(messages)
