@@ -224,9 +224,12 @@ def _is_plain(schema: dict[str, Any]) -> bool:
 
 
 def _with_prefix_items(node: dict[str, Any]) -> dict[str, Any]:
-    """A schema of a list whose `items` are listed by their place, as draft 2020-12 writes it."""
+    """A schema of a list whose `items` are listed by their place, as draft 2020-12 writes it.
+
+    It says that others may follow: some engines take a list without `items` as closed.
+    """
     names = {"items": "prefixItems", "additionalItems": "items"}
-    return {names.get(key, key): value for key, value in node.items()}
+    return {"items": True, **{names.get(key, key): value for key, value in node.items()}}
 
 
 def _joined(base: str, address: str) -> str:
