@@ -156,6 +156,8 @@ class FrontendModelMetrics:
 
     def count_cached(self, tokens: Sequence[int]) -> None:
         """Count the cached tokens of a prompt, by tier."""
+        if not any(tokens):
+            return
         self.cached_tokens.inc(sum(tokens))
         for tier, count in zip(self.tier_cached_tokens, tokens, strict=False):
             tier.inc(count)

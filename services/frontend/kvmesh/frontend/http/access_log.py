@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import msgspec
@@ -110,6 +110,7 @@ def now() -> float:
     return round(time.time(), 3)
 
 
+@lru_cache(maxsize=1024)
 def _quoted(value: str) -> str:
     """The value, as a JSON string if it could be read as several fields or lines."""
     return value if _PLAIN.fullmatch(value) else json.dumps(value)
