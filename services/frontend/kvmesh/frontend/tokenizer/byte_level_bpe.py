@@ -99,6 +99,9 @@ class WordEncoder:
         """Packed tokens in slices, some empty; raises UnsupportedText before the first slice."""
         pieces = list(self._pieces(text))
         for index in range(0, len(pieces), 2):
+            if len(pieces[index]) < SLICE:
+                pieces[index] = self._normalize(pieces[index])
+                continue
             parts = []
             for part in split_for_nfc(pieces[index]):
                 parts.append(self._normalize(part))
@@ -115,6 +118,9 @@ class WordEncoder:
         """Alternating plain texts and added tokens, beginning and ending with a text."""
         start = 0
         if self._marker is not None:
+            if len(text) < SLICE:
+                yield from self._marker.split(text)
+                return
             for match in find_all(self._marker, text, self._longest_added):
                 yield text[start : match.start()]
                 yield match[0]
@@ -149,4 +155,4 @@ def _marker(added: Iterable[AddedToken]) -> "re.Pattern[str] | None":
     tokens = list(added)
     if any(t.normalized or t.lstrip or t.rstrip or t.single_word for t in tokens):
         raise UnsupportedTokenizer("an added token depends on the text around it")
-    return re.compile(alternation(t.content for t in tokens)) if tokens else None
+    return re.compile(f"({alternation(t.content for t in tokens)})") if tokens else None

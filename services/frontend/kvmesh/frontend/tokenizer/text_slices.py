@@ -50,6 +50,12 @@ def _pattern(node: dict[str, object]) -> str:
 
 def find_all(pattern: "re.Pattern[str]", text: str, longest: int) -> Iterator["re.Match[str]"]:
     """The matches of `pattern.finditer`, none longer than `longest`, found slice by slice."""
+    if len(text) <= SLICE:
+        return pattern.finditer(text)
+    return _find_all(pattern, text, longest)
+
+
+def _find_all(pattern: "re.Pattern[str]", text: str, longest: int) -> Iterator["re.Match[str]"]:
     pos = 0
     while pos < len(text):
         edge = pos + SLICE
