@@ -21,6 +21,7 @@ from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.plain_tools import calls_text, instructions, plain_parser
+from kvmesh.frontend.dialects.templates import sandbox
 from kvmesh.frontend.dialects.templates.chat_template import ChatTemplate
 from support.stamp import STAMP
 
@@ -202,9 +203,10 @@ def theirs(source: str, messages: Entries, tools: Entries | None, kwargs: Entry)
 
     Since its release 5.24 it drops content that is null, without which some templates show no call.
     """
+    template = _compile_jinja_template(source)  # the same one for each rendering
+    template.globals["strftime_now"] = sandbox.strftime(datetime.date.today())  # not the second
     try:
         if any(message["content"] is None for message in messages):
-            template = _compile_jinja_template(source)
             fixed = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
             return str(template.render(messages=messages, tools=tools, **fixed, **kwargs))
         shown: str = _tokenizer.apply_chat_template(
@@ -365,7 +367,11 @@ def _late_system(messages: Entries, _: str) -> Entries:
 
 
 def _system_as_user(messages: Entries, _: str) -> Entries:
-    return [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
+    """The first one is in the message of the user that follows it."""
+    changed = [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
+    if [m["role"] for m in messages[:2]] == ["system", "user"]:
+        changed[:2] = _joined("user")(changed[:2], "")
+    return changed
 
 
 def _joined(role: str) -> Callable[[Entries, str], Entries]:
