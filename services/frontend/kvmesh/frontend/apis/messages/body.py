@@ -135,6 +135,8 @@ def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
 
 
 def _sampling(body: MessagesBody) -> Sampling:
+    if body.max_tokens == 0:  # the vendor's API then only caches the prompt
+        raise InvalidRequest("max_tokens: 0 is not supported, use /v1/prefetch", "max_tokens")
     check_range(body.max_tokens, 1, MAX_TOKENS, "max_tokens")
     check_range(body.temperature, 0, 2, "temperature")
     check_range(body.top_p, 0, 1, "top_p")
@@ -170,6 +172,7 @@ def _tools(body: MessagesBody, reading: MessagesReading) -> list[Tool]:
     return found
 
 
+SWITCHES = {"enabled": True, "disabled": False, "adaptive": None}  # types of thinking
 _definitions = ToolDefinitions(MessagesToolBody, OWN_TYPES, listed)
 
 
@@ -196,10 +199,8 @@ def _guided(body: MessagesBody) -> Guided | None:
 
 
 def _thinking(thinking: ThinkingBody | None) -> bool | None:
-    """True if thinking is enabled; None ("adaptive") for the model's default."""
-    if thinking is None or thinking.type == "adaptive":
-        return None
-    return thinking.type == "enabled"
+    """True if thinking is enabled; None for the model's default, also for types unknown here."""
+    return SWITCHES.get(thinking.type) if thinking is not None else None
 
 
 def _arguments(body: MessagesBody, last: Message) -> dict[str, Any]:
