@@ -183,6 +183,7 @@ class MessagesAnswer:
         self._transcript = Transcript()
         self._open: TranscriptPart | None = None
         self._started = False
+        self._called = False
         self._ending = Ending("stop")
 
     def begin(self) -> bytes:
@@ -254,6 +255,8 @@ class MessagesAnswer:
 
     def end(self, choice: int, ending: Ending) -> bytes:
         self._ending = ending
+        broken = self._open if self._open is not None and self._open.broken else None
+        self._called = any(part is not broken for part in self._transcript.calls)
         return self._close()
 
     def done(self, summary: AnswerSummary) -> bytes:
@@ -268,7 +271,7 @@ class MessagesAnswer:
             return "stop_sequence"
         if self._ending.reason == "length":
             return "max_tokens"
-        return "tool_use" if self._transcript.calls else "end_turn"
+        return "tool_use" if self._called else "end_turn"
 
     def failed(self, error: ApiError) -> bytes:
         return _event(error_object(error, self._request.id))
