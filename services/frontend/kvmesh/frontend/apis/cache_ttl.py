@@ -10,6 +10,7 @@ from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.retention.hints import Duration, seconds
 
 BREAKPOINT_S = 1800.0
+CACHE_ALONE = "/v1/prefetch caches a prompt without an answer"
 
 CacheRetention = Annotated[str, Meta(pattern=r"^(in[-_]memory|[1-9][0-9]{0,4}[smhd])$")]
 
@@ -46,7 +47,7 @@ def cache_ttl_s(retention: str | None, options: CacheOptions | None) -> float | 
     """
     if options is not None and options.prewarm:
         field = "prompt_cache_options.prewarm"
-        raise InvalidRequest(f"`{field}` is not supported; use `/v1/prefetch`.", field)
+        raise InvalidRequest(f"`{field}` is not supported; {CACHE_ALONE}.", field)
     if options is not None and options.ttl is not None and options.mode != "explicit":
         return seconds(options.ttl)
     if retention is None or retention.startswith("in"):

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range, missing
 from kvmesh.frontend.apis.body_types import defined_as
+from kvmesh.frontend.apis.cache_ttl import CACHE_ALONE
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.messages.blocks import (
@@ -136,7 +137,7 @@ def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
 
 def _sampling(body: MessagesBody) -> Sampling:
     if body.max_tokens == 0:  # the vendor's API then only caches the prompt
-        raise InvalidRequest("max_tokens: 0 is not supported, use /v1/prefetch", "max_tokens")
+        raise InvalidRequest(f"max_tokens: must be at least 1; {CACHE_ALONE}", "max_tokens")
     check_range(body.max_tokens, 1, MAX_TOKENS, "max_tokens")
     check_range(body.temperature, 0, 2, "temperature")
     check_range(body.top_p, 0, 1, "top_p")
