@@ -35,8 +35,8 @@ def messages(events: list[Any]) -> Json | None:
     assert message["stop_reason"] is None
     blocks, ended = _blocks(middle)
     assert ended, "a block is still open"
-    content = [_whole_block(block, last["delta"]["stop_reason"]) for block in blocks]
-    calls = any(block["type"] == "tool_use" for block in content)
+    content = [_whole_block(block) for block in blocks]
+    calls = any(block["type"] == "tool_use" and _is_whole(block) for block in blocks)
     assert calls or last["delta"]["stop_reason"] != "tool_use"
     assert not calls or last["delta"]["stop_reason"] != "end_turn"
     extra = {key: value for key, value in last.items() if key not in ("type", "delta", "usage")}
@@ -74,12 +74,16 @@ def _blocks(events: list[Json]) -> tuple[list[Json], bool]:
     return blocks, ended
 
 
-def _whole_block(block: Json, reason: str) -> Json:
-    block = dict(block)
-    partial = block.pop("partial_json")
-    if block["type"] == "tool_use":
-        try:
-            block["input"] = json.loads(partial or "{}")
-        except json.JSONDecodeError:
-            assert reason != "tool_use", f"arguments that are not JSON: {partial!r}"
-    return block
+def _is_whole(call: Json) -> bool:
+    """True unless the arguments break off; an answer ends for a call only with whole ones."""
+    try:
+        json.loads(call["partial_json"] or "{}")
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _whole_block(block: Json) -> Json:
+    whole = block["type"] == "tool_use" and _is_whole(block)
+    arguments = {"input": json.loads(block["partial_json"] or "{}")} if whole else {}
+    return {**{name: block[name] for name in block if name != "partial_json"}, **arguments}

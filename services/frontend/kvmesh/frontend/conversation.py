@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.messages import Guided, Hints, Placement, Retain, Sampling
@@ -301,3 +302,13 @@ class ToolCallEnd(Struct, frozen=True):
 
 
 AnswerEvent: TypeAlias = TextDelta | ThinkingDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
+_object = msgspec.json.Decoder(dict[str, Any])
+
+
+def is_object(text: str) -> bool:
+    """True if the text is a whole JSON object, as the arguments of a call are."""
+    try:
+        _object.decode(text)
+    except msgspec.MsgspecError:
+        return False
+    return True

@@ -181,6 +181,27 @@ def test_what_has_ended_before_a_limit_is_complete() -> None:
     assert {item.get("status", "completed") for item in built["output"]} == {"completed"}
 
 
+@pytest.mark.parametrize("arguments", ['{"path": "a', '{"path": "a"}'])
+def test_an_answer_ends_for_a_call_only_if_that_is_whole(arguments: str) -> None:
+    """A model may end within a call, or without the syntax that ends it."""
+    whole = arguments.endswith("}")
+    answer: list[AnswerEvent] = [
+        TextDelta("I look"),
+        ToolCallStart("c1", "read"),
+        ToolCallDelta(arguments),
+    ]
+    built = {}
+    for api in (Messages(), Responses()):
+        streamed = renderer(api, True, {})
+        sent = frames(streamed, answer, iter([1] * 9)) + streamed.end(0, Ending("stop"))
+        built[api.name] = replay(api.name, parse((sent + streamed.done(SUMMARY)).decode()))
+    message, response = built["messages"], built["responses"]
+    assert message is not None
+    assert response is not None
+    assert message["stop_reason"] == ("tool_use" if whole else "end_turn")
+    assert response["output"][1]["status"] == ("completed" if whole else "incomplete")
+
+
 # --- the checker itself ------------------------------------------------------------------------
 
 

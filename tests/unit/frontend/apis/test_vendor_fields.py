@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import (
     Any,
+    get_args,
     get_type_hints,
 )
 
 import msgspec
 import pytest
+from anthropic.types.beta import BetaThinkingConfigParam as ThinkingConfig
 from anthropic.types.beta import message_create_params as messages_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
@@ -226,6 +228,46 @@ def test_no_effort_is_no_thinking_in_every_openai_api() -> None:
     switched = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
     sent = body(APIS["chat"], **switched)
     assert APIS["chat"].parse(sent, {}, STAMP).request.thinking is None
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_a_prompt_that_is_only_to_be_cached_is_not_answered(api: str) -> None:
+    """Several APIs can ask for the cache alone; the error names the way that kvmesh has."""
+    for name, field, value in (
+        (api, "prompt_cache_options", {"prewarm": True}),
+        ("messages", "max_tokens", 0),
+    ):
+        with pytest.raises(InvalidRequest, match="/v1/prefetch") as error:
+            run(name, {field: value})
+        assert (error.value.param or "").startswith(field)
+    run(api, {"prompt_cache_options": {"prewarm": False}})
+
+
+def test_only_a_known_type_of_thinking_switches_it() -> None:
+    """The types are those of the SDK; the others leave the model its default, and are listed."""
+    types = [get_args(get_type_hints(config)["type"])[0] for config in get_args(ThinkingConfig)]
+    switched = {}
+    for kind in [*types, "of_tomorrow"]:
+        fields = {"thinking": {"type": kind}}
+        sent = body(APIS["messages"], **fields)
+        switched[kind] = APIS["messages"].parse(sent, {}, STAMP).request.thinking
+        known = kind in ("enabled", "disabled", "adaptive")
+        assert ("thinking.type" in ignored("messages", fields)) != known
+    assert switched.pop("enabled") is True
+    assert switched.pop("disabled") is False
+    assert set(switched.values()) == {None}
+
+
+def test_a_budget_of_thinking_is_listed() -> None:
+    fields = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    assert ignored("messages", fields) == ["thinking.budget_tokens"]
+
+
+def test_the_input_of_a_continued_response_may_be_null() -> None:
+    run("responses", {"previous_response_id": "resp_1", "input": None})
+    with pytest.raises(InvalidRequest) as error:
+        run("responses", {"input": None})
+    assert error.value.param == "input"
 
 
 @pytest.mark.parametrize("api", PARAMETERS)

@@ -168,6 +168,19 @@ def test_arguments_are_emitted_as_they_arrive(size: int) -> None:
     assert parser.feed('th": "<tool_call>') == [ToolCallDelta('th": "<tool_call>')]
 
 
+def test_a_named_call_that_breaks_off_is_text_or_has_no_end() -> None:
+    """As the calls in a model's own syntax: a client must not take the arguments for whole."""
+    made, cut = form(named("read"), READ), '{"path": "a'
+    for eager, text, kinds in (
+        (False, cut, [TextDelta]),
+        (False, cut + '"}', [ToolCallStart, ToolCallDelta, ToolCallEnd]),
+        (True, cut, [ToolCallStart, ToolCallDelta]),
+        (True, cut + '"}', [ToolCallStart, ToolCallDelta, ToolCallEnd]),
+    ):
+        parser = made.parser(eager=eager)
+        assert [type(event) for event in [*parser.feed(text), *parser.finish()]] == kinds
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("key", ["parameters", "arguments"])
 def test_a_list_of_calls_is_read_call_by_call(size: int, key: str) -> None:

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from kvmesh.frontend.conversation import CacheControl, ResultPart
+from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.retention.hints import Duration, seconds
 
 BREAKPOINT_S = 1800.0
+CACHE_ALONE = "/v1/prefetch caches a prompt without an answer"
 
 CacheRetention = Annotated[str, Meta(pattern=r"^(in[-_]memory|[1-9][0-9]{0,4}[smhd])$")]
 
@@ -35,13 +37,17 @@ class CacheOptions(Struct):
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Duration | None = None
+    prewarm: bool | None = None
 
 
 def cache_ttl_s(retention: str | None, options: CacheOptions | None) -> float | None:
     """Seconds for which an OpenAI request retains its whole prompt; None: the default.
 
-    "in_memory" is the default.
+    "in_memory" is the default. Raises InvalidRequest for a request that is not to be answered.
     """
+    if options is not None and options.prewarm:
+        field = "prompt_cache_options.prewarm"
+        raise InvalidRequest(f"`{field}` is not supported; {CACHE_ALONE}.", field)
     if options is not None and options.ttl is not None and options.mode != "explicit":
         return seconds(options.ttl)
     if retention is None or retention.startswith("in"):

@@ -13,6 +13,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolCallDelta,
     ToolCallStart,
+    is_object,
 )
 
 
@@ -38,6 +39,11 @@ class TranscriptPart:
     @property
     def text(self) -> str:
         return "".join(self._pieces)
+
+    @property
+    def broken(self) -> bool:
+        """True for a call whose arguments break off; free text does not show whether it does."""
+        return self.start is not None and not self.start.custom and not is_object(self.text)
 
     @property
     def block(self) -> Block | None:

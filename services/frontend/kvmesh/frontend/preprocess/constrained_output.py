@@ -14,6 +14,7 @@ from kvmesh.frontend.conversation import (
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
+    is_object,
 )
 from kvmesh.frontend.dialects.output import OutputParser, call_id
 from kvmesh.frontend.dialects.tools import by_model_name, model_name
@@ -32,26 +33,38 @@ class TextReader(NamedTuple):
 
 
 class OneToolReader:
-    """Reads all text as the arguments of one tool."""
+    """Reads all text as the arguments of one tool.
+
+    Arguments that break off have no `ToolCallEnd` if `eager`, else they are text. Those of a custom
+    tool are free text, which does not show whether it is whole: they have no end either.
+    """
 
     in_call = True
 
-    def __init__(self, tool: Tool) -> None:
+    def __init__(self, tool: Tool, eager: bool) -> None:
         self._tool = tool
-        self._started = False
+        self._eager = eager or tool.custom
+        self._pieces: list[str] = []
 
     def feed(self, text: str) -> list[AnswerEvent]:
-        events: list[AnswerEvent] = []
-        if not self._started:
-            text = text.lstrip()
-            if not text:
-                return []
-            self._started = True
-            events.append(_start(self._tool))
-        return [*events, ToolCallDelta(text)]
+        started = bool(self._pieces)
+        text = text if started else text.lstrip()
+        if not text:
+            return []
+        self._pieces.append(text)
+        if not self._eager:
+            return []
+        return [ToolCallDelta(text)] if started else [_start(self._tool), ToolCallDelta(text)]
 
     def finish(self) -> list[AnswerEvent]:
-        return [ToolCallEnd()] if self._started else []
+        text = "".join(self._pieces)
+        if not text or self._tool.custom:
+            return []
+        whole = is_object(text)
+        if self._eager:
+            return [ToolCallEnd()] if whole else []
+        call: list[AnswerEvent] = [_start(self._tool), ToolCallDelta(text), ToolCallEnd()]
+        return call if whole else [TextDelta(text)]
 
 
 class CallListReader:

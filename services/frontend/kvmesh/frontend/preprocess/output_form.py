@@ -226,7 +226,7 @@ class OutputForm(Struct, frozen=True, kw_only=True):
             return split
         own = OutputGrammar(self.grammar.tool_parser).parser(self.tools, eager=eager)
         if self.calls == "required":
-            return ConstrainedParser(split, [self._required_reading()], own)
+            return ConstrainedParser(split, [self._required_reading(eager)], own)
         bare = self.grammar.calls.bare if self.grammar.calls is not None else ""
         texts = tuple(start for start in ("{", "[", '"') if start not in bare)
         readings = [TextReader(texts, PlainText())]
@@ -241,11 +241,11 @@ class OutputForm(Struct, frozen=True, kw_only=True):
         calls = self.grammar.calls
         return () if calls is None else tuple(filter(None, calls.openers))
 
-    def _required_reading(self) -> TextReader:
+    def _required_reading(self, eager: bool) -> TextReader:
         if len(self.callable) > 1:
             return TextReader(("[{", "[]"), CallListReader(self.callable))
         tool = self.callable[0]
-        return TextReader(("",) if tool.custom else ("{",), OneToolReader(tool))
+        return TextReader(("",) if tool.custom else ("{",), OneToolReader(tool, eager))
 
     @property
     def _shows_itself(self) -> bool:

@@ -18,7 +18,7 @@ from kvmesh.frontend.apis.base import (
     decode,
     json_encode,
 )
-from kvmesh.frontend.apis.messages.body import MessagesBody, to_request
+from kvmesh.frontend.apis.messages.body import SWITCHES, MessagesBody, to_request
 from kvmesh.frontend.apis.messages.context_management import unknown_edits
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, unknown_headers
@@ -85,9 +85,13 @@ def parse_body(
 
 def _without_effect(body: MessagesBody) -> list[str]:
     """Paths of the fields whose values have no effect."""
-    found = unknown_edits(body.context_management)
-    shown = body.thinking is not None and body.thinking.display is not None
-    return [*found, "thinking.display"] if shown and not omits_thinking(body) else found
+    found, thinking = unknown_edits(body.context_management), body.thinking
+    if thinking is not None:
+        shown = thinking.display is not None and not omits_thinking(body)
+        found += ["thinking.display"] if shown else []
+        found += ["thinking.type"] if thinking.type not in SWITCHES else []
+        found += ["thinking.budget_tokens"] if thinking.budget_tokens is not None else []
+    return found
 
 
 def omits_thinking(body: MessagesBody) -> bool:
@@ -179,6 +183,7 @@ class MessagesAnswer:
         self._transcript = Transcript()
         self._open: TranscriptPart | None = None
         self._started = False
+        self._called = False
         self._ending = Ending("stop")
 
     def begin(self) -> bytes:
@@ -250,6 +255,8 @@ class MessagesAnswer:
 
     def end(self, choice: int, ending: Ending) -> bytes:
         self._ending = ending
+        broken = self._open if self._open is not None and self._open.broken else None
+        self._called = any(part is not broken for part in self._transcript.calls)
         return self._close()
 
     def done(self, summary: AnswerSummary) -> bytes:
@@ -264,7 +271,7 @@ class MessagesAnswer:
             return "stop_sequence"
         if self._ending.reason == "length":
             return "max_tokens"
-        return "tool_use" if self._transcript.calls else "end_turn"
+        return "tool_use" if self._called else "end_turn"
 
     def failed(self, error: ApiError) -> bytes:
         return _event(error_object(error, self._request.id))

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from kvmesh.bus.messages import Guided, Sampling
 from kvmesh.frontend.apis.base import as_json, check_range, missing
 from kvmesh.frontend.apis.body_types import defined_as
+from kvmesh.frontend.apis.cache_ttl import CACHE_ALONE
 from kvmesh.frontend.apis.chat.body import MAX_MESSAGES, MAX_TOOLS
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.messages.blocks import (
@@ -135,6 +136,8 @@ def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
 
 
 def _sampling(body: MessagesBody) -> Sampling:
+    if body.max_tokens == 0:  # the vendor's API then only caches the prompt
+        raise InvalidRequest(f"max_tokens: must be at least 1; {CACHE_ALONE}", "max_tokens")
     check_range(body.max_tokens, 1, MAX_TOKENS, "max_tokens")
     check_range(body.temperature, 0, 2, "temperature")
     check_range(body.top_p, 0, 1, "top_p")
@@ -170,6 +173,7 @@ def _tools(body: MessagesBody, reading: MessagesReading) -> list[Tool]:
     return found
 
 
+SWITCHES = {"enabled": True, "disabled": False, "adaptive": None}  # types of thinking
 _definitions = ToolDefinitions(MessagesToolBody, OWN_TYPES, listed)
 
 
@@ -196,10 +200,8 @@ def _guided(body: MessagesBody) -> Guided | None:
 
 
 def _thinking(thinking: ThinkingBody | None) -> bool | None:
-    """True if thinking is enabled; None ("adaptive") for the model's default."""
-    if thinking is None or thinking.type == "adaptive":
-        return None
-    return thinking.type == "enabled"
+    """True if thinking is enabled; None for the model's default, also for types unknown here."""
+    return SWITCHES.get(thinking.type) if thinking is not None else None
 
 
 def _arguments(body: MessagesBody, last: Message) -> dict[str, Any]:

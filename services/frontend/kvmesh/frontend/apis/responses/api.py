@@ -228,7 +228,8 @@ class ResponsesAnswer:
 
     def end(self, choice: int, ending: Ending) -> bytes:
         self._ending = ending
-        return self._close("incomplete" if ending.reason == "length" else "completed")
+        broken = self._open is not None and self._open.part.broken
+        return self._close("incomplete" if ending.reason == "length" or broken else "completed")
 
     def done(self, summary: AnswerSummary) -> bytes:
         body = self.whole(summary)
@@ -303,6 +304,7 @@ def _request_fields(body: ResponsesBody) -> dict[str, Any]:
         "text": {"format": form},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user,

@@ -101,7 +101,7 @@ class ResponsesBody(Struct, kw_only=True):
     """Fields of the Responses API. Ignores unknown fields."""
 
     model: str
-    input: str | list[Raw] = msgspec.field(default_factory=list)
+    input: str | list[Raw] | None = None
     instructions: str | None = None
     stream: bool | None = None
     store: bool | None = None
@@ -169,7 +169,7 @@ def _check(body: ResponsesBody) -> None:
     UNSUPPORTED.refuse(body)
     if not body.input and not body.previous_response_id:
         raise InvalidRequest("`input` must not be empty.", "input", MISSING)
-    if not isinstance(body.input, str):
+    if isinstance(body.input, list):
         check_length(len(body.input), 0, MAX_MESSAGES, "input")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
 
@@ -207,7 +207,7 @@ def input_items(body: ResponsesBody) -> list[Raw]:
     """The input as items; a string is one user message."""
     if isinstance(body.input, str):
         return [Raw(msgspec.json.encode({"role": "user", "content": body.input}))]
-    return list(body.input)
+    return list(body.input or ())
 
 
 def to_messages(items: list[Raw], reading: Reading) -> list[Message]:
