@@ -309,6 +309,6 @@ def is_object(text: str) -> bool:
     """True if the text is a whole JSON object, as the arguments of a call are."""
     try:
         _object.decode(text)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return False
     return True
