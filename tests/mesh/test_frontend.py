@@ -176,7 +176,7 @@ async def started(stage: Stage, pending: object) -> aiohttp.ClientResponse:
 
 async def test_names_of_unknown_models_become_no_labels(stage: Stage) -> None:
     for path in (CHAT, "/v1/tokenize", "/v1/detokenize"):
-        sent_body = body(prompt="x", tokens=[1]) | {"model": "chosen-by-a-caller"}
+        sent_body = body(tokens=[1]) | {"model": "chosen-by-a-caller"}
         status, _ = await stage.client.post(path, sent_body)
         assert status == 404
     assert not [sample for sample in stage.mesh.metrics() if "chosen-by-a-caller" in sample]

@@ -144,7 +144,7 @@ OTHERS: list[tuple[Api, Json, Json]] = [
     (MESSAGES, {"top_k": 40}, {"top_k": 40}),
     (MESSAGES, {"stop_sequences": ["a", "", "b"]}, {"stop": ["a", "b"]}),
     (MESSAGES, {"nvext": {"greed_sampling": True}}, {"temperature": 0.0}),
-    (MESSAGES, {"seed": 3, "stop": ["a"], "presence_penalty": 1}, {}),
+    (MESSAGES, {"seed": 3, "presence_penalty": 1}, {}),
     (
         MESSAGES,
         {"output_format": {"type": "json_schema", "schema": SCHEMA}},
@@ -155,7 +155,7 @@ OTHERS: list[tuple[Api, Json, Json]] = [
     (RESPONSES, {"top_logprobs": 3}, {"logprobs": 3}),
     (RESPONSES, {"include": ["message.output_text.logprobs"]}, {"logprobs": 0}),
     (RESPONSES, {"nvext": {"greed_sampling": True}}, {"temperature": 0.0}),
-    (RESPONSES, {"seed": 3, "stop": ["a"], "presence_penalty": 1}, {}),
+    (RESPONSES, {"seed": 3, "presence_penalty": 1}, {}),
     (
         RESPONSES,
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},

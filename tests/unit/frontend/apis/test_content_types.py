@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from unit.frontend.apis.prompts import conversation, prompt_of, request_of
 
+from kvmesh.frontend.conversation import Text, Thinking
 from kvmesh.frontend.errors import InvalidRequest
 
 CHATTY = ("chat", "messages", "responses")
@@ -63,6 +64,40 @@ def test_texts_of_other_kinds_stay_apart_in_an_answer(api: str) -> None:
         text = prompt_of(api, conversation(api, QUESTION, answer, QUESTION))
         words = "Roses\n\nHelloHello" if parts[0] is poem else "HelloHello\n\nRoses"
         assert f"assistant\n{words}<|im_end|>" in text
+
+
+THOUGHTS: list[dict[str, Any]] = [
+    {"type": "thinking", "thinking": "Hm", "signature": "s"},
+    {"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]},
+    {"type": "thinking", "text": "Hm"},
+    {"type": "reasoning", "text": "Hm"},
+    {"type": "reasoning", "reasoning": "Hm"},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]},
+    {"type": "reasoning_text", "text": "Hm"},
+    {"type": "summary_text", "text": "Hm"},
+]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize("beside", [{}, {"reasoning_content": "Hm"}])
+def test_parts_of_thinking_in_an_answer_are_thinking(
+    api: str, thought: dict[str, Any], beside: dict[str, Any]
+) -> None:
+    text = {"type": "output_text" if api == "responses" else "text", "text": "Hello"}
+    answer = {"role": "assistant", "content": [thought, text], **beside}
+    request = request_of(api, conversation(api, QUESTION, answer, QUESTION))
+    assert request.messages[1].blocks == [Thinking("Hm"), Text("Hello")]
+    assert "[1].content[0]" not in " ".join(request.ignored)
+
+
+@pytest.mark.parametrize("odd", [{}, {"thinking": 5}, {"data": "opaque"}, {"text": [None]}])
+@pytest.mark.parametrize("kind", ["thinking", "reasoning", "redacted_thinking"])
+def test_parts_of_thinking_without_a_text_are_listed(kind: str, odd: dict[str, Any]) -> None:
+    answer = {"role": "assistant", "content": [{"type": kind, **odd}]}
+    request = request_of("chat", conversation("chat", QUESTION, answer, QUESTION))
+    assert (request.messages[1].blocks, request.ignored) == ([], ["messages[1].content[0]"])
 
 
 @pytest.mark.parametrize("odd", ODD)

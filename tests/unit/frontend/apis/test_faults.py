@@ -243,3 +243,30 @@ def test_tokenizing_takes_the_fields_that_change_a_prompt() -> None:
         with pytest.raises(InvalidRequest) as caught:
             parsed(**fields, add_special_tokens=False)
         assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [ASK], "chat_template": "x"}, "chat_template"),
+        ({"messages": [ASK], "documents": [{"text": "x"}]}, "documents"),
+        ({"messages": [ASK], "system": "Be brief."}, "system"),
+        ({"messages": [ASK], "functions": [{"name": "f"}]}, "functions"),
+        ({"messages": [ASK], "prompt": "x"}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"prompt": "x", "return_token_strs": True}, "return_token_strs"),
+    ],
+)
+def test_tokenizing_refuses_what_would_change_the_tokens(
+    fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Tokenize().parse(json.dumps({"model": "m", **fields}).encode(), {}, STAMP)
+    assert caught.value.param == param
+
+
+def test_tokens_are_counted_of_a_whole_chat_request() -> None:
+    fields = {"messages": [ASK], "max_tokens": 5, "stream": True, "prompt": None}
+    parsed = Tokenize().parse(json.dumps({"model": "m", **fields}).encode(), {}, STAMP).request
+    assert parsed.messages == request_of("chat", {"messages": [ASK]}).messages

@@ -181,11 +181,12 @@ FOREIGN: list[tuple[str, str, Any]] = [
     ("chat", "modalities", ["text", "image"]),
     ("chat", "system", "Be brief."),
     ("chat", "instructions", "Be brief."),
-    ("chat", "stop_sequences", ["x"]),
     ("chat", "echo", True),
     ("messages", "stop", ["x"]),
     ("messages", "response_format", {"type": "json_object"}),
     ("completions", "prompt_embeds", "x"),
+    ("completions", "max_completion_tokens", 5),
+    ("completions", "add_special_tokens", False),
     ("responses", "stop", "x"),
     ("responses", "response_format", {"type": "json_object"}),
     ("responses", "structured_outputs", {"regex": "a+"}),
@@ -204,6 +205,10 @@ FOREIGN += [
         "logits_processors": ["a"],
         "custom_logit_processor": "a",
         "lora_path": "a",
+        "json_schema": '{"type": "object"}',
+        "include_stop_str_in_output": True,
+        "no_stop_trim": True,
+        "stop_sequences": ["x"],
     }.items()
 ]
 
@@ -216,6 +221,22 @@ def test_fields_of_other_apis_that_change_the_answer_are_refused(
         run(api, {name: value})
     assert error.value.param == name
     run(api, {name: None})
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": {"type": "object"}},
+        {"type": "json_object", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+        {"type": "text", "json_schema": {"schema": {"type": "object"}}},
+        {"type": "json_schema", "schema": {"type": "object"}},
+    ],
+)
+def test_a_schema_is_followed_or_refused(api: str, form: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        run(api, {"response_format": form})
+    assert error.value.param == "response_format"
 
 
 def test_no_effort_is_no_thinking_in_every_openai_api() -> None:

@@ -23,12 +23,12 @@ from kvmesh.frontend.apis.chat.body import MAX_CHOICES, ResponseFormat, StreamOp
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
-from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
+from kvmesh.frontend.apis.sampling import SamplingBody, check_special_tokens, to_sampling
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
-UNSUPPORTED = UnsupportedFields(suffix=None, prompt_embeds=None)
+UNSUPPORTED = UnsupportedFields(suffix=None, prompt_embeds=None, max_completion_tokens="max_tokens")
 MAX_LOGPROBS = 20
 
 
@@ -41,6 +41,8 @@ class CompletionBody(SamplingBody, kw_only=True):
     best_of: int | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
+    max_completion_tokens: Any = None
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: int | None = None
     stream: bool | None = None
@@ -83,6 +85,7 @@ def to_request(body: CompletionBody, request_id: str) -> GenerateRequest:
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequest(f"A request may have at most {MAX_CHOICES} choices.", "prompt")
     UNSUPPORTED.refuse(body)
+    check_special_tokens(body.add_special_tokens)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("`best_of` other than `n` is not supported.", "best_of")
     if body.echo and body.logprobs is not None:

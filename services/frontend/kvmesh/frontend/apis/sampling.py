@@ -34,6 +34,10 @@ UNSUPPORTED = UnsupportedFields(
     logits_processors=None,
     custom_logit_processor=None,
     lora_path="model",
+    json_schema="response_format",
+    include_stop_str_in_output=None,
+    no_stop_trim=None,
+    stop_sequences="stop",
 )
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -87,6 +91,10 @@ class SamplingBody(Struct, kw_only=True):
     logits_processors: Any = None
     custom_logit_processor: Any = None
     lora_path: Any = None
+    json_schema: Any = None
+    include_stop_str_in_output: Any = None
+    no_stop_trim: Any = None
+    stop_sequences: Any = None
 
 
 def to_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
@@ -118,6 +126,12 @@ def stop_strings(stop: str | list[str] | None, param: str) -> list[str]:
     if sum(map(len, stops)) > MAX_STOP:
         raise InvalidRequest(f"`{param}` is longer than {MAX_STOP} characters.", param)
     return [text for text in stops if text]
+
+
+def check_special_tokens(add: bool | None) -> None:
+    if add is False:
+        reason = "`add_special_tokens`: a prompt always has those of the tokenizer."
+        raise InvalidRequest(reason, "add_special_tokens")
 
 
 def _check(body: SamplingBody) -> None:

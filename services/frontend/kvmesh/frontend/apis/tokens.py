@@ -1,32 +1,26 @@
 """POST /v1/tokenize and /v1/detokenize, in vLLM's form."""
 
 from array import array
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from kvmesh.frontend.apis.base import CountCall, Headers, RequestStamp, decode, json_encode
-from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage, ToolList
+from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage
 from kvmesh.frontend.apis.chat.body import to_request as chat_request
 from kvmesh.frontend.apis.faults import MISSING
-from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
+from kvmesh.frontend.apis.sampling import check_special_tokens, to_sampling
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 
 
-class TokenizeBody(Struct, kw_only=True):
-    """Either `prompt`, or `messages` like a chat completion."""
+class TokenizeBody(ChatBody, kw_only=True):
+    """Either `prompt`, or `messages` with all other fields of a chat completion."""
 
-    model: str
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: ToolList | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: str | None = None
+    messages: list[ChatMessage] | None = None  # type: ignore[assignment]  # or `prompt` is there
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):
@@ -49,23 +43,17 @@ class Tokenize:
 
     @staticmethod
     def _request(parsed: TokenizeBody) -> GenerateRequest:
+        if parsed.return_token_strs:
+            reason = "`return_token_strs` is not supported; /v1/detokenize has texts of tokens."
+            raise InvalidRequest(reason, "return_token_strs")
         if parsed.messages is not None:
-            chat = ChatBody(
-                model=parsed.model,
-                messages=parsed.messages,
-                tools=parsed.tools,
-                chat_template_kwargs=parsed.chat_template_kwargs,
-                add_generation_prompt=parsed.add_generation_prompt,
-                continue_final_message=parsed.continue_final_message,
-                reasoning_effort=parsed.reasoning_effort,
-            )
-            return chat_request(chat, "tokenize")
+            if parsed.prompt is not None:
+                raise InvalidRequest("`prompt` and `messages` exclude each other.", "prompt")
+            return chat_request(parsed, "tokenize")
         if parsed.prompt is None:
             raise InvalidRequest("`prompt` or `messages` is required.", "prompt", MISSING)
-        if parsed.add_special_tokens is False:
-            reason = "`add_special_tokens`: a prompt always has those of the tokenizer."
-            raise InvalidRequest(reason, "add_special_tokens")
-        sampling = to_sampling(SamplingBody(), None, None)
+        check_special_tokens(parsed.add_special_tokens)
+        sampling = to_sampling(parsed, None, None)
         return GenerateRequest(
             id="tokenize", model=parsed.model, sampling=sampling, prompts=[parsed.prompt]
         )

@@ -13,7 +13,7 @@ from kvmesh.frontend.apis.cache_ttl import (
     inner_cache_control,
 )
 from kvmesh.frontend.apis.content.foreign import with_sources
-from kvmesh.frontend.apis.content.parts import Content, content_blocks
+from kvmesh.frontend.apis.content.parts import Content, answer_blocks, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import Nvext
@@ -124,6 +124,7 @@ class JsonSchema(Struct):
 class ResponseFormat(Struct):
     type: str
     json_schema: JsonSchema | None = None
+    schema: Any = None  # of other servers, beside `json_object`
 
 
 class NamedFunction(Struct):
@@ -188,7 +189,6 @@ class ChatBody(SamplingBody, kw_only=True):
     echo: Any = None
     system: Any = None
     instructions: Any = None
-    stop_sequences: Any = None
     nvext: Nvext | None = None
 
 
@@ -201,7 +201,6 @@ UNSUPPORTED = UnsupportedFields(
     echo=None,
     system="messages",
     instructions="messages",
-    stop_sequences="stop",
 )
 
 
@@ -269,16 +268,15 @@ def _sampling(body: ChatBody) -> Sampling:
 
 
 def _message(message: ChatMessage, where: str, reading: Reading) -> Message:
-    answers = message.role == "assistant"
-    content = content_blocks(message.content, f"{where}.content", reading, answers)
     if message.name and message.role in ("system", "developer", "assistant"):
         reading.skipped.append(f"{where}.name")
+    if message.role == "assistant":
+        return Message("assistant", _assistant(message, where, reading))
+    content = content_blocks(message.content, f"{where}.content", reading)
     if message.role in ("system", "developer"):
         return Message("system", list(content))
     if message.role == "user":
         return Message("user", _named(message.name, content))
-    if answers:
-        return Message("assistant", _assistant(message, content, where))
     if not message.tool_call_id and message.role == "tool":
         raise missing(f"{where}.tool_call_id")
     call = message.tool_call_id or message.name or ""
@@ -306,9 +304,12 @@ def _named(name: str | None, content: list[ResultPart]) -> list[Block]:
     return blocks
 
 
-def _assistant(message: ChatMessage, content: list[ResultPart], where: str) -> list[Block]:
+def _assistant(message: ChatMessage, where: str, reading: Reading) -> list[Block]:
+    content = answer_blocks(message.content, f"{where}.content", reading)
     thinking = message.reasoning_content or message.reasoning
-    blocks: list[Block] = [Thinking(thinking)] if thinking else []
+    blocks: list[Block] = []
+    if thinking and Thinking(thinking) not in content:  # some clients send it in both places
+        blocks.append(Thinking(thinking))
     blocks += content
     if message.annotations and content and isinstance(last := content[-1], Text):
         blocks[-1] = Text(with_sources(last.text, message.annotations), last.cache)
@@ -390,7 +391,12 @@ def allowed_choice(mode: Literal["auto", "required"], tools: list[AllowedTool]) 
 
 
 def guided(form: ResponseFormat | None) -> Guided | None:
-    if form is None or form.type == "text":
+    if form is None:
+        return None
+    if form.schema or (form.json_schema and form.type in ("text", "json_object")):
+        reason = "A schema requires the type `json_schema` and stands in `json_schema.schema`."
+        raise InvalidRequest(f"`response_format`: {reason}", "response_format")
+    if form.type == "text":
         return None
     if form.type == "json_object":
         return Guided(kind="json_object", value="")

@@ -13,6 +13,8 @@ _OPAQUE = frozenset(("type", "id", "status", "cache_control", "signature", "anno
 _HIT = {"title", "url", "page_age"}
 _DATA = frozenset(("data", "result", "b64_json", "file_data", "image_url"))
 LONGEST = 512  # characters of a text without blanks that may still be words
+THOUGHTS = frozenset(("thinking", "reasoning"))  # types of parts that are no text of an answer
+_THOUGHT = ("thinking", "reasoning", "text", "content", "summary")
 _SOURCES = ("url", "document_title", "title", "filename", "source", "file_id")
 
 
@@ -43,6 +45,11 @@ def shown_text(value: Mapping[str, Any]) -> str:
             if text := "\n".join(part for part in parts if isinstance(part, str)):
                 return text
     return ""
+
+
+def thought_text(part: Mapping[str, Any]) -> str:
+    """The text of a part of thinking, as Anthropic, Mistral and client libraries write it."""
+    return next(filter(None, (shown_text({"content": part.get(name)}) for name in _THOUGHT)), "")
 
 
 def _without_opaque(value: Any) -> Any:

@@ -7,15 +7,22 @@ from msgspec import Raw, Struct
 from kvmesh.frontend.apis.body_types import defined_as
 from kvmesh.frontend.apis.cache_ttl import CacheBreakpoint, to_cache_control
 from kvmesh.frontend.apis.content.files import file_kind, kind_of, split_data_url, text_of
-from kvmesh.frontend.apis.content.foreign import shown_text, with_sources
+from kvmesh.frontend.apis.content.foreign import (
+    THOUGHTS,
+    shown_text,
+    thought_text,
+    with_sources,
+)
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading, TaggedDecoder
 from kvmesh.frontend.conversation import (
     GAP,
     AttachedFile,
+    Block,
     CacheControl,
     Image,
     ResultPart,
     Text,
+    Thinking,
 )
 
 
@@ -93,27 +100,51 @@ Content: TypeAlias = str | list[Annotated[Raw, defined_as(Part)]]
 _decoder: TaggedDecoder[Part] = TaggedDecoder(Part)
 
 
-def content_blocks(
-    content: Content | None, where: str, reading: Reading, answer: bool = False
-) -> list[ResultPart]:
-    """The blocks of a content; a string is one text, so that both forms render alike.
-
-    The texts of an `answer` are one text: a gap separates those of other kinds from it.
-    """
+def content_blocks(content: Content | None, where: str, reading: Reading) -> list[ResultPart]:
+    """The blocks of a content; a string is one text, so that both forms render alike."""
     if isinstance(content, str):
         return [Text(content)] if content else []
-    blocks: list[ResultPart] = []
-    apart = False
+    blocks = []
     for index, raw in enumerate(content or ()):
-        part = _decoder.decode(raw, f"{where}[{index}]")
-        block = _block(part, f"{where}[{index}]", reading)
+        place = f"{where}[{index}]"
+        block = _block(_decoder.decode(raw, place), place, reading)
+        if block is not None:
+            blocks.append(block)
+    return blocks
+
+
+def answer_blocks(content: Content | None, where: str, reading: Reading) -> list[Block]:
+    """The blocks of an answer, which may have parts of thinking.
+
+    Its texts are one text: a gap separates those of other kinds from it.
+    """
+    if content is None or isinstance(content, str):
+        return [Text(content)] if content else []
+    blocks: list[Block] = []
+    apart = False
+    for index, raw in enumerate(content):
+        place = f"{where}[{index}]"
+        part = _decoder.decode(raw, place)
+        if thought := _thought(part):
+            blocks.append(Thinking(thought))
+            continue
+        block = _block(part, place, reading)
         if block is None:
             continue
         before, apart = apart, not isinstance(part, TextPart)
-        if answer and (apart or before) and blocks:
+        if (apart or before) and blocks and not isinstance(blocks[-1], Thinking):
             blocks.append(Text(GAP))
         blocks.append(block)
     return blocks
+
+
+def _thought(part: Part | Foreign) -> str:
+    """The text of a part that is thinking; else empty."""
+    if isinstance(part, dict):
+        return thought_text(part) if part["type"] in THOUGHTS else ""
+    if isinstance(part, ReasoningTextPart | SummaryTextPart):
+        return part.text or ""
+    return ""
 
 
 def _block(part: Part | Foreign, where: str, reading: Reading) -> ResultPart | None:

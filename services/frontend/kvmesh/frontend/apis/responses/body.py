@@ -25,7 +25,7 @@ from kvmesh.frontend.apis.chat.body import (
     MAX_MESSAGES,
     MAX_TOOLS,
 )
-from kvmesh.frontend.apis.content.parts import Content, content_blocks
+from kvmesh.frontend.apis.content.parts import Content, answer_blocks, content_blocks
 from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.content.tagged import Foreign, Reading
 from kvmesh.frontend.apis.faults import MISSING
@@ -274,9 +274,8 @@ def _message(item: Item, where: str, reading: Reading) -> Message | None:
         if item.role not in ROLES:
             raise InvalidRequest(f"`{where}.role`: unknown role {item.role!r}.", f"{where}.role")
         role = ROLES[item.role]
-        answer = role == "assistant"
-        content = content_blocks(item.content, f"{where}.content", reading, answer)
-        return Message(role, list(content))
+        blocks_of = answer_blocks if role == "assistant" else content_blocks
+        return Message(role, [*blocks_of(item.content, f"{where}.content", reading)])
     if kind == "function_call" or kind == "custom_tool_call":
         return Message("assistant", [_call(item, where)])
     if kind in ("function_call_output", "custom_tool_call_output"):
