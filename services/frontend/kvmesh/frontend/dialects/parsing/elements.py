@@ -108,8 +108,7 @@ class ElementsReader:
         kinds = property_kinds({**self._root, "properties": {key: schema}}, key)
         if kinds == {"string"}:
             sink.arguments('"')
-            write: Sink = lambda text: sink.arguments(quoted(text))  # noqa: E731
-            yield from self._text(closer, write, lacks, closers)
+            yield from self._text(closer, lambda text: sink.arguments(quoted(text)), lacks, closers)
             sink.arguments('"')
             return
         empty = yield from source.follows((closer,))
