@@ -63,6 +63,23 @@ def test_a_request_s_switch_decides_what_is_shown(name: str) -> None:
     assert shown(source, *LOOP) == '[ask]<Look.(f {"x": 1})>[back]'
 
 
+def test_an_answer_of_thinking_alone_is_left_out_where_a_template_fails_with_it() -> None:
+    failing = "{% if not m.content and not m.tool_calls %}{{ raise_exception('empty') }}{% endif %}"
+    source = each(failing + "<{{ m.content }}" + CALLS + ">")
+    messages = [user("ask"), assistant(Thinking("hm")), user("next")]
+    assert shown(source, *messages) == "[ask][next]"
+    assert shown(each("<{{ m.content }}>"), *messages) == "[ask]<>[next]"
+
+
+def test_a_template_that_fails_with_tools_gets_none() -> None:
+    failing = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    prompt = from_source(failing + each("<{{ m.content }}>")).render(
+        request(user("ask"), tools=[tool("look")]), TODAY
+    )
+    assert "look" in prompt
+    assert "ask" in prompt
+
+
 def test_a_template_that_fails_with_thinking_gets_none() -> None:
     source = each(
         "{% if m.reasoning_content and not deep %}{{ raise_exception('none') }}{% endif %}"

@@ -88,6 +88,18 @@ def test_the_recipient_may_stand_behind_the_role_or_the_channel(header: str, end
             f"<|channel|>commentary<|message|>I look.<|channel|>commentary to=functions.f{JSON}",
             [text("I look."), F],
         ),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistantfinal<|message|>Hi.",
+            [thinking("Hm."), text("Hi.")],
+        ),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistantanalysis<|message|>So.",
+            [thinking("Hm.\n\nSo.")],
+        ),
+        (
+            f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistantcommentary to=f{JSON}",
+            [thinking("Hm."), F],
+        ),
         ("<|channel|>final<|message|>The <|channel|> marker.", [text("The <|channel|> marker.")]),
         # tools that the request has, but not as functions in JSON
         (
@@ -104,7 +116,7 @@ def test_the_recipient_may_stand_behind_the_role_or_the_channel(header: str, end
         (
             "<|channel|>final<|message|>Hi.<|end|><|start|>functions.f to=assistant"
             "<|channel|>commentary<|message|>3<|end|><|start|>user<|message|>And?<|end|>",
-            [text("Hi."), thinking("3And?")],
+            [text("Hi."), thinking("3\n\nAnd?")],
         ),
         (
             "<|channel|>commentary to=functions.f <|constrain|>json<|message|>none<|call|>",

@@ -219,3 +219,37 @@ def test_what_a_broken_call_shows_does_not_depend_on_the_splits() -> None:
         for chunks in ([raw], list(raw), *(split(raw, seed) for seed in range(20)))
     }
     assert len(shown) == 1
+
+
+NS = "]<]minimax[>["
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        (f"x{NS}<b>y{NS}</b>{NS}</invoke>\n", [call(a="x", b="y")]),
+        (f"x{NS}<b>y{NS}</invoke>\n", [call(a="x", b="y")]),
+        (f"x{NS}<n>1{NS}</invoke>\n", [call(a="x", n=1)]),
+        (f"x{NS}</invoke>\n", [call(a="x")]),
+        (f"x{NS}</a>\n", [call(a="x")]),
+        (f"x{NS}", [call(a=f"x{NS}")]),
+        # text that mentions tags
+        (f"{NS}<c>x{NS}</c>{NS}</a>{NS}</invoke>\n", [call(a=f"{NS}<c>x{NS}</c>")]),
+        (f"{NS}</invoke> x{NS}</a>{NS}</invoke>\n", [call(a=f"{NS}</invoke> x")]),
+        # members of an object
+        (f"x{NS}</a>{NS}<n>{NS}<k>1{NS}</n>{NS}</invoke>\n", [call(a="x", n={"k": 1})]),
+    ],
+)
+def test_an_element_s_missing_end(inner: str, expected: list[Piece]) -> None:
+    raw = f'{NS}<tool_call>\n{NS}<invoke name="f">{NS}<a>{inner}{NS}</tool_call>'
+    if inner == f"x{NS}":
+        raw = raw.removesuffix(f"{NS}</tool_call>") + f"{NS}</a>{NS}</invoke>"
+    assert parsed("minimax_m3", raw) == expected
+
+
+def test_a_call_of_elements_ends_at_the_next_call() -> None:
+    first = f'{NS}<tool_call>\n{NS}<invoke name="f">{NS}<a>x{NS}</a>\n'
+    assert parsed("minimax_m3", f'{first}{NS}<invoke name="g">{NS}</invoke>') == [
+        call(a="x"),
+        call("g"),
+    ]

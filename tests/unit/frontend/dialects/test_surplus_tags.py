@@ -28,12 +28,15 @@ KIMI = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
     '{{"a": "{}"}}<|tool_call_end|><|tool_calls_section_end|>'
 )
+M3 = ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<a>{}]<]minimax[>[</a>'
+M3 += "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>"
 FORMS = {
     "qwen3_coder": (QWEN, ("</parameter>", "</function>", "</tool_call>"), "<tool_call>"),
     "minimax_m2": (MINIMAX, ("</parameter>", "</invoke>", "</minimax:tool_call>"), ""),
     "glm45": (GLM, ("</arg_key>", "</arg_value>", "</tool_call>"), "<tool_call>"),
     "deepseek_v3_2": (DSML, ("</｜DSML｜parameter>", "</｜DSML｜invoke>"), "<｜DSML｜tool_calls>"),
     "kimi_k3": (K3, ("<|close|>argument<|sep|>", "<|close|>tools<|sep|>"), "<|open|>tools<|sep|>"),
+    "minimax_m3": (M3, ("]<]minimax[>[</tool_call>",), "]<]minimax[>[<tool_call>"),
     "hermes": (HERMES, ("</tool_call>",), "<tool_call>"),
     "kimi_k2": (KIMI, ("<|tool_call_end|>", "<|tool_calls_section_end|>"), ""),
 }
@@ -51,6 +54,35 @@ def test_tags_may_be_doubled(tool: str, form: tuple[str, tuple[str, ...], str]) 
     if begin:
         assert parsed(tool, raw.replace(begin, f"{begin}\n{begin}", 1)) == [call(a="x")]
     assert parsed(tool, raw + raw) == [call(a="x"), call(a="x")]
+
+
+@pytest.mark.parametrize(
+    ("tool", "raw", "begin"),
+    [
+        ("kimi_k2", KIMI, "<|tool_call_begin|>"),
+        ("functionary", '<function=f>{{"a": "{}"}}</function>', "<function="),
+        ("qwen3_coder", QWEN, "<function="),
+        ("deepseek_v3_2", DSML, "<｜DSML｜invoke name="),
+    ],
+)
+def test_the_tag_that_begins_a_call_may_be_doubled(tool: str, raw: str, begin: str) -> None:
+    for doubled in (begin + begin, f"{begin}\n{begin}"):
+        assert parsed(tool, raw.format("x").replace(begin, doubled)) == [call(a="x")], doubled
+
+
+def test_line_breaks_around_a_value_may_be_those_of_windows() -> None:
+    assert parsed("qwen3_coder", QWEN.format("x").replace("\n", "\r\n")) == [call(a="x")]
+    lines = QWEN.format("x\ny\n").replace("\n", "\r\n")
+    assert parsed("qwen3_coder", lines) == [call(a="x\r\ny\r\n")]
+    assert parsed("qwen3_coder", QWEN.format("x\r\n")) == [call(a="x\r\n")]
+    assert parsed("k2_horizon", '<ifm|tool_call>\r\n{"name": "g", "arguments": {}}') == [call("g")]
+
+
+@pytest.mark.parametrize("gap", ["", "\n", "\r\n  "])
+def test_white_space_around_cdata_is_not_part_of_the_value(gap: str) -> None:
+    value = "x\n]]> y</param>"
+    raw = f'<function name="f"><param name="a">{gap}<![CDATA[{value}]]>{gap}</param></function>'
+    assert parsed("minicpm5", raw) == [call(a=value)]
 
 
 @forms

@@ -141,7 +141,7 @@ def test_parameters_take_their_definitions_along() -> None:
 @pytest.mark.parametrize(
     ("schema", "written"),
     [
-        ({"items": [{"type": "null"}]}, {"prefixItems": [{"type": "null"}]}),
+        ({"items": [{"type": "null"}]}, {"items": True, "prefixItems": [{"type": "null"}]}),
         ({"type": "object", "properties": None}, {"type": "object"}),
         ({"$id": "a", "items": {"$ref": "a"}}, {"items": {"$ref": "#"}}),
     ],

@@ -46,8 +46,11 @@ def skip(source: OutputSource, options: tuple[str, ...]) -> Steps[None]:
 
 
 def opened(source: OutputSource, options: tuple[str, ...]) -> Steps[bool]:
-    """Read one of `options`; True if it is there or if one of them is empty."""
+    """Read one of `options`, perhaps repeated; True if it is there or if one of them is empty."""
     found = yield from source.literal(*options)
+    if found:
+        while (yield from source.follow(found)):
+            pass
     return found is not None or "" in options
 
 

@@ -43,7 +43,7 @@ class Emitter:
         self._space = ""
         self._trim_start = False
         self.has_text = False
-        self._after_text = False
+        self._after: Delta | None = None
         self._attempt_chars = 0
         self._name: str | None = None
         self._arguments: list[str] = []
@@ -81,7 +81,7 @@ class Emitter:
 
     def boundary(self) -> None:
         """Thinking, a call or another message begins or ends here."""
-        self._after_text = self._after_text or (self.has_text and self._kind is TextDelta)
+        self._after = self._kind if self.has_text else self._after
         self._space = ""
         self._trim_start = True
         self.has_text = False
@@ -92,10 +92,10 @@ class Emitter:
             self._add(TextDelta, self._space)
 
     def _add(self, kind: Delta, text: str) -> None:
-        if self._after_text:
-            # the second of two texts with nothing between them
-            text = GAP + text if kind is TextDelta else text
-            self._after_text = False
+        if self._after is not None:
+            # the second of two texts, or of two thoughts, with nothing between them
+            text = GAP + text if kind is self._after else text
+            self._after = None
         if kind is not self._kind:
             self._flush()
             self._kind = kind
@@ -169,7 +169,7 @@ class Emitter:
     def _start(self) -> None:
         self.end_attempt()
         self.boundary()
-        self._after_text = False
+        self._after = None
         self._flush()
         name = self._name or ""
         tool = self._tools.get(name)

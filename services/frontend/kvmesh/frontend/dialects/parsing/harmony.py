@@ -24,8 +24,9 @@ MAX_HEADER = 512
 ASSISTANT = "assistant"
 
 _RECIPIENT = re.compile(r"\bto=(functions\.)?([\w.:/\-]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_ROLE = re.compile(r"\s*(?!to=)([\w.:/\-]+)")
+# models may omit the marker between their role and a channel
+_CHANNEL = re.compile(rf"(?:<\|channel\|>\s*|\b{ASSISTANT})(\w+)")
+_ROLE = re.compile(rf"\s*(?!to=)({ASSISTANT}(?=analysis|commentary|final)|[\w.:/\-]+)")
 # the part of a header before its first marker, and what may become one
 _LEAD = re.compile(rf"\s*(?:{ASSISTANT})?\s*(?:to=[\w.:/\-]+\s*\w*)?\s*")
 _LEAD_BEGINS = re.compile(r"\s*(?:t|to|to=[\w.:/\-]*\s*\w*)?\s*")

@@ -24,6 +24,8 @@ from kvmesh.frontend.dialects.parsing.source import (
     marker_set,
 )
 
+_GAPS = ("", "\n", "\r\n", " ")  # between the mark of a call and its object
+
 
 class JsonReader:
     """Reads objects with a name and arguments among their members, in any order."""
@@ -35,7 +37,7 @@ class JsonReader:
         self._source = source
         self._sink = sink
         self._ends = (*form.close, *ends)
-        gaps = [o + gap + bracket for o in form.open for gap in ("", "\n") for bracket in "{["]
+        gaps = [o + gap + bracket for o in form.open for gap in _GAPS for bracket in "{["]
         self._opened = tuple(gaps)
 
     def call(self) -> Steps[bool]:

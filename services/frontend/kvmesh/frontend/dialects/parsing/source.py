@@ -134,6 +134,20 @@ class OutputSource:
         self.pos += len(best)
         return best
 
+    def follow(self, text: str) -> Steps[bool]:
+        """Skip `text` and white space before it, if they are here."""
+        offset = 0
+        while True:
+            while self.text[self.pos + offset : self.pos + offset + 1] in _SPACES:
+                offset += 1
+            rest = self.text[self.pos + offset : self.pos + offset + len(text)]
+            if rest == text:
+                self.pos += offset + len(text)
+                return True
+            if self.closed or (rest and not text.startswith(rest)):
+                return False
+            yield
+
     def match(self, pattern: re.Pattern[str], limit: int) -> Steps[str]:
         """Read the whole match of `pattern` here, perhaps "".
 

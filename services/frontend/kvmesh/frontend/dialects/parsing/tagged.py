@@ -65,7 +65,7 @@ class TaggedReader:
         self._key_stops = marker_set((form.key_end, form.value or ""))
         self._kind_ends = form.kind[1:] if form.kind else ()
         self._kind_stops = marker_set(self._kind_ends)
-        self._wrap_stops = marker_set((form.wrap[1] + form.value_end,) if form.wrap else ())
+        self._wrap_stops = marker_set(form.wrap[1:] if form.wrap else ())
         self._given: set[str] = set()
         self._own_line = False
 
@@ -204,25 +204,32 @@ class TaggedReader:
     def _read(self, sink: Sink) -> Steps[None]:
         """Read a value up to its end."""
         wrap = self._form.wrap
-        if wrap is not None and (yield from self._source.literal(wrap[0])) is not None:
+        if wrap is not None and (yield from self._source.follow(wrap[0])):
             yield from self._wrapped(sink)
         else:
             yield from self._text(sink)
 
     def _wrapped(self, sink: Sink) -> Steps[None]:
         """Read a value up to the marks that end it."""
-        stop = None
-        while stop is None:
-            text, stop = yield from self._source.until(self._wrap_stops)
-            if stop is None and self._source.closed:
+        source, value_end = self._source, (self._form.value_end,)
+        while True:
+            text, stop = yield from source.until(self._wrap_stops)
+            if stop is None and source.closed:
                 raise Unfinished
             sink(text)
-        yield from skip(self._source, (self._form.value_end,))
+            if stop is not None:
+                if (yield from source.follows(value_end)):
+                    break
+                sink(stop)
+        yield from skip(source, value_end)
 
     def _text(self, sink: Sink) -> Steps[None]:
         """Read the value without its padding, up to the tag that really ends it."""
-        padding, source, form = self._form.padding, self._source, self._form
-        line_start = bool(padding) and (yield from source.literal(padding)) is not None
+        source, form, padding = self._source, self._form, self._form.padding
+        breaks = (padding, "\r" + padding) if padding else ()
+        line_break = yield from source.literal(*breaks)
+        line_start = line_break is not None
+        padding = line_break or padding  # the value's own kind of line break on both sides
         held = ""  # a line break that may belong to the tag behind it
         keys = calls = 0  # tags of arguments and calls that the value has opened
         while True:
@@ -231,7 +238,7 @@ class TaggedReader:
                 raise Unfinished
             if text:
                 text = held + text
-                held = (padding or "\n") if text.endswith(padding or "\n") else ""
+                held = _break_at_end(text, padding or "\n")
                 line_start = text.endswith("\n")
                 sink(text.removesuffix(held))
             if stop is None:
@@ -329,3 +336,9 @@ class TaggedReader:
         properties = self._sink.schema().get("properties")
         known = key in properties if isinstance(properties, dict) and properties else True
         return known and key not in self._given
+
+
+def _break_at_end(text: str, line_break: str) -> str:
+    """The end of `text` that is the line break, or the beginning of one."""
+    ends = (line_break, line_break[:-1])
+    return next((end for end in ends if text.endswith(end)), "")

@@ -53,12 +53,12 @@ class TemplateCapabilities(Struct, frozen=True):
       `lone_system`: also one that is the whole conversation.
     - `repeats`: two messages of one role may follow each other.
     - `user_after_tool`: a user message may follow a tool result.
-    - `tools`: it shows tool definitions.
+    - `tools`: it shows tool definitions; `takes_tools`: it does not fail with them.
     - `calls`: the form of a call's arguments; None if it cannot show calls.
     - `empty`: the content of an assistant message that only calls tools.
     - `parallel`: a message may have several calls; `text_after_calls`: a message with text may come
       between calls and their results.
-    - `thinking_key`: the message field of thinking.
+    - `thinking_key`: the message field of thinking; `lone_thinking`: a message may have only that.
     - `forms`: the form of answers that are not to be shown as one message with all pieces.
     - `drops_thinking`: it shows thinking in the current turn but not in later prompts.
     - `fault`: what is wrong with it, if it fails; else empty.
@@ -71,11 +71,13 @@ class TemplateCapabilities(Struct, frozen=True):
     repeats: bool = True
     user_after_tool: bool = True
     tools: bool = True
+    takes_tools: bool = True
     calls: ArgumentsForm | None = "object"
     empty: str | None = ""
     parallel: bool = True
     text_after_calls: bool = True
     thinking_key: str = "reasoning_content"
+    lone_thinking: bool = True
     forms: dict[AnswerPieces, MessageForm] = {}
     drops_thinking: bool = False
     call_ids: Literal["short", "kimi"] = "short"
@@ -88,7 +90,9 @@ class TemplateCapabilities(Struct, frozen=True):
     def answer(
         self, form: MessageForm, thinking: str, text: str, calls: list[Entry]
     ) -> list[Entry]:
-        """The messages of an answer in this form."""
+        """The messages of an answer in this form; none if it has thinking only and cannot."""
+        if not (text or calls or self.lone_thinking):
+            return []
         return answer_messages(form, self.thinking_key, self.empty, thinking, text, calls)
 
 
@@ -140,11 +144,13 @@ class _Probe:
             user_after_tool=self._user_after_tool(calls, empty),
             tools=self._renders([user], _NAME, _TWO, tools=[_TOOL])
             or self._renders([user], _TWO, _NAME, tools=[_TOOL]),
+            takes_tools=self._renders([user], _TWO, tools=[_TOOL]),
             calls=calls,
             empty=empty,
             parallel=calls is None or self._parallel(calls, empty),
             text_after_calls=calls is None or self._text_after_calls(calls, empty),
             thinking_key=key or _THINKING_KEYS[0],
+            lone_thinking=self._lone_thinking(key or _THINKING_KEYS[0]),
             forms=self._forms(),
             drops_thinking=key is not None and self._drops_thinking(key, calls, empty),
             call_ids=self._call_ids,
@@ -212,6 +218,11 @@ class _Probe:
         call, result = self._call_and_result(calls, content)
         messages = [_message("user", _ONE), call | {key: _THOUGHT}, result]
         return self._renders(messages, _ONE, _THOUGHT, content or "", _THREE)
+
+    def _lone_thinking(self, key: str) -> bool:
+        thought = _message("assistant", "") | {key: _THOUGHT}
+        messages = [_message("user", _ONE), thought, _message("user", _TWO)]
+        return self._renders(messages, _ONE, _TWO)
 
     def _forms(self) -> dict[AnswerPieces, MessageForm]:
         """The forms of answers other than one message with all pieces."""

@@ -148,7 +148,8 @@ class ChatTemplate:
         if DOCUMENTS in variables:
             variables = variables | {DOCUMENTS: self._control.guard_json(variables[DOCUMENTS])}
         variables = {"add_generation_prompt": invites and not continues, **variables}
-        prompt = template.render(messages, visible or None, today, variables)
+        listed = visible if template.default.takes_tools else []
+        prompt = template.render(messages, listed or None, today, variables)
         return _cut_at_open_end(prompt) if continues else prompt
 
     @cached_property
