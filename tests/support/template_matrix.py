@@ -493,6 +493,8 @@ class Comparison:
 
     def __init__(self, source: str) -> None:
         self._source = source
+        question: Entries = [{"role": "user", "content": "?"}]
+        self._takes_tools = theirs(source, question, [TOOL], {}) is not None
         self._known: list[tuple[Adaptation, ...]] = [()]
 
     def difference(
@@ -500,6 +502,7 @@ class Comparison:
     ) -> str | None:
         """The fault of kvmesh's prompt; None if there is none."""
         messages, source = conversation.messages, self._source
+        shown_tools = tools if tools is None or self._takes_tools else None
         prompt = ours(source, messages, tools, kwargs)
         if prompt is None:
             shown = theirs(source, messages, tools, kwargs)
@@ -513,7 +516,7 @@ class Comparison:
             changed = _changed(plain, chosen, source)
             if changed is None:
                 continue
-            if theirs(source, changed, tools, KEPT_THINKING | kwargs) == prompt:
+            if theirs(source, changed, shown_tools, KEPT_THINKING | kwargs) == prompt:
                 if chosen not in self._known:
                     self._known.insert(0, chosen)
                 return None

@@ -144,7 +144,7 @@ class _Probe:
             user_after_tool=self._user_after_tool(calls, empty),
             tools=self._renders([user], _NAME, _TWO, tools=[_TOOL])
             or self._renders([user], _TWO, _NAME, tools=[_TOOL]),
-            takes_tools=self._renders([user], _TWO, tools=[_TOOL]),
+            takes_tools=_TWO in self._output([user], [_TOOL]),
             calls=calls,
             empty=empty,
             parallel=calls is None or self._parallel(calls, empty),
@@ -303,21 +303,25 @@ class _Probe:
         parts: bool = False,
     ) -> bool:
         """True if the texts appear in order and no call as Python's repr or encoded twice."""
-        if parts or self._parts:
-            messages = [_as_parts(message) for message in messages]
-        try:
-            output = self._render(messages, tools or self._tools)
-        except TemplateError as error:
-            if isinstance(error.__cause__, SecurityError):
-                self._unsafe = str(error)
-            return False
+        output = self._output(messages, tools, parts)
         pos = 0
         for text in texts:
             pos = output.find(text, pos)
             if pos < 0:
                 return False
             pos += len(text)
-        return f"'{_KEY}':" not in output and f'\\"{_KEY}' not in output
+        return bool(output) and f"'{_KEY}':" not in output and f'\\"{_KEY}' not in output
+
+    def _output(self, messages: list[Entry], tools: list[Entry] | None, parts: bool = False) -> str:
+        """The prompt; empty if the template fails."""
+        if parts or self._parts:
+            messages = [_as_parts(message) for message in messages]
+        try:
+            return self._render(messages, tools or self._tools)
+        except TemplateError as error:
+            if isinstance(error.__cause__, SecurityError):
+                self._unsafe = str(error)
+            return ""
 
 
 def _message(role: str, content: Any) -> Entry:
