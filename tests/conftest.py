@@ -29,7 +29,7 @@ os.environ.pop("CI", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seeds", type=int, default=30, help="number of simulation seeds to run")
+    parser.addoption("--seeds", type=int, default=20, help="number of simulation seeds to run")
     parser.addoption("--seed", type=int, help="run only this simulation seed and print its log")
 
 
