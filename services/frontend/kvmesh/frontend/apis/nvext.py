@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from kvmesh.frontend.apis.base import decode
+from kvmesh.frontend.apis.base import decode_part
 from kvmesh.frontend.apis.body_types import unknown_fields
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
@@ -118,16 +118,13 @@ def ignored_fields(body: bytes, known: type[Struct]) -> list[str]:
 
     At most `MAX_IGNORED` of each.
     """
-    decoded = decode(_any, body)
+    decoded = decode_part(body, "")
     extension = decoded.pop("nvext", None)
     found = sorted(islice(unknown_fields(decoded, known), MAX_IGNORED))
     if isinstance(extension, dict):
         unknown = [*unknown_fields(extension, Nvext), *(f for f in NO_EFFECT if f in extension)]
         found += [f"nvext.{name}" for name in sorted(unknown)[:MAX_IGNORED]]
     return found
-
-
-_any = msgspec.json.Decoder()
 
 
 def _extra_fields(names: list[str]) -> frozenset[str]:
