@@ -12,8 +12,10 @@ from contextlib import ExitStack
 
 from msgspec.structs import replace
 
+from kvmesh.cli.commands.service import run_fork
 from kvmesh.cli.supervisor.console import LogForwarder, LogStream
 from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.cli.supervisor.fork_server import ServiceForks
 from kvmesh.cli.supervisor.mesh import SupervisedMesh
 from kvmesh.cli.supervisor.nats import server_spec
 from kvmesh.cli.supervisor.plan import ProcessSpec, service_specs
@@ -27,10 +29,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
+    settings = _with_installed(settings)
+    specs = service_specs(settings, os.environ)
+    forks = ServiceForks.start({module for spec in specs for module in spec.modules}, run_fork)
     try:
         with ExitStack() as claims:
-            claimed = claim(_with_installed(settings), claims)
-            asyncio.run(_supervise(claimed, embedded=not settings.nats.url))
+            if forks is not None:
+                claims.callback(forks.close)
+            claimed = claim(settings, claims)
+            asyncio.run(_supervise(claimed, embedded=not settings.nats.url, forks=forks))
     except UpError as error:
         print(f"kvmesh up: {error}", file=sys.stderr)
         return 1
@@ -45,17 +52,17 @@ def _with_installed(settings: Settings) -> Settings:
     return replace(settings, up=replace(settings.up, dashboard=False))
 
 
-async def _supervise(settings: Settings, embedded: bool) -> None:
+async def _supervise(settings: Settings, embedded: bool, forks: ServiceForks | None) -> None:
     specs = service_specs(settings, os.environ)
     if embedded:
         specs.insert(0, server_spec(settings, os.environ))
     if not sys.stdout.isatty() or settings.log.format == "json":
-        await _mesh(settings, specs, _print)[0].run()
+        await _mesh(settings, specs, forks, _print)[0].run()
         return
     from kvmesh.cli.supervisor.table import LiveTable
 
     table = LiveTable()
-    mesh, guide = _mesh(settings, specs, table.emit)
+    mesh, guide = _mesh(settings, specs, forks, table.emit)
     showing = asyncio.create_task(table.show(mesh.processes, guide))
     try:
         await mesh.run()
@@ -65,13 +72,16 @@ async def _supervise(settings: Settings, embedded: bool) -> None:
 
 
 def _mesh(
-    settings: Settings, specs: list[ProcessSpec], emit: Callable[[str], None]
+    settings: Settings,
+    specs: list[ProcessSpec],
+    forks: ServiceForks | None,
+    emit: Callable[[str], None],
 ) -> tuple[SupervisedMesh, StartupGuide]:
     width = max(len(spec.name) for spec in specs)
     log = LogStream(emit, width, settings.log.format == "json", sys.stdout.isatty())
     logging.getLogger().handlers[:] = [LogForwarder(log)]
     guide = StartupGuide(settings, specs, log)
-    return SupervisedMesh(specs, guide, log, settings.up.stop_timeout_s), guide
+    return SupervisedMesh(specs, guide, log, settings.up.stop_timeout_s, forks), guide
 
 
 def _print(text: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
+from kvmesh.cli.supervisor.fork_server import ServiceForks
 from kvmesh.cli.supervisor.plan import START_ORDER, STOP_ORDER, ProcessSpec
 from kvmesh.cli.supervisor.process import SupervisedProcess
 
@@ -34,11 +35,17 @@ class SupervisedMesh:
     """
 
     def __init__(
-        self, specs: Iterable[ProcessSpec], steps: StartSteps, log: LogStream, stop_timeout_s: float
+        self,
+        specs: Iterable[ProcessSpec],
+        steps: StartSteps,
+        log: LogStream,
+        stop_timeout_s: float,
+        forks: ServiceForks | None = None,
     ) -> None:
         self._steps = steps
         self._log = log
         self._stop_timeout_s = stop_timeout_s
+        self._forks = forks
         self._ready = False
         self._stop = asyncio.Event()
         self._failure = ""
@@ -89,7 +96,7 @@ class SupervisedMesh:
         on_end(name)
 
     def _supervised(self, spec: ProcessSpec) -> SupervisedProcess:
-        return SupervisedProcess(spec, self._log.line, self._on_exit)
+        return SupervisedProcess(spec, self._log.line, self._on_exit, self._forks)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -127,6 +134,7 @@ class SupervisedMesh:
         fatal = status == USAGE_ERROR or process.record.failures >= EARLY_FAILURES
         if fatal and not self._ready:
             self._give_up(f"{end} before the mesh was ready (see the log above)")
+            process.retire()
         elif status == USAGE_ERROR:
             self._log.note(f"{end}; not restarted, since it rejects its settings", "W")
             process.retire()

@@ -48,17 +48,27 @@ COUNTS = {
     "dashboard": "dashboard",
 }
 
+# engines that are no more than code of this package
+LIGHT_ENGINES = {
+    "mock": "kvmesh.worker.engines.mock.engine",
+    "openai": "kvmesh.worker.engines.remote.engine",
+}
+HEAVY_ROLES = ("dashboard",)  # their libraries may start threads
 ORACLE_BUDGET_S = 10.0  # of a planner beside an oracle, unless a setting names another
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process: name, role, command line and environment."""
+    """One process: name, role, command line and environment.
+
+    It may be a fork that has imported `modules`; without any, it runs a new program.
+    """
 
     name: str
     role: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,7 +176,17 @@ def frontend_ports(settings: Settings) -> list[int]:
 def _spec(role: str, name: str, own: Settings, environ: Mapping[str, str]) -> ProcessSpec:
     # the name is in the environment, too: here, `ps` shows it
     command = (sys.executable, "-m", "kvmesh.cli.main", role, f"--name={name}")
-    return ProcessSpec(name, role, command, {**_without_settings(environ), **to_env(own)})
+    environment = {**_without_settings(environ), **to_env(own)}
+    return ProcessSpec(name, role, command, environment, _modules(role, own))
+
+
+def _modules(role: str, own: Settings) -> tuple[str, ...]:
+    """The modules that another process imports for this one; empty if it runs a new program."""
+    service = f"kvmesh.{role}.service"
+    if role == "worker":
+        engine = LIGHT_ENGINES.get(own.worker.engine)
+        return (service, engine) if engine is not None else ()
+    return (service,) if role not in HEAVY_ROLES else ()
 
 
 def _workers(

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Protocol
 
+from kvmesh.cli.supervisor.fork_server import ServiceForks
 from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.cli.supervisor.restart_policy import ProcessRecord, ProcessState
 
@@ -18,8 +20,18 @@ OUTPUT_S = 1.0
 EXEC_FAILED = 127
 
 
+class Child(Protocol):
+    """A running child process."""
+
+    @property
+    def pid(self) -> int: ...
+    async def wait(self) -> int:
+        """Return the return code as in `subprocess` once the process has ended."""
+        ...
+
+
 class SupervisedProcess:
-    """Runs `spec` and restarts it until stopped.
+    """Runs `spec` and restarts it until stopped, as a fork if `forks` can make it.
 
     `on_line(spec, text)` receives each line of output, `on_exit(process, status)` each unexpected
     exit with the return code as in `subprocess` (negative: the signal that killed it).
@@ -30,8 +42,10 @@ class SupervisedProcess:
         spec: ProcessSpec,
         on_line: Callable[[ProcessSpec, str], None],
         on_exit: Callable[["SupervisedProcess", int], None],
+        forks: ServiceForks | None = None,
     ) -> None:
         self.spec = spec
+        self._forks = forks
         self.record = ProcessRecord()
         self._on_line = on_line
         self._on_exit = on_exit
@@ -59,30 +73,39 @@ class SupervisedProcess:
 
     async def _run_once(self) -> int:
         loop = asyncio.get_running_loop()
+        reader, writer = os.pipe()
+        lines = _Lines(lambda line: self._on_line(self.spec, line))
+        reading, _ = await loop.connect_read_pipe(lambda: lines, os.fdopen(reader, "rb", 0))
         try:
-            transport, child = await self._spawn()
+            child = await self._start(writer)
         except OSError as error:
             self._on_line(self.spec, f"cannot start {self.spec.argv[0]}: {error.strerror}")
             self.record.started(loop.time(), None)
+            reading.close()
             return EXEC_FAILED
-        self.record.started(loop.time(), transport.get_pid())
+        finally:
+            os.close(writer)
+        self.record.started(loop.time(), child.pid)
         if self._stop.is_set():
             self._terminate()
-        await child.exited.wait()
+        status = await child.wait()
         self.kill()  # its children, which may hold its output open
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OUTPUT_S):
-                await child.closed.wait()
-        transport.close()
-        return transport.get_returncode() or 0
+                await lines.ended.wait()
+        reading.close()
+        return status
 
-    async def _spawn(self) -> tuple[asyncio.SubprocessTransport, "_Child"]:
-        return await asyncio.get_running_loop().subprocess_exec(
-            lambda: _Child(lambda line: self._on_line(self.spec, line)),
+    async def _start(self, output: int) -> Child:
+        if self._forks is not None and self.spec.modules:
+            pid = self._forks.fork(self.spec, output)
+            if pid is not None:
+                return AdoptedChild(pid)
+        return await asyncio.create_subprocess_exec(
             *self.spec.argv,
             env=self.spec.env,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_die_with(os.getpid()),
@@ -124,16 +147,34 @@ class SupervisedProcess:
                 os.killpg(self.record.pid, signal.SIGKILL)
 
 
-class _Child(asyncio.SubprocessProtocol):
-    """Splits output into lines of at most LINE_BYTES; signals exit and end of output separately."""
+class AdoptedChild:
+    """A child of this process that another one has made (Linux)."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._loop = asyncio.get_running_loop()
+        self._status: asyncio.Future[int] = self._loop.create_future()
+        ending = os.pidfd_open(pid)
+        self._loop.add_reader(ending, self._on_end, ending)
+
+    async def wait(self) -> int:
+        return await self._status
+
+    def _on_end(self, ending: int) -> None:
+        self._loop.remove_reader(ending)
+        os.close(ending)
+        self._status.set_result(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
+
+
+class _Lines(asyncio.Protocol):
+    """Splits output into lines of at most LINE_BYTES; `ended` is set at its end."""
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line
         self._rest = b""
-        self.exited = asyncio.Event()
-        self.closed = asyncio.Event()
+        self.ended = asyncio.Event()
 
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LINE_BYTES:
             lines.append(self._rest)
@@ -141,14 +182,11 @@ class _Child(asyncio.SubprocessProtocol):
         for line in lines:
             self._on_line(line.decode(errors="replace").rstrip())
 
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+    def connection_lost(self, _: Exception | None) -> None:
         if self._rest:
             self._on_line(self._rest.decode(errors="replace").rstrip())
             self._rest = b""
-        self.closed.set()
-
-    def process_exited(self) -> None:
-        self.exited.set()
+        self.ended.set()
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
