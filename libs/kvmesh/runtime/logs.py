@@ -78,5 +78,10 @@ def configure(options: LogSettings, service: str) -> None:
     handler.setFormatter(formatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(options.level.upper())
-    logging.getLogger("nats").setLevel(logging.CRITICAL)
+    _set_level(root, logging.getLevelNamesMapping()[options.level.upper()])
+    _set_level(logging.getLogger("nats"), logging.CRITICAL)
+
+
+def _set_level(logger: logging.Logger, level: int) -> None:
+    if logger.level != level:  # a call writes to all loggers, which forks share
+        logger.setLevel(level)

@@ -23,7 +23,7 @@ from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.streams.server_check import check_server
-from kvmesh.runtime import logs
+from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop
 from kvmesh.settings.schema import NatsSettings, Settings, StreamSettings
@@ -89,6 +89,7 @@ class Service:
     def start_watchdog(self) -> None:
         """From now on, abort the process if its event loop hangs; a start may block it longer."""
         self.spawn(watch_loop(self.settings.process.hang_timeout_s), "watchdog")
+        memory.give_back()  # what the start needed
 
     async def close(self) -> None:
         tasks = list(self._tasks)

@@ -4,6 +4,7 @@ import difflib
 import logging
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -93,8 +94,13 @@ class Option(msgspec.Struct, frozen=True):
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
 
-def options() -> Iterator[Option]:
-    """Yield all options of the schema, section by section."""
+@cache
+def options() -> tuple[Option, ...]:
+    """All options of the schema, section by section."""
+    return tuple(_options())
+
+
+def _options() -> Iterator[Option]:
     for section in msgspec.structs.fields(Settings):
         cls: type[Section] = section.type
         hints = get_type_hints(cls, include_extras=True)
@@ -133,22 +139,33 @@ def load(file: Path | None, env: Mapping[str, str], flags: Mapping[OptionKey, Fl
     Raises SettingsError naming the file and key, the variable, or the flag at fault.
     """
     file = file or (Path(env[CONFIG]) if env.get(CONFIG) else None)
-    known = {(option.section, option.key): option for option in options()}
-    tree: dict[str, dict[str, Any]] = {section: {} for section, _ in known}
-    for (section, key), value in _read(file, known):
-        tree[section][key] = value
-    _warn_unknown(env, variables())
-    for (section, key), option in known.items():
+    tree: dict[str, dict[str, Any]] = {section: {} for section in Settings.__struct_fields__}
+    if file is not None:
+        known = {(option.section, option.key): option for option in options()}
+        for (section, key), value in _read(file, known):
+            tree[section][key] = value
+    for option in _given(env, flags):
         for where, text, is_file in _texts(option, env, flags):
             text = _secret(text, where) if is_file else text
-            tree[section][key] = _parse(option, text, where)
+            tree[option.section][option.key] = _parse(option, text, where)
     return msgspec.convert(tree, Settings, dec_hook=_path)
 
 
-def variables() -> list[str]:
-    """Return the names of all environment variables of settings."""
-    names = [(o.env, o.file_env) if o.secret else (o.env,) for o in options()]
-    return [name for of_option in names for name in of_option]
+def _given(env: Mapping[str, str], flags: Mapping[OptionKey, Flag]) -> list[Option]:
+    """The options that the environment or a flag sets; logs variables of none."""
+    named = variables()
+    _warn_unknown(env, named)
+    given = [named[name] for name in env if name in named]
+    for option in options() if flags else ():
+        given += [option for key in (option.key, option.file_key) if (option.section, key) in flags]
+    return list({(option.section, option.key): option for option in given}.values())
+
+
+@cache
+def variables() -> dict[str, Option]:
+    """The environment variables of all settings: name to option."""
+    named = {option.env: option for option in options()}
+    return named | {option.file_env: option for option in options() if option.secret}
 
 
 def _texts(
@@ -193,11 +210,7 @@ def to_env(settings: Settings) -> dict[str, str]:
     return env
 
 
-def _read(
-    file: Path | None, known: Mapping[OptionKey, Option]
-) -> Iterator[tuple[OptionKey, object]]:
-    if file is None:
-        return
+def _read(file: Path, known: Mapping[OptionKey, Option]) -> Iterator[tuple[OptionKey, object]]:
     try:
         tree = tomllib.loads(file.read_text())
     except OSError as error:
@@ -275,8 +288,8 @@ def _path(cls: type, value: object) -> Path:
     return Path(value)
 
 
-def _warn_unknown(env: Mapping[str, str], known: list[str]) -> None:
-    sections = tuple(f"{PREFIX}{s.name}_".upper() for s in msgspec.structs.fields(Settings))
+def _warn_unknown(env: Mapping[str, str], known: Mapping[str, Option]) -> None:
+    sections = tuple(f"{PREFIX}{name}_".upper() for name in Settings.__struct_fields__)
     for name in env:
         if name.startswith(sections) and name not in known:
             log.warning("ignored unknown environment variable %s%s", name, _hint(name, known))

@@ -31,6 +31,7 @@ from kvmesh.frontend.metrics import FrontendModelMetrics, live_workers
 from kvmesh.frontend.tokenizer.detokenizer import DetokenizerFactory, TokenTexts
 from kvmesh.frontend.tokenizer.encoder import TextEncoder
 from kvmesh.frontend.tokenizer.text_slices import alternation
+from kvmesh.runtime import memory
 
 log = logging.getLogger(__name__)
 RETRY_S = 2.0
@@ -314,6 +315,7 @@ class ModelRegistry:
             try:
                 files = await fetch_model(self._bus, model.files)
                 self._dialects[key] = await asyncio.to_thread(Dialect, model, files)
+                memory.give_back()
                 gc.freeze()  # vocabularies are long-lived: exclude them from collections
                 break
             except BusError as error:

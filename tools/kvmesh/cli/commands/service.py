@@ -2,13 +2,10 @@
 
 import argparse
 import gc
-import os
-import sys
 from importlib import import_module
-from types import ModuleType
 
 from kvmesh.cli.local import with_local_mesh
-from kvmesh.settings import Settings, load
+from kvmesh.settings import Settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,28 +13,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
-    return _run(arguments.command, settings)
+    return run_role(arguments.command, settings)
 
 
-def run_fork(role: str) -> int:
-    """Run a service with settings from the environment, in a process that has others, too."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("kvmesh.") and name.endswith(".metrics") and name.split(".")[1] != role:
-            _forget(module)
-    return _run(role, load(None, os.environ, {}))
-
-
-def _forget(metrics: ModuleType) -> None:
-    """Have this process export none of the metrics of a module."""
-    from prometheus_client import REGISTRY
-    from prometheus_client.metrics import MetricWrapperBase
-
-    for value in vars(metrics).values():
-        if isinstance(value, MetricWrapperBase):
-            REGISTRY.unregister(value)
-
-
-def _run(role: str, settings: Settings) -> int:
+def run_role(role: str, settings: Settings) -> int:
+    """Run the service of a role; returns the exit status."""
     gc.disable()  # collections would find nothing of what is imported
     from kvmesh.runtime.service import run_service
 

@@ -12,15 +12,16 @@ from contextlib import ExitStack
 
 from msgspec.structs import replace
 
-from kvmesh.cli.commands.service import run_fork
 from kvmesh.cli.supervisor.console import LogForwarder, LogStream
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.fork_server import ServiceForks
+from kvmesh.cli.supervisor.forked_services import import_services, run_fork
 from kvmesh.cli.supervisor.mesh import SupervisedMesh
 from kvmesh.cli.supervisor.nats import server_spec
 from kvmesh.cli.supervisor.plan import ProcessSpec, service_specs
 from kvmesh.cli.supervisor.resources import claim
 from kvmesh.cli.supervisor.startup import StartupGuide
+from kvmesh.runtime import logs
 from kvmesh.settings import Settings
 
 
@@ -30,8 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     settings = _with_installed(settings)
-    specs = service_specs(settings, os.environ)
-    forks = ServiceForks.start({module for spec in specs for module in spec.modules}, run_fork)
+    logs.configure(settings.log, "up")
+    forks = ServiceForks.start(lambda: _prepare(settings), run_fork)
     try:
         with ExitStack() as claims:
             if forks is not None:
@@ -42,6 +43,12 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
         print(f"kvmesh up: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _prepare(settings: Settings) -> None:
+    """Import what the services of the mesh import."""
+    specs = service_specs(settings, os.environ)
+    import_services(dict.fromkeys(module for spec in specs for module in spec.modules))
 
 
 def _with_installed(settings: Settings) -> Settings:

@@ -12,8 +12,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Callable
 
 import msgspec
 
@@ -35,16 +34,15 @@ class ServiceForks:
         self._channel: socket.socket | None = channel
 
     @classmethod
-    def start(cls, modules: Iterable[str], run: Run) -> "ServiceForks | None":
-        """Import `modules` and fork the server; each process calls `run` with its role.
+    def start(cls, prepare: Callable[[], None], run: Run) -> "ServiceForks | None":
+        """Call `prepare`, which imports, and fork the server; a process calls `run` with its role.
 
         None where processes cannot be made in this way. Returns in the supervisor only.
         """
         if sys.platform != "linux":
             return None
         gc.disable()  # collections would find nothing of what is imported
-        for module in modules:
-            import_module(module)
+        prepare()
         gc.freeze()  # a collection must not write to what is shared
         gc.enable()
         for stream in (sys.stdout, sys.stderr):

@@ -1,6 +1,7 @@
 """OpenAPI description of this server, generated from the types that decode its bodies."""
 
 import re
+from functools import cached_property
 from html import escape
 from typing import Any, NamedTuple, get_args
 
@@ -184,11 +185,15 @@ def _row(field: msgspec.structs.FieldInfo) -> str:
 
 
 class Description:
-    """Serves the document and the page, generated once."""
+    """Serves the document and the page, generated when they are first asked for."""
 
-    def __init__(self) -> None:
-        self._json = msgspec.json.encode(document())
-        self._page = page()
+    @cached_property
+    def _json(self) -> bytes:
+        return msgspec.json.encode(document())
+
+    @cached_property
+    def _page(self) -> str:
+        return page()
 
     async def json(self, _: web.Request) -> web.Response:
         return web.Response(body=self._json, content_type=JSON)
