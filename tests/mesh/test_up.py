@@ -125,6 +125,17 @@ async def test_a_killed_process_comes_back_and_the_mesh_serves(shared: Up, name:
     await eventually(lambda: asyncio.to_thread(shared.serves), what="serves again")
 
 
+async def test_without_its_fork_server_it_starts_programs(shared: Up) -> None:
+    await shared.ready()
+    server = next(iter(shared.unnamed()))
+    os.kill(server, signal.SIGKILL)
+    old = shared.children()["router-0"]
+    os.kill(old, signal.SIGKILL)
+    await eventually(lambda: shared.children().get("router-0", old) != old, what="it is back")
+    assert server not in shared.unnamed()
+    await eventually(lambda: asyncio.to_thread(shared.serves), what="serves again")
+
+
 async def test_a_worker_that_would_be_refused_again_stays_down(
     make: Factory, tmp_path: Path
 ) -> None:

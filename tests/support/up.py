@@ -126,8 +126,15 @@ class Up:
 
     def children(self) -> dict[str, int]:
         """Its direct children: name to pid."""
+        return {name: pid for pid in self._pids() if (name := _name(pid))}
+
+    def unnamed(self) -> list[int]:
+        """The pids of the direct children that are no process of the mesh."""
+        return [pid for pid in self._pids() if not _name(pid)]
+
+    def _pids(self) -> list[int]:
         pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return {name: int(pid) for pid in pids if (name := _name(int(pid)))}
+        return [int(pid) for pid in pids]
 
     def complete(self, max_tokens: int = 8, prompt: str = "Hello") -> list[str]:
         """Stream a chat completion; returns the data of its events. Raises OSError if refused."""

@@ -5,11 +5,13 @@ import os
 import signal
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 from support.up import alive
 from support.wait import eventually
 
 from kvmesh.cli.supervisor.console import LogStream
+from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.mesh import SupervisedMesh
 from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.cli.supervisor.table import render
@@ -122,3 +124,20 @@ async def test_a_process_that_rejects_its_settings_is_handed_over(run: Run) -> N
     assert run.shown() == ["worker-0", "frontend-0"]
     run.mesh.add(process("worker-1"))  # the name is free again
     await eventually(lambda: "worker-1" in run.pids())
+
+
+async def test_a_process_that_ends_the_start_is_not_started_again() -> None:
+    class Waiting(Steps):
+        async def until_ready(self, mesh: SupervisedMesh) -> None:
+            await asyncio.Event().wait()
+
+    lines: list[str] = []
+    specs = [
+        process("worker-0", "echo refused; exit 2"),
+        # it stops before the worker: meanwhile the worker would be restarted
+        process("frontend-0", "trap 'sleep 0.5; exit' TERM; sleep 600 & wait", role="frontend"),
+    ]
+    log = LogStream(lines.append, 10, False, False)
+    with pytest.raises(UpError, match="worker-0 exited with status 2 before the mesh was ready"):
+        await SupervisedMesh(specs, Waiting(), log, PATIENT).run()
+    assert len([line for line in lines if "refused" in line]) == 1
