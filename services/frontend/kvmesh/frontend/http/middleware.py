@@ -141,6 +141,8 @@ class RequestMiddleware:
                 metrics.tenants.add(caller.key_tenant, model, TenantUse(1, int(failed)), ended)
             if self._access_log is not None and route.name != "metrics":
                 self._access_log(_entry(request, caller, status, began))
+            if caller is not None:
+                caller.active = None  # else a cycle: it has the response, which has the request
 
     async def _admit(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         if self._in_flight > self._max_in_flight:
