@@ -20,7 +20,6 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
-from nkeys import NkeysError
 
 from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
@@ -159,7 +158,7 @@ class Bus:
                 _connect_with_retries(client, servers, bus, name, first, security)
             )
             await first.result(attempt, timeout)
-        except (TimeoutError, OSError, ValueError, NkeysError, NatsError) as error:
+        except _failures(options) as error:
             client.abandon()
             reason = first.reason(error, _credentials(options))
             raise BusUnavailable(options.url, reason) from error
@@ -398,6 +397,16 @@ def _credentials(options: BusOptions) -> str:
         "the user in nats.url": "@" in options.url,
     }
     return next((name for name, value in settings.items() if value), "")
+
+
+def _failures(options: BusOptions) -> tuple[type[Exception], ...]:
+    """The errors of an attempt to connect."""
+    failures = (TimeoutError, OSError, ValueError, NatsError)
+    if not options.nkey_seed and not options.credentials:
+        return failures
+    from nkeys import NkeysError  # with libraries that take a megabyte
+
+    return (*failures, NkeysError)
 
 
 def _security(options: BusOptions) -> dict[str, Any]:
