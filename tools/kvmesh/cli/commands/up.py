@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from kvmesh.cli.supervisor.console import LogForwarder, LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.fork_server import ServiceForks
-from kvmesh.cli.supervisor.forked_services import import_services, run_fork
+from kvmesh.cli.supervisor.forks.server import ServiceForks
+from kvmesh.cli.supervisor.forks.services import import_services, run_fork
 from kvmesh.cli.supervisor.mesh import SupervisedMesh
 from kvmesh.cli.supervisor.nats import server_spec
 from kvmesh.cli.supervisor.plan import ProcessSpec, service_specs

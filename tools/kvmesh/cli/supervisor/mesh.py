@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvmesh.cli.supervisor.console import LogStream
 from kvmesh.cli.supervisor.errors import UpError
-from kvmesh.cli.supervisor.fork_server import ServiceForks
+from kvmesh.cli.supervisor.forks.server import ServiceForks
 from kvmesh.cli.supervisor.plan import START_ORDER, STOP_ORDER, ProcessSpec
 from kvmesh.cli.supervisor.process import SupervisedProcess
 

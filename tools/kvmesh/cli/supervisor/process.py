@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from kvmesh.cli.supervisor.fork_server import ServiceForks
+from kvmesh.cli.supervisor.forks.server import ServiceForks
 from kvmesh.cli.supervisor.plan import ProcessSpec
 from kvmesh.cli.supervisor.restart_policy import ProcessRecord, ProcessState
 

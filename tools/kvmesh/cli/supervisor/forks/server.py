@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvmesh.cli.supervisor.command_line import CommandLineError, show_command_line
+from kvmesh.cli.supervisor.forks.command_line import CommandLineError, show_command_line
 from kvmesh.cli.supervisor.plan import ProcessSpec
 
 REPLY_S = 5.0

@@ -8,7 +8,7 @@ from support.wait import PATIENCE_S
 PROGRAM = """
 import sys
 from prometheus_client import REGISTRY
-from kvmesh.cli.supervisor import forked_services
+from kvmesh.cli.supervisor.forks import services
 
 def exported():
     names = {metric.name.split("_")[1] for metric in REGISTRY.collect() if "kvmesh" in metric.name}
@@ -18,11 +18,11 @@ def run_role(role, settings):
     print(role, settings.router.policy, exported())
     return 3
 
-forked_services.run_role = run_role
+services.run_role = run_role
 roles = ("indexer", "router", "worker", "frontend")
-forked_services.import_services([f"kvmesh.{role}.service" for role in roles])
+services.import_services([f"kvmesh.{role}.service" for role in roles])
 print(exported())
-print(forked_services.run_fork("router"))
+print(services.run_fork("router"))
 """
 
 

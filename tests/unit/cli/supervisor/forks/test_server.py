@@ -11,7 +11,7 @@ from support.wait import PATIENCE_S
 SUPERVISOR = """
 import json, os, signal, sys
 from pathlib import Path
-from kvmesh.cli.supervisor.fork_server import ServiceForks
+from kvmesh.cli.supervisor.forks.server import ServiceForks
 from kvmesh.cli.supervisor.plan import ProcessSpec
 
 def run(role):

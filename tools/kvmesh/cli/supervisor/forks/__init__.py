@@ -1,0 +1,1 @@
+"""Services of `kvmesh up` as forks of one process that has imported their code."""
