@@ -1,0 +1,161 @@
+"""Two systems in turns: the ratio of each pair of runs, and whether it is beyond its noise.
+
+Both systems serve at the same time and are loaded in turns; the order is reversed each round. Their
+starts, idle use and memory are measured one after the other, alone.
+"""
+
+import argparse
+import json
+import math
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common import median, parser
+from rows import FAST_MS, STEP_MS, Load, Row, Sample, Side, TokenError, chosen, warm
+
+CERTAINTY = 0.98
+LEAST = 0.02  # of a change that counts
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One figure of both systems, round by round; a name that is indented is a part of another."""
+
+    name: str
+    unit: str
+    a: list[float]
+    b: list[float]
+    target: float
+
+    @property
+    def ratios(self) -> list[float]:
+        return sorted(a / b for a, b in zip(self.a, self.b, strict=True))
+
+    @property
+    def median(self) -> float:
+        return median(self.ratios)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The interval that holds the true median with certainty 0.98, by the order of the ratios.
+
+        With less than seven rounds it is all that was seen, and less certain.
+        """
+        left = outside(len(self.a))
+        return self.ratios[left], self.ratios[-1 - left]
+
+    @property
+    def moved(self) -> bool:
+        """True if the change is beyond the noise of the rounds, and enough of them are known."""
+        low, high = self.range
+        certain = 0.5 ** (len(self.a) - 1) <= 1 - CERTAINTY
+        return certain and abs(self.median - 1) > LEAST and not low <= 1 <= high
+
+    @property
+    def is_part(self) -> bool:
+        return self.name.startswith(" ")
+
+
+def outside(rounds: int) -> int:
+    """Number of ratios on either side that lie outside the interval of the median."""
+    left, chance = 0, 0.5**rounds
+    while left + 1 < rounds / 2:
+        chance += math.comb(rounds, left + 1) * 0.5**rounds
+        if 2 * chance > 1 - CERTAINTY:
+            break
+        left += 1
+    return left
+
+
+def compare(a: Side, b: Side, options: argparse.Namespace) -> list[Ratio]:
+    """Measure all rows on both sides. Raises RuntimeError, LoadError, TokenError."""
+    found: list[Ratio] = []
+    for kind, step_ms in (("started", 0.0), ("fast", FAST_MS), ("paced", STEP_MS)):
+        of_kind = [row for row in options.rows if row.fleet == kind]
+        samples: dict[str, list[tuple[Sample, Sample]]] = {row.name: [] for row in of_kind}
+        with ExitStack() as stack:
+            fleets = {}
+            if of_kind and kind != "started":
+                fleets = {s.name: stack.enter_context(s.running(step_ms)) for s in (a, b)}
+                for fleet in fleets.values():
+                    warm(Load(fleet, 0, options.scale))
+            for number in range(1, options.rounds + 1):
+                for row in of_kind:
+                    taken: dict[str, Sample] = {}
+                    for side in (a, b) if number % 2 else (b, a):
+                        with ExitStack() as own:
+                            fleet = fleets.get(side.name) or own.enter_context(side.started())
+                            taken[side.name] = row.measure(Load(fleet, number, options.scale))
+                    _same_prompts(row, taken)
+                    samples[row.name].append((taken[a.name], taken[b.name]))
+                    print(f"{row.name}: round {number} of {options.rounds}", flush=True)
+        for row in of_kind:
+            found += _ratios(row, samples[row.name])
+    return found
+
+
+def _same_prompts(row: Row, taken: dict[str, Sample]) -> None:
+    """Raises TokenError unless both systems have counted as many tokens in the same prompts."""
+    tokens = {name: sample.prompt_tokens for name, sample in taken.items()}
+    if len({*tokens.values()}) > 1:
+        raise TokenError(f"{row.name}: the prompts have {tokens} tokens")
+
+
+def _ratios(row: Row, samples: list[tuple[Sample, Sample]]) -> list[Ratio]:
+    first_a, first_b = samples[0]
+    return [
+        Ratio(
+            f"  {row.name}: {name.strip()}" if name.startswith(" ") else f"{row.name}: {name}",
+            unit,
+            [a.figures[name].value for a, _ in samples],
+            [b.figures[name].value for _, b in samples],
+            row.targets.get(name, 1.0),
+        )
+        for name, (_, unit) in first_a.figures.items()
+        if name in first_b.figures
+    ]
+
+
+def table(ratios: list[Ratio], a: Side, b: Side, verdicts: dict[str, str]) -> str:
+    """Markdown: medians, the median ratio, its range, and a verdict for each figure."""
+    lines = [("figure", a.name, b.name, "ratio", "range", "")]
+    for each in ratios:
+        low, high = each.range
+        lines.append(
+            (
+                each.name.replace("  ", "&emsp;") + f", {each.unit}",
+                f"{median(each.a):.3g}",
+                f"{median(each.b):.3g}",
+                f"{each.median:.2f}",
+                f"{low:.2f}–{high:.2f}",
+                verdicts.get(each.name, ""),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:-1]), "-" * widths[-1]]
+    padded = [
+        [f"{cell:{'<' if at in (0, 5) else '>'}{widths[at]}}" for at, cell in enumerate(line)]
+        for line in lines
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
+
+
+def save(ratios: list[Ratio], file: Path | None) -> None:
+    """Write all figures as JSON, if a file is named."""
+    if file is not None:
+        content = [
+            {**asdict(r), "ratio": r.median, "range": r.range, "moved": r.moved} for r in ratios
+        ]
+        file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def pair_parser(description: str, rounds: int) -> argparse.ArgumentParser:
+    """The options of a script that compares two systems; `rows` gives those to measure."""
+    arguments = parser(description)
+    arguments.add_argument("--rounds", type=int, default=rounds, metavar="N")
+    arguments.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
+    arguments.add_argument(
+        "--only", type=chosen, default="", metavar="ROW,…", dest="rows", help="names' beginnings"
+    )
+    return arguments
