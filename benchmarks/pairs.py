@@ -5,14 +5,16 @@ starts, idle use and memory are measured one after the other, alone.
 """
 
 import argparse
+import itertools
 import json
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common import median, parser
-from rows import FAST_MS, STEP_MS, Load, Row, Sample, Side, TokenError, chosen, warm
+from rows import FAST_MS, ROWS, STEP_MS, Fleet, Load, Row, Sample, Side, TokenError, chosen, warm
 
 CERTAINTY = 0.98
 LEAST = 0.02  # of a change that counts
@@ -72,34 +74,44 @@ def compare(a: Side, b: Side, options: argparse.Namespace) -> list[Ratio]:
     """Measure all rows on both sides. Raises RuntimeError, LoadError, TokenError."""
     found: list[Ratio] = []
     for kind, step_ms in (("started", 0.0), ("fast", FAST_MS), ("paced", STEP_MS)):
-        of_kind = [row for row in options.rows if row.fleet == kind]
-        samples: dict[str, list[tuple[Sample, Sample]]] = {row.name: [] for row in of_kind}
+        if not (rows := [row for row in options.rows if row.fleet == kind]):
+            continue
+        samples: dict[str, list[tuple[Sample, Sample]]] = {row.name: [] for row in rows}
         with ExitStack() as stack:
-            fleets = {}
-            if of_kind and kind != "started":
-                fleets = {s.name: stack.enter_context(s.running(step_ms)) for s in (a, b)}
-                for fleet in fleets.values():
-                    warm(Load(fleet, 0, options.scale))
-            for number in range(1, options.rounds + 1):
-                for row in of_kind:
-                    taken: dict[str, Sample] = {}
-                    for side in (a, b) if number % 2 else (b, a):
-                        with ExitStack() as own:
-                            fleet = fleets.get(side.name) or own.enter_context(side.started())
-                            taken[side.name] = row.measure(Load(fleet, number, options.scale))
-                    _same_prompts(row, taken)
-                    samples[row.name].append((taken[a.name], taken[b.name]))
-                    print(f"{row.name}: round {number} of {options.rounds}", flush=True)
-        for row in of_kind:
+            fleets: dict[str, Fleet] = {}
+            for side in (a, b):
+                if kind == "started":  # the first start compiles modules and fills the page cache
+                    with side.started():
+                        continue
+                fleet = fleets[side.name] = stack.enter_context(side.running(step_ms))
+                warm(Load(fleet, 0, options.scale))
+            for number, row in itertools.product(range(1, options.rounds + 1), rows):
+                order = (a, b) if number % 2 else (b, a)
+                seed = number * len(ROWS) + ROWS.index(row)
+                taken = _pair(row, order, fleets, seed, options.scale)
+                samples[row.name].append((taken[a.name], taken[b.name]))
+                print(f"{row.name}: round {number} of {options.rounds}", flush=True)
+        for row in rows:
             found += _ratios(row, samples[row.name])
     return found
 
 
-def _same_prompts(row: Row, taken: dict[str, Sample]) -> None:
-    """Raises TokenError unless both systems have counted as many tokens in the same prompts."""
+def _pair(
+    row: Row, order: tuple[Side, Side], fleets: Mapping[str, Fleet], seed: int, scale: float
+) -> dict[str, Sample]:
+    """The row on one side after the other, on a fleet of its own where none runs.
+
+    Raises TokenError unless both have counted as many tokens in the same prompts.
+    """
+    taken: dict[str, Sample] = {}
+    for side in order:
+        with ExitStack() as stack:
+            fleet = fleets.get(side.name) or stack.enter_context(side.started())
+            taken[side.name] = row.measure(Load(fleet, seed, scale))
     tokens = {name: sample.prompt_tokens for name, sample in taken.items()}
     if len({*tokens.values()}) > 1:
         raise TokenError(f"{row.name}: the prompts have {tokens} tokens")
+    return taken
 
 
 def _ratios(row: Row, samples: list[tuple[Sample, Sample]]) -> list[Ratio]:
