@@ -19,6 +19,7 @@ import msgspec
 from chat_load import MODEL
 from kvmesh_fleet import WORKERS
 from local_mesh import (
+    NATS_THREADS,
     START_S,
     environ,
     free_port,
@@ -88,7 +89,7 @@ class DynamoFleet:
         }
         with (self._folder / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(
-                command, env=environ() | TUNED | chosen | own, stdout=log, stderr=log
+                command, env=environ() | TUNED | NATS_THREADS | chosen | own, stdout=log, stderr=log
             )
 
     def _until_all_serve(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from kvmesh.cli.supervisor.nats import server_threads
 
 NATS_SERVER = Path(sys.executable).with_name("nats-server")
+NATS_THREADS = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1))}  # as `kvmesh up` does
 START_S, STOP_S = 30.0, 10.0
 
 
@@ -139,8 +140,7 @@ class Mesh:
 
     def start(self, workers: int) -> None:
         started = time.monotonic()
-        threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1))}  # as `kvmesh up` does
-        self._spawn("nats", nats_command(self.folder, self.nats_port), threads)
+        self._spawn("nats", nats_command(self.folder, self.nats_port), NATS_THREADS)
         for name in ("router", "indexer"):
             self.add_service(name, name, {})
         for index in range(workers):

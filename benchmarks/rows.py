@@ -164,7 +164,7 @@ def agent_turns(size: int) -> Callable[[Load], Sample]:
 
     def row(load: Load) -> Sample:
         sample, count = Sample(), load.number(12)
-        turns = conversation(load, size, count)
+        turns = conversation(load.texts(TURN // 2), size, count)
         connection = Connection(load.fleet.url)
         cold = connection.stream(next(turns))
         with measure(load.fleet.pids) as used:
@@ -179,9 +179,11 @@ def agent_turns(size: int) -> Callable[[Load], Sample]:
     return row
 
 
-def conversation(load: Load, size: int, turns: int) -> Iterator[bytes]:
-    """Requests: `size` tokens, then `turns` more, each longer by an answer and a message."""
-    texts = load.texts(TURN // 2)
+def conversation(texts: Iterator[str], size: int, turns: int) -> Iterator[bytes]:
+    """Requests: `size` tokens, then `turns` more, each longer by an answer and a message.
+
+    `texts` have half as many tokens as a turn adds.
+    """
     messages = [{"role": "system", "content": "You are a careful engineer." + next(texts)}]
     roles = itertools.cycle(["user", "assistant"])
     while len(messages) * TURN // 2 < size or messages[-1]["role"] != "user":
@@ -224,7 +226,8 @@ def start_up(load: Load) -> Sample:
     sample.add("idle, all", used.total_s / IDLE_S * 1e3, "CPU ms/s")
     warm(load)
     connection = Connection(fleet.url)
-    sample.count([connection.stream(b) for b in conversation(load, 40_000, 1)], 2, 8)
+    turns = conversation(load.texts(TURN // 2), 40_000, 1)
+    sample.count([connection.stream(body) for body in turns], 2, 8)
     connection.close()
     memory = {name: pss_bytes(pid) / (1 << 20) for name, pid in fleet.pids.items()}
     sample.add("memory, all", sum(memory.values()), "MiB")
