@@ -10,7 +10,7 @@ from dynamo_fleet import DynamoSide
 from kvmesh_fleet import KvmeshSide
 from pairs import Ratio, compare, pair_parser, save, table
 
-TURNS = ("agent turn, 40K: all", "agent turn, 128K: all")
+TURNS = ("agent turn of 40K: all", "agent turn of 128K: all")
 LONGER = 1.5  # most that a turn of 128K may cost of one of 40K
 
 

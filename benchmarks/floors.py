@@ -34,7 +34,8 @@ SIZES = {"a short message": 200, "25 kB, the hashes of 50K tokens": 25_000}
 @contextmanager
 def server(command: list[str], port: int) -> Iterator[int]:
     """The pid of a process that listens on the port."""
-    with subprocess.Popen(command, env=environ() | NATS_THREADS) as process:
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, env=environ() | NATS_THREADS, stderr=quiet) as process:
         try:
             wait_for_port(port)
             yield process.pid

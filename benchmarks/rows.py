@@ -266,8 +266,8 @@ ROWS = (
     Row("token of 512 streams", "fast", streams(512, 64, 512), {}),
     Row("first token", "fast", first_token, {"p50": 1.0, "p99": 0.7}),
     Row("unseen 4.2K prompt", "fast", unseen, {}),
-    Row("agent turn, 40K", "fast", agent_turns(40_000), {"frontend": 0.5, "all": 0.8}),
-    Row("agent turn, 128K", "fast", agent_turns(120_000), {"frontend": 0.5, "all": 0.8}),
+    Row("agent turn of 40K", "fast", agent_turns(40_000), {"frontend": 0.5, "all": 0.8}),
+    Row("agent turn of 128K", "fast", agent_turns(120_000), {"frontend": 0.5, "all": 0.8}),
     Row("paced token", "paced", streams(48, 128, CONCURRENCY), {}),
     Row("beside cold 40K prompts", "paced", beside_cold, {}),
 )
