@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dynamo_fleet import DynamoSide
 from kvmesh_fleet import KvmeshSide
-from pairs import Ratio, compare, pair_parser, save, table
+from pairs import Ratio, compare, pair_parser, report
 
 TURNS = ("agent turn of 40K: all", "agent turn of 128K: all")
 LONGER = 1.5  # most that a turn of 128K may cost of one of 40K
@@ -30,8 +30,7 @@ def main() -> None:
     options = arguments.parse_args()
     here, there = KvmeshSide("kvmesh", None), DynamoSide(options.dynamo, options.plane)
     ratios = compare(here, there, options)
-    print(table(ratios, here, there, verdicts(ratios)))
-    save(ratios, options.json)
+    report(ratios, here, there, verdicts(ratios), options)
     of = {each.name: each for each in ratios}
     if of.keys() >= {*TURNS}:
         longer = Ratio("", "", of[TURNS[1]].a, of[TURNS[0]].a, LONGER).median

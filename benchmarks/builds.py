@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvmesh_fleet import KvmeshSide
-from pairs import Ratio, compare, pair_parser, save, table
+from pairs import Ratio, compare, pair_parser, report
 
 
 def verdict(ratio: Ratio) -> str:
@@ -24,8 +24,7 @@ def main() -> int:
     here, there = KvmeshSide("this build", None), KvmeshSide("the other", options.build)
     ratios = compare(here, there, options)
     verdicts = {each.name: verdict(each) for each in ratios}
-    print(table(ratios, here, there, verdicts))
-    save(ratios, options.json)
+    report(ratios, here, there, verdicts, options)
     worse = [each for each in ratios if verdict(each) == "worse" and not each.is_part]
     for each in worse:
         print(f"worse: {each.name} is {each.median:.2f} of the other build's")

@@ -8,10 +8,9 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from common import median, parser
 from rows import FAST_MS, ROWS, STEP_MS, Fleet, Load, Row, Sample, Side, TokenError, chosen, warm
@@ -131,35 +130,57 @@ def _ratios(row: Row, samples: list[tuple[Sample, Sample]]) -> list[Ratio]:
 
 def table(ratios: list[Ratio], a: Side, b: Side, verdicts: dict[str, str]) -> str:
     """Markdown: medians, the median ratio, its range, and a verdict for each figure."""
-    lines = [("figure", a.name, b.name, "ratio", "range", "")]
+    lines: list[tuple[str, ...]] = [("figure", a.name, b.name, "ratio", "range", "")]
     for each in ratios:
         low, high = each.range
-        lines.append(
-            (
-                each.name.replace("  ", "&emsp;") + f", {each.unit}",
-                f"{median(each.a):.3g}",
-                f"{median(each.b):.3g}",
-                f"{each.median:.2f}",
-                f"{low:.2f}–{high:.2f}",
-                verdicts.get(each.name, ""),
-            )
+        name = each.name.replace("  ", "&emsp;") + f", {each.unit}"
+        values = f"{median(each.a):.3g}", f"{median(each.b):.3g}", f"{each.median:.2f}"
+        lines.append((name, *values, f"{low:.2f}–{high:.2f}", verdicts.get(each.name, "")))
+    return _aligned(lines, left=(0, 5))
+
+
+def short_table(ratios: list[Ratio], a: Side, b: Side) -> str:
+    """Markdown for a page: a line for the figures of a row in one unit; bold where `b` is ahead."""
+    groups: dict[tuple[str, str], list[Ratio]] = {}
+    for each in ratios:
+        if not each.is_part:
+            groups.setdefault((each.name.partition(":")[0], each.unit), []).append(each)
+    lines: list[tuple[str, ...]] = [("figure", a.name, b.name, "ratio")]
+    for (row, unit), figures in groups.items():
+        names = " / ".join(each.name.partition(": ")[2] for each in figures)
+        sides = (
+            " / ".join(f"{median(each):.3g}" for each in values)
+            for values in ([each.a for each in figures], [each.b for each in figures])
         )
+        rounded = [f"{each.median:.2f}" for each in figures]
+        marked = (f"**{each}**" if float(each) > 1 else each for each in rounded)
+        lines.append((f"{row}: {names}, {unit}", *sides, " / ".join(marked)))
+    return _aligned(lines, left=(0,))
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> str:
+    """Lines as a table in Markdown; the first one is its head, `left` has the columns of text."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:-1]), "-" * widths[-1]]
+    rule = [
+        "-" * width if at in left else "-" * (width - 1) + ":" for at, width in enumerate(widths)
+    ]
     padded = [
-        [f"{cell:{'<' if at in (0, 5) else '>'}{widths[at]}}" for at, cell in enumerate(line)]
+        [f"{cell:{'<' if at in left else '>'}{widths[at]}}" for at, cell in enumerate(line)]
         for line in lines
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
 
 
-def save(ratios: list[Ratio], file: Path | None) -> None:
-    """Write all figures as JSON, if a file is named."""
-    if file is not None:
+def report(
+    ratios: list[Ratio], a: Side, b: Side, verdicts: dict[str, str], options: argparse.Namespace
+) -> None:
+    """Print the table, and write all figures as JSON if a file is named."""
+    print(short_table(ratios, a, b) if options.short else table(ratios, a, b, verdicts))
+    if options.json is not None:
         content = [
             {**asdict(r), "ratio": r.median, "range": r.range, "moved": r.moved} for r in ratios
         ]
-        file.write_text(json.dumps(content, indent=2) + "\n")
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def pair_parser(description: str, rounds: int) -> argparse.ArgumentParser:
@@ -170,4 +191,5 @@ def pair_parser(description: str, rounds: int) -> argparse.ArgumentParser:
     arguments.add_argument(
         "--only", type=chosen, default="", metavar="ROW,…", dest="rows", help="names' beginnings"
     )
+    arguments.add_argument("--short", action="store_true", help="print the table of the README")
     return arguments
