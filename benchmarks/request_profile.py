@@ -1,8 +1,8 @@
-"""The CPU of a short request and of an agent turn, by process and module.
+"""The CPU of a short request and of an agent turn, by process, package and function.
 
 Measures the CPU of all processes under load, then samples one Python process after another with
 py-spy (`--py-spy`, PyPI's) under the same load, as sampling slows a process down. A sample counts
-for the deepest module of kvmesh on its stack, with the libraries and the kernel that it calls.
+for the deepest function of kvmesh on its stack, with the libraries and the kernel that it calls.
 Shares are of the CPU of all processes, NATS included.
 """
 
@@ -22,23 +22,24 @@ from rows import CONCURRENCY, SHORT, TURN, conversation
 SPIED = ("frontend", "router", "indexer", "worker-0")
 LOADED_S, RATE = 5, 250
 LEAST = 0.01  # of all CPU
-LOOP = "event loop, sockets"  # called by no module but the one that runs the service
+FUNCTIONS = 0.004  # of all CPU: those that are named
+LOOP = ("event loop, sockets", "")  # called by the function that runs the service
 IDLE = ("concurrent/futures/thread.py", "threading.py")  # threads that wait
 
 
-def owner(stack: list[str]) -> str | None:
-    """The module to which a sample belongs; None if its thread waits.
+def owner(stack: list[str]) -> tuple[str, str] | None:
+    """The package and function to which a sample belongs; None if its thread waits.
 
     Frames read `name (file:line)`.
     """
     frames = [frame.rpartition(" (") for frame in stack]
     if any(file in frames[-1][2] for file in IDLE):
         return None
-    for _, _, file in reversed(frames):
+    for function, _, file in reversed(frames):
         if "/kvmesh/" in file:
-            module = file.rpartition("/kvmesh/")[2].rpartition(".py")[0]
-            return LOOP if module == "runtime/service" else f"`{module}`"
-    return "other libraries"
+            package, _, module = file.rpartition("/kvmesh/")[2].rpartition(".py")[0].rpartition("/")
+            return LOOP if module == "service" and package == "runtime" else (package, function)
+    return ("other libraries", "")
 
 
 def load(mesh: Mesh, bodies: Iterator[bytes], concurrency: int) -> tuple[Interval, int]:
@@ -53,11 +54,11 @@ def load(mesh: Mesh, bodies: Iterator[bytes], concurrency: int) -> tuple[Interva
 
 def sample(
     py_spy: Path, mesh: Mesh, bodies: Iterator[bytes], concurrency: int
-) -> dict[str, dict[str, float]]:
-    """CPU milliseconds a request by role and module."""
+) -> dict[str, dict[tuple[str, str], float]]:
+    """CPU milliseconds a request by role and function."""
     load(mesh, bodies, concurrency)
     used, sent = load(mesh, bodies, concurrency)
-    found = {"nats": {"the server": used.of("nats") / sent * 1e3}}
+    found = {"nats": {("the server", ""): used.of("nats") / sent * 1e3}}
     for name in SPIED:
         file = mesh.folder / f"{name}.stacks"
         options = f"record -d {LOADED_S} -r {RATE} --full-filenames -f raw".split()
@@ -66,34 +67,43 @@ def sample(
             load(mesh, bodies, concurrency)
         role, stacks = name.partition("-")[0], read(file)
         spent = used.of(role) / sent * 1e3 / stacks.total()
-        found[role] = {module: number * spent for module, number in stacks.items()}
+        found[role] = {function: number * spent for function, number in stacks.items()}
     return found
 
 
-def read(file: Path) -> Counter[str]:
-    """Samples by module. A line is `frame;frame;… number`, outermost first."""
-    found: Counter[str] = Counter()
+def read(file: Path) -> Counter[tuple[str, str]]:
+    """Samples by package and function. A line is `frame;frame;… number`, outermost first."""
+    found: Counter[tuple[str, str]] = Counter()
     for line in file.read_text().splitlines():
         stack, _, number = line.rpartition(" ")
-        if module := owner(stack.split(";")):
-            found[module] += int(number)
+        if function := owner(stack.split(";")):
+            found[function] += int(number)
     return found
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
-    """Markdown: each process, its modules with a share of at least 1 %, and all others."""
-    sums = {role: sum(modules.values()) for role, modules in found.items()}
-    whole = sum(sums.values())
-    lines = ["| process, module | CPU ms | share |", "| --- | --: | --: |"]
-    for role in sorted(found, key=lambda each: -sums[each]):
-        lines.append(f"| **{role}** | {sums[role]:.2f} | {sums[role] / whole:.0%} |")
-        large = {m: spent for m, spent in found[role].items() if spent >= LEAST * whole}
-        small = len(found[role]) - len(large)
-        if small:
-            large[f"{small} more"] = sums[role] - sum(large.values())
-        for module, spent in sorted(large.items(), key=lambda item: -item[1]):
-            if len(large) > 1:
-                lines.append(f"| {module} | {spent:.3f} | {spent / whole:.1%} |")
+def table(found: dict[str, dict[tuple[str, str], float]]) -> str:
+    """Markdown: each process, its packages with a share of at least 1 %, and all others."""
+    whole = sum(sum(functions.values()) for functions in found.values())
+    lines = ["| process, package | CPU ms | share | functions |", "| --- | --: | --: | --- |"]
+    for role, functions in sorted(found.items(), key=lambda item: -sum(item[1].values())):
+        spent = sum(functions.values())
+        lines.append(f"| **{role}** | {spent:.2f} | {spent / whole:.0%} | |")
+        packages: Counter[str] = Counter()
+        for (package, _), cpu in functions.items():
+            packages[package] += cpu  # type: ignore[assignment]
+        large = [each for each in packages.most_common() if each[1] >= LEAST * whole]
+        for package, cpu in large if len(packages) > 1 else []:
+            named = sorted(
+                ((used / whole, name) for (of, name), used in functions.items() if of == package),
+                reverse=True,
+            )
+            most = ", ".join(f"`{n}` {share:.1%}" for share, n in named if n and share >= FUNCTIONS)
+            lines.append(f"| {package} | {cpu:.3f} | {cpu / whole:.1%} | {most} |")
+        rest = spent - sum(cpu for _, cpu in large)
+        if rest >= FUNCTIONS * whole:
+            lines.append(
+                f"| {len(packages) - len(large)} more | {rest:.3f} | {rest / whole:.1%} | |"
+            )
     return "\n".join(lines)
 
 

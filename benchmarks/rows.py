@@ -64,7 +64,7 @@ class Figure(NamedTuple):
 
 @dataclass
 class Sample:
-    """What a row has measured: figures by name, and the tokens of its prompts."""
+    """Figures of one run of a row by name, and the tokens of its prompts."""
 
     figures: dict[str, Figure] = field(default_factory=dict)
     prompt_tokens: int = 0
