@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import uvloop
-from chat_load import MODEL, chat
+from chat_load import MODEL, chat, user
 from common import Report, median
 
 from kvmesh.bus.messages import Chunk, ModelCard, StepOutput, encode
@@ -87,7 +87,7 @@ async def _tokens(model: ServedModel, walked: int) -> float:
 
 
 def _stream(model: ServedModel, inbox: TokenInbox, number: int) -> TokenStream:
-    call = Chat().parse(chat([{"role": "user", "content": "Hello"}], STEPS, True), {}, STAMP)
+    call = Chat().parse(chat(user("Hello"), STEPS, True), {}, STAMP)
     dialect = model.dialect
     parser = dialect.grammar.parser([], "<|im_start|>assistant\n", calls=False)
     pipeline = OutputPipeline(dialect.detokenizers.create(), [], parser)

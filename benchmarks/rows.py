@@ -116,7 +116,7 @@ class Load:
 
 
 def short(load: Load) -> Sample:
-    sample, count = Sample(), load.number(1000)
+    sample, count = Sample(), load.number(600)
     used, timings = load.cpu(load.bodies(SHORT, count, 16, False), CONCURRENCY)
     sample.count(timings, count, 16)
     sample.add_cpu(used, 1e3 / count, "ms")
@@ -137,7 +137,7 @@ def streams(full: int, tokens: int, concurrency: int) -> Callable[[Load], Sample
 
 
 def first_token(load: Load) -> Sample:
-    sample, count = Sample(), load.number(200)
+    sample, count = Sample(), load.number(120)
     connection = Connection(load.fleet.url)
     bodies = load.bodies(SHORT, count, 4, True)
     with measure(load.fleet.pids) as used:
@@ -152,7 +152,7 @@ def first_token(load: Load) -> Sample:
 
 
 def unseen(load: Load) -> Sample:
-    sample, count = Sample(), load.number(24)
+    sample, count = Sample(), load.number(16)
     used, timings = load.cpu(load.bodies(4192, count, 1, True), 1)
     sample.count(timings, count, 1)
     sample.add_cpu(used, 1e3 / count, "ms")
@@ -163,7 +163,7 @@ def agent_turns(size: int) -> Callable[[Load], Sample]:
     """A row of turns that each repeat a conversation of `size` tokens and add 600."""
 
     def row(load: Load) -> Sample:
-        sample, count = Sample(), load.number(12)
+        sample, count = Sample(), load.number(8)
         turns = conversation(load.texts(TURN // 2), size, count)
         connection = Connection(load.fleet.url)
         cold = connection.stream(next(turns))
@@ -196,7 +196,7 @@ def conversation(texts: Iterator[str], size: int, turns: int) -> Iterator[bytes]
 
 def beside_cold(load: Load) -> Sample:
     """Gaps of eight paced streams while cold prompts of 40K tokens come one by one."""
-    paced = load.bodies(SHORT, 8, 128, True)
+    paced = load.bodies(SHORT, 8, 256, True)
     cold = load.bodies(40_000, 30, 1, True)
     prompt_timings: list[Timing] = []
 
@@ -209,7 +209,7 @@ def beside_cold(load: Load) -> Sample:
 
     sample, timings = Sample(), uvloop.run(both())
     Sample().count(prompt_timings, len(prompt_timings), 1)  # each side has time for its own number
-    sample.count(timings, 8, 128)
+    sample.count(timings, 8, 256)
     gaps = [gap for timing in timings for gap in timing.gaps_s[2:-1]]
     sample.add("gap p99", percentile(gaps, 0.99) * 1e3, "ms")
     return sample
@@ -262,13 +262,13 @@ class Row(NamedTuple):
 ROWS = (
     Row("fleet", "started", start_up, {}),
     Row("short request", "fast", short, {"frontend": 0.8, "all": 0.9}),
-    Row("streamed token", "fast", streams(96, 256, CONCURRENCY), {"frontend": 0.2, "all": 0.25}),
+    Row("streamed token", "fast", streams(64, 256, CONCURRENCY), {"frontend": 0.2, "all": 0.25}),
     Row("token of 512 streams", "fast", streams(512, 64, 512), {}),
     Row("first token", "fast", first_token, {"p50": 1.0, "p99": 0.7}),
     Row("unseen 4.2K prompt", "fast", unseen, {}),
     Row("agent turn of 40K", "fast", agent_turns(40_000), {"frontend": 0.5, "all": 0.8}),
     Row("agent turn of 128K", "fast", agent_turns(120_000), {"frontend": 0.5, "all": 0.8}),
-    Row("paced token", "paced", streams(48, 128, CONCURRENCY), {}),
+    Row("paced token", "paced", streams(32, 128, CONCURRENCY), {}),
     Row("beside cold 40K prompts", "paced", beside_cold, {}),
 )
 
