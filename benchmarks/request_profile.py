@@ -1,9 +1,9 @@
 """The CPU of a short request and of an agent turn, by process, package and function.
 
-Measures the CPU of all processes under load, then samples one Python process after another with
-py-spy (`--py-spy`, PyPI's) under the same load, as sampling slows a process down. A sample counts
-for the deepest function of kvmesh on its stack, with the libraries and the kernel that it calls.
-Shares are of the CPU of all processes, NATS included.
+Measures the CPU of all processes under load, then samples the processes of one role after another
+with py-spy (`--py-spy`, PyPI's) under the same load, as sampling slows a process down. A sample
+counts for the deepest function of kvmesh on its stack, with the libraries and the kernel that it
+calls. Shares are of the CPU of all processes, NATS included.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from common import Interval, measure, parser
 from local_mesh import Mesh, running_mesh
 from rows import CONCURRENCY, SHORT, TURN, conversation
 
-SPIED = ("frontend", "router", "indexer", "worker-0")
+SPIED = ("frontend", "router", "indexer", "worker")
 LOADED_S, RATE = 5, 250
 LEAST = 0.01  # of all CPU
 FUNCTIONS = 0.004  # of all CPU: those that are named
@@ -59,13 +59,19 @@ def sample(
     load(mesh, bodies, concurrency)
     used, sent = load(mesh, bodies, concurrency)
     found = {"nats": {("the server", ""): used.of("nats") / sent * 1e3}}
-    for name in SPIED:
-        file = mesh.folder / f"{name}.stacks"
-        options = f"record -d {LOADED_S} -r {RATE} --full-filenames -f raw".split()
-        command = [str(py_spy), *options, "-o", str(file), "--pid", str(mesh.pids[name])]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL):
-            load(mesh, bodies, concurrency)
-        role, stacks = name.partition("-")[0], read(file)
+    options = f"record -d {LOADED_S} -r {RATE} --full-filenames -f raw".split()
+    for role in SPIED:
+        spies: dict[Path, subprocess.Popen[bytes]] = {}
+        for name, pid in mesh.pids.items():
+            if name.startswith(role):
+                file = mesh.folder / f"{name}.stacks"
+                command = [str(py_spy), *options, "-o", str(file), "--pid", str(pid)]
+                spies[file] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        load(mesh, bodies, concurrency)
+        stacks: Counter[tuple[str, str]] = Counter()
+        for file, spy in spies.items():
+            spy.wait()
+            stacks += read(file)
         spent = used.of(role) / sent * 1e3 / stacks.total()
         found[role] = {function: number * spent for function, number in stacks.items()}
     return found
