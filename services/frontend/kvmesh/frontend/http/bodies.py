@@ -20,7 +20,7 @@ from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LARGE = 128 << 10  # bytes from which a body is parsed in a thread
+LARGE = 128 << 10  # bytes from which stored items are handled in a thread
 JSON = "application/json"
 
 
@@ -78,10 +78,8 @@ async def _receive(content: StreamReader, limit: int, timeout_s: float) -> bytes
     return b"".join(blocks)
 
 
-async def parse_body(threads: FairThreads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
-    """Parse a body, a large one in a thread and with bounds; raises what `parse` raises."""
-    if len(body) < LARGE:
-        return parse()
+async def parse_heavy(threads: FairThreads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
+    """Parse a body that is not light in a thread and with bounds; raises what `parse` raises."""
     return await threads.call(owner, lambda: _parse_bounded(body, parse))
 
 

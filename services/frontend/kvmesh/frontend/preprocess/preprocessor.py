@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain, ShownAnswers
-from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
+from kvmesh.frontend.answers.answer import AnswerNames, AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
@@ -18,7 +18,7 @@ from kvmesh.frontend.dialects.templates.chat_template import continued_text
 from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
-from kvmesh.frontend.json_bounds import check_arguments
+from kvmesh.frontend.json_bounds import LIGHT_BYTES, check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
@@ -48,7 +48,7 @@ from kvmesh.tracing.names import RENDER, TOKENIZE
 
 T = TypeVar("T")
 FoundAnswers = list[tuple[AnswerRun, KnownAnswer]]
-LARGE_BODY = 128 << 10  # bytes; larger requests are preprocessed in a thread
+LARGE_BODY = 128 << 10  # bytes; requests of more that are not light are preprocessed in a thread
 MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread, too
 TAIL_CHARS = 256
 MIN_MESSAGES = 3  # of a conversation with an earlier answer
@@ -122,6 +122,7 @@ class Preprocessor:
         self._tenants = tenants
         self.answers = answers if answers is not None and answers.enabled else None
         self._share_prefixes = share_prefixes
+        self._names = AnswerNames()
         self._encoder = PromptEncoder(memo_bytes)
         self.threads = FairThreads()
 
@@ -145,7 +146,8 @@ class Preprocessor:
         if self.answers is None or len(request.messages) < MIN_MESSAGES:
             return []
         thinks = model.dialect.grammar.reasoning_parser is not None
-        runs = [run for run in answer_runs(request.messages) if thinks or is_call(run.name)]
+        runs = answer_runs(request.messages, self._names)
+        runs = [run for run in runs if thinks or is_call(run.name)]
         known = await self.answers.find(request.cache_salt, [run.name for run in runs])
         return [(run, known[run.name]) for run in runs if run.name in known]
 
@@ -305,7 +307,8 @@ class Preprocessor:
         return b"".join((yield from self._encoder.encode(pieces[:-1], request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
-        small = request.body_bytes < LARGE_BODY and len(request.messages) < MANY_MESSAGES
+        most = LIGHT_BYTES if request.light else LARGE_BODY
+        small = request.body_bytes < most and len(request.messages) < MANY_MESSAGES
         return await self.threads.run_steps(request.owner, steps, at_once=small)
 
     def _retention(
