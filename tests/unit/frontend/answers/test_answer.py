@@ -21,7 +21,7 @@ NAMES = AnswerNames()
 
 def name_of(before: list[Message], blocks: list[Block], number: int) -> str:
     name = answer_name(before, len(before), blocks, number)
-    assert [NAMES.of(before, len(before), blocks, number) for _ in range(2)] == [name] * 2
+    assert [NAMES.of("", before, len(before), blocks, number) for _ in range(2)] == [name] * 2
     return name
 
 
@@ -76,11 +76,11 @@ def test_neighbouring_assistant_messages_are_one_answer() -> None:
         user("Go on."),
         assistant("The begi"),
     ]
-    runs = [(run.first, run.end, run.name) for run in answer_runs(messages, NAMES)]
+    runs = [(run.first, run.end, run.name) for run in answer_runs(messages, NAMES, "")]
     done = name_of(messages[:7], [Text("Done.")], 2)
     assert runs == [(2, 4, OURS.id), (7, 8, done)]
     assert name_after(messages[:7], [Text("Done.")]) == done
-    assert not [*answer_runs([], NAMES)]
+    assert not [*answer_runs([], NAMES, "")]
 
 
 def test_names_tell_answers_with_calls() -> None:

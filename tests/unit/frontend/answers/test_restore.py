@@ -54,7 +54,9 @@ class Known:
         asked = request(*self.messages)
         asked.tools = [*tools]
         runs = [
-            run for run in answer_runs(asked.messages, AnswerNames()) if run.name in self.answers
+            run
+            for run in answer_runs(asked.messages, AnswerNames(), "")
+            if run.name in self.answers
         ]
         found = [(run, self.answers[run.name]) for run in runs]
         self.news: list[str] = []

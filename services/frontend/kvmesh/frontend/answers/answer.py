@@ -68,13 +68,20 @@ class AnswerNames:
         self._known: LruCache[int, str] = LruCache(MAX_NAMES)
 
     def of(
-        self, messages: Sequence[Message], before: int, blocks: Sequence[Block], number: int
+        self,
+        tenant: str,
+        messages: Sequence[Message],
+        before: int,
+        blocks: Sequence[Block],
+        number: int,
     ) -> str:
         """The name, as `answer_name` makes it."""
         if any(type(block) is ToolCall for block in blocks) or not before:
             return answer_name(messages, before, blocks, number)
         parts = (_words(messages[0]), _words(messages[before - 1]), _written(blocks))
-        key = hash((number, *(xxh3(part.encode("utf-8", "surrogatepass")) for part in parts)))
+        key = hash(
+            (tenant, number, *(xxh3(part.encode("utf-8", "surrogatepass")) for part in parts))
+        )
         name = self._known.get(key)
         if name is None:
             name = answer_name(messages, before, blocks, number)
@@ -82,7 +89,9 @@ class AnswerNames:
         return name
 
 
-def answer_runs(messages: Sequence[Message], names: AnswerNames) -> Iterator[AnswerRun]:
+def answer_runs(
+    messages: Sequence[Message], names: AnswerNames, tenant: str
+) -> Iterator[AnswerRun]:
     """The answers of a conversation that may be stored, oldest first.
 
     The last message is no answer: a model may have to continue it.
@@ -97,7 +106,7 @@ def answer_runs(messages: Sequence[Message], names: AnswerNames) -> Iterator[Ans
             end += 1
         if end == len(messages):
             return
-        if name := names.of(messages, first, blocks, number):
+        if name := names.of(tenant, messages, first, blocks, number):
             yield AnswerRun(first, end, blocks, name)
         number += 1
 

@@ -146,7 +146,7 @@ class Preprocessor:
         if self.answers is None or len(request.messages) < MIN_MESSAGES:
             return []
         thinks = model.dialect.grammar.reasoning_parser is not None
-        runs = answer_runs(request.messages, self._names)
+        runs = answer_runs(request.messages, self._names, request.cache_salt)
         runs = [run for run in runs if thinks or is_call(run.name)]
         known = await self.answers.find(request.cache_salt, [run.name for run in runs])
         return [(run, known[run.name]) for run in runs if run.name in known]

@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from kvmesh.frontend.conversation import (
@@ -21,8 +21,13 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
     MarkedAnswer,
     MarkedText,
 )
+from kvmesh.frontend.dialects.templates.call_arguments import CallArguments
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities
-from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result, template_messages
+from kvmesh.frontend.dialects.templates.chat_messages import (
+    ShownTools,
+    ends_in_result,
+    template_messages,
+)
 from kvmesh.frontend.dialects.templates.control_tokens import NO_CONTROL, ControlTokens
 from kvmesh.frontend.dialects.templates.frame_probe import (
     CONTINUE,
@@ -62,6 +67,7 @@ class ChatTemplate:
         self.source = "\n".join(sources.values())
         self._control = control(self.source)
         self._tools = ToolEntries(self._control)
+        self._arguments = CallArguments()
         self._parser = plain_parser(self.source)
         self._templates = {
             name: TemplateVariants(environment, name, source, self._tokens, self._parser)
@@ -138,8 +144,9 @@ class ChatTemplate:
         capabilities = template.capabilities(variables)
         continues = bool(request.template_args.get(CONTINUE))
         conversation = _mark_open_end(conversation) if continues else conversation
+        shown = ShownTools(self._tools.entry, partial(self._arguments.of, request.cache_salt))
         messages = template_messages(
-            conversation, request.tools, capabilities, self._parser, self._tools.entry, mark, count
+            conversation, request.tools, capabilities, self._parser, shown, mark, count
         )
         if visible and not template.default.tools:
             messages = _with_instructions(
