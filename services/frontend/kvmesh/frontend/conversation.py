@@ -255,6 +255,11 @@ class GenerateRequest(Struct, kw_only=True):
         return sum(role == "assistant" for role, _ in runs)
 
     @property
+    def continues(self) -> bool:
+        """True if there are earlier turns."""
+        return any(message.role == "assistant" for message in self.messages)
+
+    @property
     def returns_thinking(self) -> bool:
         """True if the client returned the thinking of earlier answers, or there were none."""
         answers = [message for message in self.messages if message.role == "assistant"]

@@ -40,7 +40,7 @@ class Caller:
         self.request: GenerateRequest | None = None
         self.active: ActiveRequest | None = None
         self.account: Account | None = authenticator.account(http.headers)
-        self.tenant = authenticator.tenant(http.headers)
+        self.tenant = authenticator.tenant(http.headers, self.account)
         self.started = now
         self.model = ""
         self.failed = False

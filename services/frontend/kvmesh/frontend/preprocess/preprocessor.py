@@ -96,7 +96,7 @@ class PreparedRequest(Struct):
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(prompt.count for prompt in self.prompts)
+        return sum([prompt.count for prompt in self.prompts])
 
     def computed_ahead(self, cached: int) -> ComputedAhead | None:
         """`ahead` with its use: the tokens among the first prompt's `cached` ones."""
@@ -146,8 +146,8 @@ class Preprocessor:
         if self.answers is None or len(request.messages) < MIN_MESSAGES:
             return []
         thinks = model.dialect.grammar.reasoning_parser is not None
-        runs = answer_runs(request.messages, self._names, request.cache_salt)
-        runs = [run for run in runs if thinks or is_call(run.name)]
+        named = answer_runs(request.messages, self._names, request.cache_salt)
+        runs = [run for run in named if thinks or is_call(run.name)]
         known = await self.answers.find(request.cache_salt, [run.name for run in runs])
         return [(run, known[run.name]) for run in runs if run.name in known]
 
@@ -196,6 +196,7 @@ class Preprocessor:
         rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
         text = rendered_prompt.text
         encoded: EncodedPrompt | None = None
+        drops = False
         counted = counted_tokens(model.card.context)
         rendered = monotonic()
         if request.prompts:
@@ -210,7 +211,8 @@ class Preprocessor:
             )
             packed = [encoded.tokens]
             check_context(len(encoded.tokens) // TOKEN_BYTES, model.card.context)
-            retention = yield from self._retention(request, model, encoded)
+            drops = model.dialect.template.drops_thinking(request)
+            retention = yield from self._retention(request, model, encoded, drops)
         check_prompt_memory(packed, request.n)
         prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
         longest = max(prompt.count for prompt in prompts)
@@ -223,7 +225,6 @@ class Preprocessor:
         decode = request.decode
         if encoded is not None:
             form = form.after(tail, request.thinking)
-            drops = model.dialect.template.drops_thinking(request)
             decode = output_retention(request, form.begins_thinking, drops)
         return PreparedRequest(
             request,
@@ -312,12 +313,11 @@ class Preprocessor:
         return await self.threads.run_steps(request.owner, steps, at_once=small)
 
     def _retention(
-        self, request: GenerateRequest, model: ServedModel, encoded: EncodedPrompt
+        self, request: GenerateRequest, model: ServedModel, encoded: EncodedPrompt, drops: bool
     ) -> Steps[list[Retain]]:
-        """Retention directives of a conversation."""
+        """Retention directives of a conversation; `drops`: later prompts lack its thinking."""
         offsets = TokenOffsets(encoded)
-        drops_thinking = model.dialect.template.drops_thinking(request)
-        spans = locate_spans(request, encoded.text, encoded.edges, drops_thinking)
+        spans = locate_spans(request, encoded.text, encoded.edges, drops)
         budget = LONG_TEXT + len(encoded.text)
         for edge, offset in offsets.inside_segments(spans):
             budget -= offset - edge

@@ -94,8 +94,10 @@ class LastPrompts:
         self, key: SessionKey, request: str, change: Callable[[SessionPrompt], SessionPrompt]
     ) -> None:
         prompts = self._stored(key)
-        if any(prompt.request == request for prompt in prompts):
-            self._put(key, tuple(change(p) if p.request == request else p for p in prompts))
+        for index, prompt in enumerate(prompts):
+            if prompt.request == request:
+                self._put(key, (*prompts[:index], change(prompt), *prompts[index + 1 :]))
+                return
 
     def earlier(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
         """The prompt stored here of the same conversation, with which this one shares most."""

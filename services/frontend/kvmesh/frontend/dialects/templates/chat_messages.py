@@ -299,8 +299,10 @@ class _MessageWriter:
         self._calls[call.id] = (stable_id, name)
         written: Any = arguments
         if self._capabilities.calls == "text":
-            kept = type(arguments) is RepeatedEntry
-            written = arguments.dumps() if kept else dumps(arguments)
+            if isinstance(arguments, RepeatedEntry):
+                written = arguments.dumps()
+            else:
+                written = dumps(arguments)
         function = {"name": name, "arguments": written}
         return {"id": stable_id, "type": "function", "function": function}
 
