@@ -25,7 +25,7 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.dialects import tools as tool_forms
 from kvmesh.frontend.dialects.plain_tools import calls_text
-from kvmesh.frontend.dialects.templates.answer_forms import AnswerPieces, MessageForm
+from kvmesh.frontend.dialects.templates.answer_forms import WHOLE, AnswerPieces, MessageForm
 from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, markers
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.control_tokens import GUARD
@@ -147,8 +147,11 @@ def _separate(messages: Iterable[Message]) -> list[ConversationTurn]:
             )
             continue
         role = "user" if message.role == "tool" else message.role
-        if blocks and not any(type(block) is ToolResult for block in blocks):
+        if blocks and ToolResult not in map(type, blocks):
             turns.append(ConversationTurn(role, blocks))
+            continue
+        if len(blocks) == 1:
+            turns.append(ConversationTurn("tool", blocks))
             continue
         for is_result, run in groupby(blocks, lambda block: type(block) is ToolResult):
             if is_result:
@@ -215,7 +218,10 @@ class _MessageWriter:
     def write(self, turn: ConversationTurn) -> list[dict[str, Any]]:
         role, blocks, _ = turn
         if role == "assistant":
-            return list(chain.from_iterable(map(self._answer, self._ordered(blocks))))
+            parts = self._ordered(blocks)
+            if len(parts) == 1:
+                return self._answer(blocks)
+            return list(chain.from_iterable(map(self._answer, parts)))
         if role == "tool":
             return [self._result(b) for b in blocks if isinstance(b, ToolResult)]
         shown: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
@@ -241,6 +247,8 @@ class _MessageWriter:
         )
 
     def _form(self, thinking: bool, text: bool, calls: bool) -> MessageForm:
+        if not self._capabilities.forms:
+            return WHOLE
         return self._capabilities.form(AnswerPieces(thinking, text, calls, self.later))
 
     def _notice(self, notice: ToolNotice) -> Text:
@@ -252,12 +260,12 @@ class _MessageWriter:
         """Split where a template would reorder: templates write thinking, then text, then calls."""
         if not self._capabilities.repeats:
             return [blocks]
-        places = [*map(_order_in_template, blocks)]
+        places = [_PLACES.get(type(block), 1) for block in blocks]
         if places == sorted(places):
             return [blocks]
         parts: list[list[Block]] = [[]]
-        for block in blocks:
-            if parts[-1] and _order_in_template(block) < _order_in_template(parts[-1][-1]):
+        for block, place, before in zip(blocks, places, [0, *places], strict=False):
+            if place < before:
                 parts.append([])
             parts[-1].append(block)
         if self.calls_last and len(parts) > 1 and not isinstance(parts[-1][-1], ToolCall):
@@ -269,10 +277,14 @@ class _MessageWriter:
         """The messages of an answer, in the form that shows all of it."""
         if len(blocks) == 1 and type(blocks[0]) is Text:
             return [{"role": "assistant", "content": blocks[0].text}]
-        thinking = GAP.join([b.text for b in blocks if type(b) is Thinking])
-        text = _text(blocks)
-        calls = [b for b in blocks if type(b) is ToolCall]
-        written = [self._call(c, self._shown.arguments(c)) for c in calls]
+        thoughts, calls, written = list[str](), list[ToolCall](), list[dict[str, Any]]()
+        for block in blocks:
+            if isinstance(block, ToolCall):
+                calls.append(block)
+                written.append(self._call(block, self._shown.arguments(block)))
+            elif isinstance(block, Thinking):
+                thoughts.append(block.text)
+        thinking, text = GAP.join(thoughts), _text(blocks)
         form = self._form(bool(thinking), bool(text), bool(calls))
         if calls and (form.plain or self._capabilities.calls is None):
             text = "\n".join(filter(None, [text, calls_text(written, self._parser)]))
@@ -326,9 +338,8 @@ class _MessageWriter:
         return Text(f"Tool {reference} is available:\n{definition}")
 
 
-def _order_in_template(block: Block) -> int:
-    kind = type(block)
-    return 2 if kind is ToolCall else 0 if kind is Thinking else 1
+# of an answer's blocks in templates; other blocks are in between
+_PLACES: dict[type, int] = {Thinking: 0, ToolCall: 2}
 
 
 def _with_error(content: Sequence[ResultPart]) -> list[ResultPart]:

@@ -110,7 +110,8 @@ class ControlTokens:
         return True
 
     def _occurs_in_call(self, call: ToolCall) -> bool:
-        if call.custom or call.namespace or any(e in call.arguments for e in _ESCAPES):
+        written = call.arguments
+        if call.custom or call.namespace or _ESCAPES[0] in written or _ESCAPES[1] in written:
             return True
         return _occurs(self._all, call.name) or _occurs(self._all, call.arguments)
 

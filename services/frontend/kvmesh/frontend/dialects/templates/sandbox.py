@@ -41,7 +41,19 @@ _SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
 
 _AnyNode = TypeVar("_AnyNode", bound=nodes.Node)
 
-_steps_left: ContextVar[int] = ContextVar("steps_left", default=MAX_STEPS)
+_SEQUENCES = (str, list, tuple)
+
+
+class _Steps:
+    """The steps that one rendering may still make."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
+_steps: ContextVar[_Steps | None] = ContextVar("steps", default=None)
 
 
 class Environment(ImmutableSandboxedEnvironment):
@@ -111,15 +123,17 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 @jinja2.pass_context  # otherwise Jinja calls it once, when it compiles the template
 def count_step(context: Context, _: object = None) -> None:
     """Count one step of the current rendering; raises TemplateError at the limit."""
-    left = _steps_left.get() - 1
-    if left < 0:
+    steps = _steps.get()
+    if steps is None:
+        return  # of no `render`
+    steps.left -= 1
+    if steps.left < 0:
         raise TemplateError("the chat template runs too many steps")
-    _steps_left.set(left)
 
 
 def check_size(value: Any) -> Any:
     """Return `value`; raises TemplateError if it is too long."""
-    if isinstance(value, str | list | tuple) and len(value) > MAX_CHARS:
+    if isinstance(value, _SEQUENCES) and len(value) > MAX_CHARS:
         raise TemplateError(f"the chat template built more than {MAX_CHARS} characters")
     return value
 
@@ -152,11 +166,11 @@ def _repeated_length(left: Any, right: Any) -> int:
 @contextmanager
 def step_limit(steps: int) -> Iterator[None]:
     """Limit the steps of one rendering."""
-    token = _steps_left.set(steps)
+    token = _steps.set(_Steps(steps))
     try:
         yield
     finally:
-        _steps_left.reset(token)
+        _steps.reset(token)
 
 
 def raise_exception(message: str) -> NoReturn:
