@@ -66,6 +66,8 @@ class AnswerNames:
 
     def __init__(self) -> None:
         self._known: LruCache[int, str] = LruCache(MAX_NAMES)
+        self._first: Message | None = None
+        self._first_hash = 0
 
     def of(
         self,
@@ -76,12 +78,12 @@ class AnswerNames:
         number: int,
     ) -> str:
         """The name, as `answer_name` makes it."""
-        if any(type(block) is ToolCall for block in blocks) or not before:
+        if ToolCall in map(type, blocks) or not before:
             return answer_name(messages, before, blocks, number)
-        parts = (_words(messages[0]), _words(messages[before - 1]), _written(blocks))
-        key = hash(
-            (tenant, number, *(xxh3(part.encode("utf-8", "surrogatepass")) for part in parts))
-        )
+        if messages[0] is not self._first:  # all answers share it, and it may be long
+            self._first, self._first_hash = messages[0], _hash(_words(messages[0]))
+        last = _hash(_words(messages[before - 1]))
+        key = hash((tenant, number, self._first_hash, last, _hash(_written(blocks))))
         name = self._known.get(key)
         if name is None:
             name = answer_name(messages, before, blocks, number)
@@ -148,6 +150,10 @@ def _length(block: Block) -> int:
     if isinstance(block, ToolCall):
         return len(block.name) + len(block.arguments)
     return len(block.text) if isinstance(block, Text | Thinking) else 0
+
+
+def _hash(text: str) -> int:
+    return xxh3(text.encode("utf-8", "surrogatepass"))
 
 
 def _written(blocks: Sequence[Block]) -> str:
