@@ -47,7 +47,8 @@ async def read_body(
         body = await threads.run_steps(owner, decode_steps(body, coding, limit), at_once=False)
     if body.startswith(codecs.BOM_UTF8):
         body = body[len(codecs.BOM_UTF8) :]
-    await check_utf8(body)
+    if not body.isascii():
+        await check_utf8(body)
     return body
 
 
@@ -97,8 +98,6 @@ async def check_utf8(body: bytes) -> None:
 
     JSON decoders do not check the fields that they skip, which may still be stored and forwarded.
     """
-    if body.isascii():
-        return
     decode = codecs.getincrementaldecoder("utf-8")().decode
     try:
         for start in range(0, len(body), LARGE):

@@ -250,7 +250,8 @@ def _size(_key: SessionKey, prompts: tuple[SessionPrompt, ...]) -> int:
 
 
 def _bytes(prompt: SessionPrompt) -> int:
-    parts = prompt.parts or PromptParts()
-    names = sum(NAME_BYTES + len(name) for name in parts.tools)
-    hashes = len(parts.tool_hashes) + len(parts.messages)
-    return ENTRY_BYTES + len(prompt.tokens) + len(prompt.output) + names + hashes
+    size, parts = ENTRY_BYTES + len(prompt.tokens) + len(prompt.output), prompt.parts
+    if parts is None:
+        return size
+    names = NAME_BYTES * len(parts.tools) + sum(map(len, parts.tools))
+    return size + names + len(parts.tool_hashes) + len(parts.messages)

@@ -5,8 +5,7 @@ Bounds are counts instead of times, so that rendering is deterministic.
 """
 
 import datetime
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import lru_cache
 from types import BuiltinMethodType
@@ -163,16 +162,6 @@ def _repeated_length(left: Any, right: Any) -> int:
     return 0
 
 
-@contextmanager
-def step_limit(steps: int) -> Iterator[None]:
-    """Limit the steps of one rendering."""
-    token = _steps.set(_Steps(steps))
-    try:
-        yield
-    finally:
-        _steps.reset(token)
-
-
 def raise_exception(message: str) -> NoReturn:
     raise TemplateError(str(message))
 
@@ -204,13 +193,13 @@ def render(template: jinja2.Template, variables: dict[str, Any], steps: int = MA
     """Render within the bounds; raises TemplateError for any failure."""
     size, parts = 0, []
     context = template.new_context(variables)
+    limit = _steps.set(_Steps(steps))
     try:
-        with step_limit(steps):
-            for part in template.root_render_func(context):
-                size += len(part)
-                if size > MAX_CHARS:
-                    raise TemplateError(f"the prompt is longer than {MAX_CHARS} characters")
-                parts.append(part)
+        for part in template.root_render_func(context):
+            size += len(part)
+            if size > MAX_CHARS:
+                raise TemplateError(f"the prompt is longer than {MAX_CHARS} characters")
+            parts.append(part)
     except TemplateError:
         raise
     except RecursionError as error:
@@ -219,5 +208,6 @@ def render(template: jinja2.Template, variables: dict[str, Any], steps: int = MA
     except Exception as error:
         raise TemplateError(f"the chat template failed: {error}") from error
     finally:
+        _steps.reset(limit)
         context.vars.clear()  # breaks the reference cycle of macros and context
     return "".join(parts)
