@@ -10,7 +10,7 @@ from kvmesh.frontend.errors import ApiError
 MAX_VALUES = 1 << 19
 SMALL = 128 << 10  # bytes of any JSON, which decodes in little time
 LIGHT_BYTES = 512 << 10
-LIGHT_VALUES = 1 << 17
+LIGHT_VALUES = 1 << 16
 COMPOUND_WEIGHT = 4  # decoding an object, an array or a key costs as much as so many numbers
 SLICE_BYTES = 1 << 16
 _CASE = 0x20

@@ -193,7 +193,10 @@ class Preprocessor:
         shown = self._restore(request, model, found, form.rewrites_calls)
         yield from self._edit(request, model)
         began = monotonic()
-        rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
+        plain = model.dialect.template.is_plain(request)
+        if not plain and request.body_bytes >= LARGE_BODY:
+            yield  # many control tokens take long to part from the text
+        rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model, plain)
         text = rendered_prompt.text
         encoded: EncodedPrompt | None = None
         drops = False
@@ -329,13 +332,17 @@ class Preprocessor:
         return prompt_retention(request, spans, offsets, model.card.block_size)
 
 
-def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
-    """The prompt's text; raises InvalidRequest if the template refuses the conversation."""
+def render(request: GenerateRequest, model: ServedModel, plain: bool = False) -> RenderedPrompt:
+    """The prompt's text; raises InvalidRequest if the template refuses the conversation.
+
+    `plain`: its messages are known to have no control tokens.
+    """
     if request.body_bytes >= LARGE_BODY:
         check_arguments(request.messages)
     dialect = model.dialect
     try:
-        rendered = dialect.template.prompt(request, datetime.date.today(), dialect.end_tokens)
+        today = datetime.date.today()
+        rendered = dialect.template.prompt(request, today, dialect.end_tokens, plain)
     except TemplateError as error:
         raise InvalidRequest(
             f"The model's chat template refused the conversation: {error}", request.content_field

@@ -1,17 +1,28 @@
 """Arguments of calls as templates show them, kept for the next prompts with the same calls."""
 
+from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvmesh.frontend.conversation import ToolCall
+from kvmesh.frontend.conversation import Tool, ToolCall
 from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry
-from kvmesh.frontend.dialects.tools import arguments
+from kvmesh.frontend.dialects.tools import arguments, function
 from kvmesh.runtime.lru import LruCache
 
 MEMO_BYTES = 8 << 20
 ENTRY_BYTES = 800
 VALUE_BYTES = 120
 TEXTS = 4  # the arguments' text, its parts, and what templates write of it
+
+
+class ShownTools(NamedTuple):
+    """The parts of prompts that many share: definitions of tools and arguments of calls."""
+
+    definition: Callable[[Tool], dict[str, Any]]
+    arguments: Callable[[ToolCall], dict[str, Any]]
+
+
+PLAIN_TOOLS = ShownTools(function, arguments)
 
 
 class CallArguments:

@@ -27,6 +27,7 @@ from kvmesh.frontend.dialects import tools as tool_forms
 from kvmesh.frontend.dialects.plain_tools import calls_text
 from kvmesh.frontend.dialects.templates.answer_forms import WHOLE, AnswerPieces, MessageForm
 from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, markers
+from kvmesh.frontend.dialects.templates.call_arguments import PLAIN_TOOLS, ShownTools
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.control_tokens import GUARD
 from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry, dumps
@@ -42,16 +43,6 @@ class ConversationTurn(NamedTuple):
     role: str
     blocks: list[Block]
     generated: Generated | None = None
-
-
-class ShownTools(NamedTuple):
-    """The parts of prompts that many share: definitions of tools and arguments of calls."""
-
-    definition: Callable[[Tool], dict[str, Any]]
-    arguments: Callable[[ToolCall], dict[str, Any]]
-
-
-PLAIN_TOOLS = ShownTools(tool_forms.function, tool_forms.arguments)
 
 
 def template_messages(

@@ -21,10 +21,9 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
     MarkedAnswer,
     MarkedText,
 )
-from kvmesh.frontend.dialects.templates.call_arguments import CallArguments
+from kvmesh.frontend.dialects.templates.call_arguments import CallArguments, ShownTools
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities
 from kvmesh.frontend.dialects.templates.chat_messages import (
-    ShownTools,
     ends_in_result,
     template_messages,
 )
@@ -79,23 +78,35 @@ class ChatTemplate:
         """The prompt's text, as `prompt` returns it."""
         return self.prompt(request, today).text
 
+    def is_plain(self, request: GenerateRequest) -> bool:
+        """True if the request's messages are known to have no control tokens."""
+        return self._control.absent_from(request.messages)
+
     def prompt(
-        self, request: GenerateRequest, today: datetime.date, ends: frozenset[str] = frozenset()
+        self,
+        request: GenerateRequest,
+        today: datetime.date,
+        ends: frozenset[str] = frozenset(),
+        plain: bool = False,
     ) -> RenderedPrompt:
         """The prompt; `today` is the template's date. Raises TemplateError.
 
         The request's `template_args` are variables of the template. With
         `continue_final_message` among them, the model continues the last assistant message.
         Answers that are known as they were generated are shown so where the template shows all of
-        an answer; `ends` are the tokens that end one.
+        an answer; `ends` are the tokens that end one. `plain`: the messages have no control tokens.
         """
-        return self._control.reveal(self._prompt(request, today, ends))
+        messages = request.messages if plain else self._control.guard(request.messages)
+        return self._control.reveal(self._prompt(request, today, ends, messages))
 
     def _prompt(
-        self, request: GenerateRequest, today: datetime.date, ends: frozenset[str]
+        self,
+        request: GenerateRequest,
+        today: datetime.date,
+        ends: frozenset[str],
+        messages: list[Message],
     ) -> RenderedPrompt:
-        """`prompt` with guards."""
-        messages = self._control.guard(request.messages)
+        """`prompt` of messages with guards."""
         if not any(message.generated for message in messages):
             return RenderedPrompt(self._render(request, today, messages))
         capabilities = self._capabilities(request)

@@ -60,6 +60,10 @@ class ControlTokens:
             return messages
         return [m if self._is_clean(m) else self._message(m) for m in messages]
 
+    def absent_from(self, messages: list[Message]) -> bool:
+        """True if `guard` is known to return the same messages."""
+        return self._all is None or all(map(self._is_clean, messages))
+
     def guard_json(self, value: Any) -> Any:
         """A JSON value with guards in its strings and names; the same one if there are none."""
         if isinstance(value, str):
@@ -99,6 +103,8 @@ class ControlTokens:
             if kind is Text:
                 texts += answers  # a control token may begin in one text and end in the next
                 found = _occurs(shown, block.text)  # type: ignore[union-attr]
+            elif kind is Thinking:
+                found = _occurs(self._all, block.text)  # type: ignore[union-attr]
             elif kind is ToolCall:
                 found = self._occurs_in_call(block)  # type: ignore[arg-type]
             elif kind is ToolResult:
