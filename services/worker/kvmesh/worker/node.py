@@ -35,6 +35,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.storage.model_files import publish_model
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.publisher import KvPublisher
+from kvmesh.bus.ticks import next_tick
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings
@@ -315,6 +316,7 @@ class WorkerNode:
         self._requests.close()
 
     async def _stop_publishing(self) -> None:
+        self._loads.close()
         if self._publisher is not None:
             await self._publisher.close()
         await self._tasks.close()
@@ -361,7 +363,7 @@ class WorkerNode:
                 self._publisher.skip(rank, number)
                 self._publisher.add(rank, [Cleared()])
         self._publisher.start()
-        self._tasks.start(self._loads.run(), "load")
+        self._loads.start()
         self._tasks.start(self._watch_engine(), "watchdog")
 
     async def _publish_adapters(self, identities: list[str]) -> None:
@@ -424,6 +426,7 @@ class WorkerNode:
             return
         if self._publisher is not None:
             self._publisher.add(rank, events)
+            self._loads.changed()
 
     def events_lost(self, rank: int, count: int) -> None:
         if self._publisher is not None:
@@ -481,6 +484,7 @@ class WorkerNode:
             if self._adapters.has_yielded(work.adapter):
                 return admission.UNLOADED
             self._adapters.used(work.adapter)
+        self._loads.changed()
         return self._requests.accept(work, self.info, asyncio.get_running_loop().time())
 
     def _dump(self, request: Dump) -> ControlReply:
@@ -503,7 +507,7 @@ class WorkerNode:
         timeout = self._settings.worker.hang_timeout_s
         watch = StallWatch(STALL_CHECKS)
         while not watch.stalled:
-            await asyncio.sleep(timeout / STALL_CHECKS)
+            await next_tick(timeout / STALL_CHECKS)
             watch.observe(self.load())
         self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
 
@@ -512,7 +516,7 @@ class WorkerNode:
         while self._publisher is not None:
             found = silence.check(self.load(), self._publisher.published_by_rank)
             self._warnings.update("no_kv_events", found)
-            await asyncio.sleep(EVENT_CHECK_S)
+            await next_tick(EVENT_CHECK_S)
 
 
 def _model_of(card: Instance) -> str:
