@@ -63,6 +63,17 @@ async def test_events_that_wait_are_sent_without_another_one() -> None:
     await events.close()
 
 
+async def test_events_that_are_wanted_soon_wait_less() -> None:
+    stream = Stream()
+    events = publisher(stream, 3600.0)
+    events.add(0, block(1))
+    await eventually(lambda: stream.batches == [1])
+    events.add(0, block(2))
+    events.hurry()
+    await eventually(lambda: stream.batches == [1, 1])
+    await events.close()
+
+
 async def test_the_blocks_of_a_long_prompt_do_not_wait() -> None:
     stream = Stream()
     events = publisher(stream, 3600.0)

@@ -418,7 +418,8 @@ class WorkerNode:
 
     def output(self, deltas: list[OutputDelta]) -> None:
         now = asyncio.get_running_loop().time()
-        self._requests.output(deltas, now)
+        if self._requests.output(deltas, now) and self._publisher is not None:
+            self._publisher.hurry()
         self._loads.send_with_output(now)
 
     def events(self, rank: int, events: list[KvEvent]) -> None:

@@ -7,6 +7,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Load
 
 HEARTBEAT_S = 1.0
+STEADY_INTERVALS = 3
 WITH_OUTPUT_AFTER = 0.75  # of the interval
 
 
@@ -15,7 +16,8 @@ class LoadPublisher:
 
     It is read each interval while a rank has requests, since an engine may make progress without
     output, otherwise after a call of `changed` and once per HEARTBEAT_S, when an unchanged one is
-    repeated. Sending it along with output saves a wakeup of the process.
+    repeated. Sending it along with output saves a wakeup of the process. While a rank only decodes,
+    every third load is published: each one wakes all routers and indexers.
     """
 
     def __init__(
@@ -73,8 +75,30 @@ class LoadPublisher:
         if self._timer is not None:
             busy = loads != self._last or any(load.running or load.waiting for load in loads)
             self._arm(self._interval_s if busy else HEARTBEAT_S)
-        if loads == self._last and now - self._published_at < HEARTBEAT_S - self._interval_s / 2:
+        if now - self._published_at < self._due_after(loads):
             return
         self._last, self._published_at = loads, now
         for load in loads:
             self._bus.post(self._subject, load)
+
+    def _due_after(self, loads: list[Load]) -> float:
+        """Seconds after the last message at which these loads are due."""
+        longest = HEARTBEAT_S - self._interval_s / 2
+        if loads == self._last:
+            return longest
+        if [_work(load) for load in loads] == [_work(load) for load in self._last]:
+            return min((STEADY_INTERVALS - 0.5) * self._interval_s, longest)
+        return 0.0
+
+
+def _work(load: Load) -> tuple[int, ...]:
+    """The counts that decoding alone leaves unchanged."""
+    return (
+        load.running,
+        load.waiting,
+        load.prefill_tokens,
+        load.requests,
+        load.aborted,
+        load.preemptions,
+        load.total_blocks,
+    )
