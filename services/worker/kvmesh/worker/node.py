@@ -146,6 +146,7 @@ class WorkerNode:
         self._orphans = OrphanedRequests(
             bus, limits, instance, lambda: self._requests.frontends, self._requests.abandon
         )
+        self._loop = asyncio.get_running_loop()
         self._tasks = BackgroundTasks()
         self._subscriptions: list[Subscription] = []
         self._publisher: KvPublisher | None = None
@@ -417,7 +418,7 @@ class WorkerNode:
     # the engine's sink
 
     def output(self, deltas: list[OutputDelta]) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         if self._requests.output(deltas, now) and self._publisher is not None:
             self._publisher.hurry()
         self._loads.send_with_output(now)
@@ -486,7 +487,7 @@ class WorkerNode:
                 return admission.UNLOADED
             self._adapters.used(work.adapter)
         self._loads.changed()
-        return self._requests.accept(work, self.info, asyncio.get_running_loop().time())
+        return self._requests.accept(work, self.info, self._loop.time())
 
     def _dump(self, request: Dump) -> ControlReply:
         if self.info is None or not 0 <= request.rank < self.info.capacity.dp_ranks:
