@@ -50,6 +50,11 @@ def _unescape(run: str) -> str:
     return bytes(int(h, 16) for h in _ESCAPED.findall(run)).decode(errors="replace")
 
 
+@lru_cache(4096)
+def _of_instance(namespace: str, kind: str, instance: str) -> str:
+    return ".".join((ROOT, namespace, kind, *instance_tokens(instance)))
+
+
 @dataclass(frozen=True)
 class Subjects:
     """Names within one mesh, whose namespace is one subject token."""
@@ -232,7 +237,7 @@ class Subjects:
 
     def index_at(self, instance: str) -> str:
         """Queries to one indexer, for every model."""
-        return self._of("indexer", *instance_tokens(instance))
+        return _of_instance(self.namespace, "indexer", instance)
 
     def index_part_at(self, instance: str) -> str:
         """Queries to one indexer about its own shard only."""
@@ -295,33 +300,33 @@ class Subjects:
     # one process each
 
     def work(self, instance: str) -> str:
-        return self._of("work", *instance_tokens(instance))
+        return _of_instance(self.namespace, "work", instance)
 
     def out(self, frontend: str) -> str:
-        return self._of("out", *instance_tokens(frontend))
+        return _of_instance(self.namespace, "out", frontend)
 
     def ctl(self, instance: str) -> str:
-        return self._of("ctl", *instance_tokens(instance))
+        return _of_instance(self.namespace, "ctl", instance)
 
     def returns(self, instance: str) -> str:
         """Forecasts of returns. Not control commands: routers may send no commands."""
-        return self._of("returns", *instance_tokens(instance))
+        return _of_instance(self.namespace, "returns", instance)
 
     def adapters(self, instance: str) -> str:
         """Adapters that routers want loaded. Not control commands, as those of `returns`."""
-        return self._of("adapters", *instance_tokens(instance))
+        return _of_instance(self.namespace, "adapters", instance)
 
     def ask(self, instance: str) -> str:
         """Questions of operators. Not control commands: those hold prompts, which few may hear."""
-        return self._of("ask", *instance_tokens(instance))
+        return _of_instance(self.namespace, "ask", instance)
 
     def dump(self, instance: str) -> str:
         """Requests for a dump. Not a control command: indexers may send no commands."""
-        return self._of("dump", *instance_tokens(instance))
+        return _of_instance(self.namespace, "dump", instance)
 
     def kvbm(self, instance: str) -> str:
         """Requests of a node's workers to its kvbm."""
-        return self._of("kvbm", *instance_tokens(instance))
+        return _of_instance(self.namespace, "kvbm", instance)
 
     def computing(self, model: str) -> str:
         """Compute claims, published between the kvbms of all nodes."""
@@ -333,10 +338,10 @@ class Subjects:
 
     def ping(self, instance: str) -> str:
         """Pings. Not a control command: roles without commands may send it."""
-        return self._of("ping", *instance_tokens(instance))
+        return _of_instance(self.namespace, "ping", instance)
 
     def load(self, instance: str) -> str:
-        return self._of("load", *instance_tokens(instance))
+        return _of_instance(self.namespace, "load", instance)
 
     @property
     def load_all(self) -> str:
@@ -344,7 +349,7 @@ class Subjects:
 
     def starting(self, instance: str) -> str:
         """Phases of a worker that starts."""
-        return self._of("starting", *instance_tokens(instance))
+        return _of_instance(self.namespace, "starting", instance)
 
     @property
     def starting_all(self) -> str:

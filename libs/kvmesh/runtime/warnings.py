@@ -4,7 +4,6 @@ Each warning is logged when it begins and ends. Current ones are in /health, in 
 `kvmesh_warnings` and on the process's card, where `kvmesh status` reads them.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
@@ -13,6 +12,7 @@ from prometheus_client import Gauge
 
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
 PUBLISH_S = 1.0
@@ -55,7 +55,7 @@ class Warnings:
 async def publish_warnings(lease: Callable[[], Lease | None], warnings: Warnings) -> None:
     """Keep the warnings on a card current until cancelled."""
     while True:
-        await asyncio.sleep(PUBLISH_S)
+        await next_tick(PUBLISH_S)
         held = lease()
         if held is None or held.card.warnings == warnings.texts:
             continue

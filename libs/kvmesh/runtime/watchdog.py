@@ -1,8 +1,7 @@
 """Watchdog that aborts a process whose event loop hangs, so that its supervisor restarts it."""
 
-import asyncio
-
 from kvmesh._native import Watchdog
+from kvmesh.bus.ticks import next_tick
 
 CHECKS = 10
 
@@ -18,6 +17,6 @@ async def watch_loop(timeout_s: float) -> None:
     try:
         while True:
             watchdog.tick()
-            await asyncio.sleep(step / 2)
+            await next_tick(step / 2)
     finally:
         watchdog.stop()

@@ -24,10 +24,13 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 from kvmesh.bus.connection.protocol_parser import MessageParser
+from kvmesh.bus.subjects import ROOT
 
 log = logging.getLogger(__name__)
 Handler = Callable[[Msg], None]
 MAX_BUFFERED = 256 << 10
+MAX_STARTS = 4096
+KEPT = f"{ROOT}."  # inboxes are used once
 CONSUMER_REPLY = b"$JS.ACK."  # prefix of the reply subject of a consumer's deliveries
 LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
 LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
@@ -50,6 +53,8 @@ class DirectClient(Client):
         super().__init__()
         self._writer: asyncio.WriteTransport | None = None
         self._flush_planned = False
+        self._own_loop = asyncio.get_running_loop()
+        self._starts: dict[str, bytes] = {}  # of messages, by subject
         self._handlers: dict[int, Handler] = {}
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._requested: dict[str, str] = {}  # subjects of pending requests, by reply subject
@@ -96,29 +101,40 @@ class DirectClient(Client):
 
     def try_publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
         """Send with the rest of this iteration of the loop; False if the caller must `publish`."""
-        writer = self._writer
+        writer, size = self._writer, len(payload)
         if (
             writer is None
             or not self.is_connected
             or self._pending_data_size > MAX_BUFFERED
-            or len(payload) > self._max_payload
-            or not subject
-            or not SEPARATORS.isdisjoint(subject)
-            or writer.get_write_buffer_size() > MAX_BUFFERED
+            or size > self._max_payload
+            or not (start := self._starts.get(subject) or self._start_of(subject))
+            or not (self._flush_planned or writer.get_write_buffer_size() <= MAX_BUFFERED)
         ):
             return False
-        self.stats["out_msgs"] += 1
-        self.stats["out_bytes"] += len(payload)
-        head = f"PUB {subject} {reply} {len(payload)}\r\n".encode()
-        if len(payload) < LARGE:
+        stats = self.stats
+        stats["out_msgs"] += 1
+        stats["out_bytes"] += size
+        head = b"%b%b %d\r\n" % (start, reply.encode(), size)
+        if size < LARGE:
             self._pending.append(b"%b%b\r\n" % (head, payload))
         else:
             self._pending += (head, payload, b"\r\n")
-        self._pending_data_size += len(head) + len(payload) + 2
+        self._pending_data_size += len(head) + size + 2
         if not self._flush_planned:
             self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush_directly)
+            self._own_loop.call_soon(self._flush_directly)
         return True
+
+    def _start_of(self, subject: str) -> bytes:
+        """The bytes that begin each message on `subject`; empty if it is not a subject."""
+        if not subject or not SEPARATORS.isdisjoint(subject):
+            return b""
+        start = b"PUB %b " % subject.encode()
+        if subject.startswith(KEPT):
+            if len(self._starts) >= MAX_STARTS:
+                self._starts.clear()
+            self._starts[subject] = start
+        return start
 
     def _flush_directly(self) -> None:
         """Write the pending messages; nats-py sends those of an outage after it reconnects."""

@@ -90,6 +90,11 @@ class Peers:
         """True if a process is trusted and not excluded."""
         return any(self.trusts(each) for each in self._order if each not in excluded)
 
+    @property
+    def suspects_any(self) -> bool:
+        """True if a process is suspected."""
+        return any(peer.suspected for peer in self._known.values())
+
     def suspect(self, instance: str) -> bool:
         """Record a missed reply. True if the process was trusted until now."""
         peer = self._known.get(instance)

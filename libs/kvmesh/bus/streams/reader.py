@@ -23,6 +23,7 @@ from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.streams.identity import is_rewound
+from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -351,10 +352,8 @@ class StreamReader:
 
     async def _lost(self) -> bool:
         """Wait up to HEARTBEAT_S; return whether the consumer is lost. False while offline."""
-        try:
-            async with asyncio.timeout(HEARTBEAT_S):
-                await self._stale.wait()
-        except TimeoutError:
+        await next_tick(HEARTBEAT_S, self._stale)
+        if not self._stale.is_set():
             reconnected = self._bus.connected_at > self._attached_at
             if not (self.silent_for or reconnected):
                 return False

@@ -66,8 +66,9 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
     ] = False
     load_interval_s: Annotated[Seconds, Meta(description="time between load messages")] = 0.1
     event_interval_s: Annotated[
-        Seconds, Meta(description="time for which KV events are batched")
-    ] = 0.003
+        Seconds,
+        Meta(description="time between batches of KV events while requests run, unless many wait"),
+    ] = 0.25
     drain_timeout_s: Annotated[Seconds, Meta(description="longest wait for running requests")] = (
         60.0
     )

@@ -13,6 +13,7 @@ from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.messages import Instance, Role, StepOutput
 from kvmesh.bus.storage.shared_secret import SecretUnusable
+from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics, prefork
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.auth.authenticator import Authenticator, KeysError
@@ -190,7 +191,7 @@ class FrontendService:
             self._service.warnings.update("missed_hits", self.expectations.wrong())
             self._service.warnings.update("chat_template", self.registry.template_faults)
             metrics.answers_bytes.set(self.answers.size)
-            await asyncio.sleep(CHECK_S)
+            await next_tick(CHECK_S)
 
     async def drain(self, _: web.Application) -> None:
         """Wait for running requests, after the port is closed and before connections are."""

@@ -83,7 +83,7 @@ class EventCounts:
 class RankStates:
     """Applies events to an index and maintains the table of ranks. Not thread-safe.
 
-    `removed` gets the blocks that ranks remove.
+    `removed` gets the blocks that ranks remove; `on_unknown` is called when a rank needs a dump.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class RankStates:
         self._holders: dict[str, Holder] = {}
         self._current: dict[EventSource, str] = {}
         self._unknown: dict[int, RankState] = {}
+        self.on_unknown: Callable[[], None] = lambda: None
         self._reconciled = False
 
     # --- leases and incarnations
@@ -390,6 +391,7 @@ class RankStates:
             self.index.clear(rank.slot)
             self.removed.events_lost()
             self._unknown[rank.slot] = rank
+            self.on_unknown()
             _abandon(rank)
 
     def _mark_known(self, rank: RankState) -> None:

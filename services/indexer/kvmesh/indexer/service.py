@@ -13,6 +13,7 @@ from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import BusError, BusUnavailable, cause
 from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, MessageDecoder, RankKey, Role
+from kvmesh.bus.ticks import next_tick
 from kvmesh.index import create_index
 from kvmesh.indexer.checker import IndexChecker, questions
 from kvmesh.indexer.feed import Feed
@@ -31,7 +32,7 @@ from kvmesh.runtime.warnings import publish_warnings
 
 log = logging.getLogger(__name__)
 _replies = MessageDecoder(ControlReply)
-TICK_S = 0.05
+TICK_S, REST_S = 0.05, 0.25  # while ranks are unknown, otherwise
 SWEEP_S = 1.0
 CAPACITY_CHECK_S = 10.0
 DUMP_TIMEOUT_S = 1.0
@@ -63,6 +64,8 @@ class IndexerService:
         self.shortfall = Shortfall()
         self._directory = Directory(service.bus, service.limits, self._joined, self._left)
         self._lease = Lease(service.bus, self._card("catching up"), service.limits)
+        self._unknown = asyncio.Event()
+        self.states.on_unknown = self._unknown.set
         self._dump_slots = asyncio.Semaphore(MAX_DUMP_REQUESTS)
 
     def _joined(self, card: Instance) -> None:
@@ -147,7 +150,7 @@ class IndexerService:
                 await self.queries.close()
                 await self._publish_state("lagging")
                 log.warning("not ready: %.1f s behind the KV stream", self.feed.lag)
-            await asyncio.sleep(TICK_S * 5)
+            await next_tick(REST_S)
 
     async def _serve_queries(self) -> None:
         try:
@@ -186,12 +189,16 @@ class IndexerService:
         delay = random.uniform(0, 4 * TICK_S)  # differs by replica, as one dump serves all
         swept = checked = 0.0
         while True:
-            await asyncio.sleep(TICK_S)
+            self._unknown.clear()
+            if self.states.unknown:
+                await next_tick(TICK_S)
+            else:
+                await next_tick(REST_S, self._unknown)
             now = asyncio.get_running_loop().time()
             for key in self.states.due_dumps(now, delay):
                 self._service.spawn(self._request_dump(key), "dump")
             self.queries.probe(now)
-            if now > swept + SWEEP_S:
+            if now > swept + SWEEP_S - TICK_S:
                 swept = now
                 self.states.sweep(now, self._directory.lease_s)
                 if self.ready:

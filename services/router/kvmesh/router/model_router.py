@@ -81,6 +81,11 @@ class ModelRouter:
         self._calls: dict[str, RouteCall] = {}
         self._subscriptions: list[Subscription] = []
 
+    @property
+    def busy(self) -> bool:
+        """True if requests of the model run or wait anywhere on the mesh."""
+        return bool(self._calls) or len(self.core.active) > 0
+
     async def serve(self) -> None:
         """Serve route requests of this model."""
         if self._serving or self._leaving:

@@ -36,6 +36,7 @@ from kvmesh.bus.messages import (
 )
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
+from kvmesh.bus.ticks import next_tick
 from kvmesh.router.config import check_settings, thresholds
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.router.model_router import ModelRouter
@@ -49,7 +50,7 @@ from kvmesh.runtime.warnings import publish_warnings
 from kvmesh.settings.schema import Settings
 
 log = logging.getLogger(__name__)
-TICK_S = 0.1
+TICK_S, REST_S = 0.1, 0.25  # while a model has requests, otherwise
 SWEEP_S = 1.0
 RETURNS_HISTORY_S = 900.0  # of the decision stream, from which returns are learned at start
 SPEEDS_HISTORY_S = 60.0  # likewise the length of answers
@@ -192,9 +193,10 @@ class RouterService:
     async def _tick(self) -> None:
         swept = monotonic()
         while True:
-            await asyncio.sleep(TICK_S)
+            busy = any(router.busy for router in self._models.values())
+            await next_tick(TICK_S if busy else REST_S)
             now = monotonic()
-            sweep = now - swept >= SWEEP_S
+            sweep = now - swept > SWEEP_S - TICK_S / 2
             swept = now if sweep else swept
             for router in list(self._models.values()):
                 if sweep:

@@ -35,6 +35,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.storage.model_files import publish_model
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.publisher import KvPublisher
+from kvmesh.bus.ticks import next_tick
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings
@@ -145,6 +146,7 @@ class WorkerNode:
         self._orphans = OrphanedRequests(
             bus, limits, instance, lambda: self._requests.frontends, self._requests.abandon
         )
+        self._loop = asyncio.get_running_loop()
         self._tasks = BackgroundTasks()
         self._subscriptions: list[Subscription] = []
         self._publisher: KvPublisher | None = None
@@ -315,6 +317,7 @@ class WorkerNode:
         self._requests.close()
 
     async def _stop_publishing(self) -> None:
+        self._loads.close()
         if self._publisher is not None:
             await self._publisher.close()
         await self._tasks.close()
@@ -361,7 +364,7 @@ class WorkerNode:
                 self._publisher.skip(rank, number)
                 self._publisher.add(rank, [Cleared()])
         self._publisher.start()
-        self._tasks.start(self._loads.run(), "load")
+        self._loads.start()
         self._tasks.start(self._watch_engine(), "watchdog")
 
     async def _publish_adapters(self, identities: list[str]) -> None:
@@ -415,8 +418,9 @@ class WorkerNode:
     # the engine's sink
 
     def output(self, deltas: list[OutputDelta]) -> None:
-        now = asyncio.get_running_loop().time()
-        self._requests.output(deltas, now)
+        now = self._loop.time()
+        if self._requests.output(deltas, now) and self._publisher is not None:
+            self._publisher.hurry()
         self._loads.send_with_output(now)
 
     def events(self, rank: int, events: list[KvEvent]) -> None:
@@ -424,6 +428,7 @@ class WorkerNode:
             return
         if self._publisher is not None:
             self._publisher.add(rank, events)
+            self._loads.changed()
 
     def events_lost(self, rank: int, count: int) -> None:
         if self._publisher is not None:
@@ -481,7 +486,8 @@ class WorkerNode:
             if self._adapters.has_yielded(work.adapter):
                 return admission.UNLOADED
             self._adapters.used(work.adapter)
-        return self._requests.accept(work, self.info, asyncio.get_running_loop().time())
+        self._loads.changed()
+        return self._requests.accept(work, self.info, self._loop.time())
 
     def _dump(self, request: Dump) -> ControlReply:
         if self.info is None or not 0 <= request.rank < self.info.capacity.dp_ranks:
@@ -503,7 +509,7 @@ class WorkerNode:
         timeout = self._settings.worker.hang_timeout_s
         watch = StallWatch(STALL_CHECKS)
         while not watch.stalled:
-            await asyncio.sleep(timeout / STALL_CHECKS)
+            await next_tick(timeout / STALL_CHECKS)
             watch.observe(self.load())
         self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
 
@@ -512,7 +518,7 @@ class WorkerNode:
         while self._publisher is not None:
             found = silence.check(self.load(), self._publisher.published_by_rank)
             self._warnings.update("no_kv_events", found)
-            await asyncio.sleep(EVENT_CHECK_S)
+            await next_tick(EVENT_CHECK_S)
 
 
 def _model_of(card: Instance) -> str:

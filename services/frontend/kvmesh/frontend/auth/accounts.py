@@ -1,7 +1,7 @@
 """API keys, their limits, and the use that counts against them. Pure."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
@@ -238,12 +238,25 @@ class AccountEntry:
         self._sequences = 0
 
 
+class ChangedAccounts(set[Account]):
+    """Accounts with unreported use; `on_first` is called when the first one is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_first: Callable[[], None] = lambda: None
+
+    def add(self, account: Account) -> None:
+        if not self:
+            self.on_first()
+        super().add(account)
+
+
 class Accounts:
     """Accounts by the hash of their secret; `changed` holds those with unreported use."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
-        self.changed: set[Account] = set()
+        self.changed = ChangedAccounts()
 
     def __len__(self) -> int:
         return len(self._accounts)

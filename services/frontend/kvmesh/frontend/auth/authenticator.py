@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, NotFound, cause
 from kvmesh.bus.storage.buckets import read_bucket
+from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend.auth.accounts import Account, Accounts, Key, Scope
 from kvmesh.frontend.auth.origin_check import cross_origin_fault
 from kvmesh.frontend.conversation import GenerateRequest
@@ -163,7 +164,7 @@ class Authenticator:
     async def run(self) -> None:
         """Reload changed keys until cancelled; an invalid change is logged and not applied."""
         while self.requires_keys:
-            await asyncio.sleep(RELOAD_S)
+            await next_tick(RELOAD_S)
             try:
                 await self._reload()
             except (KeysError, BusError) as error:

@@ -4,6 +4,7 @@ import asyncio
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import KeyUse, LimitUse, MessageDecoder
+from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend.auth.accounts import Accounts
 
 INTERVAL_S = 0.01
@@ -22,6 +23,8 @@ class SharedLimits:
         self._bus = bus
         self._instance = instance
         self._accounts = accounts
+        self._any = asyncio.Event()  # changed account
+        accounts.changed.on_first = self._any.set
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._last_full_report = 0.0
@@ -34,9 +37,12 @@ class SharedLimits:
     async def run(self) -> None:
         """Report until cancelled."""
         while True:
+            if not self._accounts.changed:
+                self._any.clear()
+                await next_tick(HEARTBEAT_S, self._any)
             await asyncio.sleep(INTERVAL_S)
             now = self._loop.time()
-            if now - self._last_full_report >= HEARTBEAT_S:
+            if now - self._last_full_report >= HEARTBEAT_S - INTERVAL_S:
                 self._report_all()
             elif self._accounts.changed:
                 changed = list(self._accounts.changed)

@@ -11,6 +11,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.ping import ping
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import ControlReply, Instance, MessageDecoder, Resend, SeqProgress
+from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.frontend.dispatch.token_stream import TokenStream
@@ -91,6 +92,7 @@ class LivenessMonitor:
         self._stall_timeout = stall_timeout
         self._backlog = backlog
         self._watched: dict[TokenStream, ProbeState] = {}
+        self._any = asyncio.Event()  # stream to watch
         self._pinged: dict[str, float] = {}
         self._tasks = BackgroundTasks()
         self._loop = asyncio.get_running_loop()
@@ -98,6 +100,7 @@ class LivenessMonitor:
     def watch(self, model: str, stream: TokenStream) -> None:
         if stream not in self._watched:
             self._watched[stream] = ProbeState(model, stream, self._loop.time())
+            self._any.set()
 
     def unwatch(self, stream: TokenStream) -> None:
         self._watched.pop(stream, None)
@@ -106,7 +109,11 @@ class LivenessMonitor:
         """Watch until cancelled."""
         previous = self._loop.time()
         while True:
-            await asyncio.sleep(TICK_S)
+            if not self._watched:
+                self._any.clear()
+                await self._any.wait()
+                previous = self._loop.time()
+            await next_tick(TICK_S)
             now = self._loop.time()
             if now - previous > PAUSE_S:
                 self._add_pause(now - previous)

@@ -29,6 +29,7 @@ from kvmesh.bus.messages import (
     RouteRequest,
     SeqFree,
 )
+from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
 from kvmesh.runtime.lru import LruCache
@@ -95,6 +96,7 @@ class RouteClient:
         self._queries: dict[str, RouteQuery] = {}
         self._abandoned: LruCache[str, tuple[str, str]] = LruCache(MAX_ABANDONED)
         self._pings: dict[str, tuple[str, float]] = {}
+        self._any = asyncio.Event()  # query to check
         self._clock = 0.0
         self.routers = Peers(SILENT_S)
 
@@ -158,6 +160,7 @@ class RouteClient:
         query.router, query.parked = router, False
         query.sent_at = self._clock
         self._queries[query.token] = query
+        self._any.set()
         subjects, model = self._bus.subjects, query.model
         subject = (
             subjects.router(model) if router == ANY_ROUTER else subjects.router_at(model, router)
@@ -277,7 +280,11 @@ class RouteClient:
         """Check the queries periodically until cancelled."""
         previous = self._loop.time()
         while True:
-            await asyncio.sleep(TICK_S)
+            if not (self._queries or self.routers.suspects_any):
+                self._any.clear()
+                await self._any.wait()
+                previous = self._loop.time()
+            await next_tick(TICK_S)
             now = self._loop.time()
             if self._bus.connected:
                 self._tick(min(now - previous, 2 * TICK_S))

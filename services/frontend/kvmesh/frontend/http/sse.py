@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from aiohttp import HttpVersion11, web
 
+from kvmesh.bus.ticks import next_tick
+
 log = logging.getLogger(__name__)
 HIGH_WATER_BYTES = 256 << 10
 TICK_S = 0.25
@@ -92,10 +94,12 @@ class StreamSupervisor:
         self._keepalive_s = keepalive_s
         self._slow_reader_s = slow_reader_s
         self._streams: dict[EventStream, tuple[bytes, Callable[[], None]]] = {}
+        self._any = asyncio.Event()
 
     def add(self, stream: EventStream, keepalive: bytes, resume: Callable[[], None]) -> None:
         """Supervise a stream; `resume` is called when a blocked reader has caught up."""
         self._streams[stream] = (keepalive, resume)
+        self._any.set()
 
     def remove(self, stream: EventStream) -> None:
         self._streams.pop(stream, None)
@@ -103,7 +107,10 @@ class StreamSupervisor:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(TICK_S)
+            if not self._streams:
+                self._any.clear()
+                await self._any.wait()
+            await next_tick(TICK_S)
             for stream, (keepalive, resume) in list(self._streams.items()):
                 self._check(stream, keepalive, resume, loop.time())
 

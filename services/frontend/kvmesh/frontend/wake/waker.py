@@ -5,6 +5,7 @@ import time
 from typing import Protocol
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics
 from kvmesh.frontend.errors import Unavailable
 from kvmesh.frontend.wake.waiting import WaitingSequences
@@ -33,6 +34,7 @@ class Waker:
         self._models = models
         self._waiting = WaitingSequences(frontend, limit)
         self._ends: dict[str, asyncio.Event] = {}
+        self._any = asyncio.Event()  # sequence that waits
         self._stopping = False
         self._loop = asyncio.get_running_loop()
 
@@ -51,6 +53,7 @@ class Waker:
         too many sequences wait, Unavailable at the deadline or when the frontend stops.
         """
         self._waiting.add(model, sequence, tokens, self._loop.time())
+        self._any.set()
         try:
             self._post()
             async with asyncio.timeout_at(deadline):
@@ -73,7 +76,10 @@ class Waker:
     async def run(self) -> None:
         """Post wakes and end waits until cancelled."""
         while True:
-            await asyncio.sleep(TICK_S)
+            if not self._waiting.counts():
+                self._any.clear()
+                await self._any.wait()
+            await next_tick(TICK_S)
             for model in list(self._ends):
                 if not self.is_idle(model):
                     self._end(model)

@@ -14,6 +14,7 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, BusTimeout, cause
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.bus.streams.identity import is_rewound
+from kvmesh.bus.ticks import next_tick
 from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.rank_state import RankStates
 from kvmesh.indexer.snapshots.snapshot import (
@@ -133,7 +134,7 @@ class Snapshotter:
         """Write due snapshots until cancelled; failures are logged and retried."""
         failing = False
         while True:
-            await asyncio.sleep(CHECK_S * (8 if failing else 1))
+            await next_tick(CHECK_S * (8 if failing else 1))
             if not ((self._due() or self._feed.rewinds != self._rewinds) and leads()):
                 continue
             try:

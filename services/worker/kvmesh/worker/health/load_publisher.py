@@ -7,48 +7,98 @@ from kvmesh.bus.client import Bus
 from kvmesh.bus.messages import Load
 
 HEARTBEAT_S = 1.0
+STEADY_INTERVALS = 3
 WITH_OUTPUT_AFTER = 0.75  # of the interval
 
 
 class LoadPublisher:
-    """Publishes the result of `load` every `interval_s` seconds.
+    """Publishes the result of `load` at most every `interval_s` seconds while it changes.
 
-    An unchanged load is repeated once per HEARTBEAT_S. Sending it along with output saves a wakeup
-    of the process.
+    It is read each interval while a rank has requests, since an engine may make progress without
+    output, otherwise after a call of `changed` and once per HEARTBEAT_S, when an unchanged one is
+    repeated. Sending it along with output saves a wakeup of the process. While a rank only decodes,
+    every third load is published: each one wakes all routers and indexers.
     """
 
     def __init__(
-        self, bus: Bus, instance: str, interval_s: float, load: Callable[[], list[Load]]
+        self,
+        bus: Bus,
+        instance: str,
+        interval_s: float,
+        load: Callable[[], list[Load]],
     ) -> None:
         self._bus = bus
-        self._instance = instance
+        self._subject = bus.subjects.load(instance)
         self._interval_s = interval_s
         self._load = load
         self._last: list[Load] = []
-        self._changed_at = 0.0
+        self._published_at = 0.0
         self._sent_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_at = 0.0  # of the timer
+
+    def start(self) -> None:
+        """Publish until `close`."""
+        self._sent_at = self._loop.time()
+        self._arm(self._interval_s)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def send_with_output(self, now: float) -> None:
         """Publish the load if the next one is nearly due."""
         if now - self._sent_at > WITH_OUTPUT_AFTER * self._interval_s:
             self._send(now)
+        self.changed()
 
-    async def run(self) -> None:
-        """Publish until cancelled whenever no output has carried the load for an interval."""
-        clock = asyncio.get_running_loop().time
-        self._sent_at = clock()
-        while True:
-            left = self._sent_at + self._interval_s - clock()
-            if left <= 0:
-                self._send(clock())
-                left = self._interval_s
-            await asyncio.sleep(left)
+    def changed(self) -> None:
+        """The load may have changed: publish it once the next one is due."""
+        if self._timer is not None and self._due_at > self._sent_at + self._interval_s:
+            self._arm(self._interval_s)
+
+    def _arm(self, seconds: float) -> None:
+        """Look at the load so many seconds after the last one."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_at = self._sent_at + seconds
+        self._timer = self._loop.call_at(self._due_at, self._on_time)
+
+    def _on_time(self) -> None:
+        self._send(self._loop.time())
 
     def _send(self, now: float) -> None:
         self._sent_at = now
         loads = self._load()
-        if loads == self._last and now - self._changed_at < HEARTBEAT_S:
+        if self._timer is not None:
+            busy = loads != self._last or any(load.running or load.waiting for load in loads)
+            self._arm(self._interval_s if busy else HEARTBEAT_S)
+        if now - self._published_at < self._due_after(loads):
             return
-        self._last, self._changed_at = loads, now
+        self._last, self._published_at = loads, now
         for load in loads:
-            self._bus.post(self._bus.subjects.load(self._instance), load)
+            self._bus.post(self._subject, load)
+
+    def _due_after(self, loads: list[Load]) -> float:
+        """Seconds after the last message at which these loads are due."""
+        longest = HEARTBEAT_S - self._interval_s / 2
+        if loads == self._last:
+            return longest
+        if [_work(load) for load in loads] == [_work(load) for load in self._last]:
+            return min((STEADY_INTERVALS - 0.5) * self._interval_s, longest)
+        return 0.0
+
+
+def _work(load: Load) -> tuple[int, ...]:
+    """The counts that decoding alone leaves unchanged."""
+    return (
+        load.running,
+        load.waiting,
+        load.prefill_tokens,
+        load.requests,
+        load.aborted,
+        load.preemptions,
+        load.total_blocks,
+    )

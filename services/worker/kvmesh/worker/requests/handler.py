@@ -85,14 +85,19 @@ class RequestHandler:
             return admission.invalid(reason)
         return admission.STORED if self._prompts.store(work, received.base) else admission.ACCEPTED
 
-    def output(self, deltas: list[OutputDelta], now: float) -> None:
-        """Number the tokens of `deltas` and send them to their frontends."""
+    def output(self, deltas: list[OutputDelta], now: float) -> bool:
+        """Number the tokens of `deltas` and send them to their frontends.
+
+        True if a request has ended.
+        """
+        before = self._outputs.live_count
         if self._traces:
             self._trace(deltas)
         if self.sample is not None:
             self.sample.output(deltas, now)
         for frontend, chunks in self._outputs.add(deltas, now).items():
             self._send(frontend, chunks)
+        return self._outputs.live_count < before
 
     def resend(self, request: str, offset: int) -> bool:
         """Send a request's output again from the `offset`-th token; False if it is unknown."""

@@ -9,6 +9,7 @@ from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.errors import BusError, NoResponder
 from kvmesh.bus.messages import ControlReply, Instance, MessageDecoder, Role, StepOutput
 from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
 _replies = MessageDecoder(ControlReply)
@@ -60,7 +61,7 @@ class OrphanedRequests:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(CHECK_S)
+            await next_tick(CHECK_S)
             active = self._active_frontends()
             for frontend in list(self._missed):
                 if frontend in active:

@@ -8,6 +8,7 @@ from kvmesh.bus.messages import Chunk, Work
 from kvmesh.worker.engine import OutputDelta
 from kvmesh.worker.requests.device_time import DeviceTime
 
+NOTHING_ELSE = (None,) * 5  # but tokens
 DEVICE_TIME_S = 1.0  # of a request that runs on, its device time is sent at most this often
 
 
@@ -70,6 +71,9 @@ class RequestOutput:
         self.device_s = device_s
         offset = self.first + len(self.tokens)
         self.tokens += delta.tokens
+        told = delta.finish, delta.cached, delta.logprobs, delta.admitted_at, device_s
+        if told == NOTHING_ELSE:
+            return Chunk(delta.request, offset, delta.tokens)
         if delta.logprobs is not None:
             self.logprobs += delta.logprobs
         if delta.cached is not None:
@@ -191,12 +195,19 @@ class OutputBuffer:
             output = self._by_request.get(delta.request)
             if output is None or output.finish is not None:
                 continue
-            device_s = self._device_s(output, delta.finish is not None, now)
-            chunks.setdefault(output.frontend, []).append(output.append(delta, device_s))
+            of_frontend = chunks.get(output.frontend)
+            if of_frontend is None:
+                of_frontend = chunks[output.frontend] = []
+            if delta.finish is None and now - output.timed_at < DEVICE_TIME_S:
+                device_s = None
+            else:
+                device_s = self._device_s(output, delta.finish is not None, now)
+            of_frontend.append(output.append(delta, device_s))
             if delta.finish is not None:
                 self._ended.append((now, delta.request))
                 self.live_count -= 1
-        self._expire(now)
+        if self._ended and now - self._ended[0][0] > self._retain_s:
+            self._expire(now)
         return chunks
 
     def output_from(self, request: str, offset: int) -> tuple[str, Chunk] | None:
@@ -209,8 +220,6 @@ class OutputBuffer:
     def _device_s(self, output: RequestOutput, ends: bool, now: float) -> float | None:
         if ends:
             return self.device_time.end(output.rank, output.start, now) or None
-        if now - output.timed_at < DEVICE_TIME_S:
-            return None
         output.timed_at = now
         return self.device_time.since(output.rank, output.start, now) or None
 

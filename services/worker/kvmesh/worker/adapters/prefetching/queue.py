@@ -67,6 +67,8 @@ class HiddenRequests:
 
     def visible(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
         """Return `deltas` without those of hidden requests."""
+        if not self._ended:
+            return deltas
         for delta in deltas:
             if delta.finish and delta.request in self._ended:
                 self._ended[delta.request].set()

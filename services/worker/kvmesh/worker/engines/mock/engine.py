@@ -126,6 +126,7 @@ class MockEngine:
         self._ranks: list[MockRank] = []
         self._kvbms: list[KvbmTiers] = []
         self._live: dict[str, _Live] = {}
+        self._has_logprobs = False  # of any request so far
         self._writer: AnswerWriter | None = None
         self._sink: Sink | None = None
         self._loader = MockLoader(self._ranks, self._request)
@@ -188,6 +189,7 @@ class MockEngine:
         except (UnsupportedConstraint, ValueError) as error:
             raise Rejected(str(error)) from error
         self._live[work.request] = _Live(self._ranks[work.rank], work)
+        self._has_logprobs |= work.sampling.logprobs is not None
         self._prefetches.on_request(work)
 
     def _apply_poison(self, work: Work) -> None:
@@ -305,6 +307,8 @@ class MockEngine:
 
     def output(self, deltas: list[OutputDelta]) -> None:
         for delta in deltas:
+            if delta.finish is None and not self._has_logprobs:
+                continue
             live = self._live.get(delta.request)
             if live is not None and live.logprobs is not None:
                 delta.logprobs = [self._logprobs(t, live.logprobs) for t in delta.tokens]

@@ -113,7 +113,8 @@ class MockRank:
 
     def publish_events(self) -> None:
         """Publish all changes so far, those of the step in progress included, in order."""
-        events, self._unpublished = [*self._unpublished, *self.core.take_events()], []
+        events, self._unpublished = self._unpublished, []
+        events += self.core.take_events()
         self._send(events)
 
     def load(self, instance: str) -> Load:
@@ -132,8 +133,9 @@ class MockRank:
         at = clock()
         while self.core.busy:
             self._aborted.clear()
-            await self._maybe_fail()
-            self.core.slowdown = self._faults.slowdown(self.core.counters.steps + 1)
+            if self._counts_steps or self._poisoned:
+                await self._maybe_fail()
+                self.core.slowdown = self._faults.slowdown(self.core.counters.steps + 1)
             behind = 0.0 if self._counts_steps else clock() - at
             result = self.core.step(at, max(self._tick_s, behind))
             if self.kvbm is not None:
@@ -180,6 +182,8 @@ class MockRank:
 
     def _deliver(self, result: StepResult) -> None:
         self.publish_events()
+        if not result.outputs:
+            return
         deltas = [
             OutputDelta(
                 output.request,
