@@ -119,6 +119,7 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     queries to all shards of an index. `arrived` is the Unix time of the original arrival, for a
     request that waited in another router's queue or ran on a worker before. `prefetch` is set if
     the prompt is to be prefetched, not served. `traceparent` is that of a traced request (W3C).
+    `alone`: the sender has no other request of the same instant, with which to place this one.
     """
 
     request: str
@@ -137,6 +138,7 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     arrived: float | None = None
     prefetch: PrefetchTerms | None = None
     traceparent: str = ""
+    alone: bool = False
 
 
 class Candidate(Struct, frozen=True, kw_only=True):

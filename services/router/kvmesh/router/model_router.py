@@ -78,6 +78,7 @@ class ModelRouter:
         self._gathering_ends: asyncio.TimerHandle | None = None
         self._serving = False
         self._leaving = False
+        self._lookups = 0  # of requests to place, in flight
         self._calls: dict[str, RouteCall] = {}
         self._subscriptions: list[Subscription] = []
 
@@ -145,8 +146,9 @@ class ModelRouter:
         """Query the index, then place, queue or refuse the request."""
         request = call.request
         if self._uses_index and request.sequence_hashes:
-            done = partial(self._on_overlaps, call)
+            done = partial(self._on_found, call)
             trace = call.trace.query() if call.trace is not None else ""
+            self._lookups += 1
             self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done, trace))
         else:
             self._on_overlaps(call, OverlapResult(None, 0.0))
@@ -159,6 +161,10 @@ class ModelRouter:
         self._count(result)
         return result
 
+    def _on_found(self, call: RouteCall, result: OverlapResult) -> None:
+        self._lookups -= 1
+        self._on_overlaps(call, result)
+
     def _on_overlaps(self, call: RouteCall, result: OverlapResult) -> None:
         self._count(result)
         if not call.wanted:
@@ -166,6 +172,7 @@ class ModelRouter:
         if call.trace is not None:
             call.trace.found(result.failure)
         call.overlaps, call.index_s, call.note = result
+        call.alone = call.request.alone and not self._lookups
         now = monotonic()
         actions = self.queue.submit(call, now)
         self._metrics.core_seconds.observe(monotonic() - now)

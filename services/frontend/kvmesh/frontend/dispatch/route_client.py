@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.peer_choice import Peers
@@ -38,6 +39,7 @@ TICK_S = 0.1
 ACK_S = 0.75  # for a router to reply, with a placement or `Parked`
 SILENT_S = 1.0  # without a message from a router, after which its queries move to others
 MARGIN_S = 1.0  # beyond the deadline, for the router's own refusal
+RECENT_S = 0.05  # a request that takes longer to read or prepare is of another instant
 MAX_ABANDONED = 16_384  # abandoned attempts whose late placement is still freed
 ANY_ROUTER = ""  # in place of an instance: the queue group of all routers
 NO_ROUTER = Refused(code="unavailable", reason="no router is running")
@@ -47,6 +49,25 @@ Compose = Callable[[bool, float | None], RouteRequest]
 
 def _unix_time() -> float:
     return time.time()  # looked up at each call, since the simulation replaces it
+
+
+class Arrivals:
+    """Requests on their way to a query, by any key, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._since: dict[object, float] = {}
+
+    def add(self, request: object, now: float) -> None:
+        self._since[request] = now
+
+    def discard(self, request: object) -> None:
+        """The request queries a router now, or has ended; unknown ones are ignored."""
+        self._since.pop(request, None)
+
+    def any_recent(self, now: float) -> bool:
+        """True if a recent request will soon query a router."""
+        latest = next(reversed(self._since.values()), None)
+        return latest is not None and now - latest < RECENT_S
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +114,8 @@ class RouteClient:
         self._inbox = bus.new_inbox()
         self._names = itertools.count(1)
         self._queries: dict[str, RouteQuery] = {}
+        self._new: list[RouteQuery] = []
+        self.arrivals = Arrivals()
         self._abandoned: LruCache[str, tuple[str, str]] = LruCache(MAX_ABANDONED)
         self._pings: dict[str, tuple[str, float]] = {}
         self._clock = 0.0
@@ -119,7 +142,9 @@ class RouteClient:
             time.time(),
             arrived,
         )
-        self._send(query)
+        if not self._new:
+            self._loop.call_soon(self._loop.call_soon, self._send_new)
+        self._new.append(query)
         try:
             return await query.reply
         finally:
@@ -139,10 +164,22 @@ class RouteClient:
 
     def stop(self) -> None:
         """Refuse all queries in progress."""
-        for query in list(self._queries.values()):
+        for query in [*self._new, *self._queries.values()]:
             self._expire(query, "The server is stopping.")
 
     # queries
+
+    def _send_new(self) -> None:
+        """Send the queries of this instant; one of which no other is to follow says so.
+
+        The loop has read its sockets since the first of them, so requests that came with it, or
+        while it was prepared, are here or among the arrivals.
+        """
+        new, self._new = [query for query in self._new if not query.reply.done()], []
+        if len(new) == 1 and not self.arrivals.any_recent(self._loop.time()):
+            new[0].request = replace(new[0].request, alone=True)
+        for query in new:
+            self._send(query)
 
     def _send(self, query: RouteQuery) -> None:
         """Query the router whose turn it is; refuse if all have declined."""
