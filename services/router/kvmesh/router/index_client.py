@@ -20,7 +20,7 @@ from kvmesh.bus.messages import MessageDecoder, OverlapQuery, RankKey, Removal
 from kvmesh.router.scoring.overlaps import Overlaps
 
 log = logging.getLogger(__name__)
-MAX_PROMPTS = 64
+MAX_PROMPTS, MAX_BYTES = 64, 256 << 10  # of the prompts of one query
 MAX_IN_FLIGHT = 4
 STEADY_S = 5.0  # without a failure, then an outage is over: one of several indexers may hang
 ROW = 20  # five uint32
@@ -102,14 +102,20 @@ class IndexClient:
         """Subscribe to replies; call before the first lookup."""
         await self._bus.subscribe_raw(f"{self._inbox}.*", self._on_reply)
 
-    def query(self, lookup: OverlapLookup) -> None:
-        """Look up overlaps; `lookup.done` gets the result, possibly before this returns."""
+    def query(self, lookup: OverlapLookup, at_once: bool = False) -> None:
+        """Look up overlaps; `lookup.done` gets the result, possibly before this returns.
+
+        Unless it is to be sent `at_once`, a lookup goes with the others of the same iteration of
+        the event loop.
+        """
         if self._failing and self._in_flight:  # while failing, one query at a time is tried
             lookup.done(OverlapResult(None, 0.0, "index unavailable"))
             return
         self._queued.append(lookup)
-        if len(self._in_flight) < MAX_IN_FLIGHT:
+        if at_once:
             self._flush()
+        elif len(self._queued) == 1:
+            self._loop.call_soon(self._flush)
 
     async def overlaps(self, sequence_hashes: bytes, salt: int | None = None) -> OverlapResult:
         """The overlaps of a prompt."""
@@ -123,11 +129,16 @@ class IndexClient:
         return await future
 
     def _flush(self) -> None:
-        lookups = self._queued[:MAX_PROMPTS]
-        del self._queued[:MAX_PROMPTS]
-        if not lookups:
-            return
-        self._send_query(lookups, monotonic())
+        while self._queued and len(self._in_flight) < MAX_IN_FLIGHT:
+            count, size = 1, len(self._queued[0].sequence_hashes)
+            for lookup in self._queued[1:MAX_PROMPTS]:
+                size += len(lookup.sequence_hashes)
+                if size > MAX_BYTES:
+                    break
+                count += 1
+            lookups = self._queued[:count]
+            del self._queued[:count]
+            self._send_query(lookups, monotonic())
 
     def _send_query(
         self, lookups: list[OverlapLookup], started: float, tried: tuple[str, ...] = ()

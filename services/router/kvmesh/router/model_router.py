@@ -149,7 +149,8 @@ class ModelRouter:
             done = partial(self._on_found, call)
             trace = call.trace.query() if call.trace is not None else ""
             self._lookups += 1
-            self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done, trace))
+            lookup = OverlapLookup(request.sequence_hashes, request.salt, done, trace)
+            self.index.query(lookup, at_once=request.alone)
         else:
             self._on_overlaps(call, OverlapResult(None, 0.0))
 
@@ -231,7 +232,7 @@ class ModelRouter:
             self._execute(self.queue.place_ready(monotonic()))
 
     def _execute(self, actions: QueueActions) -> None:
-        """Publish, reply; record after the replies are sent.
+        """Publish, reply, record, in one write.
 
         The stream must have a request's `SeqAdd` before its caller can send the `SeqFree`.
         """
@@ -243,8 +244,8 @@ class ModelRouter:
             self._note_wait(ticket)
         if actions.loads:
             self._orders.send(actions.loads)
-        if actions.done:
-            self._loop.call_soon(self._record_all, actions.done)
+        for ticket in actions.done:
+            self._record(ticket.result)
 
     def _reply(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
@@ -256,10 +257,6 @@ class ModelRouter:
             ticket.reply(self._routed(result, request) if isinstance(result, Decision) else result)
         if ticket.trace is not None:
             ticket.trace.end(result)
-
-    def _record_all(self, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            self._record(ticket.result)
 
     def _record(self, result: Decision | Refused | None) -> None:
         if isinstance(result, Decision):
