@@ -16,7 +16,9 @@ import numpy as np
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import MessageTooLarge
-from kvmesh.bus.messages import MessageDecoder, OverlapQuery, RankKey, Removal
+from kvmesh.bus.messages import MessageDecoder, OverlapQuery, PromptBase, RankKey, Removal
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.prompt_delta.hashes import SentHashes
 from kvmesh.router.scoring.overlaps import Overlaps
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class _Reply(msgspec.Struct, array_like=True):
     lag: float = 0.0
     removals: list[list[Removal]] = []
     since: float = 0.0
+    incomplete: bool = False
 
 
 _replies = MessageDecoder(_Reply)
@@ -54,13 +57,14 @@ Done = Callable[[OverlapResult], None]
 class OverlapLookup(NamedTuple):
     """A prompt's packed sequence hashes, its salt if known, and the callback of the result.
 
-    `trace` is the `traceparent` of a traced request.
+    `trace` is the `traceparent` of a traced request, `session` that of the prompt, if it has one.
     """
 
     sequence_hashes: bytes
     salt: int | None
     done: Done
     trace: str = ""
+    session: str = ""
 
 
 class QueryInFlight(NamedTuple):
@@ -71,6 +75,7 @@ class QueryInFlight(NamedTuple):
     timer: asyncio.TimerHandle
     indexer: str | None
     tried: tuple[str, ...]
+    has_bases: bool
 
 
 class IndexClient:
@@ -91,6 +96,8 @@ class IndexClient:
         self._failed = 0.0
         self._ranks_cache: tuple[bytes, list[RankKey]] = (b"", [])
         self._probes: dict[str, tuple[str, float]] = {}
+        self._sent_prompts = SentHashes()
+        self._completing: set[str] = set()
         self.indexers = Peers(timeout)
 
     @property
@@ -146,18 +153,46 @@ class IndexClient:
         indexer = self.indexers.choose(tried)
         token = self._next_token()
         timer = self._loop.call_later(self._timeout, self._on_timeout, token)
-        self._in_flight[token] = QueryInFlight(started, lookups, timer, indexer, tried)
         salts = {lookup.salt for lookup in lookups}
+        bases = self._bases(indexer, lookups) if indexer in self._completing else []
+        prompts = [lookup.sequence_hashes for lookup in lookups]
+        for at, base in enumerate(bases):
+            prompts[at] = prompts[at][base.shared * HASH_BYTES :]
         query = OverlapQuery(
-            [lookup.sequence_hashes for lookup in lookups],
+            prompts,
             salts.pop() if len(salts) == 1 else None,
             [lookup.trace for lookup in lookups if lookup.trace],
+            bases,
         )
+        has_bases = any(base.shared for base in bases)
+        self._in_flight[token] = QueryInFlight(started, lookups, timer, indexer, tried, has_bases)
         subject = self._subject if indexer is None else self._bus.subjects.index_at(indexer)
         try:
             self._bus.post(subject, query, f"{self._inbox}.{token}")
         except MessageTooLarge as error:
             self._complete(token, None, str(error))
+
+    def _bases(self, indexer: str, lookups: list[OverlapLookup]) -> list[PromptBase]:
+        """The prompts that the indexer has of the same sessions; empty if no prompt is of one."""
+        bases = []
+        for lookup in lookups:
+            base, shared = b"", 0
+            if lookup.session:
+                key = indexer, lookup.salt, lookup.session
+                base, shared = self._sent_prompts.base_of(key, lookup.sequence_hashes)
+                self._sent_prompts.store(key, lookup.sequence_hashes)
+            bases.append(PromptBase(base, shared, lookup.salt))
+        return bases if any(lookup.session for lookup in lookups) else []
+
+    def joined(self, indexer: str, completes_prompts: bool) -> None:
+        """Query this indexer, too; it takes deltas of prompts if it `completes_prompts`."""
+        self.indexers.joined(indexer)
+        if completes_prompts:
+            self._completing.add(indexer)
+
+    def left(self, indexer: str) -> None:
+        self.indexers.left(indexer)
+        self._completing.discard(indexer)
 
     def _next_token(self) -> str:
         self._sent += 1
@@ -192,6 +227,9 @@ class IndexClient:
             return
         try:
             reply = _replies.decode(msg.data)
+            if reply.incomplete and self._in_flight[token].has_bases:
+                self._send_whole(token)
+                return
             ranks = self._ranks_of(reply.ranks)
             _check(reply, len(ranks), len(self._in_flight[token].lookups))
         except msgspec.MsgspecError as error:
@@ -244,6 +282,14 @@ class IndexClient:
         del self._in_flight[token]
         query.timer.cancel()
         self._send_query(query.lookups, query.started, (*query.tried, query.indexer))
+
+    def _send_whole(self, token: str) -> None:
+        """The indexer has evicted a base, or has restarted: send it the whole prompts."""
+        query = self._in_flight.pop(token)
+        query.timer.cancel()
+        for lookup in query.lookups:
+            self._sent_prompts.forget((query.indexer or "", lookup.salt, lookup.session))
+        self._send_query(query.lookups, query.started, query.tried)
 
     def _complete(self, token: str, found: list[Overlaps] | None, failure: str = "") -> None:
         query = self._in_flight.pop(token, None)

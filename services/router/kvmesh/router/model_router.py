@@ -8,6 +8,8 @@ from functools import partial
 from random import Random
 from time import monotonic
 
+from msgspec.structs import replace
+
 from kvmesh.bus.client import Reply, Subscription
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
@@ -22,11 +24,13 @@ from kvmesh.bus.messages import (
     SeqBatch,
     SeqEvent,
     SeqFree,
+    UnknownBase,
 )
+from kvmesh.prompt_delta.hashes import ReceivedHashes
 from kvmesh.returns.forecaster import NO_RETURN
 from kvmesh.router import metrics
 from kvmesh.router.adapter_orders import AdapterOrders
-from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
+from kvmesh.router.index_client import Done, IndexClient, OverlapLookup, OverlapResult
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement_trace import PlacementTrace, placement_trace
 from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
@@ -59,8 +63,9 @@ class RouteCall(Ticket):
 class ModelRouter:
     """The core, queue and index client of one model, with its subjects."""
 
-    def __init__(self, service: Service, model: str) -> None:
+    def __init__(self, service: Service, model: str, prompts: ReceivedHashes) -> None:
         settings = service.settings.router
+        self._prompts = prompts
         self._service = service
         self._bus = service.bus
         self._loop = asyncio.get_running_loop()
@@ -134,6 +139,15 @@ class ModelRouter:
             known.reply, known.acks = reply, acks
             self._acknowledge(known)
             return
+        if acks and request.hints.session:
+            whole = self._prompts.complete(
+                request.salt, request.base, request.shared, request.sequence_hashes
+            )
+            if whole is None:
+                reply(UnknownBase())
+                return
+            if request.base:
+                request = replace(request, sequence_hashes=whole, base=b"", shared=0)
         call = RouteCall(request, monotonic(), reply=reply, acks=acks)
         if request.arrived is not None:
             call.queued_since = min(request.arrived - self.core.epoch, call.arrived)
@@ -149,7 +163,7 @@ class ModelRouter:
             done = partial(self._on_found, call)
             trace = call.trace.query() if call.trace is not None else ""
             self._lookups += 1
-            lookup = OverlapLookup(request.sequence_hashes, request.salt, done, trace)
+            lookup = _lookup(request, done, trace)
             self.index.query(lookup, at_once=request.alone)
         else:
             self._on_overlaps(call, OverlapResult(None, 0.0))
@@ -276,7 +290,7 @@ class ModelRouter:
             ticket.scored_at = now
             request = ticket.request
             done = partial(self._on_rescore, ticket)
-            self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done))
+            self.index.query(_lookup(request, done))
         self.schedule_placement()
 
     def _send_forecasts(self, now: float) -> None:
@@ -318,6 +332,11 @@ class ModelRouter:
             log.warning("gave up %d requests without events, such as %s", len(lost), lost[0])
         self.queue.retain_routers(routers, now)
         self._metrics.set_levels(self.queue)
+
+
+def _lookup(request: RouteRequest, done: Done, trace: str = "") -> OverlapLookup:
+    session = request.hints.session or ""
+    return OverlapLookup(request.sequence_hashes, request.salt, done, trace, session)
 
 
 def _epoch() -> float:

@@ -29,9 +29,12 @@ from kvmesh.bus.messages import (
     RouteNews,
     RouteRequest,
     SeqFree,
+    UnknownBase,
 )
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.prompt_delta.hashes import SentHashes
 from kvmesh.runtime.lru import LruCache
 
 log = logging.getLogger(__name__)
@@ -116,6 +119,8 @@ class RouteClient:
         self._queries: dict[str, RouteQuery] = {}
         self._new: list[RouteQuery] = []
         self.arrivals = Arrivals()
+        self._sent_prompts = SentHashes()
+        self._completing: set[str] = set()
         self._abandoned: LruCache[str, tuple[str, str]] = LruCache(MAX_ABANDONED)
         self._pings: dict[str, tuple[str, float]] = {}
         self._clock = 0.0
@@ -154,11 +159,14 @@ class RouteClient:
     def joined(self, card: Instance) -> None:
         if card.role is Role.ROUTER:
             self.routers.joined(card.instance)
+            if card.completes_prompts:
+                self._completing.add(card.instance)
 
     def left(self, card: Instance) -> None:
         """A lease has ended: move the queries of a router to the others."""
         if card.role is Role.ROUTER:
             self.routers.left(card.instance)
+            self._completing.discard(card.instance)
             for query in self._sent_to(card.instance):
                 self._requery(query)
 
@@ -200,9 +208,22 @@ class RouteClient:
             subjects.router(model) if router == ANY_ROUTER else subjects.router_at(model, router)
         )
         try:
-            self._bus.post(subject, query.request, f"{self._inbox}.{query.token}")
+            self._bus.post(subject, self._shortened(query), f"{self._inbox}.{query.token}")
         except MessageTooLarge as error:
             self._fail(query, error)
+
+    def _shortened(self, query: RouteQuery) -> RouteRequest:
+        """The request without the hashes that its router has of the session's last prompt."""
+        request, session = query.request, query.request.hints.session
+        if not session or query.router not in self._completing:
+            return request
+        key, hashes = (query.router, request.salt, session), request.sequence_hashes
+        base, shared = self._sent_prompts.base_of(key, hashes)
+        self._sent_prompts.store(key, hashes)
+        if not shared:
+            return request
+        rest = hashes[shared * HASH_BYTES :]
+        return replace(request, sequence_hashes=rest, base=base, shared=shared)
 
     def _requery(self, query: RouteQuery) -> None:
         """Query another router with a new attempt: the previous router may place the old one."""
@@ -275,6 +296,11 @@ class RouteClient:
             self._fail(query, error)
             return
         self.routers.replied(query.router, self._clock, self._clock - query.sent_at)
+        if isinstance(reply, UnknownBase):
+            request = query.request
+            self._sent_prompts.forget((query.router, request.salt, request.hints.session or ""))
+            self._send_to(query, query.router)
+            return
         if isinstance(reply, Parked):
             query.parked, query.arrived = True, reply.arrived
             self._free_abandoned(query)
