@@ -103,7 +103,9 @@ class Compatibility:
         card = self._remove(instance)
         if card is None:
             return
-        if self._profile is None or self._oldest.get(_kind(card)) == _age(card):
+        kind = _kind(card)
+        decided = bool(self.misfits) and self._oldest.get(kind) == _age(card)
+        if self._profile is None or kind not in self._kinds or decided:
             self._compare()
         else:
             self.misfits.pop(instance, None)
