@@ -5,6 +5,7 @@ import logging
 import time
 from itertools import count
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -219,7 +220,7 @@ async def test_a_lone_request_is_placed_at_once_if_no_other_is_looked_up(
 
     decoder = MessageDecoder(OverlapQuery)
     await bus.serve(bus.subjects.index("m"), decoder, hold, queue="index")
-    gathers = {"gather_s": 100 * PATIENCE_S, "index_timeout_s": PATIENCE_S}
+    gathers: dict[str, Any] = {"gather_s": 100 * PATIENCE_S, "index_timeout_s": PATIENCE_S}
     async with running_workers(bus, limits, "a"), running_router(options, **gathers) as running:
         alone = asyncio.create_task(request_placement(bus, request("1", TEN, alone=True)))
         await eventually(lambda: len(held) == 1)
