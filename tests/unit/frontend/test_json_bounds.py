@@ -9,7 +9,16 @@ from support.stamp import STAMP
 from kvmesh.frontend import json_bounds as values
 from kvmesh.frontend.apis.chat.api import Chat
 from kvmesh.frontend.errors import ApiError
-from kvmesh.frontend.json_bounds import COMPOUND_WEIGHT, MAX_VALUES, check_arguments, check_values
+from kvmesh.frontend.json_bounds import (
+    COMPOUND_WEIGHT,
+    LIGHT_BYTES,
+    LIGHT_VALUES,
+    MAX_VALUES,
+    SMALL,
+    check_arguments,
+    check_values,
+    is_light,
+)
 
 
 def chat(**fields: Any) -> Any:
@@ -55,3 +64,13 @@ def test_code_inside_strings_of_arguments_does_not_count() -> None:
 def test_json_inside_strings_does_not_count() -> None:
     text = msgspec.json.encode({"content": '{"a": [1, 2], "\\\\": ","}' * (MAX_VALUES // 4)})
     check_values(text)
+
+
+def test_a_body_is_light_if_it_is_small_or_most_of_it_is_few_texts() -> None:
+    assert is_light(b"[" * (SMALL - 1))
+    assert is_light(msgspec.json.encode(["x" * SMALL] * 3))
+    assert not is_light(b"[" * SMALL)
+    assert not is_light(msgspec.json.encode(["x" * LIGHT_BYTES]))
+    few = b"," * LIGHT_VALUES + b" " * SMALL
+    assert is_light(few)
+    assert not is_light(few + b",")

@@ -15,8 +15,8 @@ def owner(tenant: str) -> str:
 
 def session_owner(session: str) -> str:
     """The owner of a session, from its name on the wire: `TAG`, a separator, and its own name."""
-    tag, separator, _ = session.partition("\x1f")
-    return owner(tag) if separator else ""
+    end = session.find("\x1f")
+    return owner(session[:end]) if end > 0 else ""
 
 
 class Guided(Struct, frozen=True, kw_only=True):

@@ -203,7 +203,8 @@ class GenerateRequest(Struct, kw_only=True):
     - `owner`: fair queues for threads alternate between owners.
     - `previous_message`: id of the answer to the conversation's earlier request, for a diagnosis of
       its cache; empty for a diagnosis without one, None for none.
-    - `body_bytes`: size of the body and of what is read or decompressed for it.
+    - `body_bytes`: size of the body and of what is read or decompressed for it; `light`: these are
+      few values, if not few bytes.
     - `content_field`: name of the body's field that holds the messages, for errors.
     - `agent`: kind of the agent that sends the request (`apis.agent_kinds`).
     - `span`: the first span of the request's trace.
@@ -236,6 +237,7 @@ class GenerateRequest(Struct, kw_only=True):
     extra_fields: frozenset[str] = frozenset()
     ignored: list[str] = []
     body_bytes: int = 0
+    light: bool = False
     content_field: str = "messages"
     owner: str = ""
     previous_message: str | None = None
@@ -251,6 +253,11 @@ class GenerateRequest(Struct, kw_only=True):
         """Number of earlier turns: runs of assistant messages."""
         runs = groupby(message.role for message in self.messages)
         return sum(role == "assistant" for role, _ in runs)
+
+    @property
+    def continues(self) -> bool:
+        """True if there are earlier turns."""
+        return any(message.role == "assistant" for message in self.messages)
 
     @property
     def returns_thinking(self) -> bool:

@@ -2,12 +2,25 @@
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from kvmesh.frontend.conversation import Message, ToolCall
 from kvmesh.frontend.errors import ApiError
 
 MAX_VALUES = 1 << 19
+SMALL = 128 << 10  # bytes of any JSON, which decodes in little time
+LIGHT_BYTES = 512 << 10
+LIGHT_VALUES = 1 << 16
 COMPOUND_WEIGHT = 4  # decoding an object, an array or a key costs as much as so many numbers
 SLICE_BYTES = 1 << 16
+_CASE = 0x20
+
+
+def is_light(body: bytes) -> bool:
+    """True for JSON that the event loop may decode: it is small, or most of it is few texts."""
+    if len(body) < SMALL:
+        return True
+    return len(body) < LIGHT_BYTES and _count(_slices(body)) <= LIGHT_VALUES
 
 
 def check_values(body: bytes) -> None:
@@ -32,11 +45,14 @@ def check_arguments(messages: Iterable[Message]) -> None:
 
 def _count(parts: Iterable[bytes]) -> int:
     """Estimated number of values, from the separators."""
-    return sum(
-        part.count(b",")
-        + COMPOUND_WEIGHT * (part.count(b"{") + part.count(b"[") + part.count(b":"))
-        for part in parts
-    )
+    return sum(map(_separators, parts))
+
+
+def _separators(part: bytes) -> int:
+    text = np.frombuffer(part, np.uint8)
+    opening = np.count_nonzero((text | _CASE) == ord("{"))  # "[" and "{" differ in this bit
+    keys = np.count_nonzero(text == ord(":"))
+    return int(np.count_nonzero(text == ord(","))) + COMPOUND_WEIGHT * int(opening + keys)
 
 
 def _slices(body: bytes) -> Iterator[bytes]:

@@ -27,8 +27,12 @@ class TenantUse(Struct):
     queue_seconds: float = 0.0
 
     def add(self, more: "TenantUse") -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(more, name))
+        self.requests += more.requests
+        self.errors += more.errors
+        self.prompt_tokens += more.prompt_tokens
+        self.cached_tokens += more.cached_tokens
+        self.output_tokens += more.output_tokens
+        self.queue_seconds += more.queue_seconds
 
 
 class _Tenant(Struct):

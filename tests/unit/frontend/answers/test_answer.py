@@ -3,17 +3,26 @@
 import pytest
 from unit.frontend.dialects.recorded import assistant, result, system, user
 
-from kvmesh.frontend.answers.answer import answer_name, answer_runs, is_call, name_after
+from kvmesh.frontend.answers.answer import (
+    AnswerNames,
+    answer_name,
+    answer_runs,
+    is_call,
+    name_after,
+)
 from kvmesh.frontend.conversation import Block, Message, Text, Thinking, ToolCall
 from kvmesh.frontend.dialects.output import call_id
 
 OURS = ToolCall("call_00112233445566778899aabb", "read", "{}")
 THEIRS = ToolCall("toolu_01", "read", "{}")
 FIRST = [system("Be brief."), user("hi")]
+NAMES = AnswerNames()
 
 
 def name_of(before: list[Message], blocks: list[Block], number: int) -> str:
-    return answer_name(before, len(before), blocks, number)
+    name = answer_name(before, len(before), blocks, number)
+    assert [NAMES.of("", before, len(before), blocks, number) for _ in range(2)] == [name] * 2
+    return name
 
 
 def test_an_answer_with_calls_has_the_name_of_the_first() -> None:
@@ -67,11 +76,11 @@ def test_neighbouring_assistant_messages_are_one_answer() -> None:
         user("Go on."),
         assistant("The begi"),
     ]
-    runs = [(run.first, run.end, run.name) for run in answer_runs(messages)]
+    runs = [(run.first, run.end, run.name) for run in answer_runs(messages, NAMES, "")]
     done = name_of(messages[:7], [Text("Done.")], 2)
     assert runs == [(2, 4, OURS.id), (7, 8, done)]
     assert name_after(messages[:7], [Text("Done.")]) == done
-    assert not [*answer_runs([])]
+    assert not [*answer_runs([], NAMES, "")]
 
 
 def test_names_tell_answers_with_calls() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from unit.frontend.dialects.recorded import request, result, user
 
 from kvmesh.bus.messages import ShownAnswers
-from kvmesh.frontend.answers.answer import Answer, answer_runs, name_after
+from kvmesh.frontend.answers.answer import Answer, AnswerNames, answer_runs, name_after
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.conversation import (
     Block,
@@ -53,7 +53,11 @@ class Known:
     ) -> tuple[ShownAnswers | None, GenerateRequest]:
         asked = request(*self.messages)
         asked.tools = [*tools]
-        runs = [run for run in answer_runs(asked.messages) if run.name in self.answers]
+        runs = [
+            run
+            for run in answer_runs(asked.messages, AnswerNames(), "")
+            if run.name in self.answers
+        ]
         found = [(run, self.answers[run.name]) for run in runs]
         self.news: list[str] = []
         return restore(asked, found, FILES, forced, self.news.append), asked

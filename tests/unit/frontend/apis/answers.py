@@ -52,7 +52,7 @@ def body(api: Api, **fields: Any) -> bytes:
 
 def stream(renderer: Renderer, answer: list[AnswerEvent], ending: Ending) -> list[Any]:
     """The client's events of a streamed answer, in order; they must build an answer."""
-    frames = renderer.begin() + renderer.started(USAGE)
+    frames = renderer.begin() + renderer.started(lambda: USAGE)
     frames += b"".join(renderer.events(0, [event], []) for event in answer)
     frames += renderer.end(0, ending) + renderer.done(AnswerSummary(USAGE))
     found = events(frames)

@@ -101,7 +101,7 @@ def batches(answer: list[AnswerEvent], sizes: Iterator[int]) -> Iterator[list[An
 
 
 def frames(renders: Renderer, answer: list[AnswerEvent], sizes: Iterator[int]) -> bytes:
-    sent = renders.begin() + renders.started(USAGE)
+    sent = renders.begin() + renders.started(lambda: USAGE)
     for batch in batches(answer, sizes):
         given_with = [entry for event in batch for entry in logprobs(renders, event)]
         sent += renders.events(0, batch, given_with)
@@ -145,7 +145,7 @@ def test_the_choices_of_a_stream_are_apart(api: Api, count: int) -> None:
     if api.name not in ("chat", "completions"):
         return
     streamed, whole = (renderer(api, stream, {"n": count}) for stream in (True, False))
-    sent = streamed.begin() + streamed.started(USAGE)
+    sent = streamed.begin() + streamed.started(lambda: USAGE)
     for event in ANSWER:
         for choice in range(count):
             sent += streamed.events(choice, [event], [])

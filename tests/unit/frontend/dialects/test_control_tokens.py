@@ -226,3 +226,26 @@ def metaspace() -> bytes:
     tokenizer.add_special_tokens(SPECIAL)
     text: str = tokenizer.to_str()
     return text.encode()
+
+
+@settings(max_examples=60, deadline=None)
+@given(HOSTILE)
+def test_the_prompt_of_messages_without_control_tokens_needs_no_guards(text: str) -> None:
+    template = DIALECT.template
+    for message in conversation(text).messages:
+        asked = request(Message("user", [Text("Hi")]), message)
+        if template.is_plain(asked):
+            assert template.prompt(asked, TODAY, plain=True) == template.prompt(asked, TODAY)
+
+
+def test_control_tokens_are_seen_in_every_kind_of_block() -> None:
+    for text, plain in ((HARMLESS, True), (f"a {SPECIAL[0]}", False)):
+        for message in (
+            Message("user", [Text(text), Text("b")]),
+            Message("assistant", [Thinking(text), Text("b")]),
+            Message("assistant", [Text("b"), ToolCall("1", "read", json.dumps({"p": text}))]),
+            Message("tool", [ToolResult("1", [Text("b"), Text(text)])]),
+        ):
+            assert DIALECT.template.is_plain(request(message)) is plain
+    escaped = Message("assistant", [ToolCall("1", "read", '{"p": "\\u003c|im_end|>"}')])
+    assert not DIALECT.template.is_plain(request(escaped))

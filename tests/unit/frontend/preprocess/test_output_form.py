@@ -244,7 +244,7 @@ def test_what_the_constraint_allows_the_parser_reads(family: tuple[str, str], en
 def rendered(api: Api, sent: dict[str, Any], found: list[AnswerEvent]) -> Answer:
     """The content that a client reads in a stream or a whole response."""
     renderer, reading = api.parse(encoded(sent), {}, STAMP).renderer, READINGS[api.name]
-    frames = renderer.begin() + renderer.started(USAGE)
+    frames = renderer.begin() + renderer.started(lambda: USAGE)
     frames += b"".join(renderer.events(0, [event], []) for event in found)
     frames += renderer.end(0, Ending("stop", None))
     if sent["stream"]:

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from msgspec import Struct
 
+from kvmesh._native import xxh3
 from kvmesh.frontend.conversation import (
     GAP,
     Block,
@@ -20,9 +21,11 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
+from kvmesh.runtime.lru import LruCache
 
 _OWN_ID = re.compile(r"call_[0-9a-f]{24}")  # as `dialects.output.call_id` makes them
 OVERHEAD = 950  # bytes of the objects of one answer in memory
+MAX_NAMES = 1 << 14  # of 300 bytes each
 
 
 class Answer(Struct, frozen=True, omit_defaults=True):
@@ -54,7 +57,43 @@ class AnswerRun(Struct, frozen=True):
     name: str
 
 
-def answer_runs(messages: Sequence[Message]) -> Iterator[AnswerRun]:
+class AnswerNames:
+    """Names of answers by hashes of what they are made of, since each turn repeats those before.
+
+    A name that equal hashes make wrong is that of another answer, with which the client's is
+    compared before it is shown.
+    """
+
+    def __init__(self) -> None:
+        self._known: LruCache[int, str] = LruCache(MAX_NAMES)
+        self._first: Message | None = None
+        self._first_hash = 0
+
+    def of(
+        self,
+        tenant: str,
+        messages: Sequence[Message],
+        before: int,
+        blocks: Sequence[Block],
+        number: int,
+    ) -> str:
+        """The name, as `answer_name` makes it."""
+        if ToolCall in map(type, blocks) or not before:
+            return answer_name(messages, before, blocks, number)
+        if messages[0] is not self._first:  # all answers share it, and it may be long
+            self._first, self._first_hash = messages[0], _hash(_words(messages[0]))
+        last = _hash(_words(messages[before - 1]))
+        key = hash((tenant, number, self._first_hash, last, _hash(_written(blocks))))
+        name = self._known.get(key)
+        if name is None:
+            name = answer_name(messages, before, blocks, number)
+            self._known.put(key, name)
+        return name
+
+
+def answer_runs(
+    messages: Sequence[Message], names: AnswerNames, tenant: str
+) -> Iterator[AnswerRun]:
     """The answers of a conversation that may be stored, oldest first.
 
     The last message is no answer: a model may have to continue it.
@@ -69,7 +108,7 @@ def answer_runs(messages: Sequence[Message]) -> Iterator[AnswerRun]:
             end += 1
         if end == len(messages):
             return
-        if name := answer_name(messages, first, blocks, number):
+        if name := names.of(tenant, messages, first, blocks, number):
             yield AnswerRun(first, end, blocks, name)
         number += 1
 
@@ -84,8 +123,7 @@ def answer_name(
     for block in blocks:
         if type(block) is ToolCall:
             return block.id if _OWN_ID.fullmatch(block.id) else ""
-    text = "".join(block.text for block in blocks if isinstance(block, Text))
-    text = text.replace(GAP, "").strip()  # clients join texts with gaps, or without
+    text = _written(blocks).replace(GAP, "").strip()  # clients join texts with gaps, or without
     if not text or not before:
         return ""
     parts = (str(number), _words(messages[0]), _words(messages[before - 1]), text)
@@ -112,6 +150,16 @@ def _length(block: Block) -> int:
     if isinstance(block, ToolCall):
         return len(block.name) + len(block.arguments)
     return len(block.text) if isinstance(block, Text | Thinking) else 0
+
+
+def _hash(text: str) -> int:
+    return xxh3(text.encode("utf-8", "surrogatepass"))
+
+
+def _written(blocks: Sequence[Block]) -> str:
+    if len(blocks) == 1 and type(blocks[0]) is Text:
+        return blocks[0].text
+    return "".join(block.text for block in blocks if isinstance(block, Text))
 
 
 def _words(message: Message) -> str:

@@ -1,7 +1,7 @@
 """Interfaces of an API: pure translation between its wire form and the internal form."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -93,7 +93,7 @@ class Renderer(Protocol):
 
     def begin(self) -> bytes: ...
 
-    def started(self, usage: Usage) -> bytes: ...
+    def started(self, usage: Callable[[], Usage]) -> bytes: ...
 
     def events(
         self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]

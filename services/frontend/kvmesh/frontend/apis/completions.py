@@ -1,6 +1,7 @@
 """POST /v1/completions (OpenAI): text or tokens in, text out, no chat template."""
 
 import codecs
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -151,7 +152,7 @@ class CompletionAnswer:
         echoes = [self._chunk(c, c.text[0]) for c in self._choices if c.text[0]]
         return b"".join(echoes) or openai.KEEPALIVE
 
-    def started(self, usage: Usage) -> bytes:
+    def started(self, usage: Callable[[], Usage]) -> bytes:
         return b""
 
     def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:

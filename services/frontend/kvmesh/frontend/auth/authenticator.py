@@ -98,9 +98,8 @@ class Authenticator:
         ):
             raise ApiError("permission", fault, code="foreign_origin")
 
-    def tenant(self, headers: Mapping[str, str]) -> str:
+    def tenant(self, headers: Mapping[str, str], account: Account | None) -> str:
         """The tag of the caller's tenant: the namespace of its caches and stored responses."""
-        account = self.account(headers)
         name = headers.get("x-tenant-id", "")
         if name:
             check_name(name, "x-tenant-id")

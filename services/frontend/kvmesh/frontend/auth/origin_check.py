@@ -1,6 +1,7 @@
 """Detects requests to a loopback frontend that web pages of other origins have caused. Pure."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -33,6 +34,7 @@ def cross_origin_fault(
     return None
 
 
+@lru_cache(maxsize=64)
 def is_loopback(url: str) -> bool:
     """True if a URL's host is a loopback name or address."""
     try:

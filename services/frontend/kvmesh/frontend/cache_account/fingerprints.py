@@ -4,6 +4,7 @@ A text may occur in several parts, and templates escape texts or move them; so t
 from the earlier prompt is found by hashes of the request's parts, not by a search of the prompt.
 """
 
+from array import array
 from collections.abc import Iterator
 from itertools import chain
 from typing import Literal, TypeAlias
@@ -61,8 +62,8 @@ def fingerprints(request: GenerateRequest) -> PromptParts | None:
     hashes = list(chain.from_iterable(map(_message, request.messages)))
     return PromptParts(
         tools=[model_name(tool.name, tool.namespace)[:MAX_NAME] for tool in tools],
-        tool_hashes=np.array([_tool(tool) for tool in tools], "<u4").tobytes(),
-        messages=np.array(hashes, "<u4").tobytes(),
+        tool_hashes=array("I", map(_tool, tools)).tobytes(),
+        messages=array("I", hashes).tobytes(),
     )
 
 
@@ -74,11 +75,11 @@ def continued(request: GenerateRequest, earlier: PromptParts) -> PromptParts | N
     count, messages = messages_of(earlier), request.messages
     if not 0 < count <= len(messages):
         return None
-    last = np.array(_message(messages[count - 1]), "<u4").tobytes()
+    last = array("I", _message(messages[count - 1])).tobytes()
     if last != earlier.messages[-len(last) :]:
         return None  # messages are cut in another way
     hashes = list(chain.from_iterable(map(_message, messages[count:])))
-    more = np.array(hashes, "<u4").tobytes()
+    more = array("I", hashes).tobytes()
     return PromptParts(
         tools=earlier.tools, tool_hashes=earlier.tool_hashes, messages=earlier.messages + more
     )

@@ -51,7 +51,8 @@ def loss_object(loss: CacheLoss) -> dict[str, Any]:
 def count_tokens(metrics: FrontendModelMetrics, account: CacheAccount) -> None:
     """Add an account to the metrics of its model; a worker may report a reason not known here."""
     for kind, count in zip(REUSED, (account.own, account.ahead, account.shared), strict=True):
-        metrics.reused_tokens[kind].inc(count)
+        if count:
+            metrics.reused_tokens[kind].inc(count)
     for reason, count in lost_by_reason(account.losses).items():
         metrics.lost_tokens.get(reason, metrics.lost_otherwise).inc(count)
     metrics.new_tokens.inc(account.new)

@@ -70,6 +70,7 @@ class ActiveRequest:
         self._account = account
         self.started = started
         self._dispatching: asyncio.Future[None] | None = None
+        self._summary: AnswerSummary | None = None
         self.prepared = prepared
         request = prepared.request
         count = len(prepared.prompts) * request.n
@@ -139,7 +140,8 @@ class ActiveRequest:
         if self.prepared.request.extra_fields:
             found = (p.stopped_by for p in self._pipelines if p.stopped_by is not None)
             facts = nvext(self.tasks[0], self.started, next(found, None))
-        return AnswerSummary(self.usage(), facts)
+        self._summary = AnswerSummary(self._counter.usage(), facts)
+        return self._summary
 
     def answer(self) -> list[Block]:
         """The blocks of the answer, in the order of generation, if it has calls or thinking.
@@ -165,8 +167,8 @@ class ActiveRequest:
         return self._pipelines[0].complete
 
     def usage(self) -> Usage:
-        """The tokens so far."""
-        return self._counter.usage()
+        """The tokens so far, or those of the summary."""
+        return self._summary.usage if self._summary is not None else self._counter.usage()
 
     def charge(self, tokens: int) -> None:
         """Count tokens computed for the request against the limits of its API key."""

@@ -68,4 +68,4 @@ class Opening:
         if self._sent:
             return b""
         self._sent = True
-        return self._renderer.started(self._counter.usage())
+        return self._renderer.started(self._counter.usage)

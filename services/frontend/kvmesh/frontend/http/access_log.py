@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -80,8 +80,14 @@ def configure(
     if mode == "off":
         return None
     if mode == "text":
-        record = partial(logging.LogRecord, "kvmesh.access", logging.INFO, "", 0)
-        return lambda entry: writer.put(text.format(record(as_text(entry), (), None)))
+        record = logging.LogRecord("kvmesh.access", logging.INFO, "", 0, "", (), None)
+
+        def line(entry: AccessEntry) -> str:
+            record.created, record.msecs = entry.time, entry.time % 1 * 1000
+            record.msg = as_text(entry)
+            return text.format(record)
+
+        return lambda entry: writer.put(line(entry))
     prefix = f'{{"log":"access","service":{json.dumps(service)},'
     return lambda entry: writer.put(prefix + _encode(entry)[1:].decode())
 

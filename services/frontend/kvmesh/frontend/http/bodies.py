@@ -20,7 +20,7 @@ from kvmesh.settings.schema import FrontendSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LARGE = 128 << 10  # bytes from which a body is parsed in a thread
+LARGE = 128 << 10  # bytes from which stored items are handled in a thread
 JSON = "application/json"
 
 
@@ -47,7 +47,8 @@ async def read_body(
         body = await threads.run_steps(owner, decode_steps(body, coding, limit), at_once=False)
     if body.startswith(codecs.BOM_UTF8):
         body = body[len(codecs.BOM_UTF8) :]
-    await check_utf8(body)
+    if not body.isascii():
+        await check_utf8(body)
     return body
 
 
@@ -78,10 +79,8 @@ async def _receive(content: StreamReader, limit: int, timeout_s: float) -> bytes
     return b"".join(blocks)
 
 
-async def parse_body(threads: FairThreads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
-    """Parse a body, a large one in a thread and with bounds; raises what `parse` raises."""
-    if len(body) < LARGE:
-        return parse()
+async def parse_heavy(threads: FairThreads, owner: str, body: bytes, parse: Callable[[], T]) -> T:
+    """Parse a body that is not light in a thread and with bounds; raises what `parse` raises."""
     return await threads.call(owner, lambda: _parse_bounded(body, parse))
 
 
@@ -99,8 +98,6 @@ async def check_utf8(body: bytes) -> None:
 
     JSON decoders do not check the fields that they skip, which may still be stored and forwarded.
     """
-    if body.isascii():
-        return
     decode = codecs.getincrementaldecoder("utf-8")().decode
     try:
         for start in range(0, len(body), LARGE):

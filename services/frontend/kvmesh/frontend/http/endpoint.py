@@ -9,9 +9,10 @@ from aiohttp import web
 from kvmesh.frontend.apis.base import Headers, RequestStamp, json_encode
 from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.fair_threads import FairThreads
-from kvmesh.frontend.http.bodies import JSON, parse_body, read_body
+from kvmesh.frontend.http.bodies import JSON, parse_heavy, read_body
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.frontend.http.request_id import stamp_of
+from kvmesh.frontend.json_bounds import is_light
 from kvmesh.settings.schema import FrontendSettings
 
 T = TypeVar("T")
@@ -19,12 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EndpointCall(Generic[T]):
-    """One call of an endpoint: the HTTP request, its caller and body, and the parsed body."""
+    """One call of an endpoint: the HTTP request, its caller and body, and the parsed body.
+
+    `light`: the body is light to work on (`json_bounds.is_light`).
+    """
 
     http: web.Request
     caller: Caller
     body: bytes
     parsed: T
+    light: bool = True
 
     @property
     def headers(self) -> Headers:
@@ -49,17 +54,22 @@ class EndpointFactory:
         self._threads = threads
 
     def with_body(self, parse: Parse[T], act: Action[T], scope: Scope | None = None) -> Handler:
-        """Handler of a request with a body; `parse` runs in a thread if the body is large."""
+        """Handler of a request with a body; `parse` runs in a thread unless the body is light."""
 
         async def handle(http: web.Request) -> web.StreamResponse:
             caller = caller_of(http)
             if scope is not None:
                 caller.require_scope(scope)
             body = await read_body(http, self._settings, self._threads, caller.owner)
-            parsed = await parse_body(
-                self._threads, caller.owner, body, lambda: parse(body, http.headers, stamp_of(http))
+            light, stamp = is_light(body), stamp_of(http)
+            parsed = (
+                parse(body, http.headers, stamp)
+                if light
+                else await parse_heavy(
+                    self._threads, caller.owner, body, lambda: parse(body, http.headers, stamp)
+                )
             )
-            return _response(await act(EndpointCall(http, caller, body, parsed)))
+            return _response(await act(EndpointCall(http, caller, body, parsed, light)))
 
         return handle
 

@@ -52,7 +52,7 @@ class GenerateEndpoint:
     def handler(self, api: Api) -> Handler:
         async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
             received(call.http, call.parsed.request, call.caller.started)
-            call.caller.bind(call.parsed.request, len(call.body))
+            call.caller.bind(call.parsed.request, len(call.body), call.light)
             return await self._answer(call.http, api, call.parsed, call.caller)
 
         handle = traced(self._endpoints.with_body(api.parse, act), api.name)

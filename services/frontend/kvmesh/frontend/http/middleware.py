@@ -40,7 +40,7 @@ class Caller:
         self.request: GenerateRequest | None = None
         self.active: ActiveRequest | None = None
         self.account: Account | None = authenticator.account(http.headers)
-        self.tenant = authenticator.tenant(http.headers)
+        self.tenant = authenticator.tenant(http.headers, self.account)
         self.started = now
         self.model = ""
         self.failed = False
@@ -61,9 +61,9 @@ class Caller:
         if self.account is not None:
             self._entry = self.account.enter(self.started)
 
-    def bind(self, request: GenerateRequest, body_bytes: int) -> None:
+    def bind(self, request: GenerateRequest, body_bytes: int, light: bool) -> None:
         """Bind the parsed request to this caller; raises ApiError (403, 429)."""
-        self.request = request
+        self.request, request.light = request, light
         request.body_bytes += body_bytes
         request.client_id = request_id.client_id(self._headers)
         self._authenticator.bind(request, self.account)

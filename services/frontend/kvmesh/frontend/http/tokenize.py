@@ -52,7 +52,7 @@ class TokenizeEndpoints:
     def counting(self, api: CountingApi) -> Handler:
         async def act(call: EndpointCall[CountCall]) -> bytes:
             request, caller = call.parsed.request, call.caller
-            caller.bind(request, len(call.body))
+            caller.bind(request, len(call.body), call.light)
             model, _ = self._registry.resolve(request.model)
             caller.model = request.model
             await self._history.prepend(request, call.parsed.thread)

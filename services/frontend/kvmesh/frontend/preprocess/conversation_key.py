@@ -43,8 +43,7 @@ def inferred_session(request: GenerateRequest) -> str | None:
     memory.
     """
     conversation = request.hints.conversation
-    continues = any(message.role == "assistant" for message in request.messages)
-    if not conversation or not (request.tools or continues or is_harness(request.agent)):
+    if not conversation or not (request.tools or request.continues or is_harness(request.agent)):
         return None
     name = f"{request.agent or OTHER} {conversation_name(conversation)}"
     return inferred(request.cache_salt, name)

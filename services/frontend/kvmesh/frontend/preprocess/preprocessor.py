@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain, ShownAnswers
-from kvmesh.frontend.answers.answer import AnswerRun, answer_runs, is_call
+from kvmesh.frontend.answers.answer import AnswerNames, AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
 from kvmesh.frontend.cache_account.comparison import PromptComparison
@@ -18,7 +18,7 @@ from kvmesh.frontend.dialects.templates.chat_template import continued_text
 from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
-from kvmesh.frontend.json_bounds import check_arguments
+from kvmesh.frontend.json_bounds import LIGHT_BYTES, check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
@@ -48,7 +48,7 @@ from kvmesh.tracing.names import RENDER, TOKENIZE
 
 T = TypeVar("T")
 FoundAnswers = list[tuple[AnswerRun, KnownAnswer]]
-LARGE_BODY = 128 << 10  # bytes; larger requests are preprocessed in a thread
+LARGE_BODY = 128 << 10  # bytes; requests of more that are not light are preprocessed in a thread
 MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread, too
 TAIL_CHARS = 256
 MIN_MESSAGES = 3  # of a conversation with an earlier answer
@@ -96,7 +96,7 @@ class PreparedRequest(Struct):
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(prompt.count for prompt in self.prompts)
+        return sum([prompt.count for prompt in self.prompts])
 
     def computed_ahead(self, cached: int) -> ComputedAhead | None:
         """`ahead` with its use: the tokens among the first prompt's `cached` ones."""
@@ -122,6 +122,7 @@ class Preprocessor:
         self._tenants = tenants
         self.answers = answers if answers is not None and answers.enabled else None
         self._share_prefixes = share_prefixes
+        self._names = AnswerNames()
         self._encoder = PromptEncoder(memo_bytes)
         self.threads = FairThreads()
 
@@ -145,7 +146,8 @@ class Preprocessor:
         if self.answers is None or len(request.messages) < MIN_MESSAGES:
             return []
         thinks = model.dialect.grammar.reasoning_parser is not None
-        runs = [run for run in answer_runs(request.messages) if thinks or is_call(run.name)]
+        named = answer_runs(request.messages, self._names, request.cache_salt)
+        runs = [run for run in named if thinks or is_call(run.name)]
         known = await self.answers.find(request.cache_salt, [run.name for run in runs])
         return [(run, known[run.name]) for run in runs if run.name in known]
 
@@ -191,9 +193,13 @@ class Preprocessor:
         shown = self._restore(request, model, found, form.rewrites_calls)
         yield from self._edit(request, model)
         began = monotonic()
-        rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model)
+        plain = model.dialect.template.is_plain(request)
+        if not plain and request.body_bytes >= LARGE_BODY:
+            yield  # many control tokens take long to part from the text
+        rendered_prompt = RenderedPrompt("") if request.prompts else render(request, model, plain)
         text = rendered_prompt.text
         encoded: EncodedPrompt | None = None
+        drops = False
         counted = counted_tokens(model.card.context)
         rendered = monotonic()
         if request.prompts:
@@ -208,7 +214,8 @@ class Preprocessor:
             )
             packed = [encoded.tokens]
             check_context(len(encoded.tokens) // TOKEN_BYTES, model.card.context)
-            retention = yield from self._retention(request, model, encoded)
+            drops = model.dialect.template.drops_thinking(request)
+            retention = yield from self._retention(request, model, encoded, drops)
         check_prompt_memory(packed, request.n)
         prompts = [hash_prompt(tokens, model, salt, retention) for tokens in packed]
         longest = max(prompt.count for prompt in prompts)
@@ -221,7 +228,6 @@ class Preprocessor:
         decode = request.decode
         if encoded is not None:
             form = form.after(tail, request.thinking)
-            drops = model.dialect.template.drops_thinking(request)
             decode = output_retention(request, form.begins_thinking, drops)
         return PreparedRequest(
             request,
@@ -305,16 +311,16 @@ class Preprocessor:
         return b"".join((yield from self._encoder.encode(pieces[:-1], request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
-        small = request.body_bytes < LARGE_BODY and len(request.messages) < MANY_MESSAGES
+        most = LIGHT_BYTES if request.light else LARGE_BODY
+        small = request.body_bytes < most and len(request.messages) < MANY_MESSAGES
         return await self.threads.run_steps(request.owner, steps, at_once=small)
 
     def _retention(
-        self, request: GenerateRequest, model: ServedModel, encoded: EncodedPrompt
+        self, request: GenerateRequest, model: ServedModel, encoded: EncodedPrompt, drops: bool
     ) -> Steps[list[Retain]]:
-        """Retention directives of a conversation."""
+        """Retention directives of a conversation; `drops`: later prompts lack its thinking."""
         offsets = TokenOffsets(encoded)
-        drops_thinking = model.dialect.template.drops_thinking(request)
-        spans = locate_spans(request, encoded.text, encoded.edges, drops_thinking)
+        spans = locate_spans(request, encoded.text, encoded.edges, drops)
         budget = LONG_TEXT + len(encoded.text)
         for edge, offset in offsets.inside_segments(spans):
             budget -= offset - edge
@@ -326,13 +332,17 @@ class Preprocessor:
         return prompt_retention(request, spans, offsets, model.card.block_size)
 
 
-def render(request: GenerateRequest, model: ServedModel) -> RenderedPrompt:
-    """The prompt's text; raises InvalidRequest if the template refuses the conversation."""
+def render(request: GenerateRequest, model: ServedModel, plain: bool = False) -> RenderedPrompt:
+    """The prompt's text; raises InvalidRequest if the template refuses the conversation.
+
+    `plain`: its messages are known to have no control tokens.
+    """
     if request.body_bytes >= LARGE_BODY:
         check_arguments(request.messages)
     dialect = model.dialect
     try:
-        rendered = dialect.template.prompt(request, datetime.date.today(), dialect.end_tokens)
+        today = datetime.date.today()
+        rendered = dialect.template.prompt(request, today, dialect.end_tokens, plain)
     except TemplateError as error:
         raise InvalidRequest(
             f"The model's chat template refused the conversation: {error}", request.content_field

@@ -5,7 +5,7 @@ tell which result is whose, and a prompt must not depend on which tool was faste
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, groupby, islice, pairwise
 
 from msgspec.structs import replace
@@ -65,8 +65,11 @@ def _runs(messages: Sequence[Message]) -> Iterator[tuple[int, int, list[str]]]:
 
 def _arranged(run: Sequence[Message], calls: list[str]) -> list[Message] | None:
     """The messages behind an answer with `calls`; None if they are in order."""
-    blocks = chain.from_iterable(message.blocks for message in run)
-    if [getattr(block, "call_id", None) for block in islice(blocks, len(calls))] == calls:
+    if len(run[0].blocks) == 1 == len(calls):
+        leading: Iterable[Block] = run[0].blocks
+    else:
+        leading = islice(chain.from_iterable(message.blocks for message in run), len(calls))
+    if [getattr(block, "call_id", None) for block in leading] == calls:
         return None
     waiting: dict[str, deque[int]] = {}
     for number, call in enumerate(calls):

@@ -74,7 +74,7 @@ class Histories:
         encoded, prepared.encoded = prepared.encoded, None
         if earlier is not None:
             current = replace(current, change=_compare(prepared, encoded, earlier).change)
-        if request.turn and not _is_earlier(request, earlier) and len(self._tasks) < MAX_TASKS:
+        if request.continues and not _is_earlier(request, earlier) and len(self._tasks) < MAX_TASKS:
             prepared.comparing = earlier is None
             self._tasks.start(self._find(prepared, encoded, session, current))
         self._last_prompts.store(model, session, current, earlier)
@@ -114,7 +114,7 @@ class Histories:
                 return found[1]
         if last is not None:
             return last
-        if not request.turn:  # it has few messages by which to recognise it
+        if not request.continues:  # it has few messages by which to recognise it
             return self._last_prompts.alike(model, session, current)
         # a part that tells conversations apart may have changed; a fork begins in its origin
         earlier: SessionPrompt | None = None

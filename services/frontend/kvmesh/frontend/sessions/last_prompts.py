@@ -94,8 +94,10 @@ class LastPrompts:
         self, key: SessionKey, request: str, change: Callable[[SessionPrompt], SessionPrompt]
     ) -> None:
         prompts = self._stored(key)
-        if any(prompt.request == request for prompt in prompts):
-            self._put(key, tuple(change(p) if p.request == request else p for p in prompts))
+        for index, prompt in enumerate(prompts):
+            if prompt.request == request:
+                self._put(key, (*prompts[:index], change(prompt), *prompts[index + 1 :]))
+                return
 
     def earlier(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
         """The prompt stored here of the same conversation, with which this one shares most."""
@@ -248,7 +250,8 @@ def _size(_key: SessionKey, prompts: tuple[SessionPrompt, ...]) -> int:
 
 
 def _bytes(prompt: SessionPrompt) -> int:
-    parts = prompt.parts or PromptParts()
-    names = sum(NAME_BYTES + len(name) for name in parts.tools)
-    hashes = len(parts.tool_hashes) + len(parts.messages)
-    return ENTRY_BYTES + len(prompt.tokens) + len(prompt.output) + names + hashes
+    size, parts = ENTRY_BYTES + len(prompt.tokens) + len(prompt.output), prompt.parts
+    if parts is None:
+        return size
+    names = NAME_BYTES * len(parts.tools) + sum(map(len, parts.tools))
+    return size + names + len(parts.tool_hashes) + len(parts.messages)

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions (OpenAI)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -101,7 +102,7 @@ class ChatAnswer:
         first = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(choice, first) for choice in self._choices)
 
-    def started(self, usage: Usage) -> bytes:
+    def started(self, usage: Callable[[], Usage]) -> bytes:
         return b""
 
     def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:

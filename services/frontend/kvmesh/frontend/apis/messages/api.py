@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens (Anthropic)."""
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -190,9 +191,9 @@ class MessagesAnswer:
         """A comment; `message_start` needs the usage, which is known at the first token."""
         return ACCEPTED
 
-    def started(self, usage: Usage) -> bytes:
+    def started(self, usage: Callable[[], Usage]) -> bytes:
         self._started = True
-        return _event({"type": "message_start", "message": self._head(usage)})
+        return _event({"type": "message_start", "message": self._head(usage())})
 
     def _head(self, usage: Usage) -> dict[str, Any]:
         return {
@@ -260,7 +261,7 @@ class MessagesAnswer:
         return self._close()
 
     def done(self, summary: AnswerSummary) -> bytes:
-        start = b"" if self._started else self.started(summary.usage)
+        start = b"" if self._started else self.started(lambda: summary.usage)
         delta = {"stop_reason": self._reason(), "stop_sequence": self._ending.stop}
         usage = usage_object(summary.usage)
         last = {"type": "message_delta", "delta": delta, "usage": usage, **self._extra(summary)}

@@ -1,7 +1,7 @@
 """Content blocks of the Messages API, and their translation into the internal form."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -155,14 +155,13 @@ def to_messages(
     content: BlockContent,
     where: str,
     reading: MessagesReading,
-) -> Iterator[Message]:
+) -> list[Message]:
     """The message; an answer with results of tools that the vendor's servers ran is several."""
     blocks = to_blocks(content, where, reading, answer=role == "assistant")
-    if role != "assistant" or not any(isinstance(block, ToolResult) for block in blocks):
-        yield Message(role, blocks)
-        return
-    for is_result, run in groupby(blocks, lambda block: isinstance(block, ToolResult)):
-        yield Message("tool" if is_result else role, list(run))
+    if role != "assistant" or ToolResult not in map(type, blocks):
+        return [Message(role, blocks)]
+    runs = groupby(blocks, lambda block: type(block) is ToolResult)
+    return [Message("tool" if is_result else role, list(run)) for is_result, run in runs]
 
 
 def to_blocks(
@@ -182,7 +181,7 @@ def to_blocks(
     if depth == MAX_DEPTH:
         raise InvalidRequest(f"{where}: blocks are nested too deeply", where)
     blocks: list[Block] = []
-    misplaced = () if answer else _OF_RESULTS if depth else _OF_ANSWERS
+    misplaced: Collection[type] = () if answer else _OF_RESULTS if depth else _OF_ANSWERS
     apart = False
     for index, raw in enumerate(content):
         at = f"{where}.{index}"
@@ -190,13 +189,14 @@ def to_blocks(
         block = _block(decoded, at, reading, depth)
         if block is None:
             continue
-        if isinstance(block, misplaced):
+        if type(block) in misplaced:
             reading.skip(at)
             continue
-        before, apart = apart, answer and not isinstance(decoded, TextBlock)
-        beside = (apart or before) and blocks and isinstance(blocks[-1], _SHOWN)
-        if beside and isinstance(block, _SHOWN):
-            blocks.append(Text(GAP))
+        if answer:
+            before, apart = apart, type(decoded) is not TextBlock
+            beside = (apart or before) and blocks and type(blocks[-1]) in _SHOWN
+            if beside and type(block) in _SHOWN:
+                blocks.append(Text(GAP))
         blocks.append(block)
     return blocks
 
@@ -266,7 +266,7 @@ def _result(block: ToolResultBlock, where: str, reading: MessagesReading, depth:
         parts = plain_text(parts)
     reading.referenced = []
     blocks = to_blocks(parts, f"{where}.content", reading, depth + 1)
-    content = [b for b in blocks if isinstance(b, Text | Image | AttachedFile)]
+    content = [b for b in blocks if isinstance(b, _SHOWN)]
     names = reading.referenced
     cache = cache_control(block.cache_control) or inner_cache_control(content)
     return ToolResult(block.tool_use_id, content, bool(block.is_error), names, cache)

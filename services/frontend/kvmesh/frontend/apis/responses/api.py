@@ -1,5 +1,6 @@
 """POST /v1/responses and /v1/responses/input_tokens (OpenAI)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -169,7 +170,7 @@ class ResponsesAnswer:
             "response.in_progress", response=response
         )
 
-    def started(self, usage: Usage) -> bytes:
+    def started(self, usage: Callable[[], Usage]) -> bytes:
         return b""
 
     def events(self, choice: int, events: list[AnswerEvent], logprobs: list[TokenLogprob]) -> bytes:

@@ -25,11 +25,12 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.dialects import tools as tool_forms
 from kvmesh.frontend.dialects.plain_tools import calls_text
-from kvmesh.frontend.dialects.templates.answer_forms import AnswerPieces, MessageForm
+from kvmesh.frontend.dialects.templates.answer_forms import WHOLE, AnswerPieces, MessageForm
 from kvmesh.frontend.dialects.templates.answer_frames import MarkedAnswer, markers
+from kvmesh.frontend.dialects.templates.call_arguments import PLAIN_TOOLS, ShownTools
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.control_tokens import GUARD
-from kvmesh.frontend.dialects.templates.prompt_json import dumps
+from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry, dumps
 
 ERROR = "Error: "
 ERROR_CHARS = 64  # at the start of a result, where it may say itself that it is an error
@@ -49,19 +50,18 @@ def template_messages(
     tools: list[Tool],
     capabilities: TemplateCapabilities,
     parser: str,
-    definition: Callable[[Tool], dict[str, Any]] = tool_forms.function,
+    shown: ShownTools = PLAIN_TOOLS,
     mark: Callable[[MarkedAnswer], bool] | None = None,
     count: int = 0,
 ) -> list[dict[str, Any]]:
     """The messages in the form that the template supports; `tools`: all tools, even deferred.
 
-    `parser` reads the calls that are shown as text; `definition` returns what the prompt shows of
-    a tool.
+    `parser` reads the calls that are shown as text; `shown` is what the prompt shows of tools.
     An answer that is known as it was generated is written as markers if `mark` returns True.
     `count` calls come before the messages.
     """
     turns = _join_assistants(_separate(messages))
-    writer = _MessageWriter(tools, capabilities, parser, definition, count)
+    writer = _MessageWriter(tools, capabilities, parser, shown, count)
     entries: list[dict[str, Any]] = []
     number, asked = 0, _last_question(turns, capabilities) if capabilities.forms else 0
     for index, turn in enumerate(turns):
@@ -137,11 +137,17 @@ def _separate(messages: Iterable[Message]) -> list[ConversationTurn]:
                 ConversationTurn("user" if message.role == "tool" else message.role, blocks)
             )
             continue
-        for is_result, run in groupby(blocks, lambda b: isinstance(b, ToolResult)):
+        role = "user" if message.role == "tool" else message.role
+        if blocks and ToolResult not in map(type, blocks):
+            turns.append(ConversationTurn(role, blocks))
+            continue
+        if len(blocks) == 1:
+            turns.append(ConversationTurn("tool", blocks))
+            continue
+        for is_result, run in groupby(blocks, lambda block: type(block) is ToolResult):
             if is_result:
                 turns.extend(ConversationTurn("tool", [block]) for block in run)
             else:
-                role = "user" if message.role == "tool" else message.role
                 turns.append(ConversationTurn(role, list(run)))
     return turns
 
@@ -160,16 +166,19 @@ def without_billing(message: Message) -> list[Block]:
 def _join_assistants(turns: list[ConversationTurn]) -> list[ConversationTurn]:
     """Join neighbouring assistant turns: APIs split a turn into items in different ways."""
     joined: list[ConversationTurn] = []
+    own = False  # the blocks of the last turn are its message's, unless they are joined ones
     for turn in turns:
-        role, blocks, generated = turn
+        role, blocks, _ = turn
         if role == "assistant" and joined and joined[-1].role == "assistant":
-            before = joined[-1].blocks
+            before = joined[-1].blocks if own else list(joined[-1].blocks)
+            own = True
             if isinstance(before[-1], Text) and isinstance(blocks[0], Text):
                 before.append(Text(GAP))
             before += blocks
             joined[-1] = ConversationTurn(role, before)
         else:
-            joined.append(ConversationTurn(role, list(blocks), generated))
+            joined.append(turn)
+            own = False
     return joined
 
 
@@ -184,12 +193,12 @@ class _MessageWriter:
         tools: list[Tool],
         capabilities: TemplateCapabilities,
         parser: str,
-        definition: Callable[[Tool], dict[str, Any]],
+        shown: ShownTools,
         count: int,
     ) -> None:
         self.later = self.calls_last = False
         self._parser = parser
-        self._shown = definition
+        self._shown = shown
         self._tools = tool_forms.by_model_name(tools)
         self._deferred = {t.name: t for t in tools if t.deferred}
         self._capabilities = capabilities
@@ -200,7 +209,10 @@ class _MessageWriter:
     def write(self, turn: ConversationTurn) -> list[dict[str, Any]]:
         role, blocks, _ = turn
         if role == "assistant":
-            return list(chain.from_iterable(map(self._answer, self._ordered(blocks))))
+            parts = self._ordered(blocks)
+            if len(parts) == 1:
+                return self._answer(blocks)
+            return list(chain.from_iterable(map(self._answer, parts)))
         if role == "tool":
             return [self._result(b) for b in blocks if isinstance(b, ToolResult)]
         shown: list[Block] = [self._notice(b) if isinstance(b, ToolNotice) else b for b in blocks]
@@ -226,6 +238,8 @@ class _MessageWriter:
         )
 
     def _form(self, thinking: bool, text: bool, calls: bool) -> MessageForm:
+        if not self._capabilities.forms:
+            return WHOLE
         return self._capabilities.form(AnswerPieces(thinking, text, calls, self.later))
 
     def _notice(self, notice: ToolNotice) -> Text:
@@ -237,9 +251,12 @@ class _MessageWriter:
         """Split where a template would reorder: templates write thinking, then text, then calls."""
         if not self._capabilities.repeats:
             return [blocks]
+        places = [_PLACES.get(type(block), 1) for block in blocks]
+        if places == sorted(places):
+            return [blocks]
         parts: list[list[Block]] = [[]]
-        for block in blocks:
-            if parts[-1] and _order_in_template(block) < _order_in_template(parts[-1][-1]):
+        for block, place, before in zip(blocks, places, [0, *places], strict=False):
+            if place < before:
                 parts.append([])
             parts[-1].append(block)
         if self.calls_last and len(parts) > 1 and not isinstance(parts[-1][-1], ToolCall):
@@ -251,10 +268,14 @@ class _MessageWriter:
         """The messages of an answer, in the form that shows all of it."""
         if len(blocks) == 1 and type(blocks[0]) is Text:
             return [{"role": "assistant", "content": blocks[0].text}]
-        thinking = GAP.join(b.text for b in blocks if isinstance(b, Thinking))
-        text = _text(blocks)
-        calls = [b for b in blocks if isinstance(b, ToolCall)]
-        written = [self._call(c, tool_forms.arguments(c)) for c in calls]
+        thoughts, calls, written = list[str](), list[ToolCall](), list[dict[str, Any]]()
+        for block in blocks:
+            if isinstance(block, ToolCall):
+                calls.append(block)
+                written.append(self._call(block, self._shown.arguments(block)))
+            elif isinstance(block, Thinking):
+                thoughts.append(block.text)
+        thinking, text = GAP.join(thoughts), _text(blocks)
         form = self._form(bool(thinking), bool(text), bool(calls))
         if calls and (form.plain or self._capabilities.calls is None):
             text = "\n".join(filter(None, [text, calls_text(written, self._parser)]))
@@ -279,7 +300,12 @@ class _MessageWriter:
         stable_id = call_id(self._capabilities.call_ids, name, self._count)
         self._count += 1
         self._calls[call.id] = (stable_id, name)
-        written: Any = dumps(arguments) if self._capabilities.calls == "text" else arguments
+        written: Any = arguments
+        if self._capabilities.calls == "text":
+            if isinstance(arguments, RepeatedEntry):
+                written = arguments.dumps()
+            else:
+                written = dumps(arguments)
         function = {"name": name, "arguments": written}
         return {"id": stable_id, "type": "function", "function": function}
 
@@ -299,12 +325,12 @@ class _MessageWriter:
         tool = self._deferred.get(name) or self._tools.get(name)
         if tool is None or not tool.deferred:
             return Text(f"Tool {reference} is available.")
-        definition = dumps(self._shown(tool))
+        definition = dumps(self._shown.definition(tool))
         return Text(f"Tool {reference} is available:\n{definition}")
 
 
-def _order_in_template(block: Block) -> int:
-    return 0 if isinstance(block, Thinking) else 2 if isinstance(block, ToolCall) else 1
+# of an answer's blocks in templates; other blocks are in between
+_PLACES: dict[type, int] = {Thinking: 0, ToolCall: 2}
 
 
 def _with_error(content: Sequence[ResultPart]) -> list[ResultPart]:
@@ -319,6 +345,9 @@ def _with_error(content: Sequence[ResultPart]) -> list[ResultPart]:
 
 def _text(blocks: list[Block]) -> str:
     """The texts of an answer in one, with a gap where other blocks separate them."""
+    found = [block.text for block in blocks if type(block) is Text]
+    if len(found) < 2:
+        return found[0] if found else ""
     runs = groupby(blocks, lambda block: isinstance(block, Text))
     texts = (
         "".join(b.text for b in run if isinstance(b, Text)) for is_text, run in runs if is_text

@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from kvmesh.frontend.conversation import (
@@ -21,8 +21,12 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
     MarkedAnswer,
     MarkedText,
 )
+from kvmesh.frontend.dialects.templates.call_arguments import CallArguments, ShownTools
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities
-from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result, template_messages
+from kvmesh.frontend.dialects.templates.chat_messages import (
+    ends_in_result,
+    template_messages,
+)
 from kvmesh.frontend.dialects.templates.control_tokens import NO_CONTROL, ControlTokens
 from kvmesh.frontend.dialects.templates.frame_probe import (
     CONTINUE,
@@ -62,6 +66,7 @@ class ChatTemplate:
         self.source = "\n".join(sources.values())
         self._control = control(self.source)
         self._tools = ToolEntries(self._control)
+        self._arguments = CallArguments()
         self._parser = plain_parser(self.source)
         self._templates = {
             name: TemplateVariants(environment, name, source, self._tokens, self._parser)
@@ -73,23 +78,35 @@ class ChatTemplate:
         """The prompt's text, as `prompt` returns it."""
         return self.prompt(request, today).text
 
+    def is_plain(self, request: GenerateRequest) -> bool:
+        """True if the request's messages are known to have no control tokens."""
+        return self._control.absent_from(request.messages)
+
     def prompt(
-        self, request: GenerateRequest, today: datetime.date, ends: frozenset[str] = frozenset()
+        self,
+        request: GenerateRequest,
+        today: datetime.date,
+        ends: frozenset[str] = frozenset(),
+        plain: bool = False,
     ) -> RenderedPrompt:
         """The prompt; `today` is the template's date. Raises TemplateError.
 
         The request's `template_args` are variables of the template. With
         `continue_final_message` among them, the model continues the last assistant message.
         Answers that are known as they were generated are shown so where the template shows all of
-        an answer; `ends` are the tokens that end one.
+        an answer; `ends` are the tokens that end one. `plain`: the messages have no control tokens.
         """
-        return self._control.reveal(self._prompt(request, today, ends))
+        messages = request.messages if plain else self._control.guard(request.messages)
+        return self._control.reveal(self._prompt(request, today, ends, messages))
 
     def _prompt(
-        self, request: GenerateRequest, today: datetime.date, ends: frozenset[str]
+        self,
+        request: GenerateRequest,
+        today: datetime.date,
+        ends: frozenset[str],
+        messages: list[Message],
     ) -> RenderedPrompt:
-        """`prompt` with guards."""
-        messages = self._control.guard(request.messages)
+        """`prompt` of messages with guards."""
         if not any(message.generated for message in messages):
             return RenderedPrompt(self._render(request, today, messages))
         capabilities = self._capabilities(request)
@@ -138,8 +155,9 @@ class ChatTemplate:
         capabilities = template.capabilities(variables)
         continues = bool(request.template_args.get(CONTINUE))
         conversation = _mark_open_end(conversation) if continues else conversation
+        shown = ShownTools(self._tools.entry, partial(self._arguments.of, request.cache_salt))
         messages = template_messages(
-            conversation, request.tools, capabilities, self._parser, self._tools.entry, mark, count
+            conversation, request.tools, capabilities, self._parser, shown, mark, count
         )
         if visible and not template.default.tools:
             messages = _with_instructions(

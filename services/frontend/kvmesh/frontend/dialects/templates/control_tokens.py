@@ -58,7 +58,11 @@ class ControlTokens:
         """The messages with guards; the same ones where there are none."""
         if self._all is None:
             return messages
-        return [self._message(message) for message in messages]
+        return [m if self._is_clean(m) else self._message(m) for m in messages]
+
+    def absent_from(self, messages: list[Message]) -> bool:
+        """True if `guard` is known to return the same messages."""
+        return self._all is None or all(map(self._is_clean, messages))
 
     def guard_json(self, value: Any) -> Any:
         """A JSON value with guards in its strings and names; the same one if there are none."""
@@ -88,6 +92,42 @@ class ControlTokens:
         text = ("" if self._joins else " ").join(parts)
         cuts = before if self._joins else []
         return RenderedPrompt(text, [*map(moved, prompt.insertions)], cuts)
+
+    def _is_clean(self, message: Message) -> bool:
+        """True for a message of the usual kinds of blocks without control tokens."""
+        answers = message.role == "assistant"
+        shown = self._special if answers else self._all
+        texts = 0
+        for block in message.blocks:
+            kind = type(block)
+            if kind is Text:
+                texts += answers  # a control token may begin in one text and end in the next
+                found = _occurs(shown, block.text)  # type: ignore[union-attr]
+            elif kind is Thinking:
+                found = _occurs(self._all, block.text)  # type: ignore[union-attr]
+            elif kind is ToolCall:
+                found = self._occurs_in_call(block)  # type: ignore[arg-type]
+            elif kind is ToolResult:
+                found = self._occurs_in_result(block)  # type: ignore[arg-type]
+            else:
+                return False
+            if found or texts > 1:
+                return False
+        return True
+
+    def _occurs_in_call(self, call: ToolCall) -> bool:
+        written = call.arguments
+        if call.custom or call.namespace or _ESCAPES[0] in written or _ESCAPES[1] in written:
+            return True
+        return _occurs(self._all, call.name) or _occurs(self._all, call.arguments)
+
+    def _occurs_in_result(self, result: ToolResult) -> bool:
+        if result.references:
+            return True
+        for part in result.content:
+            if type(part) is not Text or _occurs(self._all, part.text):
+                return True
+        return False
 
     def _message(self, message: Message) -> Message:
         answers = message.role == "assistant"
@@ -161,6 +201,11 @@ class ControlTokens:
 
 
 NO_CONTROL = ControlTokens()
+
+
+def _occurs(pattern: Pattern | None, text: str) -> bool:
+    """True if a control token may be in the text, which is for sure if it is short."""
+    return pattern is not None and (len(text) > SLICE or pattern.search(text) is not None)
 
 
 def _starts(text: str, pattern: Pattern) -> Iterator[int]:

@@ -5,8 +5,7 @@ Bounds are counts instead of times, so that rendering is deterministic.
 """
 
 import datetime
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import lru_cache
 from types import BuiltinMethodType
@@ -41,7 +40,19 @@ _SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
 
 _AnyNode = TypeVar("_AnyNode", bound=nodes.Node)
 
-_steps_left: ContextVar[int] = ContextVar("steps_left", default=MAX_STEPS)
+_SEQUENCES = (str, list, tuple)
+
+
+class _Steps:
+    """The steps that one rendering may still make."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
+_steps: ContextVar[_Steps | None] = ContextVar("steps", default=None)
 
 
 class Environment(ImmutableSandboxedEnvironment):
@@ -111,15 +122,17 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 @jinja2.pass_context  # otherwise Jinja calls it once, when it compiles the template
 def count_step(context: Context, _: object = None) -> None:
     """Count one step of the current rendering; raises TemplateError at the limit."""
-    left = _steps_left.get() - 1
-    if left < 0:
+    steps = _steps.get()
+    if steps is None:
+        return  # of no `render`
+    steps.left -= 1
+    if steps.left < 0:
         raise TemplateError("the chat template runs too many steps")
-    _steps_left.set(left)
 
 
 def check_size(value: Any) -> Any:
     """Return `value`; raises TemplateError if it is too long."""
-    if isinstance(value, str | list | tuple) and len(value) > MAX_CHARS:
+    if isinstance(value, _SEQUENCES) and len(value) > MAX_CHARS:
         raise TemplateError(f"the chat template built more than {MAX_CHARS} characters")
     return value
 
@@ -147,16 +160,6 @@ def _repeated_length(left: Any, right: Any) -> int:
         if isinstance(sequence, str | list | tuple) and isinstance(times, int):
             return len(sequence) * times
     return 0
-
-
-@contextmanager
-def step_limit(steps: int) -> Iterator[None]:
-    """Limit the steps of one rendering."""
-    token = _steps_left.set(steps)
-    try:
-        yield
-    finally:
-        _steps_left.reset(token)
 
 
 def raise_exception(message: str) -> NoReturn:
@@ -190,13 +193,13 @@ def render(template: jinja2.Template, variables: dict[str, Any], steps: int = MA
     """Render within the bounds; raises TemplateError for any failure."""
     size, parts = 0, []
     context = template.new_context(variables)
+    limit = _steps.set(_Steps(steps))
     try:
-        with step_limit(steps):
-            for part in template.root_render_func(context):
-                size += len(part)
-                if size > MAX_CHARS:
-                    raise TemplateError(f"the prompt is longer than {MAX_CHARS} characters")
-                parts.append(part)
+        for part in template.root_render_func(context):
+            size += len(part)
+            if size > MAX_CHARS:
+                raise TemplateError(f"the prompt is longer than {MAX_CHARS} characters")
+            parts.append(part)
     except TemplateError:
         raise
     except RecursionError as error:
@@ -205,5 +208,6 @@ def render(template: jinja2.Template, variables: dict[str, Any], steps: int = MA
     except Exception as error:
         raise TemplateError(f"the chat template failed: {error}") from error
     finally:
+        _steps.reset(limit)
         context.vars.clear()  # breaks the reference cycle of macros and context
     return "".join(parts)

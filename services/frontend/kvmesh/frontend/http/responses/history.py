@@ -31,6 +31,7 @@ class StoredHistory:
         items = [item for turn in turns for item in (*turn.input, *turn.output)]
         items += [item for output in outputs.values() for item in output]
         request.body_bytes += sum(map(len, items))
+        request.light = False
         if request.body_bytes < LARGE:
             thread.extend(turns, outputs)
         else:
