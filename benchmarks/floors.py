@@ -130,6 +130,7 @@ async def placements(nats_url: str) -> list[float]:
             tokens=2048,
             max_tokens=1,
             deadline_s=5.0,
+            alone=True,
         )
         started = time.perf_counter()
         await bus.request(bus.subjects.router(MODEL), request, ROUTE_REPLY, 5.0)

@@ -5,6 +5,7 @@ import logging
 import time
 from itertools import count
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -207,6 +208,31 @@ async def test_requests_do_not_wait_for_each_others_index_queries(
         asked.append(asyncio.create_task(request_placement(bus, request("2", TEN))))
         await eventually(lambda: len(held) == 2)
         await asyncio.gather(*asked)
+
+
+async def test_a_lone_request_is_placed_at_once_if_no_other_is_looked_up(
+    bus: Bus, options: BusOptions, limits: StreamLimits
+) -> None:
+    held: list[Reply] = []
+
+    async def hold(_: OverlapQuery, reply: Reply) -> None:
+        held.append(reply)
+
+    decoder = MessageDecoder(OverlapQuery)
+    await bus.serve(bus.subjects.index("m"), decoder, hold, queue="index")
+    gathers: dict[str, Any] = {"gather_s": 100 * PATIENCE_S, "index_timeout_s": PATIENCE_S}
+    async with running_workers(bus, limits, "a"), running_router(options, **gathers) as running:
+        alone = asyncio.create_task(request_placement(bus, request("1", TEN, alone=True)))
+        await eventually(lambda: len(held) == 1)
+        held[0](OverlapReply([], [b""]))
+        assert isinstance(await alone, Routed)
+        queue = running.router._models["m"].queue
+        for name in "23":
+            bus.post(bus.subjects.router("m"), request(name, TEN, alone=True))
+        await eventually(lambda: len(held) == 3)
+        assert not queue.gathering
+        held[1](OverlapReply([], [b""]))
+        await eventually(lambda: queue.gathering)
 
 
 async def test_refusals_have_a_reason(bus: Bus, options: BusOptions, limits: StreamLimits) -> None:

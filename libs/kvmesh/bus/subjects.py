@@ -20,6 +20,7 @@ def token(text: str) -> str:
     return _UNSAFE.sub(lambda m: "".join(f"={b:02X}" for b in m[0].encode()), text)
 
 
+@lru_cache(4096)
 def untoken(subject_token: str) -> str:
     """The text that `token` encoded."""
     return re.sub(r"(?:=[0-9A-F]{2})+", lambda m: _unescape(m[0]), subject_token)

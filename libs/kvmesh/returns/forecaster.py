@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
 
-import numpy as np
 from msgspec.structs import replace
 
 from kvmesh.bus.messages import (
@@ -164,7 +163,7 @@ class ReturnForecaster:
             self.on_finished(early, now)
 
     def _turn(self, decision: Decision, now: float) -> Turn:
-        hashes = np.frombuffer(decision.sequence_hashes, "<u8").tolist()
+        hashes = memoryview(decision.sequence_hashes).cast("Q")
         hints, end, blocks = decision.hints, hashes[-1], len(hashes)
         before, shared = self._continued(hashes)
         conversation, number, pause_s = end, 0, None
@@ -204,7 +203,7 @@ class ReturnForecaster:
                 self._send(turn, now, NO_RETURN)
             turn.sent = False
 
-    def _continued(self, hashes: list[int]) -> tuple[Turn | None, int]:
+    def _continued(self, hashes: memoryview) -> tuple[Turn | None, int]:
         """The latest turn that this prompt continues, and the blocks of that turn's prompt."""
         turns = self._turns
         for count in range(len(hashes), 0, -1):
@@ -297,7 +296,7 @@ class ReturnForecaster:
         size = len(decision.sequence_hashes)
         if decision.prefetch is not None or not size or size % HASH_BYTES:
             return None
-        turn, _ = self._continued(np.frombuffer(decision.sequence_hashes, "<u8").tolist())
+        turn, _ = self._continued(memoryview(decision.sequence_hashes).cast("Q"))
         if turn is None or turn.awaited is None or turn.forecast is None or turn.returns:
             return None
         arrived = decision.time - decision.wait_s - decision.index_s

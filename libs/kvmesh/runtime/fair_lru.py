@@ -41,3 +41,14 @@ class FairLru(Generic[K, V]):
             self.size += entries.size
             if not entries:
                 del self._owners[largest]
+
+    def pop(self, owner: str, key: K) -> None:
+        """Remove an entry, if it is held."""
+        entries = self._owners.get(owner)
+        if entries is None:
+            return
+        self.size -= entries.size
+        entries.pop(key)
+        self.size += entries.size
+        if not entries:
+            del self._owners[owner]

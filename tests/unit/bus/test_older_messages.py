@@ -66,7 +66,21 @@ class OlderRouted(Struct, kw_only=True, tag="routed"):
     needs_handoff: bool = False
 
 
+class OlderRouteRequest(Struct, kw_only=True, omit_defaults=True):
+    request: str
+    model: str
+    sequence_hashes: bytes
+    tokens: int
+    max_tokens: int
+    deadline_s: float
+    salt: int | None = None
+
+
 RANK = m.RankKey("w", 0)
+ROUTE: dict[str, Any] = {
+    "request": "r", "model": "m", "sequence_hashes": b"12345678", "tokens": 16, "max_tokens": 1,
+    "deadline_s": 1.0, "salt": 5,
+}  # fmt: skip
 OUTCOME: dict[str, Any] = {
     "request": "r", "instance": "w", "time": 1.0, "cached_tokens": 1, "output_tokens": 2,
     "ttft_s": None, "total_s": 1.0, "finish": "stop",
@@ -91,6 +105,11 @@ PAIRS: list[tuple[Any, Any]] = [
         ),
     ),
     (OlderQuery([b"12345678"], 5), m.OverlapQuery([b"12345678"], 5, ["00-1-2-01"])),
+    (OlderRouteRequest(**ROUTE), m.RouteRequest(**ROUTE, alone=True)),
+    (
+        OlderQuery([b"12345678"], 5),
+        m.OverlapQuery([b"12345678"], 5, [], [m.PromptBase(b"", 0, 5)]),
+    ),
     (OlderReply([RANK], [b"1"], 0.5), m.OverlapReply([RANK], [b"1"], 0.5, [[REMOVAL]], 7.0)),
     (OlderDump(3), m.Dump(3, digest=True, listed=True)),
     (OlderSessionQuery("m", "s"), m.SessionQuery("m", "s", 4, "r")),

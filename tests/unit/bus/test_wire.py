@@ -43,6 +43,7 @@ NOT_TAILED = {
     messages.Lent,
     messages.OverlapReply,
     messages.Parked,
+    messages.UnknownBase,
     messages.Prepared,
     messages.RankKey,
     messages.RankSpeed,

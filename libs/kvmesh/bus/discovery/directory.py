@@ -50,6 +50,7 @@ class Directory:
         self._left = left
         self._log_once = LogOnce()  # every renewal repeats a rejected card
         self._renewed_at: dict[str, float] = {}
+        self._read: dict[str, int] = {}  # hashes of the accepted messages, which renewals repeat
         self._cards: dict[str, Instance] = {}
         self._prefix = f"$KV.{bus.subjects.instances_bucket}."
         self._reader = StreamReader(
@@ -90,6 +91,10 @@ class Directory:
         if not message.data:
             self._drop(key)
             return
+        now = asyncio.get_running_loop().time()
+        if self._read.get(key) == (read := hash(message.data)):
+            self._renewed_at[key] = now
+            return
         try:
             card = _card_decoder.decode(message.data)
         except msgspec.MsgspecError as error:
@@ -103,13 +108,14 @@ class Directory:
             if self._log_once.first(key, *owner):
                 log.warning("ignored the card of %s %s, instance %s, at %s", *owner, key)
             return
-        self._renewed_at[key] = asyncio.get_running_loop().time()
+        self._renewed_at[key], self._read[key] = now, read
         if self._cards.get(key) != card:
             self._cards[key] = card
             self._joined(card)
 
     def _drop(self, key: str) -> None:
         self._renewed_at.pop(key, None)
+        self._read.pop(key, None)
         card = self._cards.pop(key, None)
         if card is not None:
             self._left(card)

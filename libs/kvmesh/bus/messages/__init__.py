@@ -158,6 +158,7 @@ from kvmesh.bus.messages.routing import (
     PossibleHits,
     PrefetchTerms,
     PrefixWait,
+    PromptBase,
     RankKey,
     Refused,
     Removal,
@@ -168,6 +169,7 @@ from kvmesh.bus.messages.routing import (
     RouteRequest,
     ShownAnswers,
     Thresholds,
+    UnknownBase,
     of_class,
 )
 from kvmesh.bus.messages.sequences import (
@@ -301,6 +303,7 @@ __all__ = [
     "Prepared",
     "PromisedLatency",
     "Promote",
+    "PromptBase",
     "PromptChange",
     "PromptParts",
     "RankKey",
@@ -351,6 +354,7 @@ __all__ = [
     "Thresholds",
     "ToolEvent",
     "ToolState",
+    "UnknownBase",
     "UnloadAdapter",
     "Unpin",
     "Wake",

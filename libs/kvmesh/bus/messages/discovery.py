@@ -205,7 +205,8 @@ class Instance(Struct, frozen=True, kw_only=True):
     `sources` tells where a worker's weights and compiled code came from, as far as known. A worker
     that `sleeps` can free its device and wait to be promoted again; a parked one is `asleep` if it
     has `served` a model before, whose weights it still offers, and its `phases` and `startup_s` are
-    those of its start.
+    those of its start. A router or indexer that `completes_prompts` takes deltas of
+    sequence hashes.
     """
 
     instance: str
@@ -235,6 +236,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     sleeps: bool = False
     asleep: bool = False
     served: ModelCard | None = None
+    completes_prompts: bool = False
 
 
 class WeightQuery(Struct, frozen=True, omit_defaults=True):

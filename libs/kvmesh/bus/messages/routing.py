@@ -8,16 +8,29 @@ from msgspec import Struct
 from kvmesh.bus.messages.cache import CacheAccount
 
 
+class PromptBase(Struct, frozen=True, array_like=True):
+    """The first `shared` blocks of a prompt are those of the prompt that ends with the hash `base`.
+
+    The receiver stores the whole prompt under its `salt`; `base` is empty if it is sent whole.
+    """
+
+    base: bytes
+    shared: int
+    salt: int | None
+
+
 class OverlapQuery(Struct, frozen=True, array_like=True):
     """Prompts, each as packed sequence hashes.
 
     `salt` is the prompts' common salt, if known: an index sharded by namespace then queries one.
-    `traces` are the `traceparent` of those prompts whose requests are traced.
+    `traces` are the `traceparent` of those prompts whose requests are traced. With `bases`, one for
+    each prompt, `prompts` are what follows the shared blocks.
     """
 
     prompts: list[bytes]
     salt: int | None = None
     traces: list[str] = []
+    bases: list[PromptBase] = []
 
 
 class RankKey(Struct, frozen=True, array_like=True):
@@ -47,7 +60,8 @@ class OverlapReply(Struct, frozen=True, array_like=True):
 
     `lag`: the reply may be out of date by so many seconds. `removals` are those of each prompt's
     blocks after the longest overlap, in order; empty if there are none of any prompt. The removals
-    since the Unix time `since` are all known; 0 if the index remembers none.
+    since the Unix time `since` are all known; 0 if the index remembers none. `incomplete`: there is
+    no reply, since the indexer lacks a base of the query; the prompts must be sent whole.
     """
 
     ranks: list[RankKey]
@@ -55,6 +69,7 @@ class OverlapReply(Struct, frozen=True, array_like=True):
     lag: float = 0.0
     removals: list[list[Removal]] = []
     since: float = 0.0
+    incomplete: bool = False
 
 
 class Hints(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -119,6 +134,8 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     queries to all shards of an index. `arrived` is the Unix time of the original arrival, for a
     request that waited in another router's queue or ran on a worker before. `prefetch` is set if
     the prompt is to be prefetched, not served. `traceparent` is that of a traced request (W3C).
+    `alone`: the sender has no other request of the same instant, with which to place this one. With
+    a `base`, `sequence_hashes` are what follows its first `shared` blocks, as in `PromptBase`.
     """
 
     request: str
@@ -137,6 +154,9 @@ class RouteRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     arrived: float | None = None
     prefetch: PrefetchTerms | None = None
     traceparent: str = ""
+    alone: bool = False
+    base: bytes = b""
+    shared: int = 0
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
@@ -382,9 +402,13 @@ class Parked(Struct, frozen=True, kw_only=True, tag="parked"):
     arrived: float
 
 
+class UnknownBase(Struct, frozen=True, kw_only=True, tag="unknown_base"):
+    """The router lacks the base of the request, which must be sent whole."""
+
+
 RouteReply: TypeAlias = Routed | Refused
 
-RouteNews: TypeAlias = Parked | Routed | Refused
+RouteNews: TypeAlias = Parked | Routed | Refused | UnknownBase
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -172,10 +173,13 @@ class ModelRegistry:
         self._models: dict[str, ServedModel] = {}
         self._idle: dict[str, ModelCard] = {}
         self._adapters: dict[str, str] = {}
+        self._changed: set[str] = set()
+        self._loop = asyncio.get_running_loop()
 
     @property
     def models(self) -> list[ServedModel]:
         """Models with at least one live worker, and those that may run without."""
+        self._refresh()
         return [m for name, m in self._models.items() if m.workers or name in self._idle]
 
     @property
@@ -197,11 +201,13 @@ class ModelRegistry:
 
     def is_idle(self, model: str) -> bool:
         """True if such a model has no worker now."""
+        self._refresh()
         served = self._models.get(model)
         return model in self._idle and (served is None or not served.workers)
 
     async def wait_loaded(self, timeout: float) -> None:
         """Wait until the models known now are loaded or unusable, at most `timeout` seconds."""
+        self._refresh()
         if self._loading:
             await asyncio.wait(self._loading.values(), timeout=timeout)
 
@@ -210,6 +216,7 @@ class ModelRegistry:
 
         Raises ModelNotFound, or Unavailable while it loads.
         """
+        self._refresh()
         model = self._models.get(name)
         if model is not None:
             return model, None
@@ -223,12 +230,24 @@ class ModelRegistry:
     def joined(self, card: Instance) -> None:
         if card.role is Role.WORKER and card.model is not None:
             self._compatible.setdefault(card.model.name, Compatibility()).join(card)
-            self._update(card.model.name)
+            self._change(card.model.name)
 
     def left(self, card: Instance) -> None:
         if card.model is not None and card.model.name in self._compatible:
             self._compatible[card.model.name].leave(card.instance)
-            self._update(card.model.name)
+            self._change(card.model.name)
+
+    def _change(self, name: str) -> None:
+        """Update a model once for all cards that come together: thousands do at a start."""
+        if not self._changed:
+            self._loop.call_soon(self._refresh)
+        self._changed.add(name)
+
+    def _refresh(self) -> None:
+        if self._changed:
+            changed, self._changed = self._changed, set()
+            for name in changed:
+                self._update(name)
             self._drop_unused()
 
     def listed(self, card: ModelCard) -> None:
@@ -245,8 +264,10 @@ class ModelRegistry:
 
     def _drop_unused(self) -> None:
         """Drop dialects that no card of a worker or idle model and no registered model uses."""
-        cards = (card for group in self._compatible.values() for card in group.fitting)
-        used = {_key(card.model) for card in cards if card.model is not None}
+        if len(self._dialects) <= len(self._models):
+            return
+        cards = (card.model for group in self._compatible.values() for card in group.fitting)
+        used = {_key(model) for model, _ in groupby(cards) if model is not None}
         used.update(_key(model.card) for model in self._models.values())
         used.update(map(_key, self._idle.values()))
         for key in self._dialects.keys() - used:
@@ -265,7 +286,8 @@ class ModelRegistry:
         fitting = list(self._compatible[name].fitting)
         live_workers.labels(name).set(len(fitting))
         for card in fitting:
-            if card.model is None or not self._has_dialect(card.model):
+            # nearly all cards are equal, and a key takes longer than a comparison
+            if card.model is None or (card.model != newest and not self._has_dialect(card.model)):
                 continue
             newest = card.model
             if not card.draining and card.serves != "prefill":

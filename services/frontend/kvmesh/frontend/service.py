@@ -226,6 +226,7 @@ class FrontendService:
             responses,
             self.authenticator,
             self.cache_api.session_hooks,
+            self.routes.arrivals,
         )
         name = self._service.name
         form = settings.access_log

@@ -86,6 +86,7 @@ class IndexerService:
             version=VERSION,
             started=time.time(),
             labels={STATE: state, SHARD: self.shard.label},
+            completes_prompts=True,
         )
 
     @property

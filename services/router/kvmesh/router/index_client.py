@@ -16,11 +16,13 @@ import numpy as np
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import MessageTooLarge
-from kvmesh.bus.messages import MessageDecoder, OverlapQuery, RankKey, Removal
+from kvmesh.bus.messages import MessageDecoder, OverlapQuery, PromptBase, RankKey, Removal
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.prompt_delta.hashes import SentHashes
 from kvmesh.router.scoring.overlaps import Overlaps
 
 log = logging.getLogger(__name__)
-MAX_PROMPTS = 64
+MAX_PROMPTS, MAX_BYTES = 64, 256 << 10  # of the prompts of one query
 MAX_IN_FLIGHT = 4
 STEADY_S = 5.0  # without a failure, then an outage is over: one of several indexers may hang
 ROW = 20  # five uint32
@@ -34,6 +36,7 @@ class _Reply(msgspec.Struct, array_like=True):
     lag: float = 0.0
     removals: list[list[Removal]] = []
     since: float = 0.0
+    incomplete: bool = False
 
 
 _replies = MessageDecoder(_Reply)
@@ -54,13 +57,14 @@ Done = Callable[[OverlapResult], None]
 class OverlapLookup(NamedTuple):
     """A prompt's packed sequence hashes, its salt if known, and the callback of the result.
 
-    `trace` is the `traceparent` of a traced request.
+    `trace` is the `traceparent` of a traced request, `session` that of the prompt, if it has one.
     """
 
     sequence_hashes: bytes
     salt: int | None
     done: Done
     trace: str = ""
+    session: str = ""
 
 
 class QueryInFlight(NamedTuple):
@@ -71,6 +75,7 @@ class QueryInFlight(NamedTuple):
     timer: asyncio.TimerHandle
     indexer: str | None
     tried: tuple[str, ...]
+    has_bases: bool
 
 
 class IndexClient:
@@ -91,6 +96,8 @@ class IndexClient:
         self._failed = 0.0
         self._ranks_cache: tuple[bytes, list[RankKey]] = (b"", [])
         self._probes: dict[str, tuple[str, float]] = {}
+        self._sent_prompts = SentHashes()
+        self._completing: set[str] = set()
         self.indexers = Peers(timeout)
 
     @property
@@ -102,14 +109,20 @@ class IndexClient:
         """Subscribe to replies; call before the first lookup."""
         await self._bus.subscribe_raw(f"{self._inbox}.*", self._on_reply)
 
-    def query(self, lookup: OverlapLookup) -> None:
-        """Look up overlaps; `lookup.done` gets the result, possibly before this returns."""
+    def query(self, lookup: OverlapLookup, at_once: bool = False) -> None:
+        """Look up overlaps; `lookup.done` gets the result, possibly before this returns.
+
+        Unless it is to be sent `at_once`, a lookup goes with the others of the same iteration of
+        the event loop.
+        """
         if self._failing and self._in_flight:  # while failing, one query at a time is tried
             lookup.done(OverlapResult(None, 0.0, "index unavailable"))
             return
         self._queued.append(lookup)
-        if len(self._in_flight) < MAX_IN_FLIGHT:
+        if at_once:
             self._flush()
+        elif len(self._queued) == 1:
+            self._loop.call_soon(self._flush)
 
     async def overlaps(self, sequence_hashes: bytes, salt: int | None = None) -> OverlapResult:
         """The overlaps of a prompt."""
@@ -123,11 +136,16 @@ class IndexClient:
         return await future
 
     def _flush(self) -> None:
-        lookups = self._queued[:MAX_PROMPTS]
-        del self._queued[:MAX_PROMPTS]
-        if not lookups:
-            return
-        self._send_query(lookups, monotonic())
+        while self._queued and len(self._in_flight) < MAX_IN_FLIGHT:
+            count, size = 1, len(self._queued[0].sequence_hashes)
+            for lookup in self._queued[1:MAX_PROMPTS]:
+                size += len(lookup.sequence_hashes)
+                if size > MAX_BYTES:
+                    break
+                count += 1
+            lookups = self._queued[:count]
+            del self._queued[:count]
+            self._send_query(lookups, monotonic())
 
     def _send_query(
         self, lookups: list[OverlapLookup], started: float, tried: tuple[str, ...] = ()
@@ -135,18 +153,46 @@ class IndexClient:
         indexer = self.indexers.choose(tried)
         token = self._next_token()
         timer = self._loop.call_later(self._timeout, self._on_timeout, token)
-        self._in_flight[token] = QueryInFlight(started, lookups, timer, indexer, tried)
         salts = {lookup.salt for lookup in lookups}
+        bases = self._bases(indexer, lookups) if indexer in self._completing else []
+        prompts = [lookup.sequence_hashes for lookup in lookups]
+        for at, base in enumerate(bases):
+            prompts[at] = prompts[at][base.shared * HASH_BYTES :]
         query = OverlapQuery(
-            [lookup.sequence_hashes for lookup in lookups],
+            prompts,
             salts.pop() if len(salts) == 1 else None,
             [lookup.trace for lookup in lookups if lookup.trace],
+            bases,
         )
+        has_bases = any(base.shared for base in bases)
+        self._in_flight[token] = QueryInFlight(started, lookups, timer, indexer, tried, has_bases)
         subject = self._subject if indexer is None else self._bus.subjects.index_at(indexer)
         try:
             self._bus.post(subject, query, f"{self._inbox}.{token}")
         except MessageTooLarge as error:
             self._complete(token, None, str(error))
+
+    def _bases(self, indexer: str, lookups: list[OverlapLookup]) -> list[PromptBase]:
+        """The prompts that the indexer has of the same sessions; empty if no prompt is of one."""
+        bases = []
+        for lookup in lookups:
+            base, shared = b"", 0
+            if lookup.session:
+                key = indexer, lookup.salt, lookup.session
+                base, shared = self._sent_prompts.base_of(key, lookup.sequence_hashes)
+                self._sent_prompts.store(key, lookup.sequence_hashes)
+            bases.append(PromptBase(base, shared, lookup.salt))
+        return bases if any(lookup.session for lookup in lookups) else []
+
+    def joined(self, indexer: str, completes_prompts: bool) -> None:
+        """Query this indexer, too; it takes deltas of prompts if it `completes_prompts`."""
+        self.indexers.joined(indexer)
+        if completes_prompts:
+            self._completing.add(indexer)
+
+    def left(self, indexer: str) -> None:
+        self.indexers.left(indexer)
+        self._completing.discard(indexer)
 
     def _next_token(self) -> str:
         self._sent += 1
@@ -181,6 +227,9 @@ class IndexClient:
             return
         try:
             reply = _replies.decode(msg.data)
+            if reply.incomplete and self._in_flight[token].has_bases:
+                self._send_whole(token)
+                return
             ranks = self._ranks_of(reply.ranks)
             _check(reply, len(ranks), len(self._in_flight[token].lookups))
         except msgspec.MsgspecError as error:
@@ -233,6 +282,14 @@ class IndexClient:
         del self._in_flight[token]
         query.timer.cancel()
         self._send_query(query.lookups, query.started, (*query.tried, query.indexer))
+
+    def _send_whole(self, token: str) -> None:
+        """The indexer has evicted a base, or has restarted: send it the whole prompts."""
+        query = self._in_flight.pop(token)
+        query.timer.cancel()
+        for lookup in query.lookups:
+            self._sent_prompts.forget((query.indexer or "", lookup.salt, lookup.session))
+        self._send_query(query.lookups, query.started, query.tried)
 
     def _complete(self, token: str, found: list[Overlaps] | None, failure: str = "") -> None:
         query = self._in_flight.pop(token, None)

@@ -8,6 +8,8 @@ from functools import partial
 from random import Random
 from time import monotonic
 
+from msgspec.structs import replace
+
 from kvmesh.bus.client import Reply, Subscription
 from kvmesh.bus.errors import BusError, cause
 from kvmesh.bus.messages import (
@@ -22,11 +24,13 @@ from kvmesh.bus.messages import (
     SeqBatch,
     SeqEvent,
     SeqFree,
+    UnknownBase,
 )
+from kvmesh.prompt_delta.hashes import ReceivedHashes
 from kvmesh.returns.forecaster import NO_RETURN
 from kvmesh.router import metrics
 from kvmesh.router.adapter_orders import AdapterOrders
-from kvmesh.router.index_client import IndexClient, OverlapLookup, OverlapResult
+from kvmesh.router.index_client import Done, IndexClient, OverlapLookup, OverlapResult
 from kvmesh.router.placement.router import RouterCore
 from kvmesh.router.placement_trace import PlacementTrace, placement_trace
 from kvmesh.router.waiting.queue import PlacementQueue, QueueActions
@@ -59,8 +63,9 @@ class RouteCall(Ticket):
 class ModelRouter:
     """The core, queue and index client of one model, with its subjects."""
 
-    def __init__(self, service: Service, model: str) -> None:
+    def __init__(self, service: Service, model: str, prompts: ReceivedHashes) -> None:
         settings = service.settings.router
+        self._prompts = prompts
         self._service = service
         self._bus = service.bus
         self._loop = asyncio.get_running_loop()
@@ -78,6 +83,7 @@ class ModelRouter:
         self._gathering_ends: asyncio.TimerHandle | None = None
         self._serving = False
         self._leaving = False
+        self._lookups = 0  # of requests to place, in flight
         self._calls: dict[str, RouteCall] = {}
         self._subscriptions: list[Subscription] = []
 
@@ -138,6 +144,15 @@ class ModelRouter:
             known.reply, known.acks = reply, acks
             self._acknowledge(known)
             return
+        if acks and request.hints.session:
+            whole = self._prompts.complete(
+                request.salt, request.base, request.shared, request.sequence_hashes
+            )
+            if whole is None:
+                reply(UnknownBase())
+                return
+            if request.base:
+                request = replace(request, sequence_hashes=whole, base=b"", shared=0)
         call = RouteCall(request, monotonic(), reply=reply, acks=acks)
         if request.arrived is not None:
             call.queued_since = min(request.arrived - self.core.epoch, call.arrived)
@@ -150,9 +165,11 @@ class ModelRouter:
         """Query the index, then place, queue or refuse the request."""
         request = call.request
         if self._uses_index and request.sequence_hashes:
-            done = partial(self._on_overlaps, call)
+            done = partial(self._on_found, call)
             trace = call.trace.query() if call.trace is not None else ""
-            self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done, trace))
+            self._lookups += 1
+            lookup = _lookup(request, done, trace)
+            self.index.query(lookup, at_once=request.alone)
         else:
             self._on_overlaps(call, OverlapResult(None, 0.0))
 
@@ -164,6 +181,10 @@ class ModelRouter:
         self._count(result)
         return result
 
+    def _on_found(self, call: RouteCall, result: OverlapResult) -> None:
+        self._lookups -= 1
+        self._on_overlaps(call, result)
+
     def _on_overlaps(self, call: RouteCall, result: OverlapResult) -> None:
         self._count(result)
         if not call.wanted:
@@ -171,6 +192,7 @@ class ModelRouter:
         if call.trace is not None:
             call.trace.found(result.failure)
         call.overlaps, call.index_s, call.note = result
+        call.alone = call.request.alone and not self._lookups
         now = monotonic()
         actions = self.queue.submit(call, now)
         self._metrics.core_seconds.observe(monotonic() - now)
@@ -229,7 +251,7 @@ class ModelRouter:
             self._execute(self.queue.place_ready(monotonic()))
 
     def _execute(self, actions: QueueActions) -> None:
-        """Publish, reply; record after the replies are sent.
+        """Publish, reply, record, in one write.
 
         The stream must have a request's `SeqAdd` before its caller can send the `SeqFree`.
         """
@@ -241,8 +263,8 @@ class ModelRouter:
             self._note_wait(ticket)
         if actions.loads:
             self._orders.send(actions.loads)
-        if actions.done:
-            self._loop.call_soon(self._record_all, actions.done)
+        for ticket in actions.done:
+            self._record(ticket.result)
 
     def _reply(self, ticket: Ticket) -> None:
         self._calls.pop(ticket.request.request, None)
@@ -254,10 +276,6 @@ class ModelRouter:
             ticket.reply(self._routed(result, request) if isinstance(result, Decision) else result)
         if ticket.trace is not None:
             ticket.trace.end(result)
-
-    def _record_all(self, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            self._record(ticket.result)
 
     def _record(self, result: Decision | Refused | None) -> None:
         if isinstance(result, Decision):
@@ -277,7 +295,7 @@ class ModelRouter:
             ticket.scored_at = now
             request = ticket.request
             done = partial(self._on_rescore, ticket)
-            self.index.query(OverlapLookup(request.sequence_hashes, request.salt, done))
+            self.index.query(_lookup(request, done))
         self.schedule_placement()
 
     def _send_forecasts(self, now: float) -> None:
@@ -319,6 +337,11 @@ class ModelRouter:
             log.warning("gave up %d requests without events, such as %s", len(lost), lost[0])
         self.queue.retain_routers(routers, now)
         self._metrics.set_levels(self.queue)
+
+
+def _lookup(request: RouteRequest, done: Done, trace: str = "") -> OverlapLookup:
+    session = request.hints.session or ""
+    return OverlapLookup(request.sequence_hashes, request.salt, done, trace, session)
 
 
 def _epoch() -> float:

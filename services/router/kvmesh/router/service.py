@@ -37,6 +37,7 @@ from kvmesh.bus.messages import (
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import untoken
 from kvmesh.bus.ticks import next_tick
+from kvmesh.prompt_delta.hashes import ReceivedHashes
 from kvmesh.router.config import check_settings, thresholds
 from kvmesh.router.errors import RouterConfigError
 from kvmesh.router.model_router import ModelRouter
@@ -77,7 +78,8 @@ class RouterService:
         self._models: dict[str, ModelRouter] = {}
         self._model_of: dict[str, str] = {}
         self._kvbms: dict[str, Instance] = {}
-        self._indexers: set[str] = set()
+        self._indexers: dict[str, Instance] = {}
+        self._prompts = ReceivedHashes()
         self._routers: set[str] = set()
         self._limits: dict[str, Thresholds] = {}
         self._joined_model = asyncio.Event()
@@ -129,6 +131,7 @@ class RouterService:
             version=VERSION,
             started=time.time(),
             labels={STATE: "catching up"},
+            completes_prompts=True,
         )
         lease = Lease(service.bus, card, service.limits)
         await lease.open()
@@ -236,12 +239,12 @@ class RouterService:
     def _router(self, model: str) -> ModelRouter:
         router = self._models.get(model)
         if router is None:
-            router = self._models[model] = ModelRouter(self._service, model)
+            router = self._models[model] = ModelRouter(self._service, model, self._prompts)
             router.core.choice.limits = self._limits.get(model, router.core.choice.limits)
             for card in self._kvbms.values():
                 router.core.join(card)
-            for indexer in self._indexers:
-                router.index.indexers.joined(indexer)
+            for card in self._indexers.values():
+                router.index.joined(card.instance, card.completes_prompts)
         return router
 
     def _joined(self, card: Instance) -> None:
@@ -261,14 +264,14 @@ class RouterService:
         if card.labels.get(STATE) != READY:
             self._indexer_left(card.instance)
             return
-        self._indexers.add(card.instance)
+        self._indexers[card.instance] = card
         for router in self._models.values():
-            router.index.indexers.joined(card.instance)
+            router.index.joined(card.instance, card.completes_prompts)
 
     def _indexer_left(self, instance: str) -> None:
-        self._indexers.discard(instance)
+        self._indexers.pop(instance, None)
         for router in self._models.values():
-            router.index.indexers.left(instance)
+            router.index.left(instance)
 
     def _worker_joined(self, card: Instance, model: ModelCard) -> None:
         self._model_of[card.instance] = model.name

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.routing import worker
 
@@ -71,3 +73,38 @@ def test_a_namesake_is_another_live_instance() -> None:
     one, two = card("w"), replace(card("w"), instance="w-2")
     assert namesakes(one, [one, two, card("v")]) == ["w-2"]
     assert namesakes(one, [one, replace(two, draining=True)]) == []
+
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from("abcdef"),
+        st.sampled_from(["join", "drain", "leave"]),
+        st.integers(0, 3),
+        st.sampled_from(["mock", "torch"]),
+        st.fixed_dictionaries(
+            {"tokenizer": st.sampled_from(["", "x", "y"]), "kv_layout": st.sampled_from(["", "k"])}
+        ),
+    ),
+    max_size=30,
+)
+
+
+@given(changes)
+def test_the_order_of_changes_makes_no_difference(
+    steps: list[tuple[str, str, int, str, dict[str, str]]],
+) -> None:
+    found, live = Compatibility(), dict[str, Instance]()
+    for name, change, started, engine, facts in steps:
+        if change == "leave":
+            found.leave(name)
+            live.pop(name, None)
+        else:
+            made = replace(card(name, float(started), engine, **facts), draining=change == "drain")
+            found.join(made)
+            live[name] = made
+        anew = Compatibility()
+        for each in sorted(live.values(), key=lambda each: (each.started, each.instance)):
+            anew.join(each)
+        anew._compare()
+        assert found.misfits.keys() == anew.misfits.keys()
+        assert found.fitting == anew.fitting

@@ -399,6 +399,21 @@ def test_a_gathering_is_bounded() -> None:
     assert not one.gathering
 
 
+def test_a_lone_request_is_placed_at_once() -> None:
+    one = queue()
+    ticket = Ticket(prompt("x", 40), 0.0, alone=True)
+    assert names(one.submit(ticket, 0.0)) == ["x"]
+    assert not one.gathering
+
+
+def test_a_lone_request_joins_those_that_are_gathered() -> None:
+    one = queue("a", "b")
+    submit(one, prompt("x", 40), 0.0)
+    ticket = Ticket(prompt("y", 40), SOON / 2, alone=True)
+    assert one.submit(ticket, SOON / 2) == QueueActions()
+    assert sorted(names(one.place_gathered(SOON))) == ["x", "y"]
+
+
 @pytest.mark.parametrize("settings", [{"gather_s": 0.0}, {"queue_threshold": 0.0}])
 def test_without_gathering_each_request_is_sent_at_once(settings: dict[str, float]) -> None:
     one = queue(**settings)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus, RawMessage
 from kvmesh.bus.discovery.peer_choice import Peers
@@ -28,10 +29,13 @@ from kvmesh.bus.messages import (
     RouteNews,
     RouteRequest,
     SeqFree,
+    UnknownBase,
 )
 from kvmesh.bus.ticks import next_tick
 from kvmesh.frontend import metrics
 from kvmesh.frontend.dispatch.sequence_events import SequenceEventPublisher
+from kvmesh.hashing import HASH_BYTES
+from kvmesh.prompt_delta.hashes import SentHashes
 from kvmesh.runtime.lru import LruCache
 
 log = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ TICK_S = 0.1
 ACK_S = 0.75  # for a router to reply, with a placement or `Parked`
 SILENT_S = 1.0  # without a message from a router, after which its queries move to others
 MARGIN_S = 1.0  # beyond the deadline, for the router's own refusal
+RECENT_S = 0.05  # a request that takes longer to read or prepare is of another instant
 MAX_ABANDONED = 16_384  # abandoned attempts whose late placement is still freed
 ANY_ROUTER = ""  # in place of an instance: the queue group of all routers
 NO_ROUTER = Refused(code="unavailable", reason="no router is running")
@@ -48,6 +53,25 @@ Compose = Callable[[bool, float | None], RouteRequest]
 
 def _unix_time() -> float:
     return time.time()  # looked up at each call, since the simulation replaces it
+
+
+class Arrivals:
+    """Requests on their way to a query, by any key, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._since: dict[object, float] = {}
+
+    def add(self, request: object, now: float) -> None:
+        self._since[request] = now
+
+    def discard(self, request: object) -> None:
+        """The request queries a router now, or has ended; unknown ones are ignored."""
+        self._since.pop(request, None)
+
+    def any_recent(self, now: float) -> bool:
+        """True if a recent request will soon query a router."""
+        latest = next(reversed(self._since.values()), None)
+        return latest is not None and now - latest < RECENT_S
 
 
 @dataclass(eq=False, slots=True)
@@ -94,6 +118,10 @@ class RouteClient:
         self._inbox = bus.new_inbox()
         self._names = itertools.count(1)
         self._queries: dict[str, RouteQuery] = {}
+        self._new: list[RouteQuery] = []
+        self.arrivals = Arrivals()
+        self._sent_prompts = SentHashes()
+        self._completing: set[str] = set()
         self._abandoned: LruCache[str, tuple[str, str]] = LruCache(MAX_ABANDONED)
         self._pings: dict[str, tuple[str, float]] = {}
         self._any = asyncio.Event()  # query to check
@@ -121,7 +149,9 @@ class RouteClient:
             time.time(),
             arrived,
         )
-        self._send(query)
+        if not self._new:
+            self._loop.call_soon(self._loop.call_soon, self._send_new)
+        self._new.append(query)
         try:
             return await query.reply
         finally:
@@ -131,20 +161,35 @@ class RouteClient:
     def joined(self, card: Instance) -> None:
         if card.role is Role.ROUTER:
             self.routers.joined(card.instance)
+            if card.completes_prompts:
+                self._completing.add(card.instance)
 
     def left(self, card: Instance) -> None:
         """A lease has ended: move the queries of a router to the others."""
         if card.role is Role.ROUTER:
             self.routers.left(card.instance)
+            self._completing.discard(card.instance)
             for query in self._sent_to(card.instance):
                 self._requery(query)
 
     def stop(self) -> None:
         """Refuse all queries in progress."""
-        for query in list(self._queries.values()):
+        for query in [*self._new, *self._queries.values()]:
             self._expire(query, "The server is stopping.")
 
     # queries
+
+    def _send_new(self) -> None:
+        """Send the queries of this instant; one of which no other is to follow says so.
+
+        The loop has read its sockets since the first of them, so requests that came with it, or
+        while it was prepared, are here or among the arrivals.
+        """
+        new, self._new = [query for query in self._new if not query.reply.done()], []
+        if len(new) == 1 and not self.arrivals.any_recent(self._loop.time()):
+            new[0].request = replace(new[0].request, alone=True)
+        for query in new:
+            self._send(query)
 
     def _send(self, query: RouteQuery) -> None:
         """Query the router whose turn it is; refuse if all have declined."""
@@ -166,9 +211,22 @@ class RouteClient:
             subjects.router(model) if router == ANY_ROUTER else subjects.router_at(model, router)
         )
         try:
-            self._bus.post(subject, query.request, f"{self._inbox}.{query.token}")
+            self._bus.post(subject, self._shortened(query), f"{self._inbox}.{query.token}")
         except MessageTooLarge as error:
             self._fail(query, error)
+
+    def _shortened(self, query: RouteQuery) -> RouteRequest:
+        """The request without the hashes that its router has of the session's last prompt."""
+        request, session = query.request, query.request.hints.session
+        if not session or query.router not in self._completing:
+            return request
+        key, hashes = (query.router, request.salt, session), request.sequence_hashes
+        base, shared = self._sent_prompts.base_of(key, hashes)
+        self._sent_prompts.store(key, hashes)
+        if not shared:
+            return request
+        rest = hashes[shared * HASH_BYTES :]
+        return replace(request, sequence_hashes=rest, base=base, shared=shared)
 
     def _requery(self, query: RouteQuery) -> None:
         """Query another router with a new attempt: the previous router may place the old one."""
@@ -241,6 +299,11 @@ class RouteClient:
             self._fail(query, error)
             return
         self.routers.replied(query.router, self._clock, self._clock - query.sent_at)
+        if isinstance(reply, UnknownBase):
+            request = query.request
+            self._sent_prompts.forget((query.router, request.salt, request.hints.session or ""))
+            self._send_to(query, query.router)
+            return
         if isinstance(reply, Parked):
             query.parked, query.arrived = True, reply.arrived
             self._free_abandoned(query)

@@ -7,12 +7,13 @@ from aiohttp import web
 from kvmesh.frontend.apis.base import Api, ApiCall, ConversationThread
 from kvmesh.frontend.auth.authenticator import Authenticator
 from kvmesh.frontend.conversation import GenerateRequest
+from kvmesh.frontend.dispatch.route_client import Arrivals
 from kvmesh.frontend.errors import ApiError
 from kvmesh.frontend.failure_log import log_failure
 from kvmesh.frontend.generation.active_request import DISCARD, ActiveRequest, RequestRunner
 from kvmesh.frontend.http.bodies import JSON, LARGE, internal_error
 from kvmesh.frontend.http.endpoint import EndpointCall, EndpointFactory
-from kvmesh.frontend.http.middleware import Caller, Handler
+from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.frontend.http.request_trace import describe, received, summarize, traced
 from kvmesh.frontend.http.responses.history import StoredHistory
 from kvmesh.frontend.http.responses.store import ResponseStore
@@ -36,6 +37,7 @@ class Dependencies:
     responses: ResponseStore
     authenticator: Authenticator
     session_hooks: SessionHooks
+    arrivals: Arrivals
 
 
 class GenerateEndpoint:
@@ -53,7 +55,17 @@ class GenerateEndpoint:
             call.caller.bind(call.parsed.request, len(call.body), call.light)
             return await self._answer(call.http, api, call.parsed, call.caller)
 
-        return traced(self._endpoints.with_body(api.parse, act), api.name)
+        handle = traced(self._endpoints.with_body(api.parse, act), api.name)
+
+        async def counted(http: web.Request) -> web.StreamResponse:
+            caller, arrivals = caller_of(http), self._dependencies.arrivals
+            arrivals.add(caller, caller.started)
+            try:
+                return await handle(http)
+            finally:
+                arrivals.discard(caller)
+
+        return counted
 
     async def _answer(
         self,
@@ -74,6 +86,7 @@ class GenerateEndpoint:
         run, account = self._dependencies.runner.run, caller.account
         active = run(prepared, call.renderer, caller.started, stream or DISCARD, account)
         caller.active = active
+        self._dependencies.arrivals.discard(caller)
         try:
             async with active:
                 if stream is not None:

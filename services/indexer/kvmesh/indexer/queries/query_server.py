@@ -20,6 +20,7 @@ from kvmesh.indexer.feed import Feed
 from kvmesh.indexer.metrics import QUERY_S
 from kvmesh.indexer.queries.reply import answer, merge
 from kvmesh.indexer.rank_state import RankStates
+from kvmesh.prompt_delta.hashes import ReceivedHashes
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.tracing.names import OVERLAPS
 from kvmesh.tracing.tracer import continued
@@ -60,6 +61,7 @@ class QueryServer:
         self._forwards = BackgroundTasks()
         self._silent: set[int] = set()
         self._replicas: dict[str, Peers] = {}
+        self._prompts = ReceivedHashes()
         self.counts = QueryCounts()
 
     @property
@@ -72,12 +74,12 @@ class QueryServer:
         subjects, shard = self._bus.subjects, self._states.shard
         own = subjects.index_at(self._instance)
         if shard.whole:
-            handlers = {subjects.index_all: self._on_query, own: self._on_query}
+            handlers = {subjects.index_all: self._on_query, own: self._on_own_query}
         else:
             handlers = {
                 subjects.index_shard_all(shard.label): self._on_query,
                 subjects.index_all: self._on_general_query,
-                own: self._on_general_query,
+                own: self._on_own_query,
                 subjects.index_part_at(self._instance): self._on_query,
             }
         for subject, handler in handlers.items():
@@ -97,6 +99,23 @@ class QueryServer:
             except BusError as error:
                 log.debug("leaving the queue group: %s", error)
         await self._forwards.wait(self._timeout)
+
+    def _on_own_query(self, query: OverlapQuery, reply: Reply) -> None:
+        """A query for this instance, which may refer to prompts that it has."""
+        if query.bases:
+            whole = [
+                self._prompts.complete(base.salt, base.base, base.shared, rest)
+                for base, rest in zip(query.bases, query.prompts, strict=False)
+            ]
+            prompts = [prompt for prompt in whole if prompt is not None]
+            if len(prompts) < len(query.prompts):
+                reply(OverlapReply([], [], incomplete=True))
+                return
+            query = OverlapQuery(prompts, query.salt, query.traces)
+        if self._states.shard.whole:
+            self._on_query(query, reply)
+        else:
+            self._on_general_query(query, reply)
 
     def _on_query(self, query: OverlapQuery, reply: Reply) -> None:
         started = time.perf_counter()

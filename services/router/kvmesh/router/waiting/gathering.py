@@ -13,7 +13,7 @@ MOST_GATHERED = 64  # are placed without further delay
 
 
 class Gathering:
-    """Collects tickets for `span_s` seconds from the first one on."""
+    """Collects tickets for `span_s` seconds from the first one on, unless that one is alone."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
@@ -28,7 +28,7 @@ class Gathering:
 
     def add(self, ticket: Ticket, now: float) -> None:
         if not self._tickets:
-            self._ends_at = now + self._span_s
+            self._ends_at = now if ticket.alone else now + self._span_s
         self._tickets.append(ticket)
 
     @property

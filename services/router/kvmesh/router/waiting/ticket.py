@@ -12,6 +12,7 @@ class Ticket:
     """One route request until its placement or refusal. Times are those of the core's clock.
 
     `queued_since` orders the queue: the time of its arrival here, or earlier at another router.
+    `alone`: no other request of its instant is known.
     """
 
     request: RouteRequest
@@ -25,6 +26,7 @@ class Ticket:
     result: Decision | Refused | None = None
     queued_since: float = inf
     prefix_waits: list[PrefixWait] = field(default_factory=list)
+    alone: bool = False
 
     def __post_init__(self) -> None:
         self.queued_since = min(self.queued_since, self.arrived)
