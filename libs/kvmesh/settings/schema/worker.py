@@ -68,7 +68,7 @@ class WorkerSettings(Section, frozen=True, kw_only=True):
     event_interval_s: Annotated[
         Seconds,
         Meta(description="time between batches of KV events while requests run, unless many wait"),
-    ] = 0.25
+    ] = 0.1
     drain_timeout_s: Annotated[Seconds, Meta(description="longest wait for running requests")] = (
         60.0
     )
