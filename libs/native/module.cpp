@@ -13,6 +13,8 @@
 namespace nb = nanobind;
 using namespace kvmesh;
 
+void bind_returns(nb::module_& m);
+
 namespace {
 
 // A borrowed view of any object with the buffer protocol, for the length of one call.
@@ -263,7 +265,7 @@ double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of kvmesh: block hashing, the prefix index, a router's view of a fleet, and a watchdog.";
+  m.doc() = "Native core of kvmesh: block hashing, the prefix index, a router's view of a fleet, rates of return, and a watchdog.";
   m.def("xxh3", &xxh3, nb::arg("data"), nb::arg("seed") = 0);
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"),
         nb::arg("previous") = 0);
@@ -289,4 +291,5 @@ NB_MODULE(_native, m) {
       .def(nb::init<double, unsigned>(), nb::arg("step"), nb::arg("looks"))
       .def("tick", &Watchdog::tick)
       .def("stop", &Watchdog::stop);
+  bind_returns(m);
 }

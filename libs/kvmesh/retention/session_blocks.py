@@ -313,14 +313,14 @@ class SessionBlocks(Generic[K]):
         found, end = 0, len(prompt)
         for other in others:
             theirs = other.blocks
-            if found >= len(theirs) or found >= end:
-                continue
-            if other.session == except_session and (
-                except_conversation is None or other.conversation == except_conversation
-            ):
-                continue
-            if theirs[found] == prompt[found]:
+            if found < len(theirs) and theirs[found] == prompt[found]:
+                if other.session == except_session and (
+                    except_conversation is None or other.conversation == except_conversation
+                ):
+                    continue
                 found = common_prefix(prompt, theirs)
+                if found == end:
+                    break
         return found
 
     def release(self, sessions: Iterable[str]) -> list[PromptTail[K]]:
