@@ -30,7 +30,7 @@ RankId = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class AgentState:
-    """One session, of a tenant or fair class, its `owner`.
+    """One session, of a tenant or fair class, its `owner`; `tenant` is that of both.
 
     `rank` holds its context; `tokens` leave out what other agents there share. `turn` is the packed
     hash of the last full block of its latest prompt, of `blocks` blocks. An active agent that is
@@ -58,15 +58,11 @@ class AgentState:
     rest_ends: float = inf
     turn: bytes = b""
     blocks: int = 0
+    tenant: str = ""
 
     def rested_s(self, now: float) -> float:
         """Seconds for which its request has waited for a place."""
         return 0.0 if self.waiting_since is None else max(now - self.waiting_since, 0.0)
-
-
-def tenant_of(session: str, agent: AgentState) -> str:
-    """The tenant of a session, within the owner of its fair class."""
-    return f"{agent.owner}\x1f{session_owner(session)}"
 
 
 class SeenTurn(NamedTuple):
@@ -141,6 +137,8 @@ class ActiveAgents:
 
     def _use(self, session: str, agent: AgentState) -> None:
         """Note an agent, perhaps a new one, as the latest that was used."""
+        if not agent.tenant:
+            agent.tenant = f"{agent.owner}\x1f{session_owner(session)}"
         self._agents[session] = self._engaged[session] = agent
         self._agents.move_to_end(session)
         self._engaged.move_to_end(session)
@@ -289,9 +287,7 @@ class ActiveAgents:
             del engaged[session]
 
     def _count_tenants(self) -> None:
-        tenants = (tenant_of(session, agent) for session, agent in self._engaged.items())
-        first = next(tenants, None)
-        self.several_tenants = any(tenant != first for tenant in tenants)
+        self.several_tenants = len({agent.tenant for agent in self._engaged.values()}) > 1
 
     def presence(self, session: str, agent: AgentState, now: float) -> float:
         """Share of an active agent's context that counts.
