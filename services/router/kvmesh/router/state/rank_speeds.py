@@ -221,7 +221,7 @@ class RankSpeeds:
         if seconds is None or not seconds.chunk:
             return 0.0
         step, _, token, _, linear, root = self._costs.seconds.tolist()
-        decode_s = step + token * requests + linear * used + root * math.sqrt(max(used, 0.0))
+        decode_s: float = step + token * requests + linear * used + root * math.sqrt(max(used, 0.0))
         return decode_s / seconds.prompt_token * (1 + fixed / seconds.chunk)
 
     def learned(self, slot: int) -> float:
