@@ -23,7 +23,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak agents parsers vllm sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench agents parsers vllm sanitize docs clean
 
 setup: $(BUILT)
 
@@ -121,6 +121,14 @@ $(COMPILED)/.built$(CORES): $(ENGINES) $(SOURCES)
 soak: $(ENGINES)
 	$(BIN)/pytest -q -m hypothesis --hypothesis-profile many --numprocesses 2 tests/unit
 	$(BIN)/pytest -q -m soak tests/simulation tests/clients tests/mesh tests/chaos
+
+# The speed of the working tree beside that of another commit, which gets a checkout and an environment
+# of its own; names what moved by more than its noise and fails where something became slower.
+bench: TREE = $(CURDIR)/build/base-$(shell git rev-parse --verify '$(BASE)^{commit}')
+bench: setup
+	test -e $(TREE)/Makefile || git worktree add --force --detach $(TREE) '$(BASE)'
+	$(MAKE) --directory=$(TREE) setup
+	$(BIN)/python benchmarks/builds.py --build $(TREE) $(ARGS)
 
 # Real vLLM on the CPU, in an environment of its own: its torch must be the CPU's, and media packages
 # that were built for another torch must go. Takes about 25 minutes on two slow cores.

@@ -21,7 +21,7 @@ import uvloop
 from agent_sessions import BLOCK, Replay, ReplayError, Session, script, sessions
 from chat_load import prompts
 from common import Report, cpu_seconds, parser
-from local_mesh import Mesh, running_mesh
+from local_mesh import Mesh, kind_of, running_mesh
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.messages import Decision, MessageDecoder, Outcome
@@ -125,19 +125,6 @@ def _computed(outcome: Outcome) -> int:
 def _possible(before: Outcome) -> int:
     """Tokens of whole blocks; the engine has not computed the last token that it generated."""
     return (before.prompt_tokens + before.output_tokens - 1) // BLOCK * BLOCK
-
-
-def kind_of(checkout: Path | None) -> type[Mesh]:
-    """A mesh whose services run from a checkout; None: from this one."""
-    if checkout is None:
-        return Mesh
-    python = str(checkout / ".venv/bin/python")
-
-    class Other(Mesh):
-        def command(self, role: str) -> list[str]:
-            return [python, *super().command(role)[1:]]
-
-    return Other
 
 
 @contextlib.asynccontextmanager

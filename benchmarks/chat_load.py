@@ -6,6 +6,7 @@ open from one event loop for throughput. Neither parses what it does not measure
 
 import asyncio
 import random
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from kvmesh.demo.corpus import words
 
 MODEL = "kvmesh-demo"
 LONGEST_S = 300.0
+USAGE = re.compile(rb'"(prompt|completion)_tokens": ?(\d+)')
+TAIL = 1024  # bytes at the end of an answer that hold its usage
 TCP_QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
 
@@ -27,9 +30,15 @@ class LoadError(Exception):
 
 
 def chat(messages: list[dict[str, str]], tokens: int, stream: bool) -> bytes:
-    """A request body that generates exactly `tokens` tokens."""
+    """A request body that generates exactly `tokens` tokens and asks for their count."""
     body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": tokens}
-    return msgspec.json.encode({**body, "stream": stream, "ignore_eos": True})
+    body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    return msgspec.json.encode({**body, "ignore_eos": True})
+
+
+def user(text: str) -> list[dict[str, str]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
 
 
 def prompts(seed: int, tokens: int) -> Iterator[str]:
@@ -51,11 +60,19 @@ def _post(url: str, body: bytes) -> bytes:
 
 @dataclass
 class Timing:
-    """Seconds of one streamed response: to the first token, to the end, and between pieces."""
+    """Seconds of one response: to the first token, to the end, and between pieces; its usage."""
 
     first_s: float = 0.0
     total_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def count(self, tail: bytes) -> None:
+        """Take the numbers of tokens from the end of the answer; 0 where it has none."""
+        usage = {name: int(number) for name, number in USAGE.findall(tail)}
+        self.prompt_tokens = usage.get(b"prompt", 0)
+        self.output_tokens = usage.get(b"completion", 0)
 
 
 class Connection:
@@ -88,6 +105,7 @@ class Connection:
             if not timing.first_s and has_token(seen):
                 timing.first_s = time.perf_counter() - started
         timing.total_s = time.perf_counter() - started
+        timing.count(seen[-TAIL:])
         return timing
 
 
@@ -145,9 +163,10 @@ class _Stream(asyncio.Protocol):
             self._timing.first_s = now - self._started
         self._timing.gaps_s.append(now - self._latest)
         self._latest = now
-        self._tail = (self._tail + data)[-5:]
-        if self._need <= 0 and (self._need == 0 or self._tail == b"0\r\n\r\n"):
+        self._tail = (self._tail + data)[-TAIL:]
+        if self._need <= 0 and (self._need == 0 or ended(self._tail)):
             self._timing.total_s = now - self._started
+            self._timing.count(self._tail)
             self._timings.append(self._timing)
             self._send()
 

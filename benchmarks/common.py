@@ -29,6 +29,12 @@ def rss_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def pss_bytes(pid: int) -> int:
+    """Proportional memory of a live process: a page that n processes share counts 1/n."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(rollup.partition("\nPss:")[2].split()[0]) << 10
+
+
 def percentile(values: Iterable[float], share: float) -> float:
     """The value below which `share` (0 to 1) of `values` lie, interpolated; NaN for none."""
     ordered = sorted(values)

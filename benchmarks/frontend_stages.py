@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import uvloop
-from chat_load import MODEL, chat
+from chat_load import MODEL, chat, user
 from common import Report, median
 
 from kvmesh.bus.messages import Chunk, ModelCard, StepOutput, encode
@@ -45,7 +45,7 @@ def turn_stages(report: Report, model: ServedModel, turns: Iterator[bytes]) -> N
     rows = uvloop.run(_turns(model, list(turns)))
     for place, name in enumerate(("parse its body", "render it", "tokens, hashes")):
         here = median([row[place] for row in rows[2:]])
-        report.add(f"    in process: {name}", here, "CPU ms/turn")
+        report.add(f"frontend, turn of 40K tokens: {name}", here, "CPU ms")
 
 
 async def _turns(model: ServedModel, bodies: list[bytes]) -> list[tuple[float, float, float]]:
@@ -67,7 +67,7 @@ def token_path(report: Report, model: ServedModel) -> None:
     """Microseconds from a message of the bus to the frame for a socket."""
     for name, walked in (("caches warm", 0), ("caches cold", WALKED)):
         here = uvloop.run(_tokens(model, walked)) * 1e6
-        report.add(f"    in process: its token path, {name}", here, "CPU µs/token")
+        report.add(f"frontend, bus to frame, {name}", here, "CPU µs/token")
 
 
 async def _tokens(model: ServedModel, walked: int) -> float:
@@ -87,7 +87,7 @@ async def _tokens(model: ServedModel, walked: int) -> float:
 
 
 def _stream(model: ServedModel, inbox: TokenInbox, number: int) -> TokenStream:
-    call = Chat().parse(chat([{"role": "user", "content": "Hello"}], STEPS, True), {}, STAMP)
+    call = Chat().parse(chat(user("Hello"), STEPS, True), {}, STAMP)
     dialect = model.dialect
     parser = dialect.grammar.parser([], "<|im_start|>assistant\n", calls=False)
     pipeline = OutputPipeline(dialect.detokenizers.create(), [], parser)

@@ -10,15 +10,17 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from kvmesh.cli.supervisor.nats import server_threads
 
 NATS_SERVER = Path(sys.executable).with_name("nats-server")
-START_S = 30.0
+NATS_THREADS = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1))}  # as `kvmesh up` does
+START_S, STOP_S = 30.0, 10.0
 
 
 def free_port() -> int:
@@ -51,6 +53,67 @@ def nats_command(folder: Path, port: int, limits: str = "") -> list[str]:
     return [str(NATS_SERVER), "-c", str(config)]
 
 
+def environ() -> dict[str, str]:
+    """This process's environment without the settings of a mesh."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+
+
+def refusal(url: str) -> str | None:
+    """None if the demo model answers there, else why not."""
+    body = {"messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        msgspec.json.encode({"model": "kvmesh-demo", **body}),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        urllib.request.urlopen(request, timeout=5).close()
+    except (urllib.error.URLError, OSError) as error:
+        return str(error)
+    return None
+
+
+def until_answers(
+    url: str, processes: Mapping[str, subprocess.Popen[bytes]], log: Callable[[str], str]
+) -> float:
+    """The monotonic time of the first answer. Raises RuntimeError if there is none."""
+    deadline = time.monotonic() + START_S
+    while (answer := refusal(url)) is not None:
+        for name, process in processes.items():
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} ended at its start:\n{log(name)}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{url} did not start to serve: {answer}")
+        time.sleep(0.02)
+    return time.monotonic()
+
+
+def step_profile(folder: Path, step_ms: float) -> Path:
+    """A file of step times for mock engines: a decode step of any size, and prompts at once."""
+    tokens = np.array([1.0, 2.0**20])
+    np.savez(
+        folder / "steps.npz",
+        prefill_isl=tokens,
+        prefill_ttft_ms=np.array([0.001, 0.002]),
+        decode_active_kv_tokens=tokens,
+        decode_context_length=tokens,
+        decode_itl=np.full((2, 2), step_ms),
+    )
+    return folder / "steps.npz"
+
+
+def stop_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Stop processes together; kills those that take too long."""
+    for process in (stopping := list(processes)):
+        process.send_signal(signal.SIGTERM)
+    for process in stopping:
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 class Mesh:
     """Running processes by name (`nats`, `frontend`, `router`, `indexer`, `worker-0` …)."""
 
@@ -59,6 +122,7 @@ class Mesh:
         self.options = options
         self.nats_port = free_port()
         self.ports = [free_port() for _ in range(frontends)]
+        self.started_s = 0.0
         self._health_ports: list[int] = []
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -75,8 +139,8 @@ class Mesh:
         return {name: process.pid for name, process in self._processes.items()}
 
     def start(self, workers: int) -> None:
-        threads = {"GOMAXPROCS": str(server_threads(os.cpu_count() or 1))}  # as `kvmesh up` does
-        self._spawn("nats", nats_command(self.folder, self.nats_port), threads)
+        started = time.monotonic()
+        self._spawn("nats", nats_command(self.folder, self.nats_port), NATS_THREADS)
         for name in ("router", "indexer"):
             self.add_service(name, name, {})
         for index in range(workers):
@@ -87,7 +151,7 @@ class Mesh:
         for index, port in enumerate(self.ports):
             name = f"frontend-{index}" if index else "frontend"
             self.add_service("frontend", name, {"KVMESH_FRONTEND_PORT": str(port)})
-        self._until_ready()
+        self._until_ready(started)
 
     def add_service(self, role: str, name: str, options: dict[str, str]) -> None:
         """Start a process of a role beside the others."""
@@ -99,37 +163,18 @@ class Mesh:
         return [sys.executable, "-m", "kvmesh.cli.main", role]
 
     def _spawn(self, name: str, command: list[str], options: dict[str, str]) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
-        environment = {**kept, **self.options, **options}
+        environment = environ() | self.options | options
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         self._processes[name] = process
 
-    def _until_ready(self) -> None:
+    def _until_ready(self, started: float) -> None:
+        self.started_s = until_answers(self.url, self._processes, self.log) - started
         deadline = time.monotonic() + START_S
-        answer: object = None
-        while time.monotonic() < deadline:
-            for name, process in self._processes.items():
-                if process.poll() is not None:
-                    raise RuntimeError(f"{name} ended at its start:\n{self.log(name)}")
-            answer = self._complete()
-            if answer is None and all(self._healthy(port) for port in self._health_ports):
-                return
+        while not all(self._healthy(port) for port in self._health_ports):
+            if time.monotonic() > deadline:
+                raise RuntimeError("not all workers became healthy")
             time.sleep(0.1)
-        raise RuntimeError(f"the mesh did not start to serve: {answer}")
-
-    def _complete(self) -> str | None:
-        body = {"messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1}
-        request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions",
-            msgspec.json.encode({"model": "kvmesh-demo", **body}),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            urllib.request.urlopen(request, timeout=5).close()
-        except (urllib.error.URLError, OSError) as error:
-            return str(error)
-        return None
 
     def _healthy(self, port: int) -> bool:
         try:
@@ -142,17 +187,23 @@ class Mesh:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def stop(self) -> None:
-        for name, process in reversed(self._processes.items()):
-            if name != "nats":
-                process.send_signal(signal.SIGTERM)
-        for name, process in reversed(self._processes.items()):
-            if name == "nats":
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        stop_all(process for name, process in self._processes.items() if name != "nats")
+        stop_all(process for name, process in self._processes.items() if name == "nats")
+
+
+def python_of(checkout: Path | None) -> str:
+    """The interpreter of a checkout's `.venv`; None: of this one."""
+    return str(checkout.absolute() / ".venv/bin/python") if checkout else sys.executable
+
+
+def kind_of(checkout: Path | None) -> type[Mesh]:
+    """A mesh whose services run from a checkout; None: from this one."""
+
+    class Build(Mesh):
+        def command(self, role: str) -> list[str]:
+            return [python_of(checkout), *super().command(role)[1:]]
+
+    return Build
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import uvloop
-from chat_load import chat, drive, prompts
+from chat_load import chat, drive, prompts, user
 from common import Interval, Report, measure, median, parser
 from local_mesh import Mesh, running_mesh
 
@@ -63,7 +63,7 @@ class Dropped(BaseHTTPRequestHandler):
 
 def bodies(seed: int, load: Load) -> Iterator[bytes]:
     texts = itertools.islice(prompts(seed, load.prompt), load.requests)
-    return iter([chat([{"role": "user", "content": t}], load.output, True) for t in texts])
+    return iter([chat(user(t), load.output, True) for t in texts])
 
 
 def run(mesh: Mesh, seed: int, load: Load) -> Interval:

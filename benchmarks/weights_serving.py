@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 
-from chat_load import chat, drive, prompts
+from chat_load import chat, drive, prompts, user
 from common import Report, median, percentile
 from local_mesh import Mesh, running_mesh
 from weights import CHILD, Bench
@@ -117,7 +117,7 @@ async def _gaps(mesh: Mesh, bodies: "map[bytes]") -> list[float]:
 
 
 def _body(prompt: str) -> bytes:
-    return chat([{"role": "user", "content": prompt}], TOKENS, True)
+    return chat(user(prompt), TOKENS, True)
 
 
 def _cpus() -> tuple[set[int], set[int]]:
