@@ -1,4 +1,7 @@
-"""Native core of kvmesh: block hashes, the prefix index, gathering of candidates, a watchdog."""
+"""Native core: block hashes, the prefix index, candidates, rates of return, a watchdog."""
+
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +63,7 @@ class NativePrefixIndex:
     def attach(
         self, rank: int, tier: int, previous: int, engine: Buffer, local: Buffer
     ) -> None: ...
+    def load(self, rank: int, segments: list[OverlapSegment]) -> None: ...
     def remove(self, rank: int, tier: int, engine: Buffer) -> bytes: ...
     def clear(self, rank: int, tier: int | None = None) -> int: ...
     def find(self, sequence: Buffer) -> bytes: ...
@@ -77,3 +81,69 @@ class Watchdog:
     def __init__(self, step: float, looks: int) -> None: ...
     def tick(self) -> None: ...
     def stop(self) -> None: ...
+
+def age_bin(age_s: float) -> int:
+    """The bin of an age in seconds; a negative age counts as 0."""
+
+def share_returned(rates: Sequence[float], within_s: float) -> float:
+    """The share of prompts that return within this age, by rates per second of the bins of age."""
+
+def share_within(rates: Sequence[float], age_s: float, seconds: float) -> float:
+    """The share that returns within so many seconds, of the prompts that wait at an age."""
+
+def values_by_age(rates: Sequence[float]) -> tuple[float, ...]:
+    """The value in returns per second at the start of each bin, for rates of return per second."""
+
+def chances_by_age(rates: Sequence[float]) -> tuple[float, ...]:
+    """The probability of a return at all after the start of each bin, for rates per second.
+
+    The last bin, which has no end, counts as long as all others together.
+    """
+
+def pack_rates(rates: Sequence[float]) -> bytes:
+    """Rates per second, one for each bin, as `BINS` bytes; each is off by at most 4.5 %."""
+
+def learned_rates(tables: list[LifeTable], now: float) -> list[float]:
+    """Rates per second by bin of age, of the last of these tables, coarse to fine.
+
+    Closed ones do not count. The coarsest one refines the belief that rates halve from bin to bin.
+    """
+
+def start_all(tables: list[LifeTable], now: float, expected: float) -> None:
+    """A prompt of these classes has ended: it reaches the first bin, a return as `expected`."""
+
+def grow_older(tables: list[LifeTable], bin_: int, at: float) -> None:
+    """A prompt of these classes leaves a bin of age for the next one."""
+
+class LifeTable:
+    """Life table of one class of prompts: returns and seconds at risk, by age since the last use.
+
+    The rate of return at an age is the number of returns at that age over the seconds that prompts
+    have waited at that age. Prompts that still wait count with their seconds so far, so that rates
+    are not biased towards early returns. Old evidence fades with a half-life.
+
+    Times are in seconds and do not decrease by much. `prompts`, `returned` and `expected` count,
+    faded, the prompts that have ended, those that returned, and the returns that were expected of
+    them. Nothing has an effect once it is `closed`: prompts that wait may hold a forgotten class.
+    """
+
+    HALF_LIFE_S: ClassVar[float]
+
+    def __init__(self, now: float) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def prompts(self) -> float: ...
+    @property
+    def returned(self) -> float: ...
+    @property
+    def expected(self) -> float: ...
+    def close(self) -> None: ...
+    def leave(self, bin_: int, now: float) -> None:
+        """A prompt leaves a bin of age: it returns or is forgotten."""
+
+    def count_return(self, age_s: float, until_s: float) -> None:
+        """A prompt that has left its bin at the age `until_s` had returned at `age_s`.
+
+        Its seconds after that were counted and are taken back.
+        """

@@ -43,6 +43,11 @@ class FlatMap {
     return 0;
   }
 
+  // Makes room for so many keys in all.
+  void reserve(size_t keys) {
+    if (keys > limit_) resize(keys * 16 / 15 / WIDTH + 1);
+  }
+
   // Adds a key that the map does not have.
   void insert(uint64_t key, uint32_t value) {
     if (size_ >= limit_) resize(grown());

@@ -56,6 +56,12 @@ void Index::attach(uint32_t rank_number, uint32_t tier, uint64_t previous, Hashe
   append(rank, tier, {0, previous, RankSet::EMPTY}, engine, local);
 }
 
+void Index::reserve(uint32_t rank_number, uint32_t tier, size_t blocks) {
+  Rank& rank = obtain_rank(rank_number);
+  const std::lock_guard guard(rank.mutex);
+  rank.names[tier].reserve(rank.names[tier].size() + blocks);
+}
+
 std::vector<uint64_t> Index::remove(uint32_t rank_number, uint32_t tier, Hashes engine) {
   Rank* const rank = this->rank(rank_number);
   std::vector<uint64_t> removed;

@@ -77,6 +77,8 @@ class Index {
   bool store(uint32_t rank, uint32_t tier, std::optional<uint64_t> parent, Hashes engine,
              Hashes local, uint64_t salt);
   void attach(uint32_t rank, uint32_t tier, uint64_t previous, Hashes engine, Hashes local);
+  // Makes room for more blocks of the rank in the tier.
+  void reserve(uint32_t rank, uint32_t tier, size_t blocks);
   // Returns the sequence hashes of the blocks that the rank held.
   std::vector<uint64_t> remove(uint32_t rank, uint32_t tier, Hashes engine);
   size_t clear(uint32_t rank, std::optional<uint32_t> tier);

@@ -13,6 +13,8 @@
 namespace nb = nanobind;
 using namespace kvmesh;
 
+void bind_returns(nb::module_& m);
+
 namespace {
 
 // A borrowed view of any object with the buffer protocol, for the length of one call.
@@ -130,6 +132,40 @@ void attach(Index& index, uint64_t rank, uint64_t tier, uint64_t previous, nb::h
   const Blocks blocks(rank, tier, engine, local);
   const nb::gil_scoped_release released;
   index.attach(rank, tier, previous, blocks.engine(), blocks.local());
+}
+
+// A dumped chain, to be added to a rank.
+struct Segment {
+  Segment(uint64_t rank, nb::tuple fields)
+      : tier(nb::cast<uint64_t>(fields[0])),
+        root(nb::cast<bool>(fields[1])),
+        previous(nb::cast<uint64_t>(fields[2])),
+        blocks(rank, tier, fields[3], fields[4]) {}
+
+  uint64_t tier;
+  bool root;
+  uint64_t previous;
+  Blocks blocks;
+};
+
+void load(Index& index, uint64_t rank, nb::list segments) {
+  std::deque<Segment> chains;
+  std::array<size_t, TIERS> counts{};
+  for (nb::handle each : segments) {
+    const Segment& chain = chains.emplace_back(rank, nb::cast<nb::tuple>(each));
+    counts[chain.tier] += chain.blocks.engine().count;
+  }
+  const nb::gil_scoped_release released;
+  for (uint32_t tier = 0; tier < TIERS; ++tier) {
+    if (counts[tier] != 0) index.reserve(rank, tier, counts[tier]);
+  }
+  for (const auto& [tier, root, previous, blocks] : chains) {
+    if (root) {
+      index.store(rank, tier, std::nullopt, blocks.engine(), blocks.local(), previous);
+    } else {
+      index.attach(rank, tier, previous, blocks.engine(), blocks.local());
+    }
+  }
 }
 
 nb::bytes packed(const std::vector<uint64_t>& values) {
@@ -263,7 +299,7 @@ double gather(nb::handle overlap, nb::handle loads, nb::handle slots, nb::handle
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of kvmesh: block hashing, the prefix index, a router's view of a fleet, and a watchdog.";
+  m.doc() = "Native core of kvmesh: block hashing, the prefix index, a router's view of a fleet, rates of return, and a watchdog.";
   m.def("xxh3", &xxh3, nb::arg("data"), nb::arg("seed") = 0);
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"),
         nb::arg("previous") = 0);
@@ -278,6 +314,7 @@ NB_MODULE(_native, m) {
            nb::arg("engine"), nb::arg("local"), nb::arg("salt") = 0)
       .def("attach", &attach, nb::arg("rank"), nb::arg("tier"), nb::arg("previous"),
            nb::arg("engine"), nb::arg("local"))
+      .def("load", &load, nb::arg("rank"), nb::arg("segments"))
       .def("remove", &remove_blocks, nb::arg("rank"), nb::arg("tier"), nb::arg("engine"))
       .def("clear", &clear, nb::arg("rank"), nb::arg("tier") = nb::none())
       .def("find", &find, nb::arg("sequence"))
@@ -289,4 +326,5 @@ NB_MODULE(_native, m) {
       .def(nb::init<double, unsigned>(), nb::arg("step"), nb::arg("looks"))
       .def("tick", &Watchdog::tick)
       .def("stop", &Watchdog::stop);
+  bind_returns(m);
 }

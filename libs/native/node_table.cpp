@@ -7,7 +7,7 @@ namespace kvmesh {
 
 Shard::Shard(std::atomic<uint64_t>& table, const Epochs& epochs, const NodeSpace& nodes)
     : table_(table), nodes_(&nodes[0]), limbo(epochs) {
-  table_.store(create(4), std::memory_order_release);
+  table_.store(create(Table::FIRST), std::memory_order_release);
 }
 
 Shard::~Shard() { std::free(table().begin()); }

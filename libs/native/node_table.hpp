@@ -112,11 +112,13 @@ class Table {
   }
   static constexpr size_t ALIGNMENT = 128;
 
-  // The next larger number of groups: to save memory, by a quarter at most beyond small tables.
+  // The next larger number of groups: each growth moves all nodes, but room takes memory. Counts of 5
+  // and 7 times a power of 2 follow each other, each by a factor of about the root of 2.
   uint64_t grown() const {
     const uint64_t quarter = uint64_t{1} << (std::bit_width(count_) - 3);
-    return count_ + (count_ < SMALL ? 2 : 1) * quarter;
+    return count_ < SMALL ? 2 * count_ : count_ + count_ / quarter / 2 * quarter;
   }
+  static constexpr uint64_t FIRST = 5 << 4;  // of a new table
 
   Group* begin() const { return groups_; }
   Group* end() const { return groups_ + count_; }

@@ -241,7 +241,8 @@ class RankSet {
   static void rebuild(std::atomic<Word>& word, uint32_t rank, uint32_t tier, bool on,
                       uint32_t universe, Limbo& limbo, uint64_t epoch) {
     const Word now = word.load(std::memory_order_relaxed);
-    thread_local std::vector<uint32_t> entries;  // kept to reuse its memory
+    thread_local std::vector<uint32_t> kept;  // to reuse its memory
+    std::vector<uint32_t>& entries = kept;    // whose place is looked up once
     entries.clear();
     for_each(now, [&](uint32_t other, uint32_t tiers) {
       if (other != rank) entries.push_back(other << 4 | tiers);
@@ -261,8 +262,9 @@ class RankSet {
     const auto slots = static_cast<uint32_t>(entries.size() + entries.size() / 2);
     const uint32_t words = universe / 64 + 1;
     const bool array = entries.size() <= MAX_ARRAY && 4 * slots < 8 * words * std::popcount(planes);
+    // Room for more ranks, so that the set is not built anew for each column of them.
     return reinterpret_cast<Word>(array ? build_array(entries, slots, limbo)
-                                        : build_bits(entries, planes, words, limbo));
+                                        : build_bits(entries, planes, words + words / 4, limbo));
   }
 
   static Heap* build_array(const std::vector<uint32_t>& entries, uint32_t slots, Limbo& limbo) {

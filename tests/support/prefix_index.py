@@ -5,7 +5,7 @@ from struct import iter_unpack, pack
 
 import pytest
 
-from kvmesh.index import OverlapSegment, PrefixIndex, create_index
+from kvmesh.index import PrefixIndex, create_index
 from kvmesh.index.reference import ReferencePrefixIndex
 
 Factory = Callable[[], PrefixIndex]
@@ -24,11 +24,3 @@ def rows(answer: bytes) -> dict[int, tuple[int, ...]]:
     decoded = list(iter_unpack("<5I", answer))
     assert len({row[0] for row in decoded}) == len(decoded), "a rank has two rows"
     return {rank: tuple(counts) for rank, *counts in decoded}
-
-
-def load(index: PrefixIndex, rank: int, segments: list[OverlapSegment]) -> None:
-    for tier, root, previous, engine, local in segments:
-        if root:
-            assert index.store(rank, tier, None, engine, local, previous)
-        else:
-            index.attach(rank, tier, previous, engine, local)

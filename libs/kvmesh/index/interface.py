@@ -84,10 +84,11 @@ class PrefixIndex(Protocol):
         ...
 
     def attach(self, rank: int, tier: int, previous: int, engine: Buffer, local: Buffer) -> None:
-        """Add consecutive blocks after the block with sequence hash `previous`, held or not.
+        """Add consecutive blocks after the block with sequence hash `previous`, held or not."""
+        ...
 
-        Restores a dumped `OverlapSegment` that is not a root.
-        """
+    def load(self, rank: int, segments: list[OverlapSegment]) -> None:
+        """Add the blocks that `dump` returned: store roots, attach other segments."""
         ...
 
     def remove(self, rank: int, tier: int, engine: Buffer) -> bytes:
@@ -113,7 +114,7 @@ class PrefixIndex(Protocol):
         ...
 
     def dump(self, rank: int) -> list[OverlapSegment]:
-        """Return all blocks of a rank; storing (roots) or attaching the segments restores them."""
+        """Return all blocks of a rank; `load` restores them."""
         ...
 
     def ranks(self) -> bytes:

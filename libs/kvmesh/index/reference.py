@@ -48,6 +48,11 @@ class ReferencePrefixIndex:
         _check(rank, tier)
         self._add(rank, tier, False, previous, engine, local)
 
+    def load(self, rank: int, segments: list[OverlapSegment]) -> None:
+        for tier, root, previous, engine, local in segments:
+            _check(rank, tier)
+            self._add(rank, tier, root, previous, engine, local)
+
     def _add(
         self, rank: int, tier: int, root: bool, previous: int | None, engine: Buffer, local: Buffer
     ) -> None:

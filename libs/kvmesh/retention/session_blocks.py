@@ -117,7 +117,7 @@ class SessionBlocks(Generic[K]):
         self._max_blocks = max_blocks
         self._counted = 0
         self._sessions: OrderedDict[str, _Session[K]] = OrderedDict()
-        self._by_root: dict[K, dict[_Prompt[K], None]] = {}
+        self._by_root: dict[K, dict[_Prompt[K], K | None]] = {}  # with the second block, if known
         self._released: OrderedDict[K, _Prompt[K]] = OrderedDict()  # one prompt of each root
         self._released_counted = 0
 
@@ -300,26 +300,33 @@ class SessionBlocks(Generic[K]):
 
         With `except_conversation`, other conversations of that session count, too.
         """
-        others = self._by_root.get(prompt[0], ()) if prompt else ()
-        return self._shared(others, prompt, except_session, except_conversation)
+        others = self._by_root.get(prompt[0]) if prompt else None
+        if others is None:
+            return 0
+        return self._shared(others.items(), prompt, except_session, except_conversation)
 
     def _shared(
         self,
-        others: Iterable[_Prompt[K]],
+        others: Iterable[tuple[_Prompt[K], K | None]],
         prompt: Sequence[K],
         except_session: str | None,
         except_conversation: int | None = None,
     ) -> int:
+        """Count the leading blocks that some of others share, which begin with the same block.
+
+        Each comes with its second block, by which most are told apart.
+        """
         found, end = 0, len(prompt)
-        for other in others:
-            theirs = other.blocks
-            if found >= len(theirs) or found >= end:
+        second = prompt[1] if end > 1 else None
+        for other, their_second in others:
+            if found and their_second is not None and their_second != second:
                 continue
             if other.session == except_session and (
                 except_conversation is None or other.conversation == except_conversation
             ):
                 continue
-            if theirs[found] == prompt[found]:
+            theirs = other.blocks
+            if found < end and found < len(theirs) and theirs[found] == prompt[found]:
                 found = common_prefix(prompt, theirs)
         return found
 
@@ -353,7 +360,9 @@ class SessionBlocks(Generic[K]):
 
     def _common(self, session: str, prompt: Sequence[K]) -> int:
         """Count the leading blocks that another session uses, or one released lately used."""
-        live = self._shared(self._newest(prompt[0]), prompt, session)
+        prompts = self._by_root.get(prompt[0])
+        newest = islice(reversed(prompts.items()), MAX_COMPARED) if prompts is not None else ()
+        live = self._shared(newest, prompt, session)
         released = self._released.get(prompt[0])
         return live if released is None else max(live, common_prefix(released.blocks, prompt))
 
@@ -378,7 +387,9 @@ class SessionBlocks(Generic[K]):
             entry.prompts.remove(oldest)
             self._remove(oldest)
         entry.prompts.append(prompt)
-        self._by_root.setdefault(prompt.blocks[0], {})[prompt] = None
+        blocks = prompt.blocks
+        second = blocks[1] if len(blocks) > 1 else None
+        self._by_root.setdefault(blocks[0], {})[prompt] = second
         self._counted += prompt.counted
 
     def _remove(self, prompt: _Prompt[K]) -> None:

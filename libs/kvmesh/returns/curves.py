@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 from math import inf
 
+from kvmesh._native import LifeTable, grow_older, learned_rates, start_all
 from kvmesh.returns.classes import ClassKey
-from kvmesh.returns.life_table import LifeTable
 from kvmesh.returns.rates import AGE_ENDS, BINS, share_returned
 
 MAX_CLASSES = 8192
@@ -58,6 +58,7 @@ class ReturnCurves:
         self._tables: OrderedDict[ClassKey, LifeTable] = OrderedDict()
         self._queues: list[deque[Awaited]] = [deque() for _ in range(BINS - 1)]
         self._now = 0.0
+        self._next = inf  # the first time at which a prompt is due in a queue
         self._checked: list[deque[Awaited]] = [deque(maxlen=MAX_CHECKED) for _ in CHECKED_BINS]
         self.calibrations = [Calibration(AGE_ENDS[bin_]) for bin_ in CHECKED_BINS]
 
@@ -65,27 +66,21 @@ class ReturnCurves:
         """The life tables of these classes; a new one for each that is new."""
         return [self._table(key) for key in keys]
 
-    def rates(self, tables: Sequence[LifeTable]) -> list[float]:
+    def rates(self, tables: list[LifeTable]) -> list[float]:
         """Rates of return per second by bin of age, of the last of these, coarse to fine.
 
         Forgotten classes do not count.
         """
-        known = [table for table in tables if not table.closed] or [LifeTable(self._now)]
-        rates = known[0].own_rates(self._now)
-        for table in known[1:]:
-            rates = table.refine(rates, self._now)
-        return rates
+        return learned_rates(tables, self._now)
 
     def start(self, tables: list[LifeTable], rates: Sequence[float], now: float) -> Awaited:
         """Await the return of a prompt whose use ended now; `rates` are those expected."""
         now = self.advance(now)
         expected = tuple([share_returned(rates, AGE_ENDS[bin_]) for bin_ in CHECKED_BINS])
         awaited = Awaited(now, tables, expected)
-        in_all = share_returned(rates, AGE_ENDS[-2])
-        for table in tables:
-            table.enter(0, now)
-            table.count(1.0, in_all)
+        start_all(tables, now, share_returned(rates, AGE_ENDS[-2]))
         self._queues[0].append(awaited)
+        self._next = min(self._next, now + AGE_ENDS[0])
         for checked in self._checked:
             checked.append(awaited)
         return awaited
@@ -106,6 +101,8 @@ class ReturnCurves:
     def advance(self, now: float) -> float:
         """Let awaited prompts grow older; returns the time, which never decreases."""
         self._now = now = max(now, self._now)
+        if now < self._next:
+            return now
         for bin_, queue in enumerate(self._queues):
             end_s = AGE_ENDS[bin_]
             while queue and (queue[0].over or queue[0].since + end_s <= now):
@@ -120,6 +117,11 @@ class ReturnCurves:
                 if awaited.returned_at < inf or not awaited.over:
                     calibration.expected += awaited.expected[number]
                     calibration.observed += awaited.returned_at < end
+        due = [queue[0].since + AGE_ENDS[bin_] for bin_, queue in enumerate(self._queues) if queue]
+        for calibration, checked in zip(self.calibrations, self._checked, strict=True):
+            if checked:
+                due.append(checked[0].since + calibration.within_s + LATE_S)
+        self._next = min(due, default=inf)
         return now
 
     def summaries(self, limit: int = MAX_CLASSES) -> list[ClassSummary]:
@@ -150,9 +152,7 @@ class ReturnCurves:
 
     def _grow_older(self, awaited: Awaited, bin_: int, at: float) -> None:
         awaited.bin = bin_ + 1
-        for table in awaited.tables:
-            table.leave(bin_, at)
-            table.enter(bin_ + 1, at)
+        grow_older(awaited.tables, bin_, at)
         if bin_ + 1 < len(self._queues):
             self._queues[bin_ + 1].append(awaited)
 

@@ -8,8 +8,9 @@ be sent while the second has more hits.
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import inf
+from operator import attrgetter
 
-from kvmesh.returns.rates import age_bin
+from kvmesh.returns.rates import AGE_ENDS, age_bin
 
 MAX_CONVERSATIONS = 512
 MEMORY_RETURNS = 2000  # returns over which hits fade to a third
@@ -17,24 +18,35 @@ LEAST_RETURNS = 30
 LONGEST_USE_S = 1800.0  # later, a use without an end counts as lost
 _HASHES = 1 << 64
 _IN_USE: Sequence[float] = ()
+_VALUE = attrgetter("value")
 
 
 class _Held:
-    """Blocks of a conversation in both caches; without `values` it is in use."""
+    """Blocks of a conversation in both caches; without `values` it is in use.
 
-    __slots__ = ("by_recency", "by_value", "since", "values")
+    `value` is the present one, which changes at `changes_at`.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("by_recency", "by_value", "changes_at", "name", "since", "value", "values")
+
+    def __init__(self, name: int) -> None:
+        self.name = name
         self.by_recency = 0
         self.by_value = 0
-        self.since = 0.0
-        self.values = _IN_USE
+        self.start(_IN_USE, 0.0)
 
-    def value(self, now: float) -> float:
-        values = self.values
-        if values is _IN_USE:
-            return inf if now - self.since < LONGEST_USE_S else 0.0
-        return values[age_bin(now - self.since)]
+    def start(self, values: Sequence[float], now: float) -> None:
+        """Count the age from now on."""
+        self.values, self.since = values, now
+        self.value, self.changes_at = inf, now + (0.0 if values else LONGEST_USE_S)
+
+    def grow_older(self, now: float) -> None:
+        """Set the value to that of the present age."""
+        if not self.values:
+            self.value, self.changes_at = 0.0, inf
+            return
+        bin_ = age_bin(now - self.since)
+        self.value, self.changes_at = self.values[bin_], self.since + AGE_ENDS[bin_]
 
 
 class ShadowCaches:
@@ -53,6 +65,7 @@ class ShadowCaches:
         self.wanted = 0.0
         self.returns = 0
         self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._recent: OrderedDict[int, _Held] = OrderedDict()  # those that recency holds
         self._by_recency = 0
         self._by_value = 0
 
@@ -73,13 +86,16 @@ class ShadowCaches:
         if shared:
             self._count(held, shared)
         if held is None:
-            held = self._held[name] = _Held()
+            held = self._held[name] = _Held(name)
         self._held.move_to_end(name)
-        held.values, held.since = _IN_USE, now
+        self._recent[name] = held
+        self._recent.move_to_end(name)
+        held.start(_IN_USE, now)
         self._by_recency += blocks - held.by_recency
         self._by_value += blocks - held.by_value
         held.by_recency = held.by_value = blocks
         self._evict(now)
+        self._drop_empty(held)
         if len(self._held) > MAX_CONVERSATIONS:
             self._halve()
 
@@ -87,7 +103,7 @@ class ShadowCaches:
         """The use has ended: `values` by age are those of its forecast."""
         held = self._held.get(name)
         if held is not None:
-            held.values, held.since = values, now
+            held.start(values, now)
 
     def _count(self, held: _Held | None, shared: int) -> None:
         kept = 1.0 - 1.0 / MEMORY_RETURNS
@@ -100,27 +116,37 @@ class ShadowCaches:
 
     def _evict(self, now: float) -> None:
         room = self.capacity * self.share
-        if self._by_recency > room:
-            for held in self._held.values():
-                gone = min(held.by_recency, int(self._by_recency - room) + 1)
-                held.by_recency -= gone
-                self._by_recency -= gone
-                if self._by_recency <= room:
-                    break
-        if self._by_value > room:
-            order = sorted(self._held.values(), key=lambda held: held.value(now))
-            for held in order:
-                gone = min(held.by_value, int(self._by_value - room) + 1)
-                held.by_value -= gone
-                self._by_value -= gone
-                if self._by_value <= room:
-                    break
-        for name in [n for n, held in self._held.items() if not held.by_value + held.by_recency]:
-            del self._held[name]
+        while self._by_recency > room:
+            held = next(iter(self._recent.values()))
+            gone = min(held.by_recency, int(self._by_recency - room) + 1)
+            held.by_recency -= gone
+            self._by_recency -= gone
+            self._drop_empty(held)
+        if self._by_value <= room:
+            return
+        order = [held for held in self._held.values() if held.by_value]
+        for held in order:
+            if held.changes_at <= now:
+                held.grow_older(now)
+        while self._by_value > room:
+            held = min(order, key=_VALUE)
+            gone = min(held.by_value, int(self._by_value - room) + 1)
+            held.by_value -= gone
+            self._by_value -= gone
+            if not held.by_value:
+                order.remove(held)
+                self._drop_empty(held)
+
+    def _drop_empty(self, held: _Held) -> None:
+        if not held.by_recency:
+            self._recent.pop(held.name, None)
+            if not held.by_value:
+                self._held.pop(held.name, None)
 
     def _halve(self) -> None:
         self.share /= 2
         for name in [name for name in self._held if name >= self.share * _HASHES]:
             held = self._held.pop(name)
+            self._recent.pop(name, None)
             self._by_recency -= held.by_recency
             self._by_value -= held.by_value

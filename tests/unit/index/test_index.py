@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from support.prefix_index import FACTORIES, Factory, hashes, load, rows
+from support.prefix_index import FACTORIES, Factory, hashes, rows
 
 from kvmesh.hashing import sequence_hashes
 from kvmesh.index import MAX_RANKS, OverlapSegment
@@ -151,7 +151,7 @@ def test_a_dump_restores_what_a_rank_holds(create: Factory) -> None:
     index.store(1, 1, 9, hashes([30]), hashes([903]))
     index.store(2, 0, None, ENGINE, LOCAL, 5)
     index.remove(1, 0, hashes([2, 7]))
-    load(other, 1, index.dump(1))
+    other.load(1, index.dump(1))
     prompts = [sequence_hashes(LOCAL, 5), sequence_hashes(part(LOCAL, 0, 5) + fork, 5)]
     for restored in (False, True):
         for prompt in prompts:

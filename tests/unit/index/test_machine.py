@@ -5,7 +5,7 @@ import random
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from support.prefix_index import hashes, load, rows
+from support.prefix_index import hashes, rows
 
 from kvmesh.hashing import sequence_hashes
 from kvmesh.index import create_index
@@ -75,7 +75,7 @@ class IndexMachine(RuleBasedStateMachine):
     def replace_by_dump(self, rank: int) -> None:
         dump = self.native.dump(rank)
         self.native.clear(rank)
-        load(self.native, rank, dump)
+        self.native.load(rank, dump)
 
     @rule(salt=SALTS, prompts=st.lists(PROMPTS, min_size=1, max_size=20))
     def query(self, salt: int, prompts: list[list[int]]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
-from support.prefix_index import hashes, load, rows
+from support.prefix_index import hashes, rows
 
 from kvmesh.hashing import sequence_hashes
 from kvmesh.index import PrefixIndex, create_index
@@ -76,7 +76,7 @@ def test_dumps_and_statistics_may_be_taken_meanwhile() -> None:
 
     def dump() -> None:
         copy = create_index()
-        load(copy, 0, index.dump(0))
+        copy.load(0, index.dump(0))
         assert rows(copy.find(SEQUENCE))[0] == (DEPTH, 0, 0, 0)
 
     with ThreadPoolExecutor(4) as pool:

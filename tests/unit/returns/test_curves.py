@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from kvmesh._native import LifeTable
 from kvmesh.returns.classes import (
     MAX_NAME,
     MAX_NAMES,
@@ -17,7 +18,6 @@ from kvmesh.returns.classes import (
     class_keys,
 )
 from kvmesh.returns.curves import LATE_S, MAX_CLASSES, Awaited, ReturnCurves
-from kvmesh.returns.life_table import HALF_LIFE_S
 from kvmesh.returns.rates import age_bin
 
 ALL = ClassKey()
@@ -100,7 +100,7 @@ def test_a_class_without_evidence_has_the_rates_of_the_coarser_one() -> None:
 def test_old_evidence_fades() -> None:
     curves = ReturnCurves()
     learn(curves, [ALL], 0.5, 500, Random(3))
-    curves.advance(40 * HALF_LIFE_S)
+    curves.advance(40 * LifeTable.HALF_LIFE_S)
     learn(curves, [ALL], 0.05, 500, Random(3))
     assert curves.rates(curves.tables([ALL]))[age_bin(1.5)] == pytest.approx(0.05, rel=0.5)
 

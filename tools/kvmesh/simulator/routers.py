@@ -156,7 +156,7 @@ class SimulatedRouters:
 
     def _place_ready(self) -> None:
         for replica in self.replicas:
-            if replica.queue.waiting:
+            if not replica.queue.is_empty:
                 self._apply(replica, replica.queue.place_ready(self._clock.now))
 
     def _apply(self, origin: RouterReplica, actions: QueueActions) -> None:
@@ -179,14 +179,14 @@ class SimulatedRouters:
     def _receive(self, replica: RouterReplica, events: list[SeqEvent], own: bool = False) -> None:
         for event in events:
             replica.queue.apply(event, self._clock.now, own)
-        if replica.queue.waiting:
+        if not replica.queue.is_empty:
             self._apply(replica, replica.queue.place_ready(self._clock.now))
 
     def _tick(self) -> None:
         now = self._clock.now
         for replica in self.replicas:
             queue = replica.queue
-            if not queue.waiting:
+            if queue.is_empty:
                 continue
             self._apply(replica, queue.expire(now))
             for ticket in queue.due_for_rescore(now):

@@ -241,7 +241,7 @@ class ModelRouter:
 
     def schedule_placement(self) -> None:
         """Place ready requests in the next loop iteration; call when load may have fallen."""
-        if self.queue.waiting and not self._placement_scheduled:
+        if not (self.queue.is_empty or self._placement_scheduled):
             self._placement_scheduled = True
             self._loop.call_soon(self._place_ready)
 

@@ -153,8 +153,4 @@ def _finish(states: RankStates, header: Header, shard: str, stream: str) -> int:
 def _load(states: RankStates, image: RankImage) -> None:
     source = EventSource(image.model, image.worker)
     slot = states.adopt(source, image.instance, image.rank, image.next, image.known)
-    for tier, root, previous, engine, local in image.segments:
-        if root:
-            states.index.store(slot, tier, None, engine, local, previous)
-        else:
-            states.index.attach(slot, tier, previous, engine, local)
+    states.index.load(slot, image.segments)

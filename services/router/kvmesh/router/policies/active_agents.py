@@ -30,7 +30,7 @@ RankId = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class AgentState:
-    """One session, of a tenant or fair class, its `owner`.
+    """One session, of a tenant or fair class, its `owner`; `tenant` is that of both.
 
     `rank` holds its context; `tokens` leave out what other agents there share. `turn` is the packed
     hash of the last full block of its latest prompt, of `blocks` blocks. An active agent that is
@@ -58,15 +58,11 @@ class AgentState:
     rest_ends: float = inf
     turn: bytes = b""
     blocks: int = 0
+    tenant: str = ""
 
     def rested_s(self, now: float) -> float:
         """Seconds for which its request has waited for a place."""
         return 0.0 if self.waiting_since is None else max(now - self.waiting_since, 0.0)
-
-
-def tenant_of(session: str, agent: AgentState) -> str:
-    """The tenant of a session, within the owner of its fair class."""
-    return f"{agent.owner}\x1f{session_owner(session)}"
 
 
 class SeenTurn(NamedTuple):
@@ -107,11 +103,13 @@ class ActiveAgents:
         self.several_tenants = False
         self.prefill_rate = 0.0
         self._agents: OrderedDict[str, AgentState] = OrderedDict()
+        self._engaged: OrderedDict[str, AgentState] = OrderedDict()
         self._requests: OrderedDict[str, PlacedTurn] = OrderedDict()
         self._prefixes = PrefixTree()
 
     def __iter__(self) -> Iterator[tuple[str, AgentState]]:
-        return iter(self._agents.items())
+        """All active agents, and those that wait, in the order of their use; perhaps others."""
+        return iter(self._engaged.items())
 
     def __len__(self) -> int:
         return len(self._agents)
@@ -127,8 +125,8 @@ class ActiveAgents:
         agent = self._agents.get(session)
         if agent is None:
             owner = main_class(fair_class(request.hints))
-            agent = self._add(session, AgentState(owner, request.tokens, request.tokens))
-        self._agents.move_to_end(session)
+            agent = AgentState(owner, request.tokens, request.tokens)
+        self._use(session, agent)
         return agent
 
     def has_along(self, agent: AgentState) -> int:
@@ -137,11 +135,17 @@ class ActiveAgents:
         agent.subagents = set(active)
         return len(active)
 
-    def _add(self, session: str, agent: AgentState) -> AgentState:
-        self._agents[session] = agent
+    def _use(self, session: str, agent: AgentState) -> None:
+        """Note an agent, perhaps a new one, as the latest that was used."""
+        if not agent.tenant:
+            agent.tenant = f"{agent.owner}\x1f{session_owner(session)}"
+        self._agents[session] = self._engaged[session] = agent
+        self._agents.move_to_end(session)
+        self._engaged.move_to_end(session)
         if len(self._agents) > MAX_AGENTS:
-            self.rest(self._agents.popitem(last=False)[1])
-        return agent
+            oldest, unused = self._agents.popitem(last=False)
+            self._engaged.pop(oldest, None)
+            self.rest(unused)
 
     def placed(self, decision: Decision, all_admitted: bool, now: float) -> SeenTurn | None:
         """A request was placed: its agent is active. Returns its turn if that continues one.
@@ -153,8 +157,8 @@ class ActiveAgents:
             return None
         agent = self._agents.get(session)
         if agent is None:
-            agent = self._add(session, AgentState(main_class(fair_class(decision.hints)), 0.0, 0))
-        self._agents.move_to_end(session)
+            agent = AgentState(main_class(fair_class(decision.hints)), 0.0, 0)
+        self._use(session, agent)
         turn = None
         if decision.request not in agent.running:
             pause_s = max(now - decision.wait_s - agent.ended, 0.0)
@@ -267,8 +271,9 @@ class ActiveAgents:
 
     def drop_gone(self, now: float) -> None:
         """End the activity of agents whose tools run for long."""
+        self._forget_resting()
         self._count_tenants()
-        for session, agent in self._agents.items():
+        for session, agent in self._engaged.items():
             if not agent.active or agent.running:
                 continue
             if agent.admitted and now - agent.active_since < RESERVED_S:
@@ -276,17 +281,13 @@ class ActiveAgents:
             if agent.admitted or self.presence(session, agent, now) < GONE:
                 self.rest(agent)
 
+    def _forget_resting(self) -> None:
+        engaged = self._engaged
+        for session in [s for s, a in engaged.items() if not a.active and a.waiting_since is None]:
+            del engaged[session]
+
     def _count_tenants(self) -> None:
-        first: str | None = None
-        self.several_tenants = False
-        for session, agent in self._agents.items():
-            if agent.active or agent.waiting_since is not None:
-                tenant = tenant_of(session, agent)
-                if first is None:
-                    first = tenant
-                elif tenant != first:
-                    self.several_tenants = True
-                    return
+        self.several_tenants = len({agent.tenant for agent in self._engaged.values()}) > 1
 
     def presence(self, session: str, agent: AgentState, now: float) -> float:
         """Share of an active agent's context that counts.

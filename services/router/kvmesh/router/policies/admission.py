@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvmesh.bus.messages import Decision, Outcome, RouteRequest
 from kvmesh.returns.forecaster import ReturnChance
-from kvmesh.router.policies.active_agents import ActiveAgents, AgentState, RankId, tenant_of
+from kvmesh.router.policies.active_agents import ActiveAgents, AgentState, RankId
 from kvmesh.router.policies.agent_window import AgentWindow
 from kvmesh.router.policies.base import Kv, ReturnsWithin
 from kvmesh.router.scoring.candidates import Candidates, PolicyChoice
@@ -288,8 +288,8 @@ class AgentAdmission(Kv):
         found.sort(key=_as_learned)
         of_tenant: defaultdict[str, deque[RestCandidate]] = defaultdict(deque)
         for each in sorted(found, key=_as_reported):
-            of_tenant[tenant_of(each.session, each.agent)].append(each)
-        resting = [of_tenant[tenant_of(each.session, each.agent)].popleft() for each in found]
+            of_tenant[each.agent.tenant].append(each)
+        resting = [of_tenant[each.agent.tenant].popleft() for each in found]
         return [(each.session, each.agent) for each in resting]
 
 

@@ -220,7 +220,8 @@ class RankSpeeds:
         seconds = self.seconds
         if seconds is None or not seconds.chunk:
             return 0.0
-        decode_s = float(self.decode_seconds(np.array([used]), np.array([requests]))[0])
+        step, _, token, _, linear, root = self._costs.seconds.tolist()
+        decode_s: float = step + token * requests + linear * used + root * math.sqrt(max(used, 0.0))
         return decode_s / seconds.prompt_token * (1 + fixed / seconds.chunk)
 
     def learned(self, slot: int) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +106,12 @@ def counted(slowness: Floats) -> Floats:
 
 def _recent_median(values: Floats) -> float:
     """The median of values in the order of time, of which later ones weigh more."""
-    weights = np.exp2((np.arange(len(values)) - len(values)) / RECENT_WINDOWS)
     order = values.argsort()
-    below = weights[order].cumsum()
+    below = _weights(len(values))[order].cumsum()
     return float(values[order[below.searchsorted(below[-1] / 2)]])
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int) -> Floats:
+    weights: Floats = np.exp2((np.arange(count) - count) / RECENT_WINDOWS)
+    return weights

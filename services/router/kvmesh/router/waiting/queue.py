@@ -94,6 +94,11 @@ class PlacementQueue:
         return sum([len(wait) for wait in self._waits]) + len(self._freed)
 
     @property
+    def is_empty(self) -> bool:
+        """True if nothing is `waiting`."""
+        return not (self._freed or any(map(len, self._waits)))
+
+    @property
     def gathering(self) -> bool:
         """True while requests wait for others of the same instant."""
         return len(self._gathered) > 0
