@@ -155,7 +155,7 @@ def test_blocks_go_to_disk_while_loading_them_is_faster_than_computing(
 def test_malformed_forecasts_are_counted() -> None:
     node = two_prompts()
     node.manager.expect_returns([], node.now)
-    node.expect("old", [0.1] * 3)
+    node.manager.expect_returns([ReturnForecast("old", 0, node.now, bytes(3))], node.now)
     assert node.manager.returns.forecasts["malformed"] == 1
 
 
