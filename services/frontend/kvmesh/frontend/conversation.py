@@ -5,7 +5,6 @@ calls survive a round trip through any API.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -251,8 +250,12 @@ class GenerateRequest(Struct, kw_only=True):
     @property
     def turn(self) -> int:
         """Number of earlier turns: runs of assistant messages."""
-        runs = groupby(message.role for message in self.messages)
-        return sum(role == "assistant" for role, _ in runs)
+        turns, before = 0, ""
+        for message in self.messages:
+            if message.role != before:
+                before = message.role
+                turns += before == "assistant"
+        return turns
 
     @property
     def continues(self) -> bool:
@@ -262,10 +265,13 @@ class GenerateRequest(Struct, kw_only=True):
     @property
     def returns_thinking(self) -> bool:
         """True if the client returned the thinking of earlier answers, or there were none."""
-        answers = [message for message in self.messages if message.role == "assistant"]
-        return not answers or any(
-            isinstance(block, Thinking) for message in answers for block in message.blocks
-        )
+        answered = False
+        for message in self.messages:
+            if message.role == "assistant":
+                answered = True
+                if Thinking in map(type, message.blocks):
+                    return True
+        return not answered
 
     @property
     def steers_routing(self) -> bool:

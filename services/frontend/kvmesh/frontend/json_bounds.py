@@ -20,7 +20,7 @@ def is_light(body: bytes) -> bool:
     """True for JSON that the event loop may decode: it is small, or most of it is few texts."""
     if len(body) < SMALL:
         return True
-    return len(body) < LIGHT_BYTES and _count(_slices(body)) <= LIGHT_VALUES
+    return len(body) < LIGHT_BYTES and _separators(body) <= LIGHT_VALUES
 
 
 def check_values(body: bytes) -> None:
@@ -50,9 +50,10 @@ def _count(parts: Iterable[bytes]) -> int:
 
 def _separators(part: bytes) -> int:
     text = np.frombuffer(part, np.uint8)
-    opening = np.count_nonzero((text | _CASE) == ord("{"))  # "[" and "{" differ in this bit
-    keys = np.count_nonzero(text == ord(":"))
-    return int(np.count_nonzero(text == ord(","))) + COMPOUND_WEIGHT * int(opening + keys)
+    compound = (text | _CASE) == ord("{")  # "[" and "{" differ in this bit
+    compound |= text == ord(":")
+    others = np.count_nonzero(text == ord(","))
+    return int(others) + COMPOUND_WEIGHT * int(np.count_nonzero(compound))
 
 
 def _slices(body: bytes) -> Iterator[bytes]:

@@ -105,17 +105,17 @@ class AnswerStore:
             if known is not None:
                 found[name] = known
         if len(found) < len(names):
-            await self._fetch(tenant, [name for name in names if name not in found])
-            for name in names:
-                if name not in found and (known := self.lookup(tenant, name)) is not None:
+            for name in await self._fetch(tenant, [n for n in names if n not in found]):
+                if (known := self.lookup(tenant, name)) is not None:
                     found[name] = known
         return found
 
-    async def _fetch(self, tenant: str, missing: list[str]) -> None:
+    async def _fetch(self, tenant: str, missing: list[str]) -> list[str]:
+        """Read the missing answers that may be stored; returns their names."""
         now = asyncio.get_running_loop().time()
         wanted = [n for n in missing if (self._absent.get((tenant, n)) or 0.0) <= now]
         if not wanted or not self._readable(now):
-            return
+            return []
         limit = asyncio.Semaphore(AT_ONCE)
         try:
             async with asyncio.timeout(READ_S):
@@ -136,6 +136,7 @@ class AnswerStore:
         except (BusError, TimeoutError) as error:
             self._paused_until = now + PAUSE_S
             self._warn("cannot read generated answers", error)
+        return wanted
 
     def record(self, tenant: str, name: str, answer: Answer) -> None:
         """Store an answer that this frontend has generated."""

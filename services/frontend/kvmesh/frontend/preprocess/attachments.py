@@ -34,6 +34,8 @@ def readable(messages: list[Message], images: bool, field: str = "messages") -> 
 
 def _holds(message: Message, unread: tuple[type, ...]) -> bool:
     for block in message.blocks:
+        if type(block) is Text:
+            continue  # most are
         if isinstance(block, unread):
             return True
         if isinstance(block, ToolResult):

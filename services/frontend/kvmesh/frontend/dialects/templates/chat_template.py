@@ -97,7 +97,12 @@ class ChatTemplate:
         an answer; `ends` are the tokens that end one. `plain`: the messages have no control tokens.
         """
         messages = request.messages if plain else self._control.guard(request.messages)
-        return self._control.reveal(self._prompt(request, today, ends, messages))
+        prompt = self._prompt(request, today, ends, messages)
+        guarded = (
+            not plain or DOCUMENTS in request.template_args or self._tools.guarded(request.tools)
+        )
+        # the search of a long text for guards takes time
+        return self._control.reveal(prompt) if guarded else prompt
 
     def _prompt(
         self,

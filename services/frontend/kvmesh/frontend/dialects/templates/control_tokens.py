@@ -97,8 +97,10 @@ class ControlTokens:
         """True for a message of the usual kinds of blocks without control tokens."""
         answers = message.role == "assistant"
         shown = self._special if answers else self._all
-        texts = 0
-        for block in message.blocks:
+        blocks, texts = message.blocks, 0
+        if len(blocks) == 1 and type(blocks[0]) is Text:
+            return not _occurs(shown, blocks[0].text)
+        for block in blocks:
             kind = type(block)
             if kind is Text:
                 texts += answers  # a control token may begin in one text and end in the next

@@ -20,6 +20,7 @@ class _Kept(NamedTuple):
 
     tool: Tool
     entry: RepeatedEntry
+    guarded: bool
 
 
 class ToolEntries:
@@ -33,19 +34,26 @@ class ToolEntries:
     def of(self, tools: list[Tool]) -> list[RepeatedEntry]:
         """An entry for each tool of the prompt's own section; not to be changed."""
         with self._lock:
-            return [self._entry(tool) for tool in tools if not tool.deferred]
+            return [self._entry(tool).entry for tool in tools if not tool.deferred]
 
     def entry(self, tool: Tool) -> RepeatedEntry:
         """The entry of any tool; not to be changed."""
         with self._lock:
-            return self._entry(tool)
+            return self._entry(tool).entry
 
-    def _entry(self, tool: Tool) -> RepeatedEntry:
+    def guarded(self, tools: list[Tool]) -> bool:
+        """True if an entry has guards of control tokens."""
+        with self._lock:
+            return any(self._entry(tool).guarded for tool in tools)
+
+    def _entry(self, tool: Tool) -> _Kept:
         kept = self._kept.get(id(tool))
         if kept is None:
-            kept = _Kept(tool, RepeatedEntry(self._control.guard_json(function(tool))))
+            plain = function(tool)
+            shown = self._control.guard_json(plain)
+            kept = _Kept(tool, RepeatedEntry(shown), shown is not plain)
             self._kept.put(id(tool), kept)
-        return kept.entry
+        return kept
 
 
 def _size(_: int, kept: _Kept) -> int:
