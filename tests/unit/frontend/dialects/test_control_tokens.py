@@ -238,6 +238,21 @@ def test_the_prompt_of_messages_without_control_tokens_needs_no_guards(text: str
             assert template.prompt(asked, TODAY, plain=True) == template.prompt(asked, TODAY)
 
 
+def test_guards_of_tools_and_documents_leave_prompts_of_plain_messages() -> None:
+    dialect = Dialect(CARD, {**FILES, "chat_template.jinja": PARTS_TEMPLATE})
+    hi, text = Message("user", [Text("Hi")]), f"a {SPECIAL[0]}"
+    asked = request(hi, template_args={"documents": [{"text": text}]})
+    tool = Tool("read", text, {"type": "object"})
+    for template, each in (
+        (dialect.template, asked),
+        (DIALECT.template, request(hi, tools=[tool])),
+    ):
+        shown = template.prompt(each, TODAY, plain=True)
+        assert shown == template.prompt(each, TODAY)
+        assert shown.cuts
+        assert text in shown.text
+
+
 def test_control_tokens_are_seen_in_every_kind_of_block() -> None:
     for text, plain in ((HARMLESS, True), (f"a {SPECIAL[0]}", False)):
         for message in (
