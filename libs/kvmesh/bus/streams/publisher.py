@@ -36,7 +36,7 @@ MAX_EVENT_BLOCKS = 16384
 MAX_BATCH_BYTES = 512 << 10
 MAX_BACKLOG_BYTES = 64 << 20
 URGENT_BYTES = 4 << 10  # events that do not wait until a batch is due: those of a long prompt
-SOON_S = 0.02
+SOON_S = 0.003
 
 
 class KvPublisher:

@@ -110,7 +110,10 @@ def _serve(channel: socket.socket, supervisor: int) -> str:
     except CommandLineError:  # nor could the processes show theirs
         os._exit(0)
     while True:
-        message, (output, *_), _, _ = socket.recv_fds(channel, MOST_BYTES, 1)
+        message, files, _, _ = socket.recv_fds(channel, MOST_BYTES, 1)
+        if not files:  # the supervisor has closed its side
+            os._exit(0)
+        (output,) = files
         between = os.fork()
         if not between:
             order = msgspec.msgpack.decode(message, type=ProcessSpec)
