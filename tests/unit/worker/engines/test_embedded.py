@@ -349,7 +349,7 @@ async def test_sglang_evicts_blocks_of_closed_sessions_first(started: Start) -> 
 async def test_sglang_reports_the_tiers_of_hicache(started: Start) -> None:
     run = await started("enable_hierarchical_cache=true", "hicache_storage_backend=file")
     await run.run(work("a", prompt(40), max_tokens=1))
-    await eventually(lambda: run.sink.below.get(1) == run.sink.held[0] != set())
+    await eventually(lambda: run.sink.below.get(1) == run.sink.held.get(0, set()) != set())
     run.standin.host_hits = SIZE
     await run.run(work("b", prompt(40), max_tokens=1))
     [cached] = [delta.cached for delta in run.sink.deltas["b"] if delta.cached]
