@@ -146,7 +146,9 @@ class SourceChoice:
         others = sum([s.rate for s in self._sources if s.open and s is not state])
         skip = int(others * wait / 2 / board.typical)
         patience = min(max(_QUIET_CHUNKS * assumed * board.typical, QUIET_S), options.floor_s)
-        shared = now - self._met_at < (options.floor_s if state.spare else patience)
+        patience = options.floor_s if state.spare else patience
+        # without another target nobody else brings the chunk, and no report ends the wait
+        shared = board.targets > 0 and now - self._met_at < patience
         chunk = board.choose(state, skip if skip > options.head else 0, shared)
         if chunk is not None or self._requests.doubled >= options.duplicates or not wait:
             return chunk

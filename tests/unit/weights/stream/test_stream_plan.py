@@ -97,6 +97,18 @@ def test_a_seed_is_not_asked_for_what_it_has_sent_while_peers_bring_chunks() -> 
     assert {request.source for request in plan.requests(10.0)} == {"seed"}
 
 
+def test_a_seed_is_asked_for_what_it_has_sent_once_no_peer_is_left() -> None:
+    plan = plan_of(2)
+    plan.join("seed", 0.0, complete=True)
+    (first,) = plan.requests(0.0)
+    plan.join("peer", 0.0, complete=False)
+    plan.learn("seed", bytes([3, 3]), 0.0)
+    plan.arrived("seed", first.chunk, 0.01)
+    assert not plan.requests(0.01)
+    plan.leave("peer")
+    assert [request.chunk for request in plan.requests(0.01)] == [1 - first.chunk]
+
+
 def test_a_seed_is_spared_what_peers_have_or_fetch() -> None:
     plan = plan_of(8)
     plan.join("seed", 0.0, complete=True)

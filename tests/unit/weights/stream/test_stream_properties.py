@@ -73,6 +73,7 @@ def test_all_chunks_arrive_while_one_honest_source_remains(data: st.DataObject) 
         for source in plan.polls(caller.now):
             bits = bytes(random.choices((0, 1, 2, 3, 7), k=chunks))
             plan.learn(source, bits, caller.now)
+        caller.send()
         if not caller.open:
             wake = plan.wake_at(caller.now)
             assert wake is not None
