@@ -186,7 +186,7 @@ def _payloads(path: Path) -> dict[str, Any]:
         block_size=4,
         lora_id=None,
         medium=media.GPU,
-        cache_salt="tag-00000000000000ab",
+        cache_salt="tag-kvm00000000000000ab",
         session_id="s",
     )
     removed = scope["BlockRemoved"](block_hashes=[5], medium=media.CPU)

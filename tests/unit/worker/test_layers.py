@@ -36,7 +36,7 @@ ALLOWED = {
     "adapters": {"constraints", "engine", "enginecore", *LEAVES},
     "lora": set(CONTRACT),
     "engines": {*ENGINE_PARTS, *LEAVES},
-    "health": {"engine"},
+    "health": {"engine", "enginecore"},
     "requests": {"constraints", *CONTRACT},
     "control": {"lora", "requests", "roles", *CONTRACT},
     "roles": set(CONTRACT),

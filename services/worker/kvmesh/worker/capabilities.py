@@ -24,7 +24,7 @@ from kvmesh.bus.messages import (
 from kvmesh.hashing import HASH_BYTES
 from kvmesh.index import TIERS
 from kvmesh.worker.engine import Engine, EngineError, EngineInfo, Unsupported
-from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.enginecore.counters import LedgerCounts, RetentionState
 
 COMMAND_S = 10.0
 EngineCommand: TypeAlias = Clear | Release | Pin | Unpin | Prefetch
@@ -115,6 +115,15 @@ class Tiered(Protocol):
 
     def tier_counts(self) -> TierCounts | None:
         """Return the blocks moved so far; None if there can be no lower tiers."""
+        ...
+
+
+@runtime_checkable
+class FollowingEvents(Protocol):
+    """Engine whose blocks are known from KV events that it publishes."""
+
+    def event_counts(self) -> list[LedgerCounts]:
+        """Return the counts of each rank whose events are followed."""
         ...
 
 

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from kvmesh.bus.messages import Load, Phase, StartSource
 from kvmesh.weights.frames import WeightsCounts
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
-from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.enginecore.counters import LedgerCounts, RetentionState
 
 # Field of `Load`: the series' name and its meaning.
 GAUGES = {
@@ -209,6 +209,47 @@ class TierCollector(Collector):
             counter = CounterMetricFamily(f"kvmesh_worker_{name}", text, labels=["model", "worker"])
             counter.add_metric(self._labels, value)
             yield counter
+
+
+class EventCollector(Collector):
+    """Blocks and messages of an engine's KV events, as `kvmesh_worker_event_*`."""
+
+    def __init__(self, labels: WorkerLabels, counts: Callable[[], Iterable[LedgerCounts]]) -> None:
+        self._labels = labels
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        ranks = list(self._counts())
+        kept = CounterMetricFamily(
+            "kvmesh_worker_event_blocks",
+            "blocks of the engine's KV events that reached the index, by tier",
+            labels=[*_RANK, "tier"],
+        )
+        dropped = CounterMetricFamily(
+            "kvmesh_worker_event_dropped_blocks",
+            "blocks of the engine's KV events that the index cannot have: of another block_size,"
+            " without as many tokens, or unknown_position (no event said what precedes them)",
+            labels=[*_RANK, "reason"],
+        )
+        malformed = CounterMetricFamily(
+            "kvmesh_worker_event_malformed_messages",
+            "messages of the engine's KV events that could not be decoded",
+            labels=_RANK,
+        )
+        unplaced = GaugeMetricFamily(
+            "kvmesh_worker_event_unplaced_blocks",
+            "blocks that wait for a KV event which says what precedes them",
+            labels=_RANK,
+        )
+        for counts in ranks:
+            rank = [*self._labels, str(counts.rank)]
+            for tier, blocks in enumerate(counts.kept):
+                kept.add_metric([*rank, str(tier)], blocks)
+            for reason, blocks in sorted(counts.dropped.items()):
+                dropped.add_metric([*rank, reason], blocks)
+            malformed.add_metric(rank, counts.malformed)
+            unplaced.add_metric(rank, counts.unplaced)
+        yield from (kept, dropped, malformed, unplaced)
 
 
 class HandoffCollector(Collector):

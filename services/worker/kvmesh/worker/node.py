@@ -40,6 +40,7 @@ from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.warnings import Warnings, publish_warnings
 from kvmesh.settings.schema import Settings
 from kvmesh.worker.capabilities import (
+    FollowingEvents,
     HandingDown,
     HandingOff,
     HandoffCounts,
@@ -56,7 +57,8 @@ from kvmesh.worker.engine import (
     EngineInfo,
     OutputDelta,
 )
-from kvmesh.worker.enginecore.counters import RetentionState
+from kvmesh.worker.enginecore.counters import LedgerCounts, RetentionState
+from kvmesh.worker.health.event_losses import EventLosses
 from kvmesh.worker.health.event_silence import EventSilence
 from kvmesh.worker.health.load_publisher import LoadPublisher
 from kvmesh.worker.health.membership import Membership
@@ -183,6 +185,11 @@ class WorkerNode:
         """Blocks moved between the engine and lower tiers; None if there are no lower tiers."""
         engine = self._engine
         return engine.tier_counts() if self.info and isinstance(engine, Tiered) else None
+
+    def event_counts(self) -> list[LedgerCounts]:
+        """The KV events of each rank; empty if the engine tells its blocks otherwise."""
+        engine = self._engine
+        return engine.event_counts() if self.info and isinstance(engine, FollowingEvents) else []
 
     def handoff_counts(self) -> HandoffCounts | None:
         """Handoffs with other workers; None if the engine makes none itself."""
@@ -514,10 +521,12 @@ class WorkerNode:
         self.failed(EngineError(f"the engine has work but took no step for {timeout:g} s"))
 
     async def _watch_events(self, name: str, block_size: int) -> None:
-        silence = EventSilence(name, block_size)
+        silence, losses = EventSilence(name, block_size), EventLosses(name)
         while self._publisher is not None:
             found = silence.check(self.load(), self._publisher.published_by_rank)
             self._warnings.update("no_kv_events", found)
+            dropped = losses.check(self.event_counts(), self._loop.time())
+            self._warnings.update("dropped_kv_events", dropped)
             await next_tick(EVENT_CHECK_S)
 
 

@@ -30,6 +30,7 @@ from kvmesh.worker.engine import (
 )
 from kvmesh.worker.lives.cycle import WorkerLives
 from kvmesh.worker.metrics import (
+    EventCollector,
     HandoffCollector,
     LoadCollector,
     RetentionCollector,
@@ -195,6 +196,7 @@ async def _serve(
         LoadCollector(labels, lambda: lives.node.load()),
         RetentionCollector(labels, lambda: lives.node.retention()),
         TierCollector(labels, lambda: lives.node.tier_counts()),
+        EventCollector(labels, lambda: lives.node.event_counts()),
         HandoffCollector(labels, lambda: lives.node.handoff_counts()),
     ]
 

@@ -191,7 +191,7 @@ async def test_tenants_do_not_share(run: Run) -> None:
     await run.run(work("c", prompt(40), max_tokens=1, salt=77, tenant=TAG))
     assert (run.sink.cached("b"), run.sink.cached("c")) == (0, 32)
     salts = [call.get("cache_salt") for call in run.standin.calls]
-    assert salts == [None, f"{TAG}-{77:016x}", f"{TAG}-{77:016x}"]
+    assert salts == [None, f"{TAG}-kvm{77:016x}", f"{TAG}-kvm{77:016x}"]
 
 
 async def test_tenants_whose_salts_collide_do_not_share(run: Run) -> None:

@@ -16,14 +16,14 @@ from support.engine_api import (
     recorded_class,
 )
 
-from kvmesh.worker.adapters.cache_ledger import (
+from kvmesh.worker.adapters.kv_events.cache_events import (
     AllCleared,
     BlocksMoved,
     BlocksRemoved,
     BlocksStored,
 )
+from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
 from kvmesh.worker.adapters.sglang_fields import AnswerReader
-from kvmesh.worker.adapters.zmq_events import EventDecoder
 from kvmesh.worker.engines.trtllm.events import EventReader
 
 
@@ -105,7 +105,7 @@ def test_events_of_trtllm_may_have_digests_salts_and_groups_of_layers() -> None:
     data = msgspec.convert(recorded("tensorrt_llm").payloads["stored"]["data"], dict)
     [block] = data["blocks"]
     digest = "ab" * 24 + "00000000000000ff"
-    salted = block | {"block_hash": digest, "cache_salt": "tag-00000000000000ab"}
+    salted = block | {"block_hash": digest, "cache_salt": "tag-kvm00000000000000ab"}
     event = {"event_id": 0, "window_size": 8, "data": data | {"blocks": [salted]}}
     reader = EventReader(4)
     [stored] = reader.read(event | {"layer_group_id": 1})[1]

@@ -14,9 +14,10 @@ from kvmesh.demo import model_dir
 from kvmesh.hashing import block_hashes
 from kvmesh.settings import Settings
 from kvmesh.settings.schema import WorkerSettings
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
-from kvmesh.worker.adapters.event_feed import EventFeed
-from kvmesh.worker.adapters.zmq_events import event_endpoints, rank_endpoint
+from kvmesh.worker.adapters.kv_events.feed import EventFeed
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.salts import PromptSalts
+from kvmesh.worker.adapters.kv_events.subscriber import event_endpoints, rank_endpoint
 from kvmesh.worker.engines.sglang.arguments import server_arguments
 
 kv_events = pytest.importorskip("sglang.srt.disaggregation.kv_events", exc_type=ImportError)
@@ -32,7 +33,7 @@ def stored(medium: str) -> Any:
         block_size=4,
         lora_id=None,
         medium=medium,
-        cache_salt=f"tag-{SALT:016x}",
+        cache_salt=f"tag-kvm{SALT:016x}",
     )
 
 

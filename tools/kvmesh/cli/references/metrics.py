@@ -26,6 +26,7 @@ from kvmesh.kvbm.metrics import ManagerCollector
 from kvmesh.weights.frames import WeightsCounts
 from kvmesh.worker.capabilities import HandoffCounts, TierCounts
 from kvmesh.worker.metrics import (
+    EventCollector,
     HandoffCollector,
     LoadCollector,
     RetentionCollector,
@@ -62,6 +63,7 @@ def sources() -> dict[str, MetricSource]:
         LoadCollector(labels, list),
         RetentionCollector(labels, list),
         TierCollector(labels, lambda: TierCounts(loaded=[])),
+        EventCollector(labels, lambda: []),
         HandoffCollector(labels, lambda: HandoffCounts(ended={})),
         SourceCollector(labels, list),
         WeightsCollector(labels, WeightsCounts, int),

@@ -1,8 +1,9 @@
 """Base class of engines whose requests are streams and whose KV events come in feeds."""
 
 from kvmesh.runtime.background import BackgroundTasks
-from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.kv_events.feed import EventFeed
 from kvmesh.worker.adapters.request_streams import RequestStreams
+from kvmesh.worker.enginecore.counters import LedgerCounts
 
 
 class StreamingAdapter:
@@ -18,6 +19,9 @@ class StreamingAdapter:
 
     def abort(self, request: str) -> bool:
         return self._streams is not None and self._streams.abort(request)
+
+    def event_counts(self) -> list[LedgerCounts]:
+        return [feed.counts for feed in self._feeds]
 
     def dump(self, rank: int) -> None:
         for feed in self._feeds:

@@ -55,3 +55,23 @@ class RetentionState:
     evicted: dict[str, int] = field(default_factory=dict)
     forecasts: dict[str, int] = field(default_factory=dict)
     returns: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerCounts:
+    """The KV events of one rank since the start.
+
+    `kept` counts blocks that reached the index, by tier, `dropped` those that could not, by reason
+    (see `CacheLedger`), `unplaced` those that wait now for an event that says what precedes them.
+    `malformed` counts messages that could not be decoded, with the last error. `odd_size` is the
+    last size of dropped blocks, `block_size` that of the model.
+    """
+
+    rank: int
+    block_size: int
+    kept: list[int]
+    dropped: dict[str, int] = field(default_factory=dict)
+    unplaced: int = 0
+    malformed: int = 0
+    last_error: str = ""
+    odd_size: int = 0

@@ -1,7 +1,7 @@
 """Estimate of the requests that reach a server directly, and the time of those of this worker."""
 
 from kvmesh.worker.engines.remote.direct_traffic import STALE_S, DirectTraffic, OwnRequests
-from kvmesh.worker.engines.remote.server import Gauges
+from kvmesh.worker.engines.remote.gauges import Gauges
 
 
 def test_requests_beyond_the_worker_s_own_are_those_of_others() -> None:

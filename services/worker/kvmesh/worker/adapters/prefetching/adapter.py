@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 from kvmesh.bus.messages import Prefetch, Work
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.cache_ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.prefetching.pacer import PrefetchPacer
 from kvmesh.worker.adapters.prefetching.queue import PrefetchQueue
 from kvmesh.worker.adapters.prefetching.slices import SlicePrefetcher

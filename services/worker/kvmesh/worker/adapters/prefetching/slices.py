@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvmesh.bus.messages import Prefetch, Work
 from kvmesh.hashing import TOKEN_BYTES
-from kvmesh.worker.adapters.cache_ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
 from kvmesh.worker.adapters.prefetching.pacer import PrefetchPacer
 from kvmesh.worker.adapters.prefetching.queue import prefetch_work
 from kvmesh.worker.adapters.request_streams import StreamOutput

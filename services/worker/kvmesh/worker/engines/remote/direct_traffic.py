@@ -3,7 +3,7 @@
 from math import inf
 from typing import NamedTuple
 
-from kvmesh.worker.engines.remote.server import Gauges
+from kvmesh.worker.engines.remote.gauges import Gauges
 
 STALE_S = 5.0
 

@@ -29,12 +29,13 @@ from kvmesh.bus.messages import (
 from kvmesh.settings import redacted
 from kvmesh.settings.schema import RemoteSettings, WorkerSettings
 from kvmesh.worker.adapters import sglang_fields as sglang
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
-from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.kv_events.feed import EventFeed
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.salts import PromptSalts
+from kvmesh.worker.adapters.kv_events.subscriber import rank_endpoint
 from kvmesh.worker.adapters.prefetching.adapter import PrefetchingAdapter
 from kvmesh.worker.adapters.request_origin import origin_params
 from kvmesh.worker.adapters.request_streams import RequestStreams, StepClock, StreamOutput
-from kvmesh.worker.adapters.zmq_events import rank_endpoint
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     NO_RETENTION,
@@ -54,8 +55,9 @@ from kvmesh.worker.engines.remote.direct_traffic import (
     OtherRequests,
     OwnRequests,
 )
+from kvmesh.worker.engines.remote.gauges import Gauges
 from kvmesh.worker.engines.remote.retention import ServerRetention
-from kvmesh.worker.engines.remote.server import Gauges, InferenceServer, ServerInfo
+from kvmesh.worker.engines.remote.server import InferenceServer, ServerInfo
 from kvmesh.worker.lora.folder import AdapterError
 from kvmesh.worker.model_folder import model_context
 
@@ -124,7 +126,7 @@ class RemoteEngine(PrefetchingAdapter):
                 if retention.problem:
                     self._warnings[NO_RETENTION] = retention.problem
             if self._remote.kvbm:
-                self._tier_counts = (await self._server.gauges()).tiers
+                self._tier_counts = (await self._server.gauges(self._info.model)).tiers
                 if self._tier_counts is None:
                     log.warning("%s: no lower tiers, %s", self._redacted_url, NO_CONNECTOR)
             return self._open_streams(sink, self._server)
@@ -371,7 +373,7 @@ class RemoteEngine(PrefetchingAdapter):
 
     async def _poll(self, server: InferenceServer) -> None:
         self._own.restart_most()
-        gauges = self._gauges = await server.gauges()
+        gauges = self._gauges = await server.gauges(self._info.model)
         now = asyncio.get_running_loop().time()
         if self._tier_counts is not None:
             self._tier_counts = gauges.tiers or self._tier_counts

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 from msgspec import Struct
@@ -22,20 +22,10 @@ from kvmesh.worker.adapters.connector_series import (
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import EngineConfigError, EngineError, Unsupported
 from kvmesh.worker.engines.remote.completions import cached_tokens
+from kvmesh.worker.engines.remote.gauges import Gauges, gauges_of
 from kvmesh.worker.lora.folder import AdapterError
 
 PROBE_TIMEOUT_S = 5.0
-_VLLM = {
-    "running": "vllm:num_requests_running",
-    "waiting": "vllm:num_requests_waiting",
-    "usage": "vllm:kv_cache_usage_perc",
-    "steps": "vllm:iteration_tokens_total_count",
-}
-_SGLANG = {
-    "running": "sglang:num_running_reqs",
-    "waiting": "sglang:num_queue_reqs",
-    "usage": "sglang:token_usage",
-}
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
@@ -49,19 +39,6 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     blocks: int = 0
     max_sequences: int = 0
     adapters: list[str] = []
-
-
-class Gauges(NamedTuple):
-    """Current metrics of the server, None if absent; `usage` is the share of blocks in use.
-
-    `tiers` are of kvmesh's connector to the block manager.
-    """
-
-    running: int | None = None
-    waiting: int | None = None
-    usage: float | None = None
-    steps: float | None = None
-    tiers: TierCounts | None = None
 
 
 class InferenceServer:
@@ -127,20 +104,10 @@ class InferenceServer:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def gauges(self) -> Gauges:
+    async def gauges(self, model: str) -> Gauges:
         """Load of the server from /metrics; all None without metrics."""
-        found_samples = await self._metrics()
-        samples = {name: value for name, _, value in found_samples}
-        names = _SGLANG if _SGLANG["running"] in samples else _VLLM
-        found = {key: samples.get(name) for key, name in names.items()}
-        counts = {key: None if (n := found[key]) is None else int(n) for key in found}
-        return Gauges(
-            counts["running"],
-            counts["waiting"],
-            found["usage"],
-            found.get("steps"),
-            _tier_counts(found_samples),
-        )
+        samples = await self._metrics()
+        return gauges_of(samples, model)._replace(tiers=_tier_counts(samples))
 
     async def clear(self, owner: str) -> bool:
         """Reset the server's prefix cache; False if the server refuses."""

@@ -19,12 +19,13 @@ from sglang.srt.managers.io_struct import CloseSessionReqInput
 
 from kvmesh.bus.messages import Capacity, Load, Work
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
-from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.kv_events.feed import EventFeed
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.salts import PromptSalts
+from kvmesh.worker.adapters.kv_events.subscriber import event_endpoints, rank_endpoint
 from kvmesh.worker.adapters.request_streams import EngineUnavailable, RequestStreams, StreamOutput
 from kvmesh.worker.adapters.sglang_fields import AnswerReader, request_fields
 from kvmesh.worker.adapters.weights.linked_folder import LinkedArgument
-from kvmesh.worker.adapters.zmq_events import event_endpoints, rank_endpoint
 from kvmesh.worker.engine import (
     EngineContext,
     EngineError,

@@ -21,13 +21,15 @@ from tensorrt_llm.llmapi import (
     KvCacheRetentionConfig,
 )
 
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Capacity, Guided, Load, Sampling, Work
 from kvmesh.hashing import TOKEN_BYTES
 from kvmesh.retention.claims import DEFAULT_LEVEL, MAX_LEVEL, RetentionWish
 from kvmesh.retention.token_ranges import segments
 from kvmesh.worker.adapters.base import StreamingAdapter
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
 from kvmesh.worker.adapters.engine_args import engine_arguments
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.salts import PromptSalts
 from kvmesh.worker.adapters.request_streams import (
     EngineUnavailable,
     RequestStreams,
@@ -44,6 +46,7 @@ from kvmesh.worker.engine import (
     Sink,
     Unsupported,
 )
+from kvmesh.worker.enginecore.counters import LedgerCounts
 from kvmesh.worker.enginecore.retention_options import RetentionOptions
 from kvmesh.worker.engines.retention_settings import retention_options
 from kvmesh.worker.engines.trtllm.events import EventReader
@@ -110,6 +113,8 @@ class TrtllmEngine(StreamingAdapter):
         self._salts = PromptSalts(served, self._block_size)
         self._reader = EventReader(self._block_size)
         self._ledger = CacheLedger(self._block_size, self._salts.root_salt, counted=False)
+        self._malformed, self._last_error = 0, ""
+        self._logged = LogOnce()
         self._clock = StepClock()
         self._stats: dict[str, Any] = {}
         self._llm: Any = None
@@ -225,12 +230,18 @@ class TrtllmEngine(StreamingAdapter):
                 self._apply_event(event, sink)
             await asyncio.sleep(POLL_S)
 
+    def event_counts(self) -> list[LedgerCounts]:
+        return [self._ledger.counts(0, self._malformed, self._last_error)]
+
     def _apply_event(self, event: dict[str, Any], sink: Sink) -> None:
         before = self._reader.missed
         try:
             _, events = self._reader.read(event)
         except ValueError as error:
-            log.warning("%s", error)
+            self._malformed += 1
+            self._last_error = str(error)
+            if self._logged.first(self._last_error):
+                log.warning("%s", error)
             return
         if self._reader.missed > before:
             log.warning("%d KV events lost", self._reader.missed - before)

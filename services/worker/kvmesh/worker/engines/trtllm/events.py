@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvmesh.index import TIERS
-from kvmesh.worker.adapters.cache_ledger import (
+from kvmesh.worker.adapters.kv_events.cache_events import (
     BlocksMoved,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
     fold_hash,
-    returned_salt,
 )
+from kvmesh.worker.adapters.kv_events.salts import returned_salt
 
 
 class EventReader:

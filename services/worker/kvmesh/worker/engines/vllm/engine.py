@@ -24,8 +24,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvmesh.bus.messages import Capacity, Guided, Load, Prefetch, StartPhase, Work
-from kvmesh.worker.adapters.cache_ledger import CacheLedger, PromptSalts
-from kvmesh.worker.adapters.event_feed import EventFeed
+from kvmesh.worker.adapters.kv_events.feed import EventFeed
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.salts import PromptSalts
+from kvmesh.worker.adapters.kv_events.subscriber import event_endpoints
 from kvmesh.worker.adapters.prefetching.adapter import PrefetchingAdapter
 from kvmesh.worker.adapters.request_origin import KEY, origin_params
 from kvmesh.worker.adapters.request_streams import (
@@ -35,7 +37,6 @@ from kvmesh.worker.adapters.request_streams import (
     remaining,
 )
 from kvmesh.worker.adapters.vllm_fields import sampling_fields, structured_outputs
-from kvmesh.worker.adapters.zmq_events import event_endpoints
 from kvmesh.worker.capabilities import TierCounts
 from kvmesh.worker.engine import (
     EngineConfigError,

@@ -16,18 +16,19 @@ from support.zmq_publisher import EngineCache, ZmqPublisher
 from kvmesh.bus.messages import Cleared, KvEvent, Removed, Sampling, Stored, Work
 from kvmesh.hashing import block_hashes, salt
 from kvmesh.index import create_index
-from kvmesh.worker.adapters.cache_ledger import (
+from kvmesh.worker.adapters.kv_events.cache_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
-    CacheLedger,
-    PromptSalts,
     fold_hash,
     medium_tier,
 )
-from kvmesh.worker.adapters.event_feed import EventFeed
-from kvmesh.worker.adapters.zmq_events import EventDecoder, event_endpoints, rank_endpoint
+from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
+from kvmesh.worker.adapters.kv_events.feed import EventFeed
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.salts import PromptSalts
+from kvmesh.worker.adapters.kv_events.subscriber import event_endpoints, rank_endpoint
 from kvmesh.worker.engine import EngineError, OutputDelta
 
 SIZE = 4
@@ -115,7 +116,7 @@ def test_media_are_tiers() -> None:
 
 
 def test_the_salt_comes_back_out_of_the_extra_keys() -> None:
-    keys = [["lora-a", f"{123:016x}"], None]
+    keys = [["lora-a", f"kvm{123:016x}"], None]
     [event] = decode(CACHE.stored(list(range(8)), lora_name="lora-a", extra_keys=keys))
     assert isinstance(event, BlocksStored)
     assert (event.salt, event.adapter) == (123, "lora-a")
@@ -132,6 +133,66 @@ def test_one_group_of_a_hybrid_model_speaks_for_all() -> None:
     payload = msgspec.msgpack.encode([1.0, [window, full, *gone], 0])
     kinds = [type(event) for event in decoder.decode(payload)]
     assert kinds == [BlocksStored, BlocksRemoved]
+
+
+def test_blocks_of_pairs_have_the_first_token_of_each() -> None:
+    """SGLang with a draft model: a page of n pairs stands for n tokens and the one after them."""
+    pairs = [[token, token + 1] for token in range(8)]
+    [event] = decode(CACHE.stored(list(range(8))) | {"token_ids": pairs})
+    assert event == stored(list(range(8)))
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local_attention", "of_next_year"])
+def test_a_model_of_windows_alone_is_known_by_its_first_group(kind: str) -> None:
+    decoder = EventDecoder()
+    event = CACHE.stored(list(range(8)), group_idx=0, kv_cache_spec_kind=kind)
+    other = event | {"group_idx": 1}
+    gone = CACHE.removed(list(range(8)), 0) | {"group_idx": 0}
+    payload = msgspec.msgpack.encode([1.0, [event, other, gone], 0])
+    kinds = [type(found) for found in decoder.decode(payload)]
+    assert kinds == [BlocksStored, BlocksRemoved]
+
+
+def test_a_group_of_whole_prefixes_takes_over_from_one_of_windows() -> None:
+    decoder = EventDecoder()
+
+    def kinds_of(*events: Any) -> list[type]:
+        payload = msgspec.msgpack.encode([1.0, list(events), 0])
+        return [type(event) for event in decoder.decode(payload)]
+
+    window = CACHE.stored(list(range(8)), group_idx=0, kv_cache_spec_kind="sliding_window")
+    full = CACHE.stored(list(range(8)), group_idx=1, kv_cache_spec_kind="full_attention")
+    named = window | {"token_ids": [], "block_size": 0, "kv_cache_spec_kind": None}
+    assert kinds_of(named) == []  # says nothing of its group
+    assert kinds_of(window) == [BlocksStored]
+    assert kinds_of(window, full) == [AllCleared, BlocksStored]
+    assert kinds_of(window) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"extra_keys": [["0123456789abcdef"], None]},
+        {"extra_keys": [["of-a-client-0123456789abcdef"], None]},
+        {"extra_keys": [["lora-a", "mine"], None], "lora_name": "lora-a"},
+        {"cache_salt": "mine"},
+    ],
+)
+def test_a_clients_own_salt_separates_its_blocks(fields: dict[str, Any]) -> None:
+    tokens = list(range(8))
+    event = CACHE.stored(tokens) | fields
+    if "cache_salt" in fields:
+        del event["extra_keys"]
+    books = ledger()
+    told = books.apply(decode(event))
+    assert len(books) == 2
+    assert depth(told, tokens) == depth(told, tokens, salt("m", "lora-a")) == 0
+
+
+def test_an_image_separates_the_blocks_from_its_own_on() -> None:
+    tokens = list(range(12))
+    event = CACHE.stored(tokens, extra_keys=[None, [["image-1", 3]], None])
+    assert depth(ledger().apply(decode(event)), tokens) == 1
 
 
 @pytest.mark.parametrize(
@@ -183,18 +244,16 @@ def test_a_block_stored_twice_is_held_once() -> None:
     assert len(books) == 0
 
 
-def test_blocks_after_an_unknown_parent_or_of_another_size_are_strays() -> None:
+def test_blocks_that_fit_no_place_are_counted_by_reason() -> None:
     books = ledger()
-    assert books.apply([stored(list(range(12)), start=1)]) == []
     assert books.apply([BlocksStored([1], None, pack([1, 2]), 2)]) == []
     assert books.apply([BlocksStored([1, 2], None, pack([1, 2, 3, 4]), SIZE)]) == []
-    assert books.dropped_blocks == 5
-
-
-def test_offloaded_blocks_that_an_engine_does_not_describe_are_strays() -> None:
-    held = ledger()
-    assert held.apply([BlocksStored([7], None, b"", 0, tier=1)]) == []
-    assert held.dropped_blocks == 1
+    assert books.apply([stored(list(range(12)), start=1)]) == []
+    assert (+books.dropped, books.odd_size) == ({"block_size": 1, "tokens": 2}, 2)
+    assert books.counts(0, 0, "").unplaced == 2
+    assert books.apply([BlocksRemoved(stored(list(range(12))).hashes)]) == []
+    assert books.counts(0, 0, "").unplaced == 0
+    assert books.dropped["unknown_position"] == 2
 
 
 def test_blocks_offloaded_to_another_node_are_remote() -> None:
@@ -231,14 +290,14 @@ def test_a_prompt_without_salt_in_its_event_is_known_by_its_first_block() -> Non
 def test_only_a_tenant_is_tagged() -> None:
     salts = PromptSalts("m", SIZE)
     assert salts.cache_salt(work([1], salt_=SALT)) is None
-    assert salts.cache_salt(work([1], salt_=0xAB)) == "00000000000000ab"
+    assert salts.cache_salt(work([1], salt_=0xAB)) == "kvm00000000000000ab"
 
 
 def test_cache_salts_differ_for_tenants_with_equal_salts() -> None:
     salts = PromptSalts("m", SIZE)
     tags = {salts.cache_salt(work([1], salt_, tenant)) for tenant in "ab" for salt_ in (SALT, 0xAB)}
     assert len(tags) == 4
-    assert salts.cache_salt(work([1], 0xAB, "a/b")) == "a.b-00000000000000ab"
+    assert salts.cache_salt(work([1], 0xAB, "a/b")) == "a.b-kvm00000000000000ab"
     first, other = work([1], 7, "a"), work([1], 7, "b")
     assert [salts.is_exclusive(item) for item in (first, first, other, first, other)] == [
         True,
@@ -250,7 +309,7 @@ def test_cache_salts_differ_for_tenants_with_equal_salts() -> None:
     assert salts.is_exclusive(work([1], SALT))
     assert not salts.is_exclusive(work([1], SALT, "a"))
     assert not salts.is_exclusive(work([1], SALT))
-    [event] = decode(CACHE.stored(list(range(8)), extra_keys=[["a/b-00000000000000ab"], None]))
+    [event] = decode(CACHE.stored(list(range(8)), extra_keys=[["a/b-kvm00000000000000ab"], None]))
     assert isinstance(event, BlocksStored)
     assert event.salt == 0xAB
 
@@ -396,12 +455,30 @@ async def test_messages_lost_for_good_cause_a_dump(
     assert depth(sink.told, tokens) == 2
 
 
-async def test_a_malformed_message_is_a_lost_one(
+async def test_a_malformed_message_is_counted_and_no_gap(
     feed: EventFeed, publisher: ZmqPublisher, sink: Sink
 ) -> None:
-    await publisher.send_raw(b"nonsense")
+    for _ in range(5):
+        await publisher.send_raw(b"nonsense")
     await publisher.send(CACHE.stored(list(range(8))))
     await eventually(lambda: depth(sink.told, list(range(8))) == 2)
+    assert feed.counts.malformed == 5
+    assert not any(isinstance(event, Cleared) for event in sink.told)
+
+
+async def test_a_restart_is_seen_when_the_numbers_have_passed_those_before(
+    feed: EventFeed, publisher: ZmqPublisher, sink: Sink
+) -> None:
+    """The publisher's replay has other messages for the same numbers."""
+    await publisher.send(CACHE.stored(list(range(8))))
+    await eventually(lambda: depth(sink.told, list(range(8))) == 2)
+    publisher.restart_numbering()
+    for first in range(20, 24):
+        await publisher.send(CACHE.stored(list(range(first, first + 8))), lose=True)
+    await publisher.send(CACHE.stored(list(range(90, 98))))
+    await eventually(lambda: depth(sink.told, list(range(90, 98))) == 2)
+    assert depth(sink.told, list(range(8))) == 0
+    assert depth(sink.told, list(range(20, 28))) == 2
 
 
 async def test_a_restarted_engine_has_an_empty_cache(

@@ -1,20 +1,26 @@
 """Forwards one rank's KV events from the engine's publisher to the sink, through a ledger."""
 
+import asyncio
 import logging
 
+from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import KvEvent
-from kvmesh.worker.adapters.cache_ledger import CacheLedger
-from kvmesh.worker.adapters.zmq_events import EventDecoder, ZmqSubscriber
+from kvmesh.worker.adapters.kv_events.decoder import EventDecoder
+from kvmesh.worker.adapters.kv_events.ledger import CacheLedger
+from kvmesh.worker.adapters.kv_events.subscriber import ZmqSubscriber
 from kvmesh.worker.engine import Sink
+from kvmesh.worker.enginecore.counters import LedgerCounts
 
 log = logging.getLogger(__name__)
+DUMP_EVERY_S = 5.0  # at most
 
 
 class EventFeed:
     """Follows `endpoint` and tracks the rank's blocks in `ledger`, also while it has no sink.
 
     It requests missed messages from `replay`. Messages lost for good leave the ledger unchanged; a
-    dump makes the index agree with it, and later events of the engine correct both.
+    dump makes the index agree with it, and later events of the engine correct both. Messages that
+    cannot be decoded are counted: a dump would not mend their loss.
     """
 
     def __init__(
@@ -29,7 +35,13 @@ class EventFeed:
         self.rank = rank
         self.ledger = ledger
         self.sink: Sink | None = sink
+        self._malformed = 0
+        self._last_error = ""
         self._decoder = EventDecoder()
+        self._logged = LogOnce()
+        self._loop = asyncio.get_running_loop()
+        self._dumped_at = -DUMP_EVERY_S
+        self._dump_due: asyncio.TimerHandle | None = None
         self._subscriber = ZmqSubscriber(
             endpoint, replay, topic, self._on_payload, self.clear, self._on_gap
         )
@@ -38,10 +50,18 @@ class EventFeed:
         self._subscriber.start()
 
     async def close(self) -> None:
+        if self._dump_due is not None:
+            self._dump_due.cancel()
         await self._subscriber.close()
+
+    @property
+    def counts(self) -> LedgerCounts:
+        return self.ledger.counts(self.rank, self._malformed, self._last_error)
 
     def dump(self) -> None:
         """Send all blocks in the ledger to the sink."""
+        self._dump_due = None
+        self._dumped_at = self._loop.time()
         self._publish(self.ledger.dump())
 
     def clear(self) -> None:
@@ -52,14 +72,18 @@ class EventFeed:
         try:
             events = self._decoder.decode(payload)
         except ValueError as error:
-            log.warning("rank %d: %s", self.rank, error)
-            self._on_gap(1)
+            self._malformed += 1
+            self._last_error = str(error)
+            if self._logged.first(self._last_error):
+                log.warning("rank %d: %s", self.rank, error)
             return
         self._publish(self.ledger.apply(events))
 
     def _on_gap(self, count: int) -> None:
         log.warning("rank %d: %d messages of KV events are lost", self.rank, count)
-        self.dump()
+        if self._dump_due is None:
+            due_at = max(self._dumped_at + DUMP_EVERY_S, self._loop.time())
+            self._dump_due = self._loop.call_at(due_at, self.dump)
 
     def _publish(self, events: list[KvEvent]) -> None:
         if events and self.sink is not None:

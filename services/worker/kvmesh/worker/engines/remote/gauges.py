@@ -1,0 +1,67 @@
+"""The load of an inference server, from the series of its /metrics."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from kvmesh.worker.capabilities import TierCounts
+
+_VLLM = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "usage": "vllm:kv_cache_usage_perc",
+    "steps": "vllm:iteration_tokens_total_count",
+}
+_SGLANG = {
+    "running": "sglang:num_running_reqs",
+    "waiting": "sglang:num_queue_reqs",
+    "usage": "sglang:token_usage",
+}
+_RANKS = ("dp_rank", "engine")  # labels of a data-parallel rank: SGLang's, vLLM's
+
+Sample = tuple[str, Mapping[str, str], float]
+
+
+class Gauges(NamedTuple):
+    """Current metrics of the server, None if absent; `usage` is the share of blocks in use.
+
+    `tiers` are of kvmesh's connector to the block manager.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    usage: float | None = None
+    steps: float | None = None
+    tiers: TierCounts | None = None
+
+
+def gauges_of(samples: Iterable[Sample], model: str) -> Gauges:
+    """The gauges of `model`, over all its data-parallel ranks: sums, and the mean of the usages."""
+    by_name: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_name.setdefault(sample[0], []).append(sample)
+    names = _SGLANG if _SGLANG["running"] in by_name else _VLLM
+    found = {key: _ranks(by_name.get(name, []), model) for key, name in names.items()}
+    totals = {key: sum(ranks) if ranks else None for key, ranks in found.items()}
+    usages, running, waiting = found["usage"], totals["running"], totals["waiting"]
+    return Gauges(
+        None if running is None else int(running),
+        None if waiting is None else int(waiting),
+        sum(usages) / len(usages) if usages else None,
+        totals.get("steps"),
+    )
+
+
+def _ranks(samples: list[Sample], model: str) -> list[float]:
+    """The value of each data-parallel rank.
+
+    SGLang splits a total by priority and repeats it without one; a server may serve other models.
+    """
+    of_model = [s for s in samples if s[1].get("model_name", model) == model] or samples
+    totals = [s for s in of_model if not s[1].get("priority")]
+    ranks: dict[str | None, float] = {}
+    for _, labels, value in totals:
+        rank = next((labels[name] for name in _RANKS if name in labels), None)
+        ranks[rank] = max(value, ranks.get(rank, value))  # each rank of a tensor-parallel group
+    if totals or not of_model:
+        return list(ranks.values())
+    return [sum(value for _, _, value in of_model)]

@@ -1,0 +1,41 @@
+"""The load of servers whose series have labels."""
+
+import pytest
+
+from kvmesh.worker.engines.remote.gauges import Gauges, Sample, gauges_of
+
+
+def series(name: str, value: float, **labels: str) -> Sample:
+    return (name, labels, value)
+
+
+def test_series_by_priority_are_parts_of_the_total() -> None:
+    running, waiting = "sglang:num_running_reqs", "sglang:num_queue_reqs"
+    samples = [
+        *(series(running, value, priority=p) for p, value in (("", 37), ("0", 36), ("5", 1))),
+        *(series(waiting, value, priority=p) for p, value in (("", 80), ("0", 80), ("5", 0))),
+        series("sglang:token_usage", 0.5),
+    ]
+    assert gauges_of(samples, "m") == Gauges(37, 80, 0.5)
+    assert gauges_of(samples[::-1], "m") == Gauges(37, 80, 0.5)
+    assert gauges_of([s for s in samples if s[1].get("priority") != ""], "m").running == 37
+
+
+@pytest.mark.parametrize("label", ["dp_rank", "engine"])
+def test_data_parallel_ranks_add_up(label: str) -> None:
+    name = {"dp_rank": "sglang:num_running_reqs", "engine": "vllm:num_requests_running"}[label]
+    usage = {"dp_rank": "sglang:token_usage", "engine": "vllm:kv_cache_usage_perc"}[label]
+    samples = [series(name, n, **{label: str(n)}, tp_rank=str(tp)) for n in (1, 2) for tp in (0, 1)]
+    samples += [series(usage, n / 4, **{label: str(n)}) for n in (1, 2)]
+    assert gauges_of(samples, "m") == Gauges(3, None, 0.375)
+
+
+def test_only_the_own_model_counts() -> None:
+    name = "vllm:num_requests_waiting"
+    samples = [series(name, n, model_name=m, engine="0") for n, m in ((5, "m"), (7, "other"))]
+    assert gauges_of(samples, "m").waiting == 5
+    assert gauges_of(samples, "served-under-an-alias").waiting == 7
+
+
+def test_a_server_without_metrics_has_no_gauges() -> None:
+    assert gauges_of([], "m") == Gauges()

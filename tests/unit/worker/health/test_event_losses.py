@@ -1,0 +1,38 @@
+"""Warnings about KV events that do not reach the index."""
+
+from kvmesh.worker.enginecore.counters import LedgerCounts
+from kvmesh.worker.health.event_losses import QUIET_S, EventLosses
+
+
+def counts(malformed: int = 0, odd_size: int = 0, **dropped: int) -> LedgerCounts:
+    return LedgerCounts(
+        rank=1,
+        block_size=16,
+        kept=[5, 0, 0, 0],
+        dropped=dropped,
+        malformed=malformed,
+        last_error="malformed KV event: TypeError('x')",
+        odd_size=odd_size,
+    )
+
+
+def test_each_loss_is_named_with_what_explains_it() -> None:
+    losses = EventLosses("w")
+    assert losses.check([counts()], 0.0) == {}
+    found = losses.check([counts(3, odd_size=528, block_size=1, unknown_position=40)], 1.0)
+    assert found.keys() == {"1 block_size", "1 unknown_position", "1 malformed"}
+    assert "blocks of 528 tokens, the model's are of 16" in found["1 block_size"]
+    assert "TypeError('x')" in found["1 malformed"]
+    assert all(text.startswith("w rank 1: ") for text in found.values())
+
+
+def test_a_few_blocks_without_position_are_no_loss() -> None:
+    assert EventLosses("w").check([counts(unknown_position=3)], 0.0) == {}
+
+
+def test_a_loss_that_has_stopped_is_no_warning() -> None:
+    losses = EventLosses("w")
+    assert losses.check([counts(1)], 0.0)
+    assert losses.check([counts(1)], QUIET_S - 1)
+    assert not losses.check([counts(1)], QUIET_S + 1)
+    assert losses.check([counts(2)], QUIET_S + 2)
