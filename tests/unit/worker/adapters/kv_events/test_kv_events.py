@@ -493,6 +493,33 @@ async def test_a_restarted_engine_has_an_empty_cache(
     assert depth(sink.told, list(range(90, 98))) == 2
 
 
+@pytest.mark.parametrize("has_replay", [True, False])
+async def test_another_publisher_at_the_same_address_is_a_restart(
+    tmp_path: Path, sink: Sink, has_replay: bool
+) -> None:
+    """Its numbers have passed the former ones before the subscriber is connected again."""
+    first = ZmqPublisher(tmp_path)
+    await first.start()
+    made = EventFeed(0, ledger(), sink, first.endpoint, first.replay if has_replay else None)
+    made.start()
+    await first.subscribed()
+    for start in range(3):
+        await first.send(CACHE.stored(list(range(start, start + 8))))
+    await eventually(lambda: len(sink.told) == 3)
+    await first.close()
+    second = ZmqPublisher(tmp_path)
+    await second.start()
+    for start in range(40, 45):
+        await second.send(CACHE.stored(list(range(start, start + 8))), lose=True)
+    await second.subscribed()
+    await second.send(CACHE.stored(list(range(90, 98))))
+    await eventually(lambda: depth(sink.told, list(range(90, 98))) == 2)
+    assert [depth(sink.told, list(range(start, start + 8))) for start in range(3)] == [0, 0, 0]
+    assert depth(sink.told, list(range(40, 48))) == (2 if has_replay else 0)
+    await made.close()
+    await second.close()
+
+
 def test_tenants_with_the_same_first_block_get_salts_in_order_of_waiting() -> None:
     salts = PromptSalts("m", SIZE)
     books = CacheLedger(SIZE, salts.root_salt)
