@@ -19,9 +19,10 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import NotPermitted
-from kvmesh.bus.faults import REFUSED
+from kvmesh.bus.faults import REFUSED, STALLED
 from kvmesh.bus.messages import Instance, MessageDecoder, Ping, Role
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.streams.reader import Start, StreamReader
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PINGS = MessageDecoder(Ping)
@@ -186,6 +187,37 @@ async def test_the_card_shows_it_until_it_heals(
     await directory.close()
     await lease.close()
     await other.close()
+
+
+async def test_a_consumer_that_stalls_is_replaced_and_reported(
+    server: RestrictedServer, own: Bus, limits: StreamLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without flow control the server delivers the beginning, then heartbeats alone."""
+    monkeypatch.setattr("kvmesh.bus.streams.reader.STALLED_S", 1.0)
+    await ensure_streams(own, limits)
+    stream = own.subjects.kv_stream
+    own.refusals.need(["$JS.FC.>"])
+    for _ in range(400):
+        await own.store(own.subjects.kv("m", "w"), bytes(20 << 10), PATIENCE_S)
+    server.forbid(publish=["$JS.FC.>"])
+    read: list[int] = []
+    reader = StreamReader(
+        own, stream, own.subjects.kv_all, lambda message: read.append(message.seq), Start()
+    )
+    await reader.open()
+    try:
+        await eventually(lambda: own.faults.texts(STALLED))
+        assert f"stream {stream} is read slowly or not at all" in own.faults.texts(STALLED)[0]
+        await eventually(lambda: refused(own, "publish on $JS.FC.>"))
+        await eventually(lambda: own.counts.reader_restarts[stream])
+        assert len(read) < 400
+        server.forbid()
+        await eventually(reader.caught_up.is_set)
+        assert read == list(range(1, 401))
+        assert own.faults.texts(STALLED) == []
+        await healed(own)
+    finally:
+        await reader.close()
 
 
 # the mesh

@@ -20,7 +20,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 from openai import AsyncOpenAI
 from support import forks
 from support.mesh import Mesh
-from support.nats import NatsServer
+from support.nats import NEWER_REPLIES, NatsServer, understands
 from support.places.on_bus import BusPlace
 from support.planners import Planners
 from support.secured import SecuredServer, secure
@@ -33,6 +33,7 @@ from kvmesh.bus.errors import BusError, BusUnavailable, NotPermitted
 from kvmesh.bus.messages import ControlReply, Dump, MessageDecoder, Resend, encode
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.streams.configuration import StreamLimits, StreamMissing, ensure_streams
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import Subjects
 from kvmesh.dashboard.mesh import Mesh as DashboardMesh
 from kvmesh.frontend.apis.base import StoredTurn
@@ -52,10 +53,18 @@ SUBJECTS = Subjects("kvmesh")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]:
+REPLIES = {"older replies": "", "newer replies": NEWER_REPLIES}
+
+
+@pytest.fixture(scope="module", params=REPLIES.values(), ids=REPLIES.keys())
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SecuredServer]:
     folder = tmp_path_factory.mktemp("secured")
     server = SecuredServer(folder, "--workers", ",".join(WORKERS), "--kvbms", "kv-0")
+    server.settings = request.param
+    if request.param and not understands(server.settings):
+        pytest.skip("this nats-server has no such flag")
     server.start()
     yield server
     server.stop()
@@ -236,6 +245,29 @@ def prefixes_are_known(seen: DashboardMesh, fault: str) -> bool:
 def pins_are_known(seen: DashboardMesh, fault: str) -> bool:
     known = seen.pins.poll() is not None
     return known if not fault else fault in seen.pins.fault
+
+
+async def test_a_reader_gets_more_than_the_server_sends_unanswered(
+    server: SecuredServer, mesh: Mesh
+) -> None:
+    """Beyond some hundred kilobytes the server waits for the reader's flow control."""
+    stream, subject = f"OBJ_{SUBJECTS.model_bucket}", f"$O.{SUBJECTS.model_bucket}.C.flood"
+    read = 0
+
+    def count(_: StreamMessage) -> None:
+        nonlocal read
+        read += 1
+
+    async with server.connected(W0) as bus:
+        for _ in range(400):
+            await bus.store(subject, bytes(20 << 10), 30.0)
+        reader = StreamReader(bus, stream, subject, count, Start())
+        await reader.open()
+        await asyncio.wait_for(reader.caught_up.wait(), PATIENCE_S)
+        assert (read, bus.counts.reader_restarts[stream]) == (400, 0)
+        await reader.close()
+        assert bus.client.last_error is None
+        await bus.js.purge_stream(stream, subject=subject)
 
 
 async def test_a_planner_works_within_its_permissions(mesh: Mesh, server: SecuredServer) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,17 @@ from pathlib import Path
 from support.evidence import Evidence, log_files
 from support.wait import PATIENCE_S
 
-SERVER = Path(sys.executable).with_name("nats-server")
+SERVER = Path(os.environ.get("NATS_SERVER", Path(sys.executable).with_name("nats-server")))
+# Another layout of reply subjects, behind a flag since nats-server 2.14
+NEWER_REPLIES = "feature_flags { js_ack_fc_v2: true }"
+
+
+def understands(settings: str) -> bool:
+    """True if this version of the server knows these settings."""
+    with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
+        file.write(settings)
+        file.flush()
+        return subprocess.run([SERVER, "-t", "-c", file.name], capture_output=True).returncode == 0
 
 
 _ports = random.SystemRandom()

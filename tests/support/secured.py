@@ -36,7 +36,7 @@ class SecuredServer(NatsServer):
     def config(self) -> str:
         done = secure(self.folder, *self._arguments)
         assert done.returncode == 0, done.stderr
-        return (self.folder / "nats" / "nats.conf").read_text()
+        return f"{(self.folder / 'nats' / 'nats.conf').read_text()}\n{self.settings}\n"
 
     @property
     def users(self) -> list[str]:
