@@ -53,18 +53,17 @@ SUBJECTS = Subjects("kvmesh")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-REPLIES = {"older replies": "", "newer replies": NEWER_REPLIES}
+SERVERS = {"nkeys": ((), ""), "JWTs and newer replies": (("--jwt",), NEWER_REPLIES)}
 
 
-@pytest.fixture(scope="module", params=REPLIES.values(), ids=REPLIES.keys())
+@pytest.fixture(scope="module", params=list(SERVERS.values()), ids=list(SERVERS))
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SecuredServer]:
     folder = tmp_path_factory.mktemp("secured")
-    server = SecuredServer(folder, "--workers", ",".join(WORKERS), "--kvbms", "kv-0")
-    server.settings = request.param
-    if request.param and not understands(server.settings):
-        pytest.skip("this nats-server has no such flag")
+    mode, settings = request.param
+    server = SecuredServer(folder, "--workers", ",".join(WORKERS), "--kvbms", "kv-0", *mode)
+    server.settings = settings if understands(settings) else ""
     server.start()
     yield server
     server.stop()
@@ -711,7 +710,7 @@ async def test_the_server_requires_a_certificate_and_a_key(
     stranger = replace(whole, nkey_seed=server.options("router").nkey_seed, tls_cert=None)
     for options in (
         replace(whole, tls_cert=None, tls_key=None),
-        replace(whole, nkey_seed=None),
+        replace(whole, nkey_seed=None, credentials=None),
         BusOptions(url=server.url.replace("tls", "nats")),
         stranger,
     ):
