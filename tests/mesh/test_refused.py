@@ -16,12 +16,14 @@ from support.restricted import RestrictedServer
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.connection.permission_probe import refused_subjects
 from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import NotPermitted
 from kvmesh.bus.faults import REFUSED, STALLED
 from kvmesh.bus.messages import Instance, MessageDecoder, Ping, Role
-from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
+from kvmesh.bus.permissions import Permissions, User, permissions
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams, mesh_streams
 from kvmesh.bus.streams.reader import Start, StreamReader
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -259,3 +261,38 @@ async def test_a_mesh_that_is_deaf_is_not_ready_and_heals(
         assert "Traceback" not in mesh.logs()
     finally:
         mesh.stop()
+
+
+# `kvmesh doctor --as`
+
+
+async def test_the_probe_finds_what_is_refused_and_reaches_nobody(
+    server: RestrictedServer, own: Bus, limits: StreamLimits
+) -> None:
+    await ensure_streams(own, limits)
+    subjects = own.subjects
+    listener = await Bus.connect(own.options, "listener")
+    heard: list[str] = []
+    await listener.subscribe_raw(">", lambda message: heard.append(message.subject))
+    await listener.flush()
+    stored = {s.config.name: s.state.last_seq for s in await mesh_streams(own)}
+    heard.clear()
+    for role in User:
+        wanted = permissions(subjects, role, role)
+        found = await refused_subjects(own.client, own.refusals, wanted)
+        assert (role, found) == (role, Permissions((), ()))
+    await listener.flush()
+    # the server's own events are of former tests
+    assert [subject for subject in heard if not subject.startswith("$JS.EVENT.")] == []
+    assert stored == {s.config.name: s.state.last_seq for s in await mesh_streams(own)}
+    await listener.close()
+    wanted = permissions(subjects, User.FRONTEND, "frontend")
+    instances = f"$KV.{subjects.instances_bucket}.worker.*.*"
+    server.forbid(subscribe=[subjects.limits], publish=[subjects.sessions, instances])
+
+    async def named() -> bool:
+        found = await refused_subjects(own.client, own.refusals, wanted)
+        return found == Permissions((instances, subjects.sessions), (subjects.limits,))
+
+    await eventually(named)
+    assert own.faults.texts(REFUSED) == []

@@ -31,16 +31,18 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.connection.direct_client import PermissionDenied
 from kvmesh.bus.errors import BusError, BusUnavailable, NotPermitted
 from kvmesh.bus.messages import ControlReply, Dump, MessageDecoder, Resend, encode
+from kvmesh.bus.permissions import User
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.streams.configuration import StreamLimits, StreamMissing, ensure_streams
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import Subjects
+from kvmesh.cli.status.permission_checks import check_permissions
 from kvmesh.dashboard.mesh import Mesh as DashboardMesh
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.responses.store import ResponseStore
-from kvmesh.settings import Settings
+from kvmesh.settings import Settings, load
 from kvmesh.weights.frames import WeightsTaken
 from kvmesh.weights.models.catalog import find_model
 from kvmesh.weights.models.former import remove_former_manifests
@@ -476,6 +478,19 @@ async def test_a_user_has_exactly_the_permissions_of_the_table(
                 found["reads"].add(stream)
     for act, table in (("sends", SENDS), ("hears", HEARS), ("reads", READS)):
         assert found[act] == {subject for subject, users in table.items() if user in users}, act
+
+
+@pytest.mark.parametrize("user", sorted(EVERYBODY))
+async def test_a_doctor_finds_the_role_of_a_user_permitted_and_others_not(
+    server: SecuredServer, user: str
+) -> None:
+    own = user.partition(".")[0]
+    settings = load(None, server.env(user), {})
+    async with server.connected(user) as bus:
+        for role in User:
+            found = await check_permissions(bus, role, settings)
+            permitted = {finding.severity for finding in found} == {"ok"}
+            assert permitted is (role == own or (own == "operator" and role == "observer")), found
 
 
 async def reads(bus: Bus, stream: str) -> bool:

@@ -120,6 +120,13 @@ class NatsServer:
             self._process.wait(PATIENCE_S)
             self._process = None
 
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def log(self) -> str:
+        return (self.store / "nats.log").read_text()
+
     def stop(self) -> None:
         self.kill(signal.SIGTERM)
 

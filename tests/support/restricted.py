@@ -28,4 +28,4 @@ class RestrictedServer(NatsServer):
         self.settings = f"authorization: {json.dumps({'users': [user]})}"
         (self.store / "nats.conf").write_text(self.config())
         if self._process is not None:
-            self._process.send_signal(signal.SIGHUP)
+            self.signal(signal.SIGHUP)

@@ -256,6 +256,13 @@ class DirectClient(Client):
         """
         await self.publish(subject, b"", f"{PROBE_REPLY}{_unguessable()}")
 
+    async def probe_subscription(self, subject: str) -> None:
+        """Subscribe, and end it at once: the server reports a subject that it refuses."""
+        self._sid += 1
+        await self._send_command(
+            b"SUB %b  %d\r\nUNSUB %d\r\n" % (subject.encode(), self._sid, self._sid)
+        )
+
     async def round_trip(self) -> None:
         """Return once the server has handled all that was sent before.
 

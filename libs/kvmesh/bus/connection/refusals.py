@@ -6,8 +6,8 @@ nothing else would ever subscribe again.
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from nats.errors import Error as NatsError
 
@@ -37,6 +37,7 @@ class Refusals:
         self._publishes: dict[str, str] = {}  # a subject to try again, by pattern
         self._again: set[int | str] = set()  # refused since the last attempt began
         self._soon = asyncio.Event()
+        self._listener: Callable[[Violation], None] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def need(self, patterns: Iterable[str]) -> None:
@@ -50,8 +51,20 @@ class Refusals:
         """True if this process needs to publish on a subject, so that a refusal is a fault."""
         return any(covers(pattern, subject) for pattern in self._needed)
 
+    @contextmanager
+    def heard_by(self, listener: Callable[[Violation], None]) -> Iterator[None]:
+        """Have `listener` called with everything that is refused meanwhile, as by a probe."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
     def note(self, found: Violation) -> bool:
         """Record what the server has refused; False if it concerns nothing of this process."""
+        if self._listener is not None:
+            self._listener(found)
+            return True
         if found.reply:
             return True  # the publish that tried whether it is permitted
         if found.publish:

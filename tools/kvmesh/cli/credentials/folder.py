@@ -42,7 +42,8 @@ from kvmesh.settings.schema import Settings
 AUTHORITY, NATS = "authority", "nats"
 CA, CA_KEY, CERT, KEY = "ca.pem", "ca.key", "cert.pem", "key.pem"
 SEED, ENV, CONFIG, CREDS = "nkey.seed", "env", "nats.conf", "user.creds"
-OPERATOR, ACCOUNT, SYSTEM, ROUTE = "operator.seed", "account.seed", "system.seed", "route.password"
+OPERATOR, OPERATOR_JWT = "operator.seed", "operator.jwt"
+ACCOUNT, SYSTEM, ROUTE = "account.seed", "system.seed", "route.password"
 SCOPES = "scopes"  # in `authority`: a signing key for each user
 MOST_REPLICAS = 3
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -156,6 +157,7 @@ class Credentials:
             _put(folder / CERT, pair.certificate)
             _put(folder / KEY, pair.key)
             _put(folder / SEED, new_seed(nkeys.PREFIX_BYTE_USER).encode())
+            self._scope(principal.user).unlink(missing_ok=True)  # it signed the former .creds
         _put(folder / ENV, self._environment(principal).encode())
         return NatsKey.of((folder / SEED).read_text()).public
 
@@ -169,8 +171,7 @@ class Credentials:
         _make(folder / SCOPES)
         scopes = []
         for principal, public in keys:
-            signing = folder / SCOPES / f"{principal.user}.seed"
-            key = self._key(signing, nkeys.PREFIX_BYTE_ACCOUNT)
+            key = self._key(self._scope(principal.user), nkeys.PREFIX_BYTE_ACCOUNT)
             scope = Scope(principal.user, key, principal.permissions(namespace))
             scopes.append(scope)
             token = user_token(scope, public, account, now, self._plan.token_days)
@@ -181,13 +182,25 @@ class Credentials:
         copies = self._replicas
         storage = (disk * copies, memory * copies)
         yield from token_users(
-            operator_token(operator, system, f"kvmesh {namespace}", now),
+            self._operator_token(folder / OPERATOR_JWT, operator, system),
             system,
             {
                 account: account_token(operator, account, namespace, storage, scopes, now),
                 system: system_token(operator, system, now),
             },
         )
+
+    def _scope(self, user: str) -> Path:
+        """The file of the key that signs a user's JWT."""
+        return self._path / AUTHORITY / SCOPES / f"{user}.seed"
+
+    def _operator_token(self, file: Path, operator: NatsKey, system: str) -> str:
+        """The operator's JWT, made once: a server reloads no configuration with another one."""
+        if not file.is_file():
+            name = f"kvmesh {self._settings.nats.namespace}"
+            token = operator_token(operator, system, name, int(self._now.timestamp()))
+            _put(file, token.encode())
+        return file.read_text()
 
     @property
     def _replicas(self) -> int:
