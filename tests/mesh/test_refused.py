@@ -276,6 +276,7 @@ async def test_the_probe_finds_what_is_refused_and_reaches_nobody(
     await listener.subscribe_raw(">", lambda message: heard.append(message.subject))
     await listener.flush()
     stored = {s.config.name: s.state.last_seq for s in await mesh_streams(own)}
+    await listener.flush()
     heard.clear()
     for role in User:
         wanted = permissions(subjects, role, role)

@@ -20,6 +20,7 @@ from support.wait import PATIENCE_S
 SERVER = Path(os.environ.get("NATS_SERVER", Path(sys.executable).with_name("nats-server")))
 # Another layout of reply subjects, behind a flag since nats-server 2.14
 NEWER_REPLIES = "feature_flags { js_ack_fc_v2: true }"
+RELOADED = "Reloaded server configuration"  # in the server's log
 
 
 def understands(settings: str) -> bool:
@@ -123,6 +124,19 @@ class NatsServer:
     def signal(self, number: int) -> None:
         assert self._process is not None
         self._process.send_signal(number)
+
+    def reload(self) -> None:
+        """Have the server read its configuration again; return once it has.
+
+        Meanwhile it rejects credentials.
+        """
+        done = self.log().count(RELOADED)
+        self.signal(signal.SIGHUP)
+        deadline = time.monotonic() + PATIENCE_S
+        while self.log().count(RELOADED) <= done:
+            if time.monotonic() > deadline:
+                raise RuntimeError("nats-server did not reload: " + self.log())
+            time.sleep(0.01)
 
     def log(self) -> str:
         return (self.store / "nats.log").read_text()

@@ -1,7 +1,6 @@
 """A NATS server with one user for all, whose permissions a reload changes."""
 
 import json
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,4 +27,4 @@ class RestrictedServer(NatsServer):
         self.settings = f"authorization: {json.dumps({'users': [user]})}"
         (self.store / "nats.conf").write_text(self.config())
         if self._process is not None:
-            self.signal(signal.SIGHUP)
+            self.reload()
