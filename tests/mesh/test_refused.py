@@ -14,6 +14,7 @@ from support.mesh import Mesh
 from support.nats import free_port
 from support.restricted import RestrictedServer
 from support.wait import PATIENCE_S, eventually
+from support.weights import Agents, make_weights
 
 from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.connection.permission_probe import refused_subjects
@@ -25,6 +26,7 @@ from kvmesh.bus.messages import Instance, MessageDecoder, Ping, Role
 from kvmesh.bus.permissions import Permissions, User, permissions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams, mesh_streams
 from kvmesh.bus.streams.reader import Start, StreamReader
+from kvmesh.weights.frames import SubjectsRefused
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PINGS = MessageDecoder(Ping)
@@ -220,6 +222,36 @@ async def test_a_consumer_that_stalls_is_replaced_and_reported(
         await healed(own)
     finally:
         await reader.close()
+
+
+async def test_a_weights_process_tells_its_worker_what_is_refused(
+    server: RestrictedServer,
+    own: Bus,
+    limits: StreamLimits,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    await ensure_streams(own, limits)
+    server.forbid(subscribe=[own.subjects.weights("*").replace("=2A", "*")])
+    agents = Agents(own, limits, tmp_path)
+    env = {
+        "KVMESH_NATS_URL": server.url,
+        "KVMESH_NATS_NAMESPACE": own.options.namespace,
+        **server.credentials,
+    }
+    agent = await agents.start("worker-0", make_weights(tmp_path / "model"), env=env)
+    try:
+        await eventually(lambda: agent.answer)
+        agent.process.engine_runs()
+        told = await eventually(lambda: agent.event(SubjectsRefused))
+        assert told is not None
+        own.refusals.add(told.texts)
+        assert refused(own, "subscribe to", f"kvm.{own.options.namespace}.weights.")
+        server.forbid()
+        await eventually(lambda: agent.event(SubjectsRefused) == SubjectsRefused({}))
+    finally:
+        await agents.close()
 
 
 # the mesh

@@ -128,6 +128,7 @@ async def test_the_whole_mesh_serves_without_a_refusal(mesh: Mesh, server: Secur
     mesh.restart("worker-0")
     await eventually(lambda: "serving" in mesh.logs().rpartition("--- worker-0")[2])
     assert "violation" not in mesh.logs().lower()
+    assert "does not permit" not in mesh.logs()
     for name in ("nkey.seed", "key.pem"):
         for user in server.users:
             assert (server.folder / user / name).read_text().strip() not in mesh.logs()

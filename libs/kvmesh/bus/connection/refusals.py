@@ -6,7 +6,7 @@ nothing else would ever subscribe again.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from nats.errors import Error as NatsError
@@ -35,6 +35,7 @@ class Refusals:
         self._needed: tuple[str, ...] = ()
         self._subscriptions: dict[int, str] = {}
         self._publishes: dict[str, str] = {}  # a subject to try again, by pattern
+        self._elsewhere: dict[str, str] = {}  # of a process that belongs to this one
         self._again: set[int | str] = set()  # refused since the last attempt began
         self._soon = asyncio.Event()
         self._listener: Callable[[Violation], None] | None = None
@@ -50,6 +51,11 @@ class Refusals:
     def is_needed(self, subject: str) -> bool:
         """True if this process needs to publish on a subject, so that a refusal is a fault."""
         return any(covers(pattern, subject) for pattern in self._needed)
+
+    def add(self, elsewhere: Mapping[str, str]) -> None:
+        """Add all refusals of a connection that another process has for this one."""
+        self._elsewhere = dict(elsewhere)
+        self._changed()
 
     @contextmanager
     def heard_by(self, listener: Callable[[Violation], None]) -> Iterator[None]:
@@ -141,7 +147,7 @@ class Refusals:
 
     def _changed(self) -> None:
         inbox = self._client.inbox_prefix
-        found = {}
+        found = dict(self._elsewhere)
         for subject in self._subscriptions.values():
             error = NotPermitted(subject, "subscribe to")
             if subject.startswith(inbox):  # inboxes differ by connection and reader
