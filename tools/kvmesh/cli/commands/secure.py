@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -128,24 +129,23 @@ def _servers(arguments: argparse.Namespace) -> tuple[list["Server"], list[str]]:
         host, *others = arguments.hosts or ("localhost", "127.0.0.1")
         return [Server(host, arguments.port)], others
     servers = []
-    for text in arguments.cluster:
-        address = urlsplit(f"tls://{text}")
-        if not address.hostname or text != address.netloc or address.username:
-            raise ValueError(f"not an address of a server: {text!r}")
-        port = address.port or arguments.port
-        several = (
-            sum(
-                urlsplit(f"tls://{other}").hostname == address.hostname
-                for other in arguments.cluster
-            )
-            > 1
-        )
-        host = address.hostname.replace(":", "-")
-        name = f"{host}-{port}" if several else host
-        servers.append(Server(address.hostname, port, name))
+    addresses = [_address(text) for text in arguments.cluster]
+    hosts = [host for host, _ in addresses]
+    for host, port in addresses:
+        name = host.replace(":", "-")
+        port = port or arguments.port
+        servers.append(Server(host, port, f"{name}-{port}" if hosts.count(host) > 1 else name))
     if len({server.name for server in servers}) < max(2, len(servers)):
         raise ValueError("--cluster names two servers or more, each once")
     return servers, arguments.hosts or []
+
+
+def _address(text: str) -> tuple[str, int | None]:
+    address = urlsplit(f"tls://{text}")
+    with suppress(ValueError):  # the port is no number
+        if address.hostname and address.netloc == text and not address.username:
+            return address.hostname, address.port
+    raise ValueError(f"not an address of a server: {text!r}")
 
 
 def _users(arguments: argparse.Namespace) -> Iterator[tuple[User, str]]:
