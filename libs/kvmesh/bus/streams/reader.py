@@ -221,7 +221,9 @@ class StreamReader:
         consumer = await self._bus.js.add_consumer(self.stream, self._config(name, inbox))
         self._last_message_at = self._loop.time()
         self._stalled_since = inf
-        self._set_pending(consumer.num_pending or 0)
+        self.pending = consumer.num_pending or 0
+        if not self.pending:
+            self._on_caught_up()
 
     async def _fault(self, info: StreamInfo) -> str:
         """The reason why the messages read are no prefix of the stream; empty if they are."""
@@ -313,12 +315,13 @@ class StreamReader:
         self.last_seq = seq
         self._stored = stored
         self._stalled_since = inf
-        self._set_pending(pending)
-
-    def _set_pending(self, pending: int) -> None:
         self.pending = pending
         if not pending:
-            self.caught_up.set()
+            self._on_caught_up()
+
+    def _on_caught_up(self) -> None:
+        self.caught_up.set()
+        if self._reported:
             self._report("")
 
     def _report(self, stalled: str) -> None:
