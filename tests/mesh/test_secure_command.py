@@ -7,9 +7,10 @@ import pytest
 from support.secured import secure
 
 
-def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--jwt", "--cluster", "a,b,c")])
+def test_only_the_owner_can_read_the_files(tmp_path: Path, more: tuple[str, ...]) -> None:
     folder = tmp_path / "made"
-    assert secure(folder).returncode == 0
+    assert secure(folder, *more).returncode == 0
     for path in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), path
@@ -55,6 +56,39 @@ def test_signing_requires_the_authoritys_key(tmp_path: Path) -> None:
     done = secure(folder, "--workers", "worker-1")
     assert done.returncode == 1
     assert "ca.key is missing; restore it to sign certificates" in done.stderr
+
+
+def test_each_server_of_a_cluster_has_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    done = secure(folder, "--cluster", "a,b,b:5222,[::1]", "--hosts", "nats")
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in (folder / "nats").iterdir()} == {"a", "b-4222", "b-5222", "--1"}
+    config = (folder / "nats" / "b-5222" / "nats.conf").read_text()
+    assert 'server_name: "b-5222"' in config
+    password = (folder / "authority" / "route.password").read_text()
+    for route in ("a:6222", "b:6222", "[::1]:6222"):
+        assert f'"tls://route:{password}@{route}"' in config
+    assert 'b:7222"]' not in config
+    addresses = "tls://a:4222,tls://b:4222,tls://b:5222,tls://[::1]:4222"
+    env = (folder / "router" / "env").read_text().splitlines()
+    assert f"KVMESH_NATS_URL={addresses}" in [line.replace("'", "") for line in env]
+    assert "KVMESH_NATS_REPLICAS=3" in env
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--cluster", "a"), "two servers or more"),
+        (("--cluster", "a,b,a"), "each once"),
+        (("--cluster", "a,b:port"), "not an address of a server: 'b:port'"),
+        (("--cluster", "a,u@b"), "not an address of a server: 'u@b'"),
+        (("--expire-days", "3"), "--expire-days needs --jwt"),
+    ],
+)
+def test_wrong_servers_are_usage_errors(tmp_path: Path, wrong: tuple[str, ...], said: str) -> None:
+    done = secure(tmp_path / "made", *wrong)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("names", ["a b", "../x", "w>", ","])

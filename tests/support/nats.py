@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,18 @@ from pathlib import Path
 from support.evidence import Evidence, log_files
 from support.wait import PATIENCE_S
 
-SERVER = Path(sys.executable).with_name("nats-server")
+SERVER = Path(os.environ.get("NATS_SERVER", Path(sys.executable).with_name("nats-server")))
+# Another layout of reply subjects, behind a flag since nats-server 2.14
+NEWER_REPLIES = "feature_flags { js_ack_fc_v2: true }"
+RELOADED = "Reloaded server configuration"  # in the server's log
+
+
+def understands(settings: str) -> bool:
+    """True if this version of the server knows these settings."""
+    with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
+        file.write(settings)
+        file.flush()
+        return subprocess.run([SERVER, "-t", "-c", file.name], capture_output=True).returncode == 0
 
 
 _ports = random.SystemRandom()
@@ -108,6 +120,26 @@ class NatsServer:
             self._process.send_signal(number)
             self._process.wait(PATIENCE_S)
             self._process = None
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def reload(self) -> None:
+        """Have the server read its configuration again; return once it has.
+
+        Meanwhile it rejects credentials.
+        """
+        done = self.log().count(RELOADED)
+        self.signal(signal.SIGHUP)
+        deadline = time.monotonic() + PATIENCE_S
+        while self.log().count(RELOADED) <= done:
+            if time.monotonic() > deadline:
+                raise RuntimeError("nats-server did not reload: " + self.log())
+            time.sleep(0.01)
+
+    def log(self) -> str:
+        return (self.store / "nats.log").read_text()
 
     def stop(self) -> None:
         self.kill(signal.SIGTERM)

@@ -23,14 +23,10 @@ class Member(NatsServer):
         self.links: list[Proxy] = []  # in both directions
 
     def freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
+        self.signal(signal.SIGCONT)
 
     def isolate(self) -> None:
         """Partition this server from the others; clients still reach it."""

@@ -21,22 +21,10 @@ def secure(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return forks.run(("secure", str(folder), *arguments), env, PATIENCE_S)
 
 
-class SecuredServer(NatsServer):
-    """A server with mutual TLS and nkeys; its credentials are in `folder`."""
+class Users:
+    """The users in a folder that the command has written."""
 
-    def __init__(self, store: Path, *arguments: str) -> None:
-        super().__init__(store)
-        self.folder = store / "credentials"
-        self._arguments = ("--port", str(self.port), "--hosts", "127.0.0.1", *arguments)
-
-    @property
-    def url(self) -> str:
-        return f"tls://127.0.0.1:{self.port}"
-
-    def config(self) -> str:
-        done = secure(self.folder, *self._arguments)
-        assert done.returncode == 0, done.stderr
-        return (self.folder / "nats" / "nats.conf").read_text()
+    folder: Path
 
     @property
     def users(self) -> list[str]:
@@ -58,3 +46,49 @@ class SecuredServer(NatsServer):
             yield bus
         finally:
             await bus.close()
+
+
+class SecuredServer(Users, NatsServer):
+    """A server with mutual TLS and nkeys or JWTs; its credentials are in `folder`."""
+
+    def __init__(self, store: Path, *arguments: str) -> None:
+        super().__init__(store)
+        self.folder = store / "credentials"
+        self._arguments = ("--port", str(self.port), "--hosts", "127.0.0.1", *arguments)
+
+    @property
+    def url(self) -> str:
+        return f"tls://127.0.0.1:{self.port}"
+
+    def config(self) -> str:
+        done = secure(self.folder, *self._arguments)
+        assert done.returncode == 0, done.stderr
+        return f"{(self.folder / 'nats' / 'nats.conf').read_text()}\n{self.settings}\n"
+
+
+class _Member(NatsServer):
+    def __init__(self, folder: Path, store: Path) -> None:
+        super().__init__(store)
+        self._folder = folder
+
+    def config(self) -> str:
+        return (self._folder / "nats" / f"127.0.0.1-{self.port}" / "nats.conf").read_text()
+
+
+class SecuredCluster(Users):
+    """Three servers on this machine."""
+
+    def __init__(self, store: Path, *arguments: str) -> None:
+        self.folder = store / "credentials"
+        self.servers = [_Member(self.folder, store / f"n{n}") for n in range(3)]
+        addresses = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        done = secure(self.folder, "--cluster", addresses, *arguments)
+        assert done.returncode == 0, done.stderr
+
+    def start(self) -> None:
+        for server in self.servers:
+            server.start()
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.kill()

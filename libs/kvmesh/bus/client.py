@@ -25,8 +25,10 @@ from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
 from kvmesh.bus.connection.jetstream import Bucket, JetStream
 from kvmesh.bus.connection.outbox import Outbox
+from kvmesh.bus.connection.refusals import Refusals
 from kvmesh.bus.connection.tls import tls_context
 from kvmesh.bus.connection.translation import bus_errors, to_bus_error
+from kvmesh.bus.connection.violations import violation
 from kvmesh.bus.errors import (
     BusUnavailable,
     MalformedReply,
@@ -34,6 +36,7 @@ from kvmesh.bus.errors import (
     RequestTimeout,
     cause,
 )
+from kvmesh.bus.faults import BusFaults
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, encode
 from kvmesh.bus.metrics import BusCounts, KvBacklog, PendingReader
@@ -137,6 +140,8 @@ class Bus:
         self.counts = BusCounts()
         self.readers: set[PendingReader] = set()
         self.kv_backlogs: set[KvBacklog] = set()
+        self.faults = BusFaults()
+        self.refusals = Refusals(client, self.faults, self.counts)
         self._posts = Outbox(client, self.counts)
 
     @classmethod
@@ -364,6 +369,7 @@ class Bus:
     async def close(self) -> None:
         """Flush what was posted and disconnect."""
         self.closing = True
+        await self.refusals.close()
         if self.client.is_closed:
             return
         try:
@@ -455,8 +461,12 @@ async def _connect(
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
         text = cause(error)
-        if first.failed(error) or client.fail_denied(text):
+        if first.failed(error):
             return
+        if (refused := violation(text)) is not None:
+            failed = refused.publish and client.fail_denied(refused.subject)
+            if bus.refusals.note(refused) or failed:
+                return
         if isinstance(error, BROKEN):
             broken_by = text
         elif last_error != text:
@@ -469,6 +479,7 @@ async def _connect(
         client.on_connected()
         bus.connected_at = asyncio.get_running_loop().time()
         bus.counts.reconnects += 1
+        bus.refusals.try_soon()
         log.info("reconnected to %s", client.server)
         for callback in bus.on_reconnect:
             callback()

@@ -54,11 +54,12 @@ class NoResponder(BusError):
 
 
 class NotPermitted(BusError):
-    """The server does not permit this process to publish on `subject`."""
+    """The server does not permit this process an `act`, such as publishing, on `subject`."""
 
-    def __init__(self, subject: str) -> None:
-        super().__init__(f"the NATS server does not permit this process to publish on {subject}")
+    def __init__(self, subject: str, act: str = "publish on") -> None:
+        super().__init__(f"the NATS server does not permit this process to {act} {subject}")
         self.subject = subject
+        self.publishes = act == "publish on"
 
 
 class MessageTooLarge(BusError):

@@ -17,6 +17,7 @@ _TRAFFIC = {
 }
 _COUNTS = {
     "reconnects": "Times the connection to NATS was lost and made again",
+    "refusals": "Publishes and subscriptions that the server's permissions have refused",
     "failed_posts": "Messages dropped: the queue of unsent messages was full, or sending failed",
     "kv_events": "KV events that this process has stored in the stream of KV events",
     "kv_retries": "Batches of KV events sent again since NATS had not stored them",
@@ -29,6 +30,7 @@ class BusCounts:
     """Events of one connection since the process began; the last two are by stream."""
 
     reconnects: int = 0
+    refusals: int = 0
     failed_posts: int = 0
     kv_events: int = 0
     kv_retries: int = 0

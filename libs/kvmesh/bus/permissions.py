@@ -4,6 +4,7 @@
 use a subject, stream or bucket without an owner here; a test finds those.
 """
 
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,6 +53,22 @@ def permissions(subjects: Subjects, role: User, user: str, name: str = ANY) -> P
         tuple(sorted({_pattern(s) for s in (*publish, *stream_infos, *replies, *_LIBRARY)})),
         tuple(sorted({*map(_pattern, subscribe), f"{inbox_prefix(user)}.>"})),
     )
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """True if a pattern matches a subject, in upper or lower case."""
+    parts, tokens = pattern.casefold().split("."), subject.casefold().split(".")
+    if parts[-1] == ">" and len(tokens) >= len(parts):
+        parts, tokens = parts[:-1], tokens[: len(parts) - 1]
+    return len(parts) == len(tokens) and all(
+        part in ("*", each) for part, each in zip(parts, tokens, strict=True)
+    )
+
+
+def sample_of(pattern: str) -> str:
+    """A subject that a pattern covers and that no process uses."""
+    sample = f"probe-{secrets.token_hex(4)}"
+    return ".".join(sample if part in ("*", ">") else part for part in pattern.split("."))
 
 
 def _pattern(subject: str) -> str:
@@ -291,7 +308,8 @@ def _read(stream: str, deletes: bool) -> list[str]:
         *(f"CONSUMER.CREATE.{stream}", f"CONSUMER.CREATE.{stream}.>"),
         *((f"CONSUMER.DELETE.{stream}.*",) if deletes else ()),
     )
-    return [*(f"{API}.{call}" for call in calls), f"$JS.FC.{stream}.>"]
+    # the newer layout has a domain and an account before the stream
+    return [*(f"{API}.{call}" for call in calls), f"$JS.FC.{stream}.>", f"$JS.FC.*.*.{stream}.>"]
 
 
 def _creates(*streams: str) -> list[str]:

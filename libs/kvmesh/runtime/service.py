@@ -19,8 +19,9 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.errors import BusError, BusUnavailable, NotPermitted, ServerUnfit, cause
 from kvmesh.bus.metrics import BusCollector
+from kvmesh.bus.permissions import User, permissions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.streams.server_check import check_server
 from kvmesh.runtime import logs, memory
@@ -65,6 +66,7 @@ class Service:
         self.stopping = asyncio.Event()
         self.failed = False
         self.warnings = Warnings()
+        bus.faults.observe(self.warnings.update)
         bus.on_lost.append(self._fail)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -131,7 +133,7 @@ def run_service(
     except StartError as error:
         log.error("%s", error)
         return 2 if error.permanent else 1
-    except BusUnavailable as error:
+    except (BusUnavailable, NotPermitted) as error:
         log.error("%s", error)
         return 1
     except KeyboardInterrupt:
@@ -144,6 +146,7 @@ async def _run(
     entered = monotonic()
     async with _running(meanwhile, settings):
         bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
+    bus.refusals.need(permissions(bus.subjects, User(role), role, name).publish)
     service = Service(bus, settings, name, entered)
     figures = BusCollector(bus)
     REGISTRY.register(figures)

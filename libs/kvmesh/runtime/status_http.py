@@ -44,7 +44,8 @@ async def serve_metrics(
     warnings: Warnings,
     rests: Callable[[], str] = lambda: "",
 ) -> web.AppRunner | None:
-    """Listen on the configured address, unless the port is 0; `/health` is 503 until `ready()`.
+    """Listen on the configured address, unless the port is 0; `/health` is 503 until `ready()`
+    and while the NATS server refuses a subject.
 
     A process that `rests` does what it should, too; the text is its status then. Raises StartError
     if the port is unavailable.
@@ -58,9 +59,10 @@ async def serve_metrics(
 
     async def health(_: web.Request) -> web.Response:
         rest = rests()
-        ok = bool(rest) or ready()
-        body: dict[str, object] = {"status": rest or ("ok" if ok else "starting")}
-        return web.json_response(with_warnings(body, warnings), status=200 if ok else 503)
+        ok = (bool(rest) or ready()) and not warnings.refused
+        state = "refused" if warnings.refused else rest or ("ok" if ok else "starting")
+        body = with_warnings({"status": state}, warnings)
+        return web.json_response(body, status=200 if ok else 503)
 
     async def live(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

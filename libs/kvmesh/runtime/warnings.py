@@ -12,6 +12,7 @@ from prometheus_client import Gauge
 
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.ticks import next_tick
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,11 @@ class Warnings:
         if found or before:
             self._found[kind] = dict(found)
         _gauge.labels(kind).set(len(found))
+
+    @property
+    def refused(self) -> bool:
+        """True if the NATS server refuses a subject that this process needs: it is not ready."""
+        return bool(self._found.get(REFUSED))
 
     @property
     def texts(self) -> list[str]:

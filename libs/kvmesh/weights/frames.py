@@ -115,10 +115,18 @@ class WeightsCounts(Struct, frozen=True, kw_only=True, tag="counts"):
     sources: int = 0
 
 
+class SubjectsRefused(Struct, frozen=True, tag="refused"):
+    """What the NATS server refuses the weights process: one line of text for each subject."""
+
+    texts: dict[str, str]
+
+
 ParentMessage: TypeAlias = (
     WeightsJob | EngineRuns | ServingReport | CopyWanted | CopyOffered | CopyWithdrawn
 )
-WeightsEvent: TypeAlias = WeightsKnown | WeightsTaken | WeightsFromDisk | WeightsCounts | CopyReady
+WeightsEvent: TypeAlias = (
+    WeightsKnown | WeightsTaken | WeightsFromDisk | WeightsCounts | SubjectsRefused | CopyReady
+)
 _encode = msgspec.msgpack.Encoder().encode
 decode_parent_message = msgspec.msgpack.Decoder(ParentMessage).decode
 decode_event = msgspec.msgpack.Decoder(WeightsEvent).decode

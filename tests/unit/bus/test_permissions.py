@@ -5,7 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmesh.bus.permissions import ANY, Permissions, User, inbox_prefix, permissions
+from kvmesh.bus.permissions import (
+    ANY,
+    Permissions,
+    User,
+    covers,
+    inbox_prefix,
+    permissions,
+    sample_of,
+)
 from kvmesh.bus.subjects import Subjects
 
 SUBJECTS = Subjects("ns")
@@ -123,3 +131,27 @@ def test_a_named_worker_has_only_its_own_subjects(name: str) -> None:
         assert any(matches(p, SUBJECTS.load(instance)) for p in own.publish) == may
     assert any(matches(p, SUBJECTS.kv("m", name)) for p in own.publish)
     assert not any(matches(p, SUBJECTS.kv("m", f"{name}-0")) for p in own.publish)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "covered", "others"),
+    [
+        ("a.*.c", ["a.b.c", "A.x.C"], ["a.c", "a.b.b.c", "a.b.d"]),
+        ("a.>", ["a.b", "a.b.c"], ["a", "b.a"]),
+        ("a.b", ["a.b", "A.B"], ["a", "a.b.c"]),
+    ],
+)
+def test_a_pattern_covers_its_subjects_in_any_case(
+    pattern: str, covered: list[str], others: list[str]
+) -> None:
+    assert all(covers(pattern, subject) for subject in covered)
+    assert not any(covers(pattern, subject) for subject in others)
+    assert covers(pattern, sample_of(pattern))
+    assert ("probe-" in sample_of(pattern)) == (pattern != "a.b")
+
+
+def test_readers_may_answer_flow_control_in_both_layouts() -> None:
+    for role, stream in ((User.INDEXER, SUBJECTS.kv_stream), (User.ROUTER, SUBJECTS.seq_stream)):
+        patterns = granted(role).publish
+        for subject in (f"$JS.FC.{stream}.c.x1", f"$JS.FC._.hash.{stream}.c.x1"):
+            assert any(matches(pattern, subject) for pattern in patterns), (role, subject)

@@ -33,7 +33,8 @@ def run_on_bus(name: str, settings: Settings, main: Callable[[Bus], Awaitable[in
     except BusUnavailable as error:
         reason = str(error) if error.denied else f"{error} ({URL_SETTING})"
     except NotPermitted as error:
-        reason = f"{cause(error)}: run it as a user with this permission, such as operator"
+        hint = ": run it as a user with this permission, such as operator"
+        reason = cause(error) + (hint if error.publishes else "")
     except (BusError, TimeoutError) as error:
         reason = cause(error)
     print(f"kvmesh {name}: {reason}", file=sys.stderr)

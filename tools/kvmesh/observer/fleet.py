@@ -3,7 +3,8 @@
 from collections import deque
 
 from kvmesh.bus.discovery.compatibility import misfits
-from kvmesh.bus.discovery.directory import READY, STATE
+from kvmesh.bus.discovery.directory import READY
+from kvmesh.bus.discovery.leases import REFUSED_STATE, STATE
 from kvmesh.bus.messages import Instance, Load, ModelCard, Role, Starting
 from kvmesh.bus.subjects import name_of
 from kvmesh.router.state.rank_speeds import MeasuredSpeed, RankSpeeds
@@ -223,6 +224,8 @@ class FleetView:
         ]
 
     def _state(self, card: Instance, ranks: dict[int, _RankLoads], now: float) -> str:
+        if card.labels.get(STATE) == REFUSED_STATE:
+            return REFUSED_STATE
         if card.draining:
             return "draining"
         if self._misfits and card.instance in self._misfits:

@@ -10,7 +10,6 @@ the connection is not plainly connected, nats-py's own path runs.
 import asyncio
 import logging
 import math
-import re
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,9 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
+from kvmesh.bus.connection.ack_subject import PREFIX, in_older_layout
 from kvmesh.bus.connection.protocol_parser import MessageParser
+from kvmesh.bus.connection.violations import PROBE_REPLY
 from kvmesh.bus.subjects import ROOT
 
 log = logging.getLogger(__name__)
@@ -31,19 +32,20 @@ Handler = Callable[[Msg], None]
 MAX_BUFFERED = 256 << 10
 MAX_STARTS = 4096
 KEPT = f"{ROOT}."  # inboxes are used once
-CONSUMER_REPLY = b"$JS.ACK."  # prefix of the reply subject of a consumer's deliveries
+CONSUMER_REPLY = PREFIX.encode()
 LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
 LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
 SEPARATORS = frozenset(" \t\r\n")
-DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
 
 
 class PermissionDenied(NatsError):
-    """The server does not permit this process to publish on `subject`."""
+    """The server does not permit this process to publish on `subject`, or it `listens` in vain."""
 
-    def __init__(self, subject: str) -> None:
-        super().__init__(f"nats: permissions violation for publish to {subject}")
+    def __init__(self, subject: str, listens: bool = False) -> None:
+        kind = "subscription" if listens else "publish"
+        super().__init__(f"nats: permissions violation for {kind} to {subject}")
         self.subject = subject
+        self.listens = listens
 
 
 class DirectClient(Client):
@@ -59,6 +61,7 @@ class DirectClient(Client):
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._requested: dict[str, str] = {}  # subjects of pending requests, by reply subject
         self._inbox = ""
+        self.inbox_refused = False  # then no reply arrives, and requests fail at once
         self._error_tasks: set[asyncio.Task[None]] = set()
         self._strays_logged: set[int] = set()  # subscription ids
 
@@ -185,7 +188,9 @@ class DirectClient(Client):
     ) -> Msg:
         if not self._inbox:
             self._inbox = self.new_inbox()
-            await self.subscribe_direct(f"{self._inbox}.*", self._on_reply)
+            await self.subscribe_direct(self.own_inbox, self._on_reply)
+        if self.inbox_refused:
+            raise PermissionDenied(self.own_inbox, listens=True)
         loop = asyncio.get_running_loop()
         reply_to = f"{self._inbox}.{_unguessable()}"
         future: asyncio.Future[Msg] = loop.create_future()
@@ -199,20 +204,77 @@ class DirectClient(Client):
             timer.cancel()
             del self._waiting[reply_to], self._requested[reply_to]
 
-    def fail_denied(self, text: str) -> bool:
-        """Fail the requests that a server's error names as denied; False if there are none."""
-        found = DENIED.search(text)  # nats-py has lowercased it
-        subject = found[1].casefold() if found else None
+    @property
+    def own_inbox(self) -> str:
+        """The subject of the replies to this connection's requests."""
+        return f"{self._inbox}.*"
+
+    @property
+    def inbox_prefix(self) -> str:
+        """The beginning of every inbox of this connection."""
+        return f"{self._inbox_prefix.decode()}."
+
+    def fail_denied(self, subject: str) -> bool:
+        """Fail the requests on a denied subject, in any case; False if there are none."""
         refused = [
             reply_to
             for reply_to, requested in self._requested.items()
-            if requested.casefold() == subject
+            if requested.casefold() == subject.casefold()
         ]
         for reply_to in refused:
-            if not self._waiting[reply_to].done():
-                error = PermissionDenied(self._requested[reply_to])
-                self._waiting[reply_to].set_exception(error)
+            self._fail(reply_to, PermissionDenied(self._requested[reply_to]))
         return bool(refused)
+
+    def fail_waiting(self, error: NatsError) -> None:
+        """Fail every request that waits for its reply."""
+        for reply_to in self._waiting:
+            self._fail(reply_to, error)
+
+    def _fail(self, reply_to: str, error: NatsError) -> None:
+        if not self._waiting[reply_to].done():
+            self._waiting[reply_to].set_exception(error)
+
+    def subscriptions(self, subject: str = "", sid: int | None = None) -> dict[int, str]:
+        """The subjects of the subscriptions by id: all, those on `subject` in any case, or one."""
+        return {
+            known: each.subject
+            for known, each in self._subs.items()
+            if sid in (None, known) and subject.casefold() in ("", each.subject.casefold())
+        }
+
+    async def subscribe_again(self, sid: int) -> None:
+        """Repeat a subscription that the server has dropped, or may have."""
+        subscription = self._subs.get(sid)
+        if subscription is not None:
+            await self._send_subscribe(subscription)
+
+    async def probe(self, subject: str) -> None:
+        """Have the server say, by one of two errors, whether this process may publish on `subject`.
+
+        It delivers the message to nobody: it checks the subject first and then refuses the reply
+        subject, whose prefix is its own.
+        """
+        await self.publish(subject, b"", f"{PROBE_REPLY}{_unguessable()}")
+
+    async def probe_subscription(self, subject: str) -> None:
+        """Subscribe, and end it at once: the server reports a subject that it refuses."""
+        self._sid += 1
+        await self._send_command(
+            b"SUB %b  %d\r\nUNSUB %d\r\n" % (subject.encode(), self._sid, self._sid)
+        )
+
+    async def round_trip(self) -> None:
+        """Return once the server has handled all that was sent before.
+
+        nats-py's PING overtakes what waits for its flusher, so only a second one follows it.
+        """
+        await self.flush()
+        await self.flush()
+
+    def spelled(self, subject: str) -> str:
+        """A subject of a late request or message as this process spells it; empty if unknown."""
+        known = (*self._requested.values(), *self._starts)
+        return next((each for each in known if each.casefold() == subject.casefold()), "")
 
     @property
     def server(self) -> str:
@@ -260,6 +322,8 @@ class DirectClient(Client):
             return
         handler = self._handlers.get(sid)
         if handler is None:
+            if reply.startswith(CONSUMER_REPLY):
+                reply = in_older_layout(reply)
             await super()._process_msg(sid, subject, reply, data, headers)
             return
         self.stats["in_msgs"] += 1

@@ -28,6 +28,7 @@ from kvmesh.bus.errors import (
 
 STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
 WRONG_LAST_SEQUENCE = 10071
+RECEIVE = "receive replies (set nats.inbox_prefix to one that it permits) on"
 NOT_STORED = 10077
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,6 +59,8 @@ def to_bus_error(error: NatsError | OSError, subject: str = "", size: int = 0) -
     if isinstance(error, js.APIError):
         return _jetstream_error(error)
     if isinstance(error, PermissionDenied):
+        if error.listens:
+            return NotPermitted(error.subject, RECEIVE)
         return NotPermitted(subject or error.subject)
     if isinstance(error, MaxPayloadError):
         return MessageTooLarge(subject, size)

@@ -8,7 +8,7 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.translation import bus_errors
-from kvmesh.bus.discovery.leases import LeaseDuration
+from kvmesh.bus.discovery.leases import STATE, LeaseDuration
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import Instance, MessageDecoder, Role
@@ -18,8 +18,7 @@ from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
 from kvmesh.bus.subjects import name_of
 
 log = logging.getLogger(__name__)
-STATE = "state"  # label of a process that has to catch up before it is ready
-READY = "ready"
+READY = "ready"  # `STATE` of a process that has to catch up before
 OPEN_S = 10.0
 _card_decoder = MessageDecoder(Instance)
 

@@ -9,7 +9,7 @@ at the next renewal: a process that was frozen must not continue as before.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 
 import msgspec
@@ -17,10 +17,12 @@ import msgspec
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
 from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.faults import REFUSED
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 log = logging.getLogger(__name__)
+STATE, REFUSED_STATE = "state", "refused"  # a label of the card, and its value
 
 
 class LeaseDuration:
@@ -78,6 +80,7 @@ class Lease:
         self._renewing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+        self._outdated = asyncio.Event()  # the card shows other refusals than there are
         self.card = card
 
     @property
@@ -92,7 +95,12 @@ class Lease:
         await self._duration.refresh()
         await self._renew()
         await self._start_anew()
+        self._bus.faults.observe(self._on_faults)
         self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
+
+    def _on_faults(self, kind: str, _: Mapping[str, str]) -> None:
+        if kind == REFUSED:
+            self._outdated.set()
 
     async def _start_anew(self) -> None:
         started = await self._stored_at()  # `update` may have replaced the card meanwhile
@@ -120,6 +128,7 @@ class Lease:
         self._closed = True
         if self._task is None:
             return
+        self._bus.faults.ignore(self._on_faults)
         self._task.cancel()
         await asyncio.wait([self._task])
         try:
@@ -140,8 +149,8 @@ class Lease:
             bucket = await _bucket(self._bus)
             key = self._bus.subjects.lease_key(self.card.role, self.card.instance)
             try:
+                data = encode(self._shown())
                 if self._revision is not None:
-                    data = encode(self.card)
                     self._revision = await bucket.update(key, data, last=self._revision)
                     self._renewed_at = begun
                     return False
@@ -153,15 +162,33 @@ class Lease:
                     log.warning("the lease had ended: other processes considered this one dead")
                     ended = True
                     self._lapsed()
-            self._revision = await bucket.put(key, encode(self.card))
+            self._revision = await bucket.put(key, encode(self._shown()))
             self._bucket_created = self._duration.bucket_created
             self._renewed_at = begun
             return ended
 
+    def _shown(self) -> Instance:
+        """The card, which gets no work while the server refuses a subject of this process.
+
+        `draining` tells older readers as well.
+        """
+        refused = self._bus.faults.texts(REFUSED)
+        if not refused:
+            return self.card
+        return msgspec.structs.replace(
+            self.card,
+            draining=True,
+            labels={**self.card.labels, STATE: REFUSED_STATE},
+            warnings=list(dict.fromkeys([*refused, *self.card.warnings])),
+        )
+
     async def _renew_until_closed(self) -> None:
         failing = False
         while True:
-            await asyncio.sleep(self._duration.seconds / 3)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._duration.seconds / 3):
+                    await self._outdated.wait()
+            self._outdated.clear()
             try:
                 async with asyncio.timeout(self._duration.seconds):
                     await self._duration.refresh()

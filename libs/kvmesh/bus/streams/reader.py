@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import inf
 from time import monotonic
 from typing import NamedTuple
 
@@ -21,7 +22,9 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, RawMessage, Subscription
-from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.connection.ack_subject import delivery_fields
+from kvmesh.bus.errors import BusError, NotFound, NotPermitted, cause
+from kvmesh.bus.faults import STALLED
 from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.bus.ticks import next_tick
 
@@ -30,6 +33,7 @@ HEARTBEAT_S = 1.0
 SILENCE_S = 3 * HEARTBEAT_S
 ATTEMPTS = 3  # to attach to a stream that is recreated meanwhile
 SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
+STALLED_S = 5.0  # of heartbeats, while messages wait that the consumer does not deliver
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 DELETE_S = 1.0
 OFFLINE_S = 0.1
@@ -116,11 +120,13 @@ class StreamReader:
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         self._connected_at = bus.connected_at  # when the series of delays began
         self._last_message_at = 0.0
+        self._stalled_since = inf  # the first heartbeat of those without a message between
         self._attached_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._arrived: deque[RawMessage] = deque()  # bounded by the server's flow control
         self._batch_scheduled = False
         self._paused = False
+        self._reported = False
         self._attaching = False  # until the stream is known to be the one read before
         self._stale = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -130,8 +136,16 @@ class StreamReader:
         self.caught_up = asyncio.Event()
 
     async def open(self) -> None:
-        """Create the consumer; raises BusError if the stream cannot be read."""
-        await self._attach()
+        """Create the consumer; raises BusError if the stream cannot be read.
+
+        A server that refuses this process what it needs is asked again, as after a loss.
+        """
+        try:
+            await self._attach()
+        except NotPermitted as error:
+            if not self._bus.refusals.is_needed(error.subject):
+                raise
+            self._stale.set()
         self._bus.readers.add(self)
         self._task = asyncio.create_task(self._watch(), name=f"reader {self.stream}")
 
@@ -152,6 +166,7 @@ class StreamReader:
 
     async def close(self) -> None:
         self._bus.readers.discard(self)
+        self._report("")
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -205,9 +220,10 @@ class StreamReader:
         self._consumers.append(name)  # before it is created: the reply may be lost
         consumer = await self._bus.js.add_consumer(self.stream, self._config(name, inbox))
         self._last_message_at = self._loop.time()
+        self._stalled_since = inf
         self.pending = consumer.num_pending or 0
         if not self.pending:
-            self.caught_up.set()
+            self._on_caught_up()
 
     async def _fault(self, info: StreamInfo) -> str:
         """The reason why the messages read are no prefix of the stream; empty if they are."""
@@ -288,21 +304,31 @@ class StreamReader:
             return
         if self._stale.is_set():
             return
-        fields = msg.reply.split(".")
-        # ADR-15: a domain and an account hash may precede the stream
-        at = 5 if len(fields) == 9 else 7
-        seq, consumer_seq, pending = int(fields[at]), int(fields[at + 1]), int(fields[at + 3])
+        fields = delivery_fields(msg.reply)
+        seq, consumer_seq, pending = int(fields[3]), int(fields[4]), int(fields[6])
         if consumer_seq != self._consumer_seq + 1:
             self._stale.set()
             return
         self._consumer_seq = consumer_seq
-        stored = int(fields[at + 2]) / 1e9
+        stored = int(fields[5]) / 1e9
         self._handler(StreamMessage(msg.subject, msg.data, seq, pending, headers, stored))
         self.last_seq = seq
         self._stored = stored
+        self._stalled_since = inf
         self.pending = pending
         if not pending:
-            self.caught_up.set()
+            self._on_caught_up()
+
+    def _on_caught_up(self) -> None:
+        self.caught_up.set()
+        if self._reported:
+            self._report("")
+
+    def _report(self, stalled: str) -> None:
+        """Begin, or end, the report that the stream's consumer stalls."""
+        if bool(stalled) is not self._reported:
+            self._reported = bool(stalled)
+            self._bus.faults.set(STALLED, self.stream, stalled)
 
     def _on_status(self, msg: RawMessage, headers: dict[str, str]) -> None:
         if msg.reply:
@@ -312,6 +338,20 @@ class StreamReader:
         last = headers.get("Nats-Last-Consumer")
         if last is not None and int(last) != self._consumer_seq:
             self._stale.set()
+        elif last is not None and (self.pending or "Nats-Consumer-Stalled" in headers):
+            self._on_idle()
+
+    def _on_idle(self) -> None:
+        """Start again if messages have waited too long, as without this process's flow control."""
+        now = self._loop.time()
+        self._stalled_since = min(now, self._stalled_since)
+        if now - self._stalled_since < STALLED_S:
+            return
+        self._stale.set()
+        self._report(
+            f"stream {self.stream} is read slowly or not at all: its consumer delivers nothing for"
+            f" {STALLED_S:g} s at a time while {self.pending:,} messages wait"
+        )
 
     async def _watch(self) -> None:
         """Attach again after a loss: at once if the consumer lived long, else after a delay."""

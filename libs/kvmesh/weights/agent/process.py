@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import BinaryIO
@@ -17,6 +18,8 @@ from msgspec.structs import replace
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.errors import BusError, cause
+from kvmesh.bus.faults import REFUSED
+from kvmesh.bus.permissions import User, permissions
 from kvmesh.runtime import logs
 from kvmesh.runtime.background import BackgroundTasks
 from kvmesh.runtime.service import bus_options
@@ -35,6 +38,7 @@ from kvmesh.weights.frames import (
     EngineRuns,
     ParentMessage,
     ServingReport,
+    SubjectsRefused,
     WeightsCounts,
     WeightsJob,
     decode_parent_message,
@@ -82,6 +86,9 @@ class WeightsAgent:
         bus = await Bus.connect(
             bus_options(self._settings.nats), f"{self._job.name} weights", timeout=None
         )
+        allowed = permissions(bus.subjects, User.WORKER, User.WORKER, self._job.name)
+        bus.refusals.need(allowed.publish)
+        bus.faults.observe(self._on_faults)
         options = replace(transfer, via="tcp", port=weights.port)
         transport = await Transport.open(options, self._pace, LOWER_EFFORT)
         if transfer.via == "nixl":
@@ -121,6 +128,10 @@ class WeightsAgent:
         with suppress(OSError, ValueError):
             self._sink.write(frame(event))
             self._sink.flush()
+
+    def _on_faults(self, kind: str, found: Mapping[str, str]) -> None:
+        if kind == REFUSED:
+            self.send(SubjectsRefused(dict(found)))
 
     async def _report(self, taker: CopyTaker) -> None:
         """Send changed counts, and remove what other processes left."""

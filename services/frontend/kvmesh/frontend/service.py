@@ -141,12 +141,15 @@ class FrontendService:
             self.authenticator.accounts.remove_frontend(card.instance)
 
     def missing(self) -> list[str]:
-        """Reasons why this frontend is not ready: roles that the mesh lacks, "nats", "stopping"."""
+        """Reasons why this frontend is not ready: roles that the mesh lacks, "nats", "permissions",
+        "stopping"."""
         if self._service.stopping.is_set():
             return ["stopping"]
         bus = self._service.bus
         if not bus.connected:
             return ["nats"]
+        if self._service.warnings.refused:
+            return ["permissions"]
         roles = {card.role for card in self.directory.instances if routable(card)}
         needed = (Role.ROUTER,) if self.registry.has_idle else (Role.ROUTER, Role.WORKER)
         missing = [role.value for role in needed if role not in roles]

@@ -8,8 +8,8 @@ import time
 import msgspec
 from prometheus_client import REGISTRY
 
-from kvmesh.bus.discovery.directory import READY, STATE, Directory
-from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.directory import READY, Directory
+from kvmesh.bus.discovery.leases import STATE, Lease
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.errors import BusError, BusUnavailable, cause
 from kvmesh.bus.messages import ControlReply, Dump, Instance, Load, MessageDecoder, RankKey, Role

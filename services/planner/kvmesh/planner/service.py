@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvmesh.bus.discovery.directory import Directory
+from kvmesh.bus.discovery.directory import Directory, routable
 from kvmesh.bus.discovery.leases import Lease
 from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.discovery.worker_reports import follow_loads
@@ -122,9 +122,10 @@ class PlannerService:
 
     @property
     def leads(self) -> bool:
-        """True if this planner decides: no other one has an older lease."""
+        """True if this planner decides: no other one that can has an older lease."""
         now = asyncio.get_running_loop().time()
-        return self._lease.held and self._leadership.leads(self._lease.card, now)
+        able = self._lease.held and not self._service.warnings.refused
+        return able and self._leadership.leads(self._lease.card, now)
 
     def _on_lapsed(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -179,8 +180,10 @@ class PlannerService:
     # signals
 
     def _joined(self, card: Instance) -> None:
-        if card.role is Role.PLANNER:
+        if card.role is Role.PLANNER and routable(card):
             self._leadership.joined(card)
+        elif card.role is Role.PLANNER:
+            self._leadership.left(card.instance)
         self._models.joined(card, time.time())
         self._replace(card)
 

@@ -13,8 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.bus.client import returning
-from kvmesh.bus.discovery.directory import READY, STATE, Directory
-from kvmesh.bus.discovery.leases import Lease
+from kvmesh.bus.discovery.directory import READY, Directory
+from kvmesh.bus.discovery.leases import STATE, Lease
 from kvmesh.bus.discovery.ping import answer_pings
 from kvmesh.bus.discovery.worker_reports import follow_loads
 from kvmesh.bus.messages import (

@@ -133,7 +133,9 @@ async def _weights(
     if not settings.weights.share:
         yield None
         return
-    weights = WorkerWeights(settings, folder, service.name, service.instance, pinned)
+    weights = WorkerWeights(
+        settings, folder, service.name, service.instance, pinned, service.bus.refusals.add
+    )
     await weights.start()
     try:
         yield weights

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kvmesh.weights.frames import (
     DISK,
     STORE,
     ServingReport,
+    SubjectsRefused,
     WeightsCounts,
     WeightsEvent,
     WeightsFromDisk,
@@ -47,9 +48,19 @@ class WorkerWeights:
     """Runs a weights process; its failure never harms the worker."""
 
     def __init__(
-        self, settings: Settings, folder: Path, name: str, instance: str, pinned: str = ""
+        self,
+        settings: Settings,
+        folder: Path,
+        name: str,
+        instance: str,
+        pinned: str = "",
+        on_refused: Callable[[Mapping[str, str]], None] = lambda _: None,
     ) -> None:
-        """`pinned` is the digest of the weights to take, if the model comes from the mesh."""
+        """`pinned` is the digest of the weights to take, if the model comes from the mesh.
+
+        `on_refused` gets the present refusals of the process's subjects, at each change.
+        """
+        self._on_refused = on_refused
         worker, weights = settings.worker, settings.weights
         self._settings = weights
         self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-weights-"))
@@ -127,6 +138,8 @@ class WorkerWeights:
         match event:
             case WeightsCounts():
                 self.counts = event
+            case SubjectsRefused():
+                self._on_refused(event.texts)
             case WeightsKnown():
                 self._digest = event.digest
                 if self._told is not None:
@@ -156,6 +169,7 @@ class WorkerWeights:
     def _restart(self, reason: str) -> None:
         """Start another process after a while, a few times; the first death is logged."""
         self._deaths += 1
+        self._on_refused({})
         if self._deaths == 1:
             log.warning("%s; the engine does not need it once it has its weights", reason)
         if self._on_disk or self._deaths > MAX_DEATHS:  # else only the next process brings them

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.credentials.server import ServerFiles
+from kvmesh.cli.credentials.server import Server, ServerFiles
 from kvmesh.cli.credentials.server import server_config as secured_config
 from kvmesh.cli.supervisor.errors import UpError
 from kvmesh.cli.supervisor.nats import server_config, server_environ, server_path
@@ -24,7 +24,7 @@ def test_the_server_limits_cover_the_streams(tmp_path: Path) -> None:
 
 def test_the_server_syncs_every_second_and_bounds_its_garbage(tmp_path: Path) -> None:
     streams = StreamSettings(seq_bytes=1 << 30)
-    server = ServerFiles("kvmesh", "0.0.0.0:4222", tmp_path, tmp_path, streams)
+    server = ServerFiles("kvmesh", Server("a", 4222), "0.0.0.0", tmp_path, tmp_path, streams)
     for config in (server_config(4333, "t", tmp_path, streams), secured_config(server, ())):
         assert "  sync_interval: 1s\n" in config
     assert "sync_interval: 1s }" in (ROOT / "docs" / "deployment.md").read_text()

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from kvmesh.bus.permissions import User
 from kvmesh.settings import Settings
 
 if TYPE_CHECKING:
@@ -15,6 +16,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "worker's own; a rank that differs is dumped anew."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per finding")
+    parser.add_argument(
+        "--as",
+        dest="role",
+        choices=[role.value for role in User],
+        metavar="ROLE",
+        help="check only that the server permits these credentials all subjects of a role",
+    )
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -28,6 +36,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.status.findings import Finding, of_checks, of_report
     from kvmesh.cli.status.index_checks import check_ranks
+    from kvmesh.cli.status.permission_checks import check_permissions
     from kvmesh.cli.status.report import gather
 
     async def server(bus: Bus) -> Finding:
@@ -47,8 +56,11 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def main(bus: Bus) -> int:
         findings = [await server(bus)]
-        report = await gather(bus, settings)
-        findings += [*of_report(report), *await index(bus, report)]
+        if arguments.role is not None:
+            findings += await check_permissions(bus, User(arguments.role), settings)
+        else:
+            report = await gather(bus, settings)
+            findings += [*of_report(report), *await index(bus, report)]
         if arguments.json:
             for finding in findings:
                 print(msgspec.json.encode(finding).decode())

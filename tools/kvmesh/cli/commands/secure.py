@@ -3,11 +3,17 @@
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from kvmesh.bus.permissions import ANY, User
 from kvmesh.cli.arguments import positive
 from kvmesh.settings import Settings
+
+if TYPE_CHECKING:
+    from kvmesh.cli.credentials.server import Server
 
 EVERY = "*"  # one user for all processes of a role, whatever their names
 
@@ -28,11 +34,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--hosts",
         type=_list,
-        default=["localhost", "127.0.0.1"],
         metavar="HOST,…",
         help="host names of the NATS server; processes use the first [localhost,127.0.0.1]",
     )
+    add(
+        "--cluster",
+        type=_list,
+        metavar="HOST[:PORT],…",
+        help="servers of a cluster, in place of one; they reach each other at their port + 2000",
+    )
     add("--port", type=positive, default=4222, metavar="N", help="port of the NATS server [4222]")
+    add(
+        "--jwt",
+        action="store_true",
+        help="operator mode: JWTs and .creds in place of nkeys in the server's configuration",
+    )
+    add(
+        "--expire-days",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="validity of the .creds, which each run renews [without end]",
+    )
     add(
         "--monitor-port",
         type=positive,
@@ -58,10 +81,16 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     from kvmesh.cli.credentials.folder import Credentials, CredentialsError, CredentialsPlan
     from kvmesh.cli.credentials.server import Principal
 
+    try:
+        servers, hosts = _servers(arguments)
+    except ValueError as error:
+        return _failed(str(error), 2)
     plan = CredentialsPlan(
-        hosts=arguments.hosts,
-        port=arguments.port,
+        servers=servers,
+        hosts=hosts,
         days=arguments.days,
+        tokens=arguments.jwt,
+        token_days=arguments.expire_days,
         store=arguments.store and arguments.store.absolute(),
         installed=arguments.installed,
         monitor_port=arguments.monitor_port,
@@ -77,14 +106,46 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     width = max(len(principal.user) for principal in principals)
     for principal in principals:
         print(f"{principal.user:<{width}}  {arguments.folder / principal.user / 'env'}")
-    print(f"\nnats-server -c {arguments.folder / 'nats' / 'nats.conf'}")
+    print()
+    for server in servers:
+        on = f"  # on {server.host}" if server.name else ""
+        print(f"nats-server -c {arguments.folder / 'nats' / server.name / 'nats.conf'}{on}")
     print(f"Make {arguments.folder / 'authority'} inaccessible to all processes of the mesh.")
     return 0
 
 
-def _failed(reason: str) -> int:
+def _failed(reason: str, status: int = 1) -> int:
     print(f"kvmesh secure: {reason}", file=sys.stderr)
-    return 1
+    return status
+
+
+def _servers(arguments: argparse.Namespace) -> tuple[list["Server"], list[str]]:
+    """The servers, and their further host names; raises ValueError for a wrong address."""
+    from kvmesh.cli.credentials.server import Server
+
+    if arguments.expire_days and not arguments.jwt:
+        raise ValueError("--expire-days needs --jwt")
+    if not arguments.cluster:
+        host, *others = arguments.hosts or ("localhost", "127.0.0.1")
+        return [Server(host, arguments.port)], others
+    servers = []
+    addresses = [_address(text) for text in arguments.cluster]
+    hosts = [host for host, _ in addresses]
+    for host, port in addresses:
+        name = host.replace(":", "-")
+        port = port or arguments.port
+        servers.append(Server(host, port, f"{name}-{port}" if hosts.count(host) > 1 else name))
+    if len({server.name for server in servers}) < max(2, len(servers)):
+        raise ValueError("--cluster names two servers or more, each once")
+    return servers, arguments.hosts or []
+
+
+def _address(text: str) -> tuple[str, int | None]:
+    address = urlsplit(f"tls://{text}")
+    with suppress(ValueError):  # the port is no number
+        if address.hostname and address.netloc == text and not address.username:
+            return address.hostname, address.port
+    raise ValueError(f"not an address of a server: {text!r}")
 
 
 def _users(arguments: argparse.Namespace) -> Iterator[tuple[User, str]]:

@@ -68,16 +68,23 @@ class Authority:
     def expires(self) -> datetime:
         return self._certificate.not_valid_after_utc
 
-    def issue(self, name: str, hosts: Sequence[str], now: datetime, days: int) -> CertificatePair:
-        """Issue a certificate: for a server named `hosts`, or without hosts for a client."""
+    def issue(
+        self, name: str, hosts: Sequence[str], now: datetime, days: int, member: bool = False
+    ) -> CertificatePair:
+        """Issue a certificate: for a server named `hosts`, or without hosts for a client.
+
+        A `member` of a cluster is also a client of the other servers.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
-        usage = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH] if hosts else []
+        if member or not hosts:
+            usages.append(ExtendedKeyUsageOID.CLIENT_AUTH)
         public = self._key.public_key()
         builder = (
             _builder(_name(name), self._certificate.subject, key, now, days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_HANDSHAKES, critical=True)
-            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False
             )

@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from kvmesh.bus.discovery.directory import STATE
+from kvmesh.bus.discovery.leases import STATE
 from kvmesh.bus.messages import IndexCheck, Role
 from kvmesh.cli.status.index_checks import RankCheck
 from kvmesh.cli.status.report import MeshReport
@@ -75,7 +75,7 @@ def _roles(report: MeshReport) -> Iterator[Finding]:
     waiting = [m for m in report.instances if not m.eligible and not m.reason]
     for member in waiting:
         card = member.card
-        state = "draining" if card.draining else card.labels.get(STATE, "not ready")
+        state = card.labels.get(STATE, "draining" if card.draining else "not ready")
         rests = "asleep" if card.asleep else "parked"
         parked = f"{rests}, until {card.parked_for} needs it" if card.parked_for else ""
         yield Finding("note", card.instance, parked or state)

@@ -146,7 +146,7 @@ async def gather(bus: Bus, settings: Settings) -> MeshReport:
     await directory.close()
     incompatible = misfits(cards)
     speeds = await rank_speeds(bus, cards)
-    planners = [card for card in cards if card.role is Role.PLANNER]
+    planners = [card for card in cards if card.role is Role.PLANNER and routable(card)]
     leader = min(planners, key=seniority).instance if planners else ""
     return MeshReport(
         nats=bus.server,

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvmesh.bus.connection.jetstream import StreamInfo
-from kvmesh.bus.discovery.directory import STATE
+from kvmesh.bus.discovery.leases import REFUSED_STATE, STATE
 from kvmesh.bus.messages import (
     Instance,
     Load,
@@ -173,6 +173,8 @@ def _state(member: InstanceReport) -> str:
     card = member.card
     if card.role is Role.PARKED:
         return "asleep" if card.asleep else "parked"
+    if card.labels.get(STATE) == REFUSED_STATE:
+        return "[red]refused[/red]"
     if card.draining:
         return "[yellow]draining[/yellow]"
     if member.reason:

@@ -19,6 +19,12 @@ SPARE_MEMORY_BYTES = 1 << 30
 SPARE_HEAP_BYTES = 192 << 20
 
 
+def storage_bytes(streams: StreamSettings) -> tuple[int, int]:
+    """The most bytes of one copy of a mesh's streams and buckets, on disk and in memory."""
+    events = streams.kv_bytes + streams.route_bytes + streams.scaling_bytes
+    return events + streams.models_bytes + SPARE_FILE_BYTES, streams.seq_bytes + SPARE_MEMORY_BYTES
+
+
 def jetstream(store: Path, streams: StreamSettings) -> str:
     """The `jetstream` block of a server's configuration, with all data under `store`.
 
@@ -26,9 +32,7 @@ def jetstream(store: Path, streams: StreamSettings) -> str:
     on the free disk space and may reject streams that never fill up. Acknowledged messages are
     synced to disk within a second instead of the default two minutes.
     """
-    events = streams.kv_bytes + streams.route_bytes + streams.scaling_bytes
-    files = events + streams.models_bytes + SPARE_FILE_BYTES
-    memory = streams.seq_bytes + SPARE_MEMORY_BYTES
+    files, memory = storage_bytes(streams)
     return (
         f"jetstream {{\n"
         f"  store_dir: {json.dumps(str(store))}\n"

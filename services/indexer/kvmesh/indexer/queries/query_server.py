@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 
 from kvmesh.bus.client import Bus, Reply, Subscription
-from kvmesh.bus.discovery.directory import READY, STATE
+from kvmesh.bus.discovery.directory import READY
+from kvmesh.bus.discovery.leases import STATE
 from kvmesh.bus.discovery.peer_choice import Peers
 from kvmesh.bus.errors import BusError, NoResponder, RequestTimeout
 from kvmesh.bus.messages import (

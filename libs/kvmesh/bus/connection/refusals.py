@@ -1,0 +1,158 @@
+"""Subscriptions and publishes that the server refuses, each tried again until it is permitted.
+
+A server drops a refused subscription, also one that a reload of its configuration has refused, and
+nothing else would ever subscribe again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from nats.errors import Error as NatsError
+
+from kvmesh.bus.backoff import Backoff
+from kvmesh.bus.connection.direct_client import DirectClient, PermissionDenied
+from kvmesh.bus.connection.translation import RECEIVE
+from kvmesh.bus.connection.violations import Violation
+from kvmesh.bus.errors import NotPermitted, cause
+from kvmesh.bus.faults import REFUSED, BusFaults
+from kvmesh.bus.metrics import BusCounts
+from kvmesh.bus.permissions import covers, sample_of
+
+log = logging.getLogger(__name__)
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 10.0
+REPEAT_S = 10.0
+
+
+class Refusals:
+    """The refusals of one connection, reported as faults of kind REFUSED."""
+
+    def __init__(self, client: DirectClient, faults: BusFaults, counts: BusCounts) -> None:
+        self._client = client
+        self._faults = faults
+        self._counts = counts
+        self._needed: tuple[str, ...] = ()
+        self._subscriptions: dict[int, str] = {}
+        self._publishes: dict[str, str] = {}  # a subject to try again, by pattern
+        self._elsewhere: dict[str, str] = {}  # of a process that belongs to this one
+        self._again: set[int | str] = set()  # refused since the last attempt began
+        self._soon = asyncio.Event()
+        self._listener: Callable[[Violation], None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def need(self, patterns: Iterable[str]) -> None:
+        """The subjects on which this process publishes.
+
+        A refusal of another subject is no fault: a peer may have named it for a reply.
+        """
+        self._needed = tuple(patterns)
+
+    def is_needed(self, subject: str) -> bool:
+        """True if this process needs to publish on a subject, so that a refusal is a fault."""
+        return any(covers(pattern, subject) for pattern in self._needed)
+
+    def add(self, elsewhere: Mapping[str, str]) -> None:
+        """Add all refusals of a connection that another process has for this one."""
+        self._elsewhere = dict(elsewhere)
+        self._changed()
+
+    @contextmanager
+    def heard_by(self, listener: Callable[[Violation], None]) -> Iterator[None]:
+        """Have `listener` called with everything that is refused meanwhile, as by a probe."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
+    def note(self, found: Violation) -> bool:
+        """Record what the server has refused; False if it concerns nothing of this process."""
+        if self._listener is not None:
+            self._listener(found)
+            return True
+        if found.reply:
+            return True  # the publish that tried whether it is permitted
+        if found.publish:
+            return self._publish_refused(found.subject)
+        sids = self._client.subscriptions(found.subject, found.sid)
+        for sid, subject in sids.items():
+            self._refused(sid)
+            self._subscriptions[sid] = subject
+            self._client.inbox_refused |= subject == self._client.own_inbox
+        if self._client.inbox_refused:
+            self._client.fail_waiting(PermissionDenied(self._client.own_inbox, listens=True))
+        self._changed()
+        return bool(sids)
+
+    def try_soon(self) -> None:
+        """Try again now: the connection is new, perhaps with other permissions."""
+        self._soon.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def _publish_refused(self, subject: str) -> bool:
+        pattern = next((p for p in self._needed if covers(p, subject)), None)
+        if pattern is None:
+            return False
+        self._refused(pattern)
+        if pattern not in self._publishes:
+            spelled = self._client.spelled(subject)
+            self._publishes[pattern] = spelled or sample_of(pattern)
+        self._changed()
+        return True
+
+    def _refused(self, key: int | str) -> None:
+        self._counts.refusals += 1
+        self._again.add(key)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._try_until_permitted(), name="refusals")
+
+    async def _try_until_permitted(self) -> None:
+        backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+        while (self._subscriptions or self._publishes) and not self._client.is_closed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(backoff.delay()):
+                    await self._soon.wait()
+            self._soon.clear()
+            if not self._client.is_connected:
+                continue
+            try:
+                async with asyncio.timeout(REPEAT_S):
+                    await self._try_again()
+            except (NatsError, OSError, TimeoutError) as error:
+                log.debug("refused subjects not tried again: %s", cause(error))
+
+    async def _try_again(self) -> None:
+        """Repeat everything refused; the server's errors precede the end of the round trip."""
+        left = self._client.subscriptions()
+        self._subscriptions = {s: name for s, name in self._subscriptions.items() if s in left}
+        tried: set[int | str] = {*self._subscriptions, *self._publishes}
+        self._again = set()
+        for sid in self._subscriptions:
+            await self._client.subscribe_again(sid)
+        for subject in self._publishes.values():
+            await self._client.probe(subject)
+        await self._client.round_trip()
+        for key in tried - self._again:
+            if isinstance(key, int):
+                self._subscriptions.pop(key, None)
+            else:
+                self._publishes.pop(key, None)
+        self._client.inbox_refused = self._client.own_inbox in self._subscriptions.values()
+        self._changed()
+
+    def _changed(self) -> None:
+        inbox = self._client.inbox_prefix
+        found = dict(self._elsewhere)
+        for subject in self._subscriptions.values():
+            error = NotPermitted(subject, "subscribe to")
+            if subject.startswith(inbox):  # inboxes differ by connection and reader
+                error = NotPermitted(f"{inbox}>", RECEIVE)
+            found[f"subscribe {error.subject}"] = str(error)
+        for pattern in self._publishes:
+            found[f"publish {pattern}"] = str(NotPermitted(pattern))
+        self._faults.update(REFUSED, found)
