@@ -37,3 +37,8 @@ class Reading:
     def __init__(self) -> None:
         self.sealed = Sealed()
         self.skipped: list[str] = []  # paths of what no prompt can show
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the messages are all that has been read."""
+        return not self.skipped and not self.sealed.bytes

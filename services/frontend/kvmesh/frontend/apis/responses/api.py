@@ -42,6 +42,7 @@ from kvmesh.frontend.apis.responses.references import (
     resolve,
 )
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
 from kvmesh.hashing import TOKEN_BYTES
@@ -75,7 +76,9 @@ class Responses:
     keepalive = openai.KEEPALIVE
     in_order = True
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> ApiCall:
         parsed, request = parse_body(body, headers, stamp)
         answer = ResponsesAnswer(request, parsed, stamp)
         return ApiCall(request, answer, ResponsesThread(request, parsed, answer))
@@ -86,7 +89,9 @@ class InputTokens:
 
     name = "input_tokens"
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall:
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> CountCall:
         call = Responses().parse(body, headers, stamp)
         return CountCall(call.request, call.thread)
 

@@ -1,0 +1,233 @@
+"""Bodies of conversations: a turn repeats the last one's body, and only what it adds is decoded.
+
+An earlier body and a later one that begins with the same bytes have the same items in their list of
+messages, as far as these are within the common bytes. Such items are cut out of the later body, and
+a marker that no client can guess takes their place. If the decoded list begins with the marker, the
+items were at its start. In all other cases, errors among them, the whole body is decoded.
+"""
+
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Raw, Struct
+
+from kvmesh.bus.messages import owner
+from kvmesh.frontend.apis.base import decode
+from kvmesh.frontend.apis.content.tagged import Reading
+from kvmesh.frontend.conversation import GenerateRequest, Message
+from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.frontend.json_bounds import MAX_VALUES, is_light, separators
+from kvmesh.frontend.turn_memo import TurnMemo
+from kvmesh.runtime.fair_lru import FairLru
+
+MIN_BYTES = 16 << 10  # shorter bodies are decoded in little time
+MAX_BYTES = 1 << 20  # of a body whose new part may be light to work on
+WINDOW = 64  # bytes before a power of two by which an earlier body is found
+SIZE = 4  # times its bytes: an earlier body with its messages and what their memo holds of them
+ITEM_BYTES = 1000
+_SECRET = secrets.token_hex(16)
+_MARKER = b'{"role":"user","content":"%b"}' % _SECRET.encode()
+_COMMA = re.compile(rb"[ \t\n\r]*,[ \t\n\r]*")
+
+Key = tuple[str, str, int, bytes]
+
+
+class _Item(Protocol):
+    content: Any
+
+
+class _Body(Protocol):
+    @property
+    def messages(self) -> Sequence[_Item]: ...
+
+
+class _Frame(Struct):
+    messages: list[Raw]
+
+
+B = TypeVar("B", bound=_Body)
+_frame = msgspec.json.Decoder(_Frame)
+
+
+class EarlierBody(NamedTuple):
+    """A body up to the end of its last item, and the messages that were made of its items.
+
+    `start` is the offset of the first item, `ends` are those behind each; `made` counts the
+    messages of the items up to each. `values` is the estimated number of JSON values.
+    """
+
+    body: bytes
+    start: int
+    ends: Sequence[int]
+    made: Sequence[int]
+    messages: Sequence[Message]
+    values: int
+    memo: TurnMemo
+
+    def shared(self, body: bytes) -> int:
+        """The number of leading items that `body` repeats and continues with a comma."""
+        if body.startswith(self.body):
+            count = len(self.ends)
+        else:
+            size = min(len(body), len(self.body))
+            new, old = (np.frombuffer(each, np.uint8, size) for each in (body, self.body))
+            differs = new != old
+            same = int(differs.argmax()) if differs.any() else size
+            count = bisect_right(self.ends, same)
+        if count and _COMMA.match(body, self.ends[count - 1]) is None:
+            count -= 1
+        return count if count and self.ends[count - 1] >= MIN_BYTES else 0
+
+
+class Turn:
+    """One body. `known` are the messages of its first `count` items, which are not decoded again.
+
+    `rest` is the body without them.
+    """
+
+    def __init__(
+        self, body: bytes, turns: "Turns | None" = None, key: tuple[str, str] = ("", "")
+    ) -> None:
+        self._turns = turns
+        self._key = key
+        self.body = self.rest = body
+        self.count = 0
+        self.known: Sequence[Message] = ()
+        self.memo = TurnMemo()
+        self._earlier: EarlierBody | None = None
+        self._made: tuple[Sequence[int], Sequence[Message]] | None = None
+
+    def continue_from(self, earlier: EarlierBody) -> None:
+        count = earlier.shared(self.body)
+        after = _COMMA.match(self.body, earlier.ends[count - 1]) if count else None
+        if after is None:
+            return
+        rest = b"%b%b,%b" % (self.body[: earlier.start], _MARKER, self.body[after.end() :])
+        if earlier.values + separators(rest) > MAX_VALUES:
+            return
+        self.count, self.rest, self._earlier = count, rest, earlier
+        self.known, self.memo = earlier.messages[: earlier.made[count - 1]], earlier.memo
+
+    @property
+    def is_light(self) -> bool:
+        """True if the event loop may work on what is new in the body."""
+        return is_light(self.rest) and (not self.count or len(self.body) < MAX_BYTES)
+
+    def decode(self, decoder: "msgspec.json.Decoder[B]") -> B:
+        """The body, of whose messages the first `count` are left out; raises InvalidRequest."""
+        if self.count:
+            try:
+                parsed = decode(decoder, self.rest)
+                if parsed.messages[0].content == _SECRET:
+                    del parsed.messages[0]  # type: ignore[attr-defined]  # a list
+                    return parsed
+            except (InvalidRequest, IndexError):
+                pass  # the whole body decides
+            self._start_anew()
+        return decode(decoder, self.body)
+
+    def _start_anew(self) -> None:
+        self.count, self.rest, self.known = 0, self.body, ()
+        self.memo, self._earlier = TurnMemo(), None
+
+    def make(self, messages: Sequence[Sequence[Message]], reading: Reading) -> list[Message]:
+        """All messages, of which these were made of the new items, those of each apart.
+
+        An item of which `reading` holds more than messages must be read again with each turn.
+        """
+        made = [*self.known]
+        for found in messages:
+            made += found
+        if reading.is_plain:
+            self._made = [*accumulate(map(len, messages), initial=len(self.known))][1:], made
+        return made
+
+    def keep(self, request: GenerateRequest, tenant: str) -> None:
+        """Have the next turn of this body's conversation continue from it.
+
+        A body that names another tenant than its headers do is not kept: whoever may send such
+        headers must not see by the time of an answer that another tenant has sent the same.
+        """
+        if self._turns is None or self._made is None or request.cache_salt != tenant:
+            return
+        request.memo = self.memo
+        found = self._measured(*self._made) if len(self.body) >= MIN_BYTES else None
+        if found is not None:
+            self._turns.put(self._key, found, self._earlier)
+
+    def _measured(self, made: Sequence[int], messages: Sequence[Message]) -> EarlierBody | None:
+        """The body with the offsets of its items; None if they are not where they seem to be."""
+        try:
+            items = [*map(bytes, _frame.decode(self.rest).messages)]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        body, earlier = self.body, self._earlier
+        if earlier is None:
+            start = end = body.find(items[0])
+            before, ends, counts = 0, list[int](), list[int]()
+        else:
+            del items[0]  # the marker
+            start, end = earlier.start, earlier.ends[self.count - 1]
+            before, ends = end, [*earlier.ends[: self.count]]
+            counts = [*earlier.made[: self.count]]
+        for item in items:
+            if ends:
+                comma = _COMMA.match(body, end)
+                if comma is None:
+                    return None
+                end = comma.end()
+            if not body.startswith(item, end):
+                return None
+            end += len(item)
+            ends.append(end)
+        values = separators(body[before:end]) + (earlier.values if earlier is not None else 0)
+        return EarlierBody(body[:end], start, ends, [*counts, *made], messages, values, self.memo)
+
+
+class Turns:
+    """The last bodies of conversations, bounded by `max_bytes`; by tenant, so that none sees or
+    times what another has sent."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._bodies: FairLru[Key, EarlierBody] = FairLru(max_bytes, _size)
+
+    @property
+    def size(self) -> int:
+        """About the bytes in memory."""
+        return self._bodies.size
+
+    def open(self, tenant: str, api: str, body: bytes) -> Turn:
+        """The body as a turn of a conversation that the tenant has begun in this API."""
+        turn = Turn(body, self, (tenant, api))
+        size = 1 << len(body).bit_length() - 1 if len(body) >= MIN_BYTES else 0
+        while size >= MIN_BYTES:
+            key = tenant, api, size, body[size - WINDOW : size]
+            earlier = self._bodies.get(owner(tenant), key)
+            if earlier is not None:
+                turn.continue_from(earlier)
+                break
+            size >>= 1
+        return turn
+
+    def put(self, key: tuple[str, str], body: EarlierBody, before: EarlierBody | None) -> None:
+        """Keep a body in place of the one that it continues."""
+        of = owner(key[0])
+        if before is not None:
+            self._bodies.pop(of, (*key, *_place(before.body)))
+        if len(body.body) >= MIN_BYTES:
+            self._bodies.put(of, (*key, *_place(body.body)), body)
+
+
+def _place(body: bytes) -> tuple[int, bytes]:
+    size = 1 << len(body).bit_length() - 1
+    return size, body[size - WINDOW : size]
+
+
+def _size(_: Key, body: EarlierBody) -> int:
+    return SIZE * len(body.body) + ITEM_BYTES * len(body.ends)
