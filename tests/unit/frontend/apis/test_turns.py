@@ -122,7 +122,7 @@ def fields_of(request: GenerateRequest) -> dict[str, Any]:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_turns_read_as_whole_bodies_do(api: str, data: st.DataObject) -> None:
-    draw, turns = data.draw, Turns(1 << 24)
+    draw, turns = data.draw, Turns(1 << 24, "secret")
     items = [{"role": "user", "content": FILL}]
     for _ in range(5):
         items += [item(api, draw, len(items) + at) for at in range(draw(st.integers(1, 4)))]
@@ -137,7 +137,7 @@ def test_turns_read_as_whole_bodies_do(api: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("api", ["chat", "messages"])
 def test_a_turn_decodes_only_what_it_adds(api: str) -> None:
-    turns = Turns(1 << 24)
+    turns = Turns(1 << 24, "secret")
     first, second = sent(api, "one"), sent(api, "one", "two", "three")
     outcome(api, turns, first)
     turn = turns.open("", api, second)
@@ -150,7 +150,7 @@ def test_a_turn_decodes_only_what_it_adds(api: str) -> None:
 
 
 def test_tenants_and_apis_share_no_body() -> None:
-    turns = Turns(1 << 24)
+    turns = Turns(1 << 24, "secret")
     outcome("chat", turns, sent("chat", "one"), "a")
     more = sent("chat", "one", "two")
     assert turns.open("a", "chat", more).count
@@ -160,7 +160,7 @@ def test_tenants_and_apis_share_no_body() -> None:
 
 
 def test_a_tenant_named_in_the_body_leaves_nothing() -> None:
-    turns = Turns(1 << 24)
+    turns = Turns(1 << 24, "secret")
     body = sent("chat", "one")
     turn = turns.open("", "chat", body)
     request = Chat().parse(body, {}, STAMP, turn).request
@@ -171,7 +171,7 @@ def test_a_tenant_named_in_the_body_leaves_nothing() -> None:
 
 
 def test_bodies_are_bounded() -> None:
-    turns = Turns(12 * len(sent("chat", "one")))
+    turns = Turns(12 * len(sent("chat", "one")), "secret")
     for tenant in "abcdefgh":
         outcome("chat", turns, sent("chat", tenant), tenant)
     assert 0 < turns.size <= 12 * len(sent("chat", "one"))
@@ -180,7 +180,7 @@ def test_bodies_are_bounded() -> None:
 
 
 def test_a_body_takes_the_place_of_the_one_that_it_continues() -> None:
-    turns, texts_so_far = Turns(1 << 24), ["one"]
+    turns, texts_so_far = Turns(1 << 24, "secret"), ["one"]
     for number in range(40):
         texts_so_far += [f"{number}", FILL[: WINDOW * number]]
         outcome("chat", turns, sent("chat", *texts_so_far))
@@ -189,7 +189,7 @@ def test_a_body_takes_the_place_of_the_one_that_it_continues() -> None:
 
 def test_no_text_of_a_client_is_taken_for_the_marker() -> None:
     """The array that the marker must begin is the one that counts, wherever the name occurs."""
-    turns = Turns(1 << 24)
+    turns = Turns(1 << 24, "secret")
     items = [{"role": "user", "content": FILL}, {"role": "user", "content": "x"}]
     listed = json.dumps(items)
     decoy = f'{{"model":"m","metadata":{{"messages":{listed}}},"messages":{listed[:-1]},%s}}'

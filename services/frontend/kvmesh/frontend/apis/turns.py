@@ -7,7 +7,6 @@ items were at its start. In all other cases, errors among them, the whole body i
 """
 
 import re
-import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -31,8 +30,6 @@ MAX_BYTES = 1 << 20  # of a body whose new part may be light to work on
 WINDOW = 64  # bytes before a power of two by which an earlier body is found
 SIZE = 4  # times its bytes: an earlier body with its messages and what their memo holds of them
 ITEM_BYTES = 1000
-_SECRET = secrets.token_hex(16)
-_MARKER = b'{"role":"user","content":"%b"}' % _SECRET.encode()
 _COMMA = re.compile(rb"[ \t\n\r]*,[ \t\n\r]*")
 
 Key = tuple[str, str, int, bytes]
@@ -95,6 +92,7 @@ class Turn:
         self, body: bytes, turns: "Turns | None" = None, key: tuple[str, str] = ("", "")
     ) -> None:
         self._turns = turns
+        self._secret = turns.secret if turns is not None else ""
         self._key = key
         self.body = self.rest = body
         self.count = 0
@@ -108,7 +106,8 @@ class Turn:
         after = _COMMA.match(self.body, earlier.ends[count - 1]) if count else None
         if after is None:
             return
-        rest = b"%b%b,%b" % (self.body[: earlier.start], _MARKER, self.body[after.end() :])
+        marker = b'{"role":"user","content":"%b"}' % self._secret.encode()
+        rest = b"%b%b,%b" % (self.body[: earlier.start], marker, self.body[after.end() :])
         if earlier.values + separators(rest) > MAX_VALUES:
             return
         self.count, self.rest, self._earlier = count, rest, earlier
@@ -124,7 +123,7 @@ class Turn:
         if self.count:
             try:
                 parsed = decode(decoder, self.rest)
-                if parsed.messages[0].content == _SECRET:
+                if parsed.messages[0].content == self._secret:
                     del parsed.messages[0]  # type: ignore[attr-defined]  # a list
                     return parsed
             except (InvalidRequest, IndexError):
@@ -192,9 +191,13 @@ class Turn:
 
 class Turns:
     """The last bodies of conversations, bounded by `max_bytes`; by tenant, so that none sees or
-    times what another has sent."""
+    times what another has sent.
 
-    def __init__(self, max_bytes: int) -> None:
+    `secret` makes the marker; no client may guess it.
+    """
+
+    def __init__(self, max_bytes: int, secret: str) -> None:
+        self.secret = secret
         self._bodies: FairLru[Key, EarlierBody] = FairLru(max_bytes, _size)
 
     @property

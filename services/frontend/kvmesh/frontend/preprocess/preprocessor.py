@@ -1,6 +1,7 @@
 """Preprocessing of a request: chat template, tokenizer, block hashes, limits."""
 
 import datetime
+import secrets
 from time import monotonic
 from typing import TypeVar
 
@@ -44,6 +45,7 @@ from kvmesh.frontend.preprocess.retention import (
 from kvmesh.frontend.preprocess.shared_prefix import AGENT, shared_prefix
 from kvmesh.frontend.preprocess.tool_results import in_call_order
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, TextPiece, text_pieces
+from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.tracing.names import RENDER, TOKENIZE
 
@@ -126,7 +128,7 @@ class Preprocessor:
         self._share_prefixes = share_prefixes
         self._names = AnswerNames()
         self._encoder = PromptEncoder(memo_bytes)
-        self.turns = Turns(memo_bytes)
+        self.turns = Turns(memo_bytes, secrets.token_hex(16))
         self.threads = FairThreads()
 
     async def prepare(
@@ -291,7 +293,7 @@ class Preprocessor:
         """Tokens of the prompt with these messages; raises ContextExceeded."""
         # a part of the conversation may end with any message
         closed = {k: v for k, v in request.template_args.items() if k != CONTINUE}
-        changed = replace(request, messages=messages, template_args=closed)
+        changed = replace(request, messages=messages, template_args=closed, memo=NO_MEMO)
         rendered = render(changed, model)
         return (
             len((yield from self._encoder.conversation(changed, rendered, model)).tokens)

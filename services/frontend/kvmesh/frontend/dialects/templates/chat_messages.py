@@ -82,11 +82,12 @@ def _merges(capabilities: TemplateCapabilities) -> bool:
 class _WrittenTurns(NamedTuple):
     """The entries of a conversation's first `end` messages, and the writer's state behind them.
 
-    `asked`: a message of the user came after them.
+    `rest` are those of the others. `asked`: a message of the user came after them.
     """
 
     end: int
     entries: list[dict[str, Any]]
+    rest: list[dict[str, Any]]
     state: "_WriterState"
     asked: bool
 
@@ -115,16 +116,25 @@ def _continued(
     rest = _join_assistants(_separate(messages[end:]))
     following, asked = rest[0].role if rest else "", _asks(rest, capabilities)
     written = _entries(turns, writer, capabilities, following, asked)
-    if start:
-        entries = entries + _in_parts(_later_system(written, capabilities), capabilities)
-    elif any(entry["role"] != "system" for entry in written):
+    if not start:
+        if all(entry["role"] == "system" for entry in written):
+            written += _entries(rest, writer, capabilities)
+            return _in_parts(_arrange_system(written, capabilities), capabilities)
         entries = _in_parts(_arrange_system(written, capabilities), capabilities)
-    else:
-        written += _entries(rest, writer, capabilities)
-        return _in_parts(_arrange_system(written, capabilities), capabilities)
-    memo.note(step, items, _WrittenTurns(end, entries, writer.state(), asked))
-    written = _later_system(_entries(rest, writer, capabilities), capabilities)
-    return entries + _in_parts(written, capabilities)
+        written = []
+    state, count = writer.state(), len(entries) + len(written)
+    written += _entries(rest, writer, capabilities)
+    written = _in_parts(_later_system(written, capabilities), capabilities)
+    if start:
+        written[: len(known.rest)] = map(_same_request, written, known.rest)
+    entries = [*entries, *written]
+    memo.note(step, items, _WrittenTurns(end, entries[:count], entries[count:], state, asked))
+    return entries
+
+
+def _same_request(entry: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """The earlier entry if it is the same message to the model, so that it stays one object."""
+    return earlier if entry["role"] != "assistant" and entry == earlier else entry
 
 
 def _last_request(messages: Sequence[Message], start: int) -> int:

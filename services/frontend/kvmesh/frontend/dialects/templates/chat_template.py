@@ -179,7 +179,7 @@ class ChatTemplate:
             variables = variables | {DOCUMENTS: self._control.guard_json(variables[DOCUMENTS])}
         variables = {"add_generation_prompt": invites and not continues, **variables}
         listed = visible if template.default.takes_tools else []
-        prompt = template.render(messages, listed or None, today, variables)
+        prompt = template.render(messages, listed or None, today, variables, memo=request.memo)
         return _cut_at_open_end(prompt) if continues else prompt
 
     @cached_property
