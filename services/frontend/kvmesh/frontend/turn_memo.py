@@ -63,5 +63,5 @@ NO_MEMO = NoMemo()
 
 def common(one: Sequence[object], other: Sequence[object]) -> int:
     """The number of leading items that are the same objects."""
-    differing = map(is_not, one, other)
-    return next((at for at, differs in enumerate(differing) if differs), min(len(one), len(other)))
+    differs = [*map(is_not, one, other)]
+    return differs.index(True) if True in differs else len(differs)
