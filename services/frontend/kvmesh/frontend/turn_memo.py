@@ -38,17 +38,18 @@ class TurnMemo:
         """The value of the last time if it is equal, so that it stays the same object."""
         _, earlier = self._known.get(step, ((), None))
         if type(earlier) is type(value) and earlier == value:
-            return earlier  # type: ignore[no-any-return]  # noted here
+            return earlier
         self.note(step, (), value)
         return value
 
     def first(self, step: Hashable, items: Sequence[T], test: Callable[[T], bool]) -> int:
         """The index of the first item that passes a test, which is pure; else their number."""
         same, found = self.recall(step, items)
-        if found is None or found >= same:
-            found = next((at for at in range(same, len(items)) if test(items[at])), len(items))
-        self.note(step, items, found)
-        return found
+        first: int = same if found is None or found >= same else found
+        if first == same:
+            first = next((at for at in range(same, len(items)) if test(items[at])), len(items))
+        self.note(step, items, first)
+        return first
 
 
 class NoMemo(TurnMemo):

@@ -119,7 +119,7 @@ def fields_of(request: GenerateRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("api", APIS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_turns_read_as_whole_bodies_do(api: str, data: st.DataObject) -> None:
     draw, turns = data.draw, Turns(1 << 24, "secret")
@@ -132,10 +132,21 @@ def test_turns_read_as_whole_bodies_do(api: str, data: st.DataObject) -> None:
         if draw(st.integers(0, 3)) == 0:
             at = draw(st.integers(0, len(body)))
             body = body[:at] + draw(st.sampled_from(PIECES)) + body[at + draw(st.integers(0, 3)) :]
-        assert outcome(api, turns, body) == outcome(api, None, body)
+        if is_utf8(body):
+            assert outcome(api, turns, body) == outcome(api, None, body)
+        else:  # it is refused before it is read
+            assert not is_utf8(turns.open("", api, body).rest)
 
 
-@pytest.mark.parametrize("api", ["chat", "messages"])
+def is_utf8(body: bytes) -> bool:
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("api", APIS)
 def test_a_turn_decodes_only_what_it_adds(api: str) -> None:
     turns = Turns(1 << 24, "secret")
     first, second = sent(api, "one"), sent(api, "one", "two", "three")
@@ -202,4 +213,5 @@ def sent(api: str, *contents: str) -> bytes:
     messages = [{"role": "user", "content": FILL}]
     roles = ["assistant", "user"] * len(contents)
     messages += [{"role": r, "content": t} for r, t in zip(roles, contents, strict=False)]
-    return json.dumps({"model": "m", "messages": messages, "max_tokens": 5}).encode()
+    field = "input" if api == "responses" else "messages"
+    return json.dumps({"model": "m", field: messages, "temperature": 0.5}).encode()

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from kvmesh.frontend.apis.base import decode
 from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.conversation import GenerateRequest, Message
 from kvmesh.frontend.errors import InvalidRequest
-from kvmesh.frontend.json_bounds import MAX_VALUES, is_light, separators
+from kvmesh.frontend.json_bounds import COMPOUND_WEIGHT, MAX_VALUES, is_light, separators
 from kvmesh.frontend.turn_memo import TurnMemo
 from kvmesh.runtime.fair_lru import FairLru
 
@@ -30,33 +30,36 @@ MAX_BYTES = 1 << 20  # of a body whose new part may be light to work on
 WINDOW = 64  # bytes before a power of two by which an earlier body is found
 SIZE = 4  # times its bytes: an earlier body with its messages and what their memo holds of them
 ITEM_BYTES = 1000
+PROBE = 64  # bytes of an item that are searched
 _COMMA = re.compile(rb"[ \t\n\r]*,[ \t\n\r]*")
 
 Key = tuple[str, str, int, bytes]
 
 
-class _Item(Protocol):
-    content: Any
+B = TypeVar("B", bound=Struct)
+Field: TypeAlias = Literal["messages", "input"]  # of a body that holds its items
 
 
-class _Body(Protocol):
-    @property
-    def messages(self) -> Sequence[_Item]: ...
-
-
-class _Frame(Struct):
+class _Messages(Struct):
     messages: list[Raw]
 
 
-B = TypeVar("B", bound=_Body)
-_frame = msgspec.json.Decoder(_Frame)
+class _Input(Struct):
+    input: list[Raw]
+
+
+_frames: dict[Field, msgspec.json.Decoder[Any]] = {
+    "messages": msgspec.json.Decoder(_Messages),
+    "input": msgspec.json.Decoder(_Input),
+}
 
 
 class EarlierBody(NamedTuple):
     """A body up to the end of its last item, and the messages that were made of its items.
 
     `start` is the offset of the first item, `ends` are those behind each; `made` counts the
-    messages of the items up to each. `values` is the estimated number of JSON values.
+    messages of the items up to each. `values` is the estimated number of JSON values, 0 of a body
+    that cannot have too many.
     """
 
     body: bytes
@@ -93,6 +96,7 @@ class Turn:
     ) -> None:
         self._turns = turns
         self._secret = turns.secret if turns is not None else ""
+        self._field: Field = "messages"
         self._key = key
         self.body = self.rest = body
         self.count = 0
@@ -106,30 +110,52 @@ class Turn:
         after = _COMMA.match(self.body, earlier.ends[count - 1]) if count else None
         if after is None:
             return
-        marker = b'{"role":"user","content":"%b"}' % self._secret.encode()
-        rest = b"%b%b,%b" % (self.body[: earlier.start], marker, self.body[after.end() :])
-        if earlier.values + separators(rest) > MAX_VALUES:
-            return
+        rest = b"%b%b,%b" % (self.body[: earlier.start], self._marker, self.body[after.end() :])
+        if COMPOUND_WEIGHT * len(self.body) > MAX_VALUES:
+            known = earlier.values or separators(earlier.body)
+            if known + separators(rest) > MAX_VALUES:
+                return
         self.count, self.rest, self._earlier = count, rest, earlier
         self.known, self.memo = earlier.messages[: earlier.made[count - 1]], earlier.memo
+
+    @property
+    def _marker(self) -> bytes:
+        return b'{"role":"user","content":"%b"}' % self._secret.encode()
 
     @property
     def is_light(self) -> bool:
         """True if the event loop may work on what is new in the body."""
         return is_light(self.rest) and (not self.count or len(self.body) < MAX_BYTES)
 
-    def decode(self, decoder: "msgspec.json.Decoder[B]") -> B:
-        """The body, of whose messages the first `count` are left out; raises InvalidRequest."""
+    def decode(self, decoder: "msgspec.json.Decoder[B]", field: Field = "messages") -> B:
+        """The body, in whose `field` the first `count` items are missing; raises InvalidRequest."""
+        self._field = field
         if self.count:
             try:
                 parsed = decode(decoder, self.rest)
-                if parsed.messages[0].content == self._secret:
-                    del parsed.messages[0]  # type: ignore[attr-defined]  # a list
-                    return parsed
-            except (InvalidRequest, IndexError):
+            except InvalidRequest:
                 pass  # the whole body decides
+            else:
+                items = getattr(parsed, field)
+                if isinstance(items, list) and items and self._is_marker(items[0]):
+                    del items[0]
+                    return parsed
             self._start_anew()
         return decode(decoder, self.body)
+
+    def _is_marker(self, item: Any) -> bool:
+        if isinstance(item, Raw):
+            return bytes(item) == self._marker
+        return bool(item.content == self._secret)
+
+    def items(self) -> list[Raw]:
+        """The first `count` items."""
+        if self._earlier is None:
+            return []
+        ends = self._earlier.ends[: self.count]
+        commas = [_COMMA.match(self.body, end) for end in ends[:-1]]
+        starts = [self._earlier.start, *(comma.end() for comma in commas if comma is not None)]
+        return [Raw(self.body[a:b]) for a, b in zip(starts, ends, strict=True)]
 
     def _start_anew(self) -> None:
         self.count, self.rest, self.known = 0, self.body, ()
@@ -163,12 +189,13 @@ class Turn:
     def _measured(self, made: Sequence[int], messages: Sequence[Message]) -> EarlierBody | None:
         """The body with the offsets of its items; None if they are not where they seem to be."""
         try:
-            items = [*map(bytes, _frame.decode(self.rest).messages)]
+            frame: Struct = _frames[self._field].decode(self.rest)
+            items = [*map(bytes, getattr(frame, self._field))]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         body, earlier = self.body, self._earlier
         if earlier is None:
-            start = end = body.find(items[0])
+            start = end = body.find(items[0][:PROBE])  # a short text is found faster
             before, ends, counts = 0, list[int](), list[int]()
         else:
             del items[0]  # the marker
@@ -185,7 +212,10 @@ class Turn:
                 return None
             end += len(item)
             ends.append(end)
-        values = separators(body[before:end]) + (earlier.values if earlier is not None else 0)
+        values = 0
+        if COMPOUND_WEIGHT * end > MAX_VALUES:
+            known = earlier.values if earlier is not None else 0
+            values = known + separators(body[before if known else 0 : end])
         return EarlierBody(body[:end], start, ends, [*counts, *made], messages, values, self.memo)
 
 

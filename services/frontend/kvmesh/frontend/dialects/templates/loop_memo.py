@@ -9,7 +9,7 @@ are.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import jinja2
 from jinja2 import nodes
@@ -59,7 +59,7 @@ def _instrument(loop: nodes.For, number: int, macros: set[str]) -> None:
     names = sorted((reads.names | macros) - {loop.target.name, "loop"})
     values = nodes.Tuple([nodes.Name(name, "load") for name in names], "load")
     arguments = [nodes.Const(number), nodes.Name(MESSAGES, "load"), values, nodes.Const((*names,))]
-    loop.iter = _filter(loop.iter, BEGIN, arguments, loop.lineno)
+    loop.iter = _filter(cast(nodes.Expr, loop.iter), BEGIN, arguments, loop.lineno)
     own = [nodes.Name("loop", "load")] if reads.loop else []
     loop.body[0] = nodes.ExprStmt(_filter(nodes.Const(None), ROUND, own, loop.lineno))
 
@@ -88,15 +88,12 @@ class _Reads:
             self.names.add(node.name)
         elif isinstance(node, nodes.NSRef):
             self.names.add(node.name)
-        elif _is_name(node, "loop", nodes.Getattr) and not inner:
+        elif isinstance(node, nodes.Getattr) and _is_name(node.node, "loop") and not inner:
             self.loop = True
-            self.refused |= node.attr not in _LOOP  # type: ignore[attr-defined]  # a Getattr
-        elif _is_name(node, MESSAGES, nodes.Getitem) and not isinstance(
-            node.arg,
-            nodes.Slice,  # type: ignore[attr-defined]  # a Getitem
-        ):
-            self.items.append(node)  # type: ignore[arg-type]
-            self.visit(node.arg, inner)  # type: ignore[attr-defined]
+            self.refused |= node.attr not in _LOOP
+        elif _is_item(node):
+            self.items.append(node)
+            self.visit(node.arg, inner)
         elif isinstance(node, nodes.For):
             for part, within in ((node.iter, inner), (node.target, True), (node.test, True)):
                 if part is not None:
@@ -110,20 +107,25 @@ class _Reads:
                 self.visit(child, inner)
 
 
-def _is_name(node: nodes.Node, name: str, kind: type[nodes.Getattr] | type[nodes.Getitem]) -> bool:
-    if not isinstance(node, kind):
+def _is_name(node: nodes.Node, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.name == name
+
+
+def _is_item(node: nodes.Node) -> TypeGuard[nodes.Getitem]:
+    """True for a message by its index."""
+    if not isinstance(node, nodes.Getitem) or isinstance(node.arg, nodes.Slice):
         return False
-    return isinstance(node.node, nodes.Name) and node.node.name == name
+    return _is_name(node.node, MESSAGES)
 
 
 class _KnownRounds(NamedTuple):
-    """The first `count` rounds of a loop: their text, steps, and the namespaces behind them.
+    """The first `number` rounds of a loop: their text, steps, and the namespaces behind them.
 
     `reach` is the largest index of `messages` that they read; `inputs` are the values of variables
     before them.
     """
 
-    count: int
+    number: int
     text: str
     steps: int
     state: dict[str, dict[str, Any]]
@@ -184,18 +186,18 @@ class Rendering:
         loop.start, loop.left = len(self.parts), self.left
         self.loops.append(loop)
         same, known = self.memo.recall((self.key, number), items)
-        if known is None or known.count >= same or not _all_same(known.inputs, loop.inputs):
+        if known is None or known.number >= same or not _all_same(known.inputs, loop.inputs):
             return items
         if known.reach >= common(known.messages, messages) or known.steps > self.left:
             return items
-        loop.known = loop.at = known.count
+        loop.known = loop.at = known.number
         loop.reach = known.reach
         self.left -= known.steps
         self.room -= len(known.text)
         self.parts.append(known.text)
         for name, state in known.state.items():
             setattr(loop.spaces[name], _ATTRIBUTES, dict(state))
-        return items[known.count :]
+        return items[known.number :]
 
     def round(self, own: LoopContext | None) -> None:
         """Begin a round; `own` is its `loop`, if it reads that."""
