@@ -127,8 +127,8 @@ class Preprocessor:
         self.answers = answers if answers is not None and answers.enabled else None
         self._share_prefixes = share_prefixes
         self._names = AnswerNames()
-        self._encoder = PromptEncoder(memo_bytes)
-        self.turns = Turns(memo_bytes, secrets.token_hex(16))
+        self._encoder = PromptEncoder(memo_bytes // 2)
+        self.turns = Turns(memo_bytes // 2, secrets.token_hex(16))
         self.threads = FairThreads()
 
     async def prepare(
