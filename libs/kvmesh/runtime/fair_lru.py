@@ -1,7 +1,7 @@
 """Least-recently-used mappings of several owners, bounded together by the sum of their sizes."""
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from kvmesh.runtime.lru import LruCache
@@ -26,6 +26,14 @@ class FairLru(Generic[K, V]):
         """Return the value and mark it as most recently used; None if it is not held."""
         entries = self._owners.get(owner)
         return None if entries is None else entries.get(key)
+
+    def get_all(self, owner: str, keys: Iterable[K]) -> dict[K, V]:
+        """Return those of the values that are held, and mark them as used."""
+        entries = self._owners.get(owner)
+        if entries is None:
+            return {}
+        held = [key for key in keys if key in entries]
+        return {key: value for key in held if (value := entries.get(key)) is not None}
 
     def put(self, owner: str, key: K, value: V) -> None:
         """Store or replace an entry as the owner's most recently used one."""

@@ -24,6 +24,7 @@ LAYERS = [
     {"namespaces", "json_bounds"},
     {"metrics"},
     {"conversation", "errors", "fair_threads", "tenant_figures", "failure_log"},
+    {"turn_memo"},
 ]
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 

@@ -100,8 +100,8 @@ class FrontendSettings(Section, frozen=True, kw_only=True):
         ),
     ] = 0.005
     prepare_cache_bytes: Annotated[
-        int, Meta(ge=0, description="memory for the token cache of conversations")
-    ] = 48 << 20
+        int, Meta(ge=0, description="memory for the bodies and tokens of conversations")
+    ] = 96 << 20
     share_prefixes: Annotated[
         bool,
         Meta(

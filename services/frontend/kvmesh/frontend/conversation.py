@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.bus.messages import Guided, Hints, Placement, Retain, Sampling
+from kvmesh.frontend.turn_memo import NO_MEMO, TurnMemo
 from kvmesh.tracing.span import NO_SPAN, TraceSpan
 
 
@@ -207,6 +208,7 @@ class GenerateRequest(Struct, kw_only=True):
     - `content_field`: name of the body's field that holds the messages, for errors.
     - `agent`: kind of the agent that sends the request (`apis.agent_kinds`).
     - `span`: the first span of the request's trace.
+    - `memo`: results of the work on the messages for the conversation's next request.
     """
 
     id: str
@@ -246,6 +248,7 @@ class GenerateRequest(Struct, kw_only=True):
     agent: str = ""
     span: TraceSpan = NO_SPAN
     context_edits: ContextEdits | None = None
+    memo: TurnMemo = NO_MEMO
 
     @property
     def turn(self) -> int:

@@ -1,11 +1,12 @@
 """Bounds of the number of values in JSON, whose decoding holds the GIL throughout. Pure."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from kvmesh.frontend.conversation import Message, ToolCall
 from kvmesh.frontend.errors import ApiError
+from kvmesh.frontend.turn_memo import NO_MEMO, TurnMemo
 
 MAX_VALUES = 1 << 19
 SMALL = 128 << 10  # bytes of any JSON, which decodes in little time
@@ -14,13 +15,14 @@ LIGHT_VALUES = 1 << 16
 COMPOUND_WEIGHT = 4  # decoding an object, an array or a key costs as much as so many numbers
 SLICE_BYTES = 1 << 16
 _CASE = 0x20
+_ARGUMENTS = "size of the arguments of calls"
 
 
 def is_light(body: bytes) -> bool:
     """True for JSON that the event loop may decode: it is small, or most of it is few texts."""
     if len(body) < SMALL:
         return True
-    return len(body) < LIGHT_BYTES and _separators(body) <= LIGHT_VALUES
+    return len(body) < LIGHT_BYTES and separators(body) <= LIGHT_VALUES
 
 
 def check_values(body: bytes) -> None:
@@ -29,12 +31,19 @@ def check_values(body: bytes) -> None:
         raise ApiError("too_large", f"The body has more than {MAX_VALUES} JSON values.")
 
 
-def check_arguments(messages: Iterable[Message]) -> None:
+def check_arguments(messages: Sequence[Message], memo: TurnMemo = NO_MEMO) -> None:
     """Same bound for the arguments of tool calls, which are JSON within strings."""
+    same, checked = memo.recall(_ARGUMENTS, messages)
+    start, size = checked if checked is not None and checked[0] <= same else (0, 0)
+    for message in messages[start:]:
+        for block in message.blocks:
+            if type(block) is ToolCall and not block.custom:
+                size += len(block.arguments)
+    memo.note(_ARGUMENTS, messages, (len(messages), size))
+    if COMPOUND_WEIGHT * size <= MAX_VALUES:
+        return
     blocks = (block for message in messages for block in message.blocks)
     arguments = [b.arguments for b in blocks if isinstance(b, ToolCall) and not b.custom]
-    if COMPOUND_WEIGHT * sum(map(len, arguments)) <= MAX_VALUES:
-        return
     texts = [text.encode() for text in arguments]
     if sum(_count(_slices(text)) for text in texts) <= MAX_VALUES:
         return
@@ -45,10 +54,11 @@ def check_arguments(messages: Iterable[Message]) -> None:
 
 def _count(parts: Iterable[bytes]) -> int:
     """Estimated number of values, from the separators."""
-    return sum(map(_separators, parts))
+    return sum(map(separators, parts))
 
 
-def _separators(part: bytes) -> int:
+def separators(part: bytes) -> int:
+    """Estimated number of values of JSON without strings; too high with such."""
     text = np.frombuffer(part, np.uint8)
     compound = (text | _CASE) == ord("{")  # "[" and "{" differ in this bit
     compound |= text == ord(":")

@@ -5,7 +5,7 @@ are named by their text and their place in the conversation.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from msgspec import Struct
@@ -21,6 +21,7 @@ from kvmesh.frontend.conversation import (
     ToolCall,
     ToolResult,
 )
+from kvmesh.frontend.turn_memo import NO_MEMO, TurnMemo
 from kvmesh.runtime.lru import LruCache
 
 _OWN_ID = re.compile(r"call_[0-9a-f]{24}")  # as `dialects.output.call_id` makes them
@@ -92,25 +93,29 @@ class AnswerNames:
 
 
 def answer_runs(
-    messages: Sequence[Message], names: AnswerNames, tenant: str
-) -> Iterator[AnswerRun]:
+    messages: Sequence[Message], names: AnswerNames, tenant: str, memo: TurnMemo = NO_MEMO
+) -> list[AnswerRun]:
     """The answers of a conversation that may be stored, oldest first.
 
     The last message is no answer: a model may have to continue it.
     """
-    number, end = 0, 0
-    for first, message in enumerate(messages):
-        if first < end or message.role != "assistant":
+    step = "answers", tenant
+    same, known = memo.recall(step, messages)
+    runs: list[AnswerRun] = [run for run in known or () if run.end < same]  # whose end is known
+    end = runs[-1].end if runs else 0
+    for first in range(end, len(messages)):
+        if first < end or messages[first].role != "assistant":
             continue
-        blocks, end = message.blocks, first + 1
+        blocks, end = messages[first].blocks, first + 1
         while end < len(messages) and messages[end].role == "assistant":
             blocks = [*blocks, *messages[end].blocks]
             end += 1
         if end == len(messages):
-            return
-        if name := names.of(tenant, messages, first, blocks, number):
-            yield AnswerRun(first, end, blocks, name)
-        number += 1
+            break
+        name = names.of(tenant, messages, first, blocks, len(runs))
+        runs.append(AnswerRun(first, end, blocks, name))
+    memo.note(step, messages, runs)
+    return [run for run in runs if run.name]
 
 
 def answer_name(

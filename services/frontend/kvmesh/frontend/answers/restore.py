@@ -14,6 +14,7 @@ from kvmesh.frontend.answers.equivalence import AnswerComparison
 from kvmesh.frontend.conversation import (
     Block,
     CacheControl,
+    Generated,
     GenerateRequest,
     Message,
     Text,
@@ -27,7 +28,7 @@ RETURNED = ("unchanged", "without_thinking", "rewritten", "edited")
 class KnownAnswer:
     """A stored answer, and what was found of the last form in which a client has returned it."""
 
-    __slots__ = ("answer", "calls", "returned", "same", "thinking")
+    __slots__ = ("answer", "calls", "returned", "same", "shown", "thinking")
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -35,6 +36,14 @@ class KnownAnswer:
         self.same = False
         self.thinking = False
         self.calls = False
+        self.shown: Message | None = None  # the last message that showed it
+
+    def message(self, blocks: list[Block], generated: Generated | None) -> Message:
+        """The message that shows it, the same object in each turn."""
+        message = Message("assistant", blocks, generated)
+        if self.shown != message:
+            self.shown = message
+        return self.shown or message
 
     def compare(self, returned: list[Block], comparison: AnswerComparison) -> bool:
         """Compare a form in which a client returns the answer; False if it was the last one."""
@@ -91,7 +100,7 @@ def restore(
         blocks = _with_marks(answer.blocks, run.blocks)
         generated = None if answer.forced and not forced else answer.generated
         messages += request.messages[done : run.first]
-        messages.append(Message("assistant", blocks, generated))
+        messages.append(known.message(blocks, generated))
         done = run.end
     if answers:
         request.messages = [*messages, *request.messages[done:]]

@@ -99,16 +99,16 @@ class AnswerStore:
         `names` are in the order of the conversation; the newest MAX_READ that are not in memory are
         read from the bucket.
         """
-        of, found = owner(tenant), dict[str, KnownAnswer]()
-        for name in names:
-            known = self._known.get(of, (tenant, name))
-            if known is not None:
-                found[name] = known
+        found = self._in_memory(tenant, names)
         if len(found) < len(names):
-            for name in await self._fetch(tenant, [n for n in names if n not in found]):
-                if (known := self.lookup(tenant, name)) is not None:
-                    found[name] = known
+            read = await self._fetch(tenant, [n for n in names if n not in found])
+            found |= self._in_memory(tenant, read)
         return found
+
+    def _in_memory(self, tenant: str, names: Sequence[str]) -> dict[str, KnownAnswer]:
+        keys = [(tenant, name) for name in names]
+        found = self._known.get_all(owner(tenant), keys)
+        return {name: known for (_, name), known in found.items()}
 
     async def _fetch(self, tenant: str, missing: list[str]) -> list[str]:
         """Read the missing answers that may be stored; returns their names."""

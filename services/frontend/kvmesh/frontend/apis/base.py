@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -11,6 +11,9 @@ from kvmesh.frontend.apis import faults
 from kvmesh.frontend.apis.body_types import allowed_at
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, InvalidRequest
+
+if TYPE_CHECKING:
+    from kvmesh.frontend.apis.turns import Turn  # which decodes with this module
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -186,8 +189,13 @@ class Api(Protocol):
     @property
     def in_order(self) -> bool: ...
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
-        """Raises ApiError, mostly InvalidRequest with the field."""
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: "Turn | None" = None
+    ) -> ApiCall:
+        """`turn` is the body beside an earlier one.
+
+        Raises ApiError, mostly InvalidRequest with the field.
+        """
         ...
 
 

@@ -25,6 +25,7 @@ from kvmesh.frontend.apis.content.refusals import UnsupportedFields
 from kvmesh.frontend.apis.nvext import Nvext, ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.sampling import SamplingBody, check_special_tokens, to_sampling
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest, TextDelta
 from kvmesh.frontend.errors import ApiError, InvalidRequest
 
@@ -64,7 +65,9 @@ class Completions:
     keepalive = openai.KEEPALIVE
     in_order = False
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> ApiCall:
         parsed = decode(_decoder, body)
         request = to_request(parsed, self.id_prefix + stamp.token)
         apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)

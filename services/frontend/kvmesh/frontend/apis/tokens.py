@@ -10,6 +10,7 @@ from kvmesh.frontend.apis.chat.body import ChatBody, ChatMessage
 from kvmesh.frontend.apis.chat.body import to_request as chat_request
 from kvmesh.frontend.apis.faults import MISSING
 from kvmesh.frontend.apis.sampling import check_special_tokens, to_sampling
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import InvalidRequest
 
@@ -38,7 +39,9 @@ class Tokenize:
 
     name = "tokenize"
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall:
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> CountCall:
         return CountCall(self._request(decode(_tokenize, body)))
 
     @staticmethod
@@ -49,7 +52,7 @@ class Tokenize:
         if parsed.messages is not None:
             if parsed.prompt is not None:
                 raise InvalidRequest("`prompt` and `messages` exclude each other.", "prompt")
-            return chat_request(parsed, "tokenize")
+            return chat_request(parsed, "tokenize", Turn(b""))
         if parsed.prompt is None:
             raise InvalidRequest("`prompt` or `messages` is required.", "prompt", MISSING)
         check_special_tokens(parsed.add_special_tokens)

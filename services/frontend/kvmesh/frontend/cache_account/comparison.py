@@ -49,12 +49,11 @@ def compare(
 
     `find` returns the difference that is first seen at a token; `decode` returns tokens' text.
     """
-    before = earlier.tokens + earlier.output
-    common = common_tokens(tokens, before)
-    length = len(before) // TOKEN_BYTES
+    common = common_tokens(tokens, earlier.tokens, earlier.output)
+    length = (len(earlier.tokens) + len(earlier.output)) // TOKEN_BYTES
     change, excerpts, reason = None, ("", ""), DIVERGED
     if common < min(length, len(tokens) // TOKEN_BYTES):
-        at = common * TOKEN_BYTES
+        at, before = common * TOKEN_BYTES, earlier.tokens + earlier.output
         end = at + EXCERPT_TOKENS * TOKEN_BYTES
         excerpts = decode(before[at:end]), decode(tokens[at:end])
         change, reason = find(common)
@@ -79,8 +78,12 @@ def compare(
     )
 
 
-def common_tokens(one: bytes, other: bytes) -> int:
-    """The number of leading tokens that two packed prompts share."""
+def common_tokens(one: bytes, other: bytes, output: bytes = b"") -> int:
+    """The number of leading tokens that two packed prompts share, the other one with its output."""
+    if one.startswith(other):
+        size = len(other)
+        rest = common_tokens(one[size : size + len(output)], output) if output else 0
+        return size // TOKEN_BYTES + rest
     size = min(len(one), len(other))
     if one[:size] == other[:size]:
         return size // TOKEN_BYTES

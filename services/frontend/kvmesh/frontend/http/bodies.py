@@ -29,7 +29,7 @@ async def read_body(
 ) -> bytes:
     """The decoded body, without a byte order mark.
 
-    Raises ApiError if it is too large, too slow to arrive, in a wrong coding, or not UTF-8.
+    Raises ApiError if it is too large, too slow to arrive, or in a wrong coding.
     """
     limit = settings.max_body_bytes
     codings = http.headers.getall(hdrs.CONTENT_ENCODING, ())
@@ -47,8 +47,6 @@ async def read_body(
         body = await threads.run_steps(owner, decode_steps(body, coding, limit), at_once=False)
     if body.startswith(codecs.BOM_UTF8):
         body = body[len(codecs.BOM_UTF8) :]
-    if not body.isascii():
-        await check_utf8(body)
     return body
 
 

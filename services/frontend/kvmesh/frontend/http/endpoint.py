@@ -7,12 +7,12 @@ from typing import Any, Generic, TypeVar
 from aiohttp import web
 
 from kvmesh.frontend.apis.base import Headers, RequestStamp, json_encode
+from kvmesh.frontend.apis.turns import Turn, Turns
 from kvmesh.frontend.auth.accounts import Scope
 from kvmesh.frontend.fair_threads import FairThreads
-from kvmesh.frontend.http.bodies import JSON, parse_heavy, read_body
+from kvmesh.frontend.http.bodies import JSON, check_utf8, parse_heavy, read_body
 from kvmesh.frontend.http.middleware import Caller, Handler, caller_of
 from kvmesh.frontend.http.request_id import stamp_of
-from kvmesh.frontend.json_bounds import is_light
 from kvmesh.settings.schema import FrontendSettings
 
 T = TypeVar("T")
@@ -22,13 +22,14 @@ T = TypeVar("T")
 class EndpointCall(Generic[T]):
     """One call of an endpoint: the HTTP request, its caller and body, and the parsed body.
 
-    `light`: the body is light to work on (`json_bounds.is_light`).
+    `turn` tells what of the body an earlier one has. `light`: the rest is light to work on.
     """
 
     http: web.Request
     caller: Caller
     body: bytes
     parsed: T
+    turn: Turn
     light: bool = True
 
     @property
@@ -42,34 +43,45 @@ class EndpointCall(Generic[T]):
 
 
 Answer = web.StreamResponse | bytes | dict[str, Any]  # bytes and dicts: a JSON body, status 200
-Parse = Callable[[bytes, Headers, RequestStamp], T]
+Parse = Callable[[bytes, Headers, RequestStamp, Turn], T]
 Action = Callable[[EndpointCall[T]], Awaitable[Answer]]
 
 
 class EndpointFactory:
     """Makes handlers. They only raise ApiError: the middleware responds to errors."""
 
-    def __init__(self, settings: FrontendSettings, threads: FairThreads) -> None:
+    def __init__(self, settings: FrontendSettings, threads: FairThreads, turns: Turns) -> None:
         self._settings = settings
         self._threads = threads
+        self._turns = turns
 
-    def with_body(self, parse: Parse[T], act: Action[T], scope: Scope | None = None) -> Handler:
-        """Handler of a request with a body; `parse` runs in a thread unless the body is light."""
+    def with_body(
+        self, parse: Parse[T], act: Action[T], scope: Scope | None = None, api: str = ""
+    ) -> Handler:
+        """Handler of a request with a body; `parse` runs in a thread unless the body is light.
+
+        Bodies of the same `api` may continue each other.
+        """
 
         async def handle(http: web.Request) -> web.StreamResponse:
             caller = caller_of(http)
             if scope is not None:
                 caller.require_scope(scope)
             body = await read_body(http, self._settings, self._threads, caller.owner)
-            light, stamp = is_light(body), stamp_of(http)
+            turn = self._turns.open(caller.tenant, api, body) if api else Turn(body)
+            if not turn.rest.isascii():
+                await check_utf8(turn.rest)
+            light, stamp = turn.is_light, stamp_of(http)
+
+            def parsed_body() -> T:
+                return parse(body, http.headers, stamp, turn)
+
             parsed = (
-                parse(body, http.headers, stamp)
+                parsed_body()
                 if light
-                else await parse_heavy(
-                    self._threads, caller.owner, body, lambda: parse(body, http.headers, stamp)
-                )
+                else await parse_heavy(self._threads, caller.owner, body, parsed_body)
             )
-            return _response(await act(EndpointCall(http, caller, body, parsed, light)))
+            return _response(await act(EndpointCall(http, caller, body, parsed, turn, light)))
 
         return handle
 
@@ -81,7 +93,7 @@ class EndpointFactory:
             caller = caller_of(http)
             if scope is not None:
                 caller.require_scope(scope)
-            return _response(await act(EndpointCall(http, caller, b"", None)))
+            return _response(await act(EndpointCall(http, caller, b"", None, Turn(b""))))
 
         return handle
 

@@ -53,9 +53,10 @@ class GenerateEndpoint:
         async def act(call: EndpointCall[ApiCall]) -> web.StreamResponse:
             received(call.http, call.parsed.request, call.caller.started)
             call.caller.bind(call.parsed.request, len(call.body), call.light)
+            call.turn.keep(call.parsed.request, call.caller.tenant)
             return await self._answer(call.http, api, call.parsed, call.caller)
 
-        handle = traced(self._endpoints.with_body(api.parse, act), api.name)
+        handle = traced(self._endpoints.with_body(api.parse, act, api=api.name), api.name)
 
         async def counted(http: web.Request) -> web.StreamResponse:
             caller, arrivals = caller_of(http), self._dependencies.arrivals

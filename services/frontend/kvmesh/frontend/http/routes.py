@@ -55,7 +55,8 @@ def application(
     access_log: Callable[[AccessEntry], None] | None = None,
 ) -> web.Application:
     """The application with all routes of a frontend, `more` among them."""
-    endpoints = EndpointFactory(dependencies.settings, dependencies.preprocessor.threads)
+    preprocessor = dependencies.preprocessor
+    endpoints = EndpointFactory(dependencies.settings, preprocessor.threads, preprocessor.turns)
     generate = GenerateEndpoint(endpoints, dependencies)
     tokenize = TokenizeEndpoints(
         endpoints, dependencies.registry, dependencies.preprocessor, dependencies.responses

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from kvmesh.frontend.apis.base import CountCall, Headers, RequestStamp, json_encode
 from kvmesh.frontend.apis.tokens import DetokenizeBody, parse_tokens
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import GenerateRequest
 from kvmesh.frontend.errors import ContextExceeded
 from kvmesh.frontend.fair_threads import FairThreads
@@ -23,7 +24,9 @@ class CountingApi(Protocol):
     @property
     def name(self) -> str: ...
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall: ...
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> CountCall: ...
 
     def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
         """The response body for packed prompts; `context` is the model's length in tokens."""
@@ -53,6 +56,7 @@ class TokenizeEndpoints:
         async def act(call: EndpointCall[CountCall]) -> bytes:
             request, caller = call.parsed.request, call.caller
             caller.bind(request, len(call.body), call.light)
+            call.turn.keep(request, caller.tenant)
             model, _ = self._registry.resolve(request.model)
             caller.model = request.model
             await self._history.prepend(request, call.parsed.thread)
@@ -63,7 +67,7 @@ class TokenizeEndpoints:
                 caller.owner, lambda: api.answer(request, prompts, model.card.context)
             )
 
-        return self._endpoints.with_body(api.parse, act)
+        return self._endpoints.with_body(api.parse, act, api=api.name)
 
     def detokenize(self) -> Handler:
         return self._endpoints.with_body(lambda body, *_: parse_tokens(body), self._detokenize)

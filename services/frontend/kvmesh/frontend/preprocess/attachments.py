@@ -8,21 +8,25 @@ from collections.abc import Sequence
 
 from kvmesh.frontend.conversation import AttachedFile, Block, Image, Message, Text, ToolResult
 from kvmesh.frontend.errors import InvalidRequest
+from kvmesh.frontend.turn_memo import NO_MEMO, TurnMemo
 
 IMAGE = "image"
 _OMITTED = "[%s omitted: this model cannot read it]"
 
 
-def readable(messages: list[Message], images: bool, field: str = "messages") -> list[Message]:
+def readable(
+    messages: list[Message], images: bool, field: str = "messages", memo: TurnMemo = NO_MEMO
+) -> list[Message]:
     """The messages with a text for each image and file that the model cannot read.
 
     `images`: it reads images. The same list if there are none. Raises InvalidRequest for one that
     the newest message brings; `field` holds the messages in the body.
     """
     unread: tuple[type, ...] = (AttachedFile,) if images else (AttachedFile, Image)
-    holding = [index for index, message in enumerate(messages) if _holds(message, unread)]
-    if not holding:
+    first = memo.first(("unread", images), messages, lambda message: _holds(message, unread))
+    if first == len(messages):
         return messages
+    holding = [at for at in range(first, len(messages)) if _holds(messages[at], unread)]
     if holding[-1] == _sent_by_a_person(messages):
         _refuse(messages[holding[-1]], unread, field)
     found = list(messages)

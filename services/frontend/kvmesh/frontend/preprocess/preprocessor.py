@@ -1,6 +1,7 @@
 """Preprocessing of a request: chat template, tokenizer, block hashes, limits."""
 
 import datetime
+import secrets
 from time import monotonic
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from kvmesh.bus.messages import ComputedAhead, Guided, PromptParts, Retain, Show
 from kvmesh.frontend.answers.answer import AnswerNames, AnswerRun, answer_runs, is_call
 from kvmesh.frontend.answers.restore import KnownAnswer, restore
 from kvmesh.frontend.answers.store import AnswerStore
+from kvmesh.frontend.apis.turns import Turns
 from kvmesh.frontend.cache_account.comparison import PromptComparison
 from kvmesh.frontend.conversation import GenerateRequest, Message, RenderedPrompt
 from kvmesh.frontend.dialects.errors import TemplateError
@@ -18,7 +20,7 @@ from kvmesh.frontend.dialects.templates.chat_template import continued_text
 from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.frontend.fair_threads import FairThreads, Steps
-from kvmesh.frontend.json_bounds import LIGHT_BYTES, check_arguments
+from kvmesh.frontend.json_bounds import check_arguments
 from kvmesh.frontend.metrics import restored_answers
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.namespaces import TenantNamespaces, scope_sessions
@@ -43,13 +45,15 @@ from kvmesh.frontend.preprocess.retention import (
 from kvmesh.frontend.preprocess.shared_prefix import AGENT, shared_prefix
 from kvmesh.frontend.preprocess.tool_results import in_call_order
 from kvmesh.frontend.tokenizer.prefix_cache import EncodedPrompt, TextPiece, text_pieces
+from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.hashing import TOKEN_BYTES, block_hashes
 from kvmesh.tracing.names import RENDER, TOKENIZE
 
 T = TypeVar("T")
 FoundAnswers = list[tuple[AnswerRun, KnownAnswer]]
 LARGE_BODY = 128 << 10  # bytes; requests of more that are not light are preprocessed in a thread
-MANY_MESSAGES = 256  # requests with more messages are preprocessed in a thread, too
+MANY_MESSAGES = 256  # requests with more new messages are preprocessed in a thread, too
+_PREPARED = "messages prepared before"
 TAIL_CHARS = 256
 MIN_MESSAGES = 3  # of a conversation with an earlier answer
 
@@ -123,7 +127,8 @@ class Preprocessor:
         self.answers = answers if answers is not None and answers.enabled else None
         self._share_prefixes = share_prefixes
         self._names = AnswerNames()
-        self._encoder = PromptEncoder(memo_bytes)
+        self._encoder = PromptEncoder(memo_bytes // 2)
+        self.turns = Turns(memo_bytes // 2, secrets.token_hex(16))
         self.threads = FairThreads()
 
     async def prepare(
@@ -146,7 +151,7 @@ class Preprocessor:
         if self.answers is None or len(request.messages) < MIN_MESSAGES:
             return []
         thinks = model.dialect.grammar.reasoning_parser is not None
-        named = answer_runs(request.messages, self._names, request.cache_salt)
+        named = answer_runs(request.messages, self._names, request.cache_salt, request.memo)
         runs = [run for run in named if thinks or is_call(run.name)]
         known = await self.answers.find(request.cache_salt, [run.name for run in runs])
         return [(run, known[run.name]) for run in runs if run.name in known]
@@ -162,7 +167,7 @@ class Preprocessor:
         if not found:
             return None
         if request.body_bytes >= LARGE_BODY:
-            check_arguments(request.messages)
+            check_arguments(request.messages, request.memo)
         name, files = model.card.name, model.card.files
 
         def note(verdict: str) -> None:
@@ -172,8 +177,9 @@ class Preprocessor:
 
     def _arrange(self, request: GenerateRequest, model: ServedModel) -> None:
         """Bring the messages into the form that all later prompts show."""
-        shown = readable(request.messages, model.card.images, request.content_field)
-        request.messages = in_call_order(shown)
+        images, field, memo = model.card.images, request.content_field, request.memo
+        shown = readable(request.messages, images, field, memo)
+        request.messages = in_call_order(shown, memo)
         if self._share_prefixes and request.agent.startswith(AGENT):
             request.messages = list(shared_prefix(request.messages))
 
@@ -287,7 +293,7 @@ class Preprocessor:
         """Tokens of the prompt with these messages; raises ContextExceeded."""
         # a part of the conversation may end with any message
         closed = {k: v for k, v in request.template_args.items() if k != CONTINUE}
-        changed = replace(request, messages=messages, template_args=closed)
+        changed = replace(request, messages=messages, template_args=closed, memo=NO_MEMO)
         rendered = render(changed, model)
         return (
             len((yield from self._encoder.conversation(changed, rendered, model)).tokens)
@@ -311,8 +317,10 @@ class Preprocessor:
         return b"".join((yield from self._encoder.encode(pieces[:-1], request.cache_salt, model)))
 
     async def _run(self, request: GenerateRequest, steps: Steps[T]) -> T:
-        most = LIGHT_BYTES if request.light else LARGE_BODY
-        small = request.body_bytes < most and len(request.messages) < MANY_MESSAGES
+        same, _ = request.memo.recall(_PREPARED, request.messages)
+        request.memo.note(_PREPARED, request.messages, None)
+        few = len(request.messages) - same < MANY_MESSAGES
+        small = few and (request.light or request.body_bytes < LARGE_BODY)
         return await self.threads.run_steps(request.owner, steps, at_once=small)
 
     def _retention(
@@ -338,7 +346,7 @@ def render(request: GenerateRequest, model: ServedModel, plain: bool = False) ->
     `plain`: its messages are known to have no control tokens.
     """
     if request.body_bytes >= LARGE_BODY:
-        check_arguments(request.messages)
+        check_arguments(request.messages, request.memo)
     dialect = model.dialect
     try:
         today = datetime.date.today()

@@ -81,7 +81,7 @@ def locate_spans(
     """
     messages = request.messages
     lead = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
-    marked = _first_marked(messages, lead)
+    marked = lead + request.memo.first("cache marks", messages[lead:], _is_marked)
     first = max(lead, min(marked, _first_recent(messages)))
     wanted = _MARKABLE if marked < len(messages) else _RESULTS
     search = _Search(text, edges)
@@ -97,13 +97,10 @@ def locate_spans(
     return search.found
 
 
-def _first_marked(messages: list[Message], lead: int) -> int:
-    """Index of the first message with a mark, from `lead` on."""
-    for index in range(lead, len(messages)):
-        for block in messages[index].blocks:
-            if type(block) in _MARKABLE and block.cache is not None:  # type: ignore[union-attr]
-                return index
-    return len(messages)
+def _is_marked(message: Message) -> bool:
+    """True if a block has a cache mark."""
+    marks = (getattr(block, "cache", None) for block in message.blocks if type(block) in _MARKABLE)
+    return any(mark is not None for mark in marks)
 
 
 def _first_recent(messages: list[Message]) -> int:

@@ -18,9 +18,12 @@ from kvmesh.frontend.conversation import (
     ToolNotice,
     ToolResult,
 )
+from kvmesh.frontend.turn_memo import NO_MEMO, TurnMemo
+
+_IN_ORDER = "results in the order of their calls"
 
 
-def in_call_order(messages: list[Message]) -> list[Message]:
+def in_call_order(messages: list[Message], memo: TurnMemo = NO_MEMO) -> list[Message]:
     """The messages with the results of each answer's calls first behind it.
 
     What else follows the answer comes after them in its own order: texts, a second result of a
@@ -28,12 +31,14 @@ def in_call_order(messages: list[Message]) -> list[Message]:
     """
     if len(messages) == 1:
         return messages
+    same, _ = memo.recall(_IN_ORDER, messages)
     moved = [
         (first, end, arranged)
-        for first, end, calls in _runs(messages)
+        for first, end, calls in _runs(messages, _answer_before(messages, same))
         if (arranged := _arranged(messages[first:end], calls)) is not None
     ]
     if not moved:
+        memo.note(_IN_ORDER, messages, True)
         return messages
     found, done = list[Message](), 0
     for first, end, arranged in moved:
@@ -43,11 +48,23 @@ def in_call_order(messages: list[Message]) -> list[Message]:
     return found + messages[done:]
 
 
-def _runs(messages: Sequence[Message]) -> Iterator[tuple[int, int, list[str]]]:
-    """The messages `first` to `end` (exclusive) behind each answer with calls, and their ids."""
+def _answer_before(messages: Sequence[Message], end: int) -> int:
+    """The first message of the last answer that begins before `end`; 0 if there is none."""
+    for index in range(end - 1, 0, -1):
+        if messages[index].role == "assistant" != messages[index - 1].role:
+            return index
+    return 0
+
+
+def _runs(messages: Sequence[Message], start: int) -> Iterator[tuple[int, int, list[str]]]:
+    """The messages `first` to `end` (exclusive) behind each answer with calls, and their ids.
+
+    `start` is 0 or the first message of an answer.
+    """
     calls: list[str] = []
-    first, behind = 0, False
-    for index, message in enumerate(messages):
+    first, behind = start, False
+    for index in range(start, len(messages)):
+        message = messages[index]
         if message.role != "assistant":
             if not behind:
                 first, behind = index, True

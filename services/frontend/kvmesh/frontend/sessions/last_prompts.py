@@ -104,7 +104,7 @@ class LastPrompts:
         stored = _of_conversation(self._stored(SessionKey(model, session)), prompt.conversation)
         if len(stored) < 2:
             return stored[0] if stored else None
-        return max(stored, key=lambda p: common_tokens(prompt.tokens, p.tokens + p.output))
+        return max(stored, key=lambda p: common_tokens(prompt.tokens, p.tokens, p.output))
 
     def alike(self, model: str, session: str, prompt: SessionPrompt) -> SessionPrompt | None:
         """The newest prompt stored here with the same first message and most tokens in place."""

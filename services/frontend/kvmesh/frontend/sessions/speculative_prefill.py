@@ -13,6 +13,7 @@ from kvmesh.frontend.conversation import (
     ToolResult,
 )
 from kvmesh.frontend.dialects.templates.frame_probe import CONTINUE
+from kvmesh.frontend.turn_memo import NO_MEMO
 
 CUT = "\ue000kvmesh-next\ue000"
 
@@ -37,4 +38,4 @@ def successor(
         Message("assistant", answer, kept.generated if kept else None),
         following,
     ]
-    return replace(request, messages=messages)
+    return replace(request, messages=messages, memo=NO_MEMO)  # others will follow

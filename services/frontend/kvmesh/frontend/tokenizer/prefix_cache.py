@@ -16,6 +16,7 @@ from kvmesh.frontend.tokenizer.encoder import TextEncoder
 from kvmesh.runtime.lru import LruCache
 
 ENTRY_BYTES = 300
+PROBE = 256  # characters
 EDGE_BYTES = 32  # of an edge, and of a cut, which is one, too
 
 Key = tuple[int, int]
@@ -112,7 +113,10 @@ class PrefixTokenCache:
             index -= step
             step *= 2
             end = known.edges[index] + margin
-            if end <= len(known.text) and text.startswith(known.text[:end]):
+            near = slice(max(end - PROBE, 0), end)
+            if end > len(known.text) or text[near] != known.text[near]:
+                continue  # seen without a comparison of all
+            if text.startswith(known.text[:end]):
                 same = _before(known.cuts, end) == _before(rendered.cuts, end)
                 return known.first(index) if same else EncodedPrompt()
         return EncodedPrompt()

@@ -22,6 +22,7 @@ from kvmesh.frontend.apis.chat.body import ChatBody, to_request, without_effect
 from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, unknown_headers
 from kvmesh.frontend.apis.transcript import PartKind, Transcript
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import (
     GAP,
     AnswerEvent,
@@ -42,15 +43,18 @@ class Chat:
     keepalive = openai.KEEPALIVE
     in_order = False
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
-        parsed = decode(_decoder, body)
-        request = to_request(parsed, self.id_prefix + stamp.token)
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> ApiCall:
+        turn = turn or Turn(body)
+        parsed = turn.decode(_decoder)
+        request = to_request(parsed, self.id_prefix + stamp.token, turn)
         apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
         request.retain_prompt(
             cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options)
         )
         if "ignored" in request.extra_fields:
-            fields = [*ignored_fields(body, ChatBody), *without_effect(parsed)]
+            fields = [*ignored_fields(body, ChatBody), *without_effect(decode(_decoder, body))]
             request.ignored += [*fields, *unknown_headers(headers)]
         options = parsed.stream_options
         include_usage = bool(options and options.include_usage)

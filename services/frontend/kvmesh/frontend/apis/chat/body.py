@@ -19,6 +19,7 @@ from kvmesh.frontend.apis.content.tagged import Reading
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import SamplingBody, to_sampling
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import (
     GAP,
     Block,
@@ -204,15 +205,22 @@ UNSUPPORTED = UnsupportedFields(
 )
 
 
-def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
-    """The internal request; raises InvalidRequest with the invalid field."""
-    _check(body)
+def to_request(body: ChatBody, request_id: str, turn: Turn) -> GenerateRequest:
+    """The internal request; raises InvalidRequest with the invalid field.
+
+    `body` lacks the messages that `turn` knows.
+    """
+    _check(body, turn.count)
     reading = Reading()
+    new = [
+        [_message(message, f"messages[{index}]", reading)]
+        for index, message in enumerate(body.messages, turn.count)
+    ]
     return GenerateRequest(
         id=request_id,
         model=body.model,
         sampling=_sampling(body),
-        messages=[_message(m, f"messages[{i}]", reading) for i, m in enumerate(body.messages)],
+        messages=turn.make(new, reading),
         tools=_definitions.tools(body.tools or [], reading.skipped),
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -225,8 +233,8 @@ def to_request(body: ChatBody, request_id: str) -> GenerateRequest:
     )
 
 
-def _check(body: ChatBody) -> None:
-    check_length(len(body.messages), 1, MAX_MESSAGES, "messages")
+def _check(body: ChatBody, known: int) -> None:
+    check_length(known + len(body.messages), 1, MAX_MESSAGES, "messages")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
     check_range(body.n, 1, MAX_CHOICES, "n")
     UNSUPPORTED.refuse(body)

@@ -37,3 +37,9 @@ class Reading:
     def __init__(self) -> None:
         self.sealed = Sealed()
         self.skipped: list[str] = []  # paths of what no prompt can show
+        self.refers = False  # to items that are stored
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the messages are all that has been read."""
+        return not (self.skipped or self.sealed.bytes or self.refers)

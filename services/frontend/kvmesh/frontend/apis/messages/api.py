@@ -16,7 +16,6 @@ from kvmesh.frontend.apis.base import (
     RequestStamp,
     TokenLogprob,
     Usage,
-    decode,
     json_encode,
 )
 from kvmesh.frontend.apis.messages.body import SWITCHES, MessagesBody, to_request
@@ -25,6 +24,7 @@ from kvmesh.frontend.apis.nvext import ignored_fields
 from kvmesh.frontend.apis.request_hints import apply_hints, session_in_user_id, unknown_headers
 from kvmesh.frontend.apis.sealed_reasoning import seal
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import STATUS, ApiError, ContextExceeded, InvalidRequest, Kind
 from kvmesh.hashing import TOKEN_BYTES
@@ -66,13 +66,17 @@ class ThreadsUnsupported(InvalidRequest):
 
 
 def parse_body(
-    body: bytes, headers: Headers, stamp: RequestStamp
+    body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
 ) -> tuple[MessagesBody, GenerateRequest]:
-    """The body and its request, of a message or of token counting."""
-    parsed = decode(_decoder, body)
+    """The body and its request, of a message or of token counting.
+
+    The body lacks the messages that `turn` knows.
+    """
+    turn = turn or Turn(body)
+    parsed = turn.decode(_decoder)
     if parsed.thread:
         raise ThreadsUnsupported
-    request = to_request(parsed, Messages.id_prefix + stamp.token)
+    request = to_request(parsed, Messages.id_prefix + stamp.token, turn)
     user = session_in_user_id(parsed.metadata.user_id if parsed.metadata else None)
     apply_hints(request, headers, parsed.nvext, user)
     if parsed.diagnostics is not None:
@@ -116,8 +120,10 @@ class Messages:
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
     in_order = True
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
-        parsed, request = parse_body(body, headers, stamp)
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> ApiCall:
+        parsed, request = parse_body(body, headers, stamp, turn)
         return ApiCall(request, MessagesAnswer(request, omits_thinking(parsed)))
 
 
@@ -126,8 +132,10 @@ class CountTokens:
 
     name = "count_tokens"
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall:
-        return CountCall(parse_body(body, headers, stamp)[1])
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> CountCall:
+        return CountCall(parse_body(body, headers, stamp, turn)[1])
 
     def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
         counts: dict[str, Any] = {"input_tokens": sum(map(len, prompts)) // TOKEN_BYTES}

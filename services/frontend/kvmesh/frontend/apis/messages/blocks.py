@@ -146,6 +146,10 @@ class MessagesReading(Reading):
         self.defined: list[MessagesToolBody] = []
         self.referenced: list[str] = []
 
+    @property
+    def is_plain(self) -> bool:
+        return super().is_plain and not self.defined
+
     def skip(self, where: str) -> None:
         self.skipped.append(_INDEX.sub(r"[\1]", where))
 

@@ -22,6 +22,7 @@ from kvmesh.frontend.apis.messages.context_management import ContextManagement, 
 from kvmesh.frontend.apis.nvext import Nvext
 from kvmesh.frontend.apis.sampling import MAX_TOKENS, stop_strings
 from kvmesh.frontend.apis.tool_definitions import ToolDefinitions
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import GenerateRequest, Message, Text, Tool, ToolChoice
 from kvmesh.frontend.errors import InvalidRequest
 from kvmesh.retention.hints import CacheMark
@@ -106,17 +107,20 @@ UNSUPPORTED = UnsupportedFields(
 )
 
 
-def to_request(body: MessagesBody, request_id: str) -> GenerateRequest:
-    """The internal request; raises InvalidRequest with the invalid field."""
+def to_request(body: MessagesBody, request_id: str, turn: Turn) -> GenerateRequest:
+    """The internal request; raises InvalidRequest with the invalid field.
+
+    `body` lacks the messages that `turn` knows.
+    """
     if not body.messages:
         raise InvalidRequest("messages: at least one message is required", "messages")
-    if len(body.messages) > MAX_MESSAGES:
+    if turn.count + len(body.messages) > MAX_MESSAGES:
         raise InvalidRequest(f"messages: more than {MAX_MESSAGES} entries", "messages")
     if len(body.tools or []) > MAX_TOOLS:
         raise InvalidRequest(f"tools: more than {MAX_TOOLS} entries", "tools")
     UNSUPPORTED.refuse(body)
     choice, reading = body.tool_choice, MessagesReading()
-    messages = _messages(body, reading)
+    messages = _messages(body, reading, turn)
     return GenerateRequest(
         id=request_id,
         model=body.model,
@@ -151,13 +155,14 @@ def _sampling(body: MessagesBody) -> Sampling:
     )
 
 
-def _messages(body: MessagesBody, reading: MessagesReading) -> list[Message]:
+def _messages(body: MessagesBody, reading: MessagesReading, turn: Turn) -> list[Message]:
     system = to_blocks(body.system or "", "system", reading)
-    found = [Message("system", system)] if system else []
-    for index, message in enumerate(body.messages):
-        where = f"messages.{index}.content"
-        found += to_messages(message.role, message.content, where, reading)
-    return found
+    new = [
+        to_messages(message.role, message.content, f"messages.{index}.content", reading)
+        for index, message in enumerate(body.messages, turn.count)
+    ]
+    messages = turn.make(new, reading)
+    return [turn.memo.same("system", Message("system", system)), *messages] if system else messages
 
 
 def _tools(body: MessagesBody, reading: MessagesReading) -> list[Tool]:

@@ -42,6 +42,7 @@ from kvmesh.frontend.apis.responses.references import (
     resolve,
 )
 from kvmesh.frontend.apis.transcript import Transcript, TranscriptPart
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import AnswerEvent, GenerateRequest
 from kvmesh.frontend.errors import ApiError, ContextExceeded, Kind
 from kvmesh.hashing import TOKEN_BYTES
@@ -56,15 +57,18 @@ _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
 def parse_body(
-    body: bytes, headers: Headers, stamp: RequestStamp
+    body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn
 ) -> tuple[ResponsesBody, GenerateRequest]:
-    """The body and its request, of a response or of token counting."""
-    parsed = decode(_decoder, body)
-    request = to_request(parsed, Responses.id_prefix + stamp.token)
+    """The body and its request, of a response or of token counting.
+
+    The body lacks the items that `turn` knows.
+    """
+    parsed = turn.decode(_decoder, "input")
+    request = to_request(parsed, Responses.id_prefix + stamp.token, turn)
     apply_hints(request, headers, parsed.nvext, parsed.prompt_cache_key)
     request.retain_prompt(cache_ttl_s(parsed.prompt_cache_retention, parsed.prompt_cache_options))
     if "ignored" in request.extra_fields:
-        fields = [*ignored_fields(body, ResponsesBody), *without_effect(parsed)]
+        fields = [*ignored_fields(body, ResponsesBody), *without_effect(decode(_decoder, body))]
         request.ignored += [*fields, *unknown_headers(headers)]
     return parsed, request
 
@@ -75,10 +79,13 @@ class Responses:
     keepalive = openai.KEEPALIVE
     in_order = True
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> ApiCall:
-        parsed, request = parse_body(body, headers, stamp)
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> ApiCall:
+        turn = turn or Turn(body)
+        parsed, request = parse_body(body, headers, stamp, turn)
         answer = ResponsesAnswer(request, parsed, stamp)
-        return ApiCall(request, answer, ResponsesThread(request, parsed, answer))
+        return ApiCall(request, answer, ResponsesThread(request, parsed, answer, turn.items))
 
 
 class InputTokens:
@@ -86,8 +93,10 @@ class InputTokens:
 
     name = "input_tokens"
 
-    def parse(self, body: bytes, headers: Headers, stamp: RequestStamp) -> CountCall:
-        call = Responses().parse(body, headers, stamp)
+    def parse(
+        self, body: bytes, headers: Headers, stamp: RequestStamp, turn: Turn | None = None
+    ) -> CountCall:
+        call = Responses().parse(body, headers, stamp, turn)
         return CountCall(call.request, call.thread)
 
     def answer(self, request: GenerateRequest, prompts: list[bytes], context: int) -> bytes:
@@ -99,13 +108,22 @@ class ResponsesThread:
     """The stored conversation that a response continues or refers to, and its own turn."""
 
     def __init__(
-        self, request: GenerateRequest, body: ResponsesBody, answer: "ResponsesAnswer"
+        self,
+        request: GenerateRequest,
+        body: ResponsesBody,
+        answer: "ResponsesAnswer",
+        known: Callable[[], list[Raw]],
     ) -> None:
+        """`known` returns the items before those of `body`, none of which is a reference."""
+        self._known = known
         self._request = request
         self._body = body
         self._answer = answer
         self.previous = body.previous_response_id
         self.store = body.store is not False
+
+    def _items(self) -> list[Raw]:
+        return [*self._known(), *input_items(self._body)]
 
     def referenced(self, turns: list[StoredTurn]) -> References:
         """Responses whose items the input or an earlier turn refers to."""
@@ -115,7 +133,7 @@ class ResponsesThread:
     def extend(self, turns: list[StoredTurn], outputs: Outputs) -> None:
         """Insert the messages of earlier turns before this request's input; resolve references."""
         earlier = resolve(_items(turns), outputs, "previous_response_id")
-        own = resolve(input_items(self._body), outputs, "input")
+        own = resolve(self._items(), outputs, "input")
         reading = Reading()
         found = [message for items in (earlier, own) for message in to_messages(items, reading)]
         self._request.messages = [*instructions(self._body), *found]
@@ -127,7 +145,7 @@ class ResponsesThread:
         return StoredTurn(
             id=self._request.id,
             previous=self.previous,
-            input=storable_items(input_items(self._body)),
+            input=storable_items(self._items()),
             output=output,
             response=Raw(response),
         )

@@ -1,5 +1,6 @@
 """Body of a Responses request, and its translation into the internal form."""
 
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -40,6 +41,7 @@ from kvmesh.frontend.apis.responses.tool_bodies import (
 )
 from kvmesh.frontend.apis.sampling import MAX_TOKENS
 from kvmesh.frontend.apis.sealed_reasoning import SealedTooLong
+from kvmesh.frontend.apis.turns import Turn
 from kvmesh.frontend.conversation import (
     GenerateRequest,
     Message,
@@ -142,16 +144,22 @@ UNSUPPORTED = UnsupportedFields(
 _item = msgspec.json.Decoder(Item)
 
 
-def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
-    """The internal request; raises InvalidRequest with the invalid field."""
-    _check(body)
+def to_request(body: ResponsesBody, request_id: str, turn: Turn) -> GenerateRequest:
+    """The internal request; raises InvalidRequest with the invalid field.
+
+    `body` lacks the items that `turn` knows.
+    """
+    _check(body, turn.count)
     reasoning = body.reasoning or ReasoningBody()
     reading = Reading()
+    new = [_shown(raw, index, reading) for index, raw in enumerate(input_items(body), turn.count)]
+    messages = turn.make(new, reading) if isinstance(body.input, list) else [*chain(*new)]
+    system = [turn.memo.same("instructions", message) for message in instructions(body)]
     return GenerateRequest(
         id=request_id,
         model=body.model,
         sampling=_sampling(body),
-        messages=[*instructions(body), *to_messages(input_items(body), reading)],
+        messages=[*system, *messages],
         tools=definitions.tools(body.tools or [], reading.skipped),
         tool_choice=tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -165,12 +173,12 @@ def to_request(body: ResponsesBody, request_id: str) -> GenerateRequest:
     )
 
 
-def _check(body: ResponsesBody) -> None:
+def _check(body: ResponsesBody, known: int) -> None:
     UNSUPPORTED.refuse(body)
     if not body.input and not body.previous_response_id:
         raise InvalidRequest("`input` must not be empty.", "input", MISSING)
     if isinstance(body.input, list):
-        check_length(len(body.input), 0, MAX_MESSAGES, "input")
+        check_length(known + len(body.input), 0, MAX_MESSAGES, "input")
     check_length(len(body.tools or []), 0, MAX_TOOLS, "tools")
 
 
@@ -212,11 +220,12 @@ def input_items(body: ResponsesBody) -> list[Raw]:
 
 def to_messages(items: list[Raw], reading: Reading) -> list[Message]:
     """The messages of items, without ids and metadata; none for a reference, yet to be resolved."""
-    found = []
-    for index, raw in enumerate(items):
-        messages = _messages(raw, f"input[{index}]", reading)
-        found += [message for message in messages if message.blocks]
-    return found
+    return [*chain(*(_shown(raw, index, reading) for index, raw in enumerate(items)))]
+
+
+def _shown(raw: Raw, index: int, reading: Reading) -> list[Message]:
+    """The messages of the item at this index that are not empty."""
+    return [m for m in _messages(raw, f"input[{index}]", reading) if m.blocks]
 
 
 def storable_items(items: list[Raw]) -> list[Raw]:
@@ -255,6 +264,7 @@ def _messages(raw: Raw, where: str, reading: Reading) -> list[Message]:
     message = _message(item, where, reading)
     if message is None and not item.is_reference:
         reading.skipped.append(where)
+    reading.refers |= message is None
     return [] if message is None else [message]
 
 

@@ -31,6 +31,7 @@ from kvmesh.frontend.dialects.templates.call_arguments import PLAIN_TOOLS, Shown
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.control_tokens import GUARD
 from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry, dumps
+from kvmesh.frontend.turn_memo import NO_MEMO, TurnMemo
 
 ERROR = "Error: "
 ERROR_CHARS = 64  # at the start of a result, where it may say itself that it is an error
@@ -46,13 +47,14 @@ class ConversationTurn(NamedTuple):
 
 
 def template_messages(
-    messages: Iterable[Message],
+    messages: Sequence[Message],
     tools: list[Tool],
     capabilities: TemplateCapabilities,
     parser: str,
     shown: ShownTools = PLAIN_TOOLS,
     mark: Callable[[MarkedAnswer], bool] | None = None,
     count: int = 0,
+    memo: TurnMemo = NO_MEMO,
 ) -> list[dict[str, Any]]:
     """The messages in the form that the template supports; `tools`: all tools, even deferred.
 
@@ -60,17 +62,111 @@ def template_messages(
     An answer that is known as it was generated is written as markers if `mark` returns True.
     `count` calls come before the messages.
     """
-    turns = _join_assistants(_separate(messages))
     writer = _MessageWriter(tools, capabilities, parser, shown, count)
+    if mark is None and capabilities.parallel and not _merges(capabilities):
+        return _continued(messages, tools, writer, capabilities, memo)
+    entries = _entries(_join_assistants(_separate(messages)), writer, capabilities, mark=mark)
+    if not capabilities.parallel:
+        entries = _one_call_each(entries)
+    entries = _arrange_system(entries, capabilities)
+    if _merges(capabilities):
+        entries = _merge(entries, capabilities)
+    return _in_parts(entries, capabilities)
+
+
+def _merges(capabilities: TemplateCapabilities) -> bool:
+    """True if messages that stand together may become one."""
+    return not capabilities.repeats or not capabilities.user_after_tool
+
+
+class _WrittenTurns(NamedTuple):
+    """The entries of a conversation's first `end` messages, and the writer's state behind them.
+
+    `rest` are those of the others. `asked`: a message of the user came after them.
+    """
+
+    end: int
+    entries: list[dict[str, Any]]
+    rest: list[dict[str, Any]]
+    state: "_WriterState"
+    asked: bool
+
+
+def _continued(
+    messages: Sequence[Message],
+    tools: list[Tool],
+    writer: "_MessageWriter",
+    capabilities: TemplateCapabilities,
+    memo: TurnMemo,
+) -> list[dict[str, Any]]:
+    """The entries for a template that shows every turn for itself; the first ones may be known.
+
+    An answer's entries depend on the turn behind it, and on whether the user asks again.
+    """
+    step, items = ("entries", writer.parser, writer.count), [capabilities, *tools, *messages]
+    same, known = memo.recall(step, items)
+    start, entries = 0, list[dict[str, Any]]()
+    if known is not None and known.end < same - len(tools) - 1:
+        turns = _join_assistants(_separate(messages[known.end :]))
+        if not capabilities.forms or _asks(turns, capabilities) == known.asked:
+            start, entries = known.end, known.entries
+            writer.restore(known.state)
+    end = _last_request(messages, start)
+    turns = _join_assistants(_separate(messages[start:end]))
+    rest = _join_assistants(_separate(messages[end:]))
+    following, asked = rest[0].role if rest else "", _asks(rest, capabilities)
+    written = _entries(turns, writer, capabilities, following, asked)
+    if not start:
+        if all(entry["role"] == "system" for entry in written):
+            written += _entries(rest, writer, capabilities)
+            return _in_parts(_arrange_system(written, capabilities), capabilities)
+        entries = _in_parts(_arrange_system(written, capabilities), capabilities)
+        written = []
+    state, count = writer.state(), len(entries) + len(written)
+    written += _entries(rest, writer, capabilities)
+    written = _in_parts(_later_system(written, capabilities), capabilities)
+    if start:
+        written[: len(known.rest)] = map(_same_request, written, known.rest)
+    entries = [*entries, *written]
+    memo.note(step, items, _WrittenTurns(end, entries[:count], entries[count:], state, asked))
+    return entries
+
+
+def _same_request(entry: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """The earlier entry if it is the same message to the model, so that it stays one object."""
+    return earlier if entry["role"] != "assistant" and entry == earlier else entry
+
+
+def _last_request(messages: Sequence[Message], start: int) -> int:
+    """The index of the last message that begins a turn of its own, which is no answer."""
+    for index in range(len(messages) - 1, start, -1):
+        if messages[index].role in ("user", "tool") and messages[index].blocks:
+            return index
+    return start
+
+
+def _asks(turns: Sequence[ConversationTurn], capabilities: TemplateCapabilities) -> bool:
+    return any(_shown_role(turn, capabilities) == "user" for turn in turns)
+
+
+def _entries(
+    turns: Sequence[ConversationTurn],
+    writer: "_MessageWriter",
+    capabilities: TemplateCapabilities,
+    following: str = "",
+    asked_again: bool = False,
+    mark: Callable[[MarkedAnswer], bool] | None = None,
+) -> list[dict[str, Any]]:
+    """The entries of turns; `following` is the role of the next one. `asked_again`: the user asks
+    behind them."""
     entries: list[dict[str, Any]] = []
-    number, asked = 0, _last_question(turns, capabilities) if capabilities.forms else 0
+    number, asked = 0, 0
+    if capabilities.forms:
+        asked = len(turns) if asked_again else _last_question(turns, capabilities)
     for index, turn in enumerate(turns):
+        after = turns[index + 1].role if index + 1 < len(turns) else following
         writer.later = index < asked
-        writer.calls_last = (
-            not capabilities.text_after_calls
-            and index + 1 < len(turns)
-            and turns[index + 1].role == "tool"
-        )
+        writer.calls_last = not capabilities.text_after_calls and after == "tool"
         if mark is not None and turn.generated is not None:
             answer = writer.mark(turn, number, _ends_in_result(turns, index, capabilities))
             number += 1
@@ -78,12 +174,7 @@ def template_messages(
                 entries += writer.marked(turn, answer)
                 continue
         entries += writer.write(turn)
-    if not capabilities.parallel:
-        entries = _one_call_each(entries)
-    entries = _arrange_system(entries, capabilities)
-    if not capabilities.repeats or not capabilities.user_after_tool:
-        entries = _merge(entries, capabilities)
-    return [_as_parts(m) for m in entries] if capabilities.parts else entries
+    return entries
 
 
 def ends_in_result(
@@ -182,6 +273,14 @@ def _join_assistants(turns: list[ConversationTurn]) -> list[ConversationTurn]:
     return joined
 
 
+class _WriterState(NamedTuple):
+    """The number of calls, their ids and names by the client's ids, and those shown as text."""
+
+    number: int
+    calls: dict[str, tuple[str, str]]
+    plain: set[str]
+
+
 class _MessageWriter:
     """Writes turns one by one; the ids of calls depend only on their index.
 
@@ -197,14 +296,21 @@ class _MessageWriter:
         count: int,
     ) -> None:
         self.later = self.calls_last = False
-        self._parser = parser
+        self.parser = parser
         self._shown = shown
         self._tools = tool_forms.by_model_name(tools)
         self._deferred = {t.name: t for t in tools if t.deferred}
         self._capabilities = capabilities
         self._calls: dict[str, tuple[str, str]] = {}
         self._plain: set[str] = set()  # ids of the calls that are shown as text
-        self._count = count
+        self.count = count
+
+    def state(self) -> _WriterState:
+        """What the turns so far tell about later ones."""
+        return _WriterState(self.count, dict(self._calls), set(self._plain))
+
+    def restore(self, state: _WriterState) -> None:
+        self.count, self._calls, self._plain = state.number, dict(state.calls), set(state.plain)
 
     def write(self, turn: ConversationTurn) -> list[dict[str, Any]]:
         role, blocks, _ = turn
@@ -234,7 +340,7 @@ class _MessageWriter:
             not (calls and form.split),
             tuple(tool_forms.model_name(call.name, call.namespace) for call in calls),
             after_result,
-            self._count,
+            self.count,
         )
 
     def _form(self, thinking: bool, text: bool, calls: bool) -> MessageForm:
@@ -278,7 +384,7 @@ class _MessageWriter:
         thinking, text = GAP.join(thoughts), _text(blocks)
         form = self._form(bool(thinking), bool(text), bool(calls))
         if calls and (form.plain or self._capabilities.calls is None):
-            text = "\n".join(filter(None, [text, calls_text(written, self._parser)]))
+            text = "\n".join(filter(None, [text, calls_text(written, self.parser)]))
             self._plain.update(call.id for call in calls)
             written, form = [], self._form(bool(thinking), True, False)
         return self._capabilities.answer(form, thinking, text, written)
@@ -289,7 +395,7 @@ class _MessageWriter:
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
         written = [self._call(call, last if call is calls[-1] else {}) for call in calls]
         if calls and self._capabilities.calls is None:
-            text, written = "\n".join([text, calls_text(written, self._parser)]), []
+            text, written = "\n".join([text, calls_text(written, self.parser)]), []
         form = self._form(answer.thinking, answer.text, bool(written))
         return self._capabilities.answer(
             form, thinking if answer.thinking else "", text if answer.text else "", written
@@ -297,8 +403,8 @@ class _MessageWriter:
 
     def _call(self, call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
         name = tool_forms.model_name(call.name, call.namespace)
-        stable_id = call_id(self._capabilities.call_ids, name, self._count)
-        self._count += 1
+        stable_id = call_id(self._capabilities.call_ids, name, self.count)
+        self.count += 1
         self._calls[call.id] = (stable_id, name)
         written: Any = arguments
         if self._capabilities.calls == "text":
@@ -310,7 +416,7 @@ class _MessageWriter:
         return {"id": stable_id, "type": "function", "function": function}
 
     def _result(self, result: ToolResult) -> dict[str, Any]:
-        unknown = (call_id(self._capabilities.call_ids, "unknown", self._count), "unknown")
+        unknown = (call_id(self._capabilities.call_ids, "unknown", self.count), "unknown")
         stable_id, name = self._calls.get(result.call_id, unknown)
         content = _with_error(result.content) if result.is_error else result.content
         blocks: list[Block] = [*content, *map(self._definition, result.references)]
@@ -377,13 +483,21 @@ def _arrange_system(
         lead += 1
     text = GAP.join(m["content"] for m in entries[:lead] if m["content"])
     rest = entries[lead:]
-    if not capabilities.late_system:
-        rest = [m | {"role": "user"} if m["role"] == "system" else m for m in rest]
+    rest = _later_system(rest, capabilities)
     if not text:
         return rest
     if capabilities.system and (rest or capabilities.lone_system):
         return [{"role": "system", "content": text}, *rest]
     return _merge([{"role": "user", "content": text}, *rest[:1]], capabilities) + rest[1:]
+
+
+def _later_system(
+    entries: list[dict[str, Any]], capabilities: TemplateCapabilities
+) -> list[dict[str, Any]]:
+    """System messages behind others as user messages, if the template must."""
+    if capabilities.late_system:
+        return entries
+    return [m | {"role": "user"} if m["role"] == "system" else m for m in entries]
 
 
 def _one_call_each(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -438,5 +552,10 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
-def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
-    return message | {"content": _parts(message["content"])}
+def _in_parts(
+    entries: list[dict[str, Any]], capabilities: TemplateCapabilities
+) -> list[dict[str, Any]]:
+    """The messages with lists of parts as contents, if the template needs them."""
+    if not capabilities.parts:
+        return entries
+    return [message | {"content": _parts(message["content"])} for message in entries]

@@ -80,7 +80,7 @@ class ChatTemplate:
 
     def is_plain(self, request: GenerateRequest) -> bool:
         """True if the request's messages are known to have no control tokens."""
-        return self._control.absent_from(request.messages)
+        return self._control.absent_from(request.messages, request.memo)
 
     def prompt(
         self,
@@ -162,7 +162,14 @@ class ChatTemplate:
         conversation = _mark_open_end(conversation) if continues else conversation
         shown = ShownTools(self._tools.entry, partial(self._arguments.of, request.cache_salt))
         messages = template_messages(
-            conversation, request.tools, capabilities, self._parser, shown, mark, count
+            conversation,
+            request.tools,
+            capabilities,
+            self._parser,
+            shown,
+            mark,
+            count,
+            request.memo,
         )
         if visible and not template.default.tools:
             messages = _with_instructions(
@@ -172,7 +179,7 @@ class ChatTemplate:
             variables = variables | {DOCUMENTS: self._control.guard_json(variables[DOCUMENTS])}
         variables = {"add_generation_prompt": invites and not continues, **variables}
         listed = visible if template.default.takes_tools else []
-        prompt = template.render(messages, listed or None, today, variables)
+        prompt = template.render(messages, listed or None, today, variables, memo=request.memo)
         return _cut_at_open_end(prompt) if continues else prompt
 
     @cached_property

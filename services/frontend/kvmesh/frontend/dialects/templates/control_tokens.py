@@ -29,6 +29,7 @@ from kvmesh.frontend.conversation import (
 )
 from kvmesh.frontend.dialects.templates.prompt_json import dumps
 from kvmesh.frontend.dialects.tools import arguments
+from kvmesh.frontend.turn_memo import NO_MEMO, TurnMemo
 
 # A client cannot write a guard that it cannot guess. Letters and digits pass every filter alike.
 GUARD = f"kvm{secrets.token_hex(8)}g"
@@ -60,9 +61,11 @@ class ControlTokens:
             return messages
         return [m if self._is_clean(m) else self._message(m) for m in messages]
 
-    def absent_from(self, messages: list[Message]) -> bool:
+    def absent_from(self, messages: list[Message], memo: TurnMemo = NO_MEMO) -> bool:
         """True if `guard` is known to return the same messages."""
-        return self._all is None or all(map(self._is_clean, messages))
+        if self._all is None:
+            return True
+        return memo.first(self, messages, lambda m: not self._is_clean(m)) == len(messages)
 
     def guard_json(self, value: Any) -> Any:
         """A JSON value with guards in its strings and names; the same one if there are none."""

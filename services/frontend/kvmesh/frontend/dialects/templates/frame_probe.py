@@ -26,6 +26,7 @@ from kvmesh.frontend.dialects.templates.answer_frames import (
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, call_id
 from kvmesh.frontend.dialects.templates.chat_messages import ends_in_result
 from kvmesh.frontend.dialects.tools import model_name
+from kvmesh.frontend.turn_memo import NO_MEMO
 from kvmesh.runtime.lru import LruCache
 
 CONTINUE = "continue_final_message"
@@ -175,4 +176,4 @@ def _small(request: GenerateRequest) -> GenerateRequest:
     """The request with one tool, if it has any."""
     shown = next((tool for tool in request.tools if not tool.deferred), None)
     tools = [] if shown is None else [shown]
-    return replace(request, tools=tools, template_args=_arguments(request))
+    return replace(request, tools=tools, template_args=_arguments(request), memo=NO_MEMO)

@@ -21,7 +21,10 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from kvmesh.frontend.dialects.errors import TemplateError
+from kvmesh.frontend.dialects.templates import loop_memo
+from kvmesh.frontend.dialects.templates.loop_memo import Rendering
 from kvmesh.frontend.dialects.templates.prompt_json import RepeatedEntry, dumps
+from kvmesh.frontend.turn_memo import TurnMemo
 
 MAX_STEPS = 1_000_000
 MAX_CHARS = 16 << 20
@@ -43,16 +46,7 @@ _AnyNode = TypeVar("_AnyNode", bound=nodes.Node)
 _SEQUENCES = (str, list, tuple)
 
 
-class _Steps:
-    """The steps that one rendering may still make."""
-
-    __slots__ = ("left",)
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-
-_steps: ContextVar[_Steps | None] = ContextVar("steps", default=None)
+_rendering: ContextVar[Rendering | None] = ContextVar("rendering", default=None)
 
 
 class Environment(ImmutableSandboxedEnvironment):
@@ -67,12 +61,17 @@ class Environment(ImmutableSandboxedEnvironment):
             extensions=[loopcontrols, _Generation],
         )
         self.filters.update(tojson=tojson, **{_COUNT_STEP: count_step, _CHECK_SIZE: check_size})
+        self.filters.update(
+            {loop_memo.BEGIN: begin_loop, loop_memo.ROUND: begin_round, loop_memo.ITEM: read_item}
+        )
         self.globals["raise_exception"] = raise_exception
         # one Undefined per name serves all dicts that lack it
         self._undefined_named = lru_cache(lambda name: self.undefined(obj={}, name=name))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Instrumenter().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
+        template: nodes.Template = _Instrumenter().visit(super()._parse(source, name, filename))
+        loop_memo.instrument(template)
+        return _with_location(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Same result as Jinja's sandbox, ten times faster for common attributes."""
@@ -122,12 +121,44 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 @jinja2.pass_context  # otherwise Jinja calls it once, when it compiles the template
 def count_step(context: Context, _: object = None) -> None:
     """Count one step of the current rendering; raises TemplateError at the limit."""
-    steps = _steps.get()
-    if steps is None:
+    rendering = _rendering.get()
+    if rendering is None:
         return  # of no `render`
-    steps.left -= 1
-    if steps.left < 0:
+    rendering.left -= 1
+    if rendering.left < 0:
         raise TemplateError("the chat template runs too many steps")
+
+
+@jinja2.pass_context
+def begin_loop(
+    _: Context,
+    items: Any,
+    number: int,
+    messages: Any,
+    values: tuple[Any, ...],
+    names: tuple[str, ...],
+) -> Any:
+    """The items of a loop without those of rounds that are known."""
+    rendering = _rendering.get()
+    return items if rendering is None else rendering.begin(items, number, messages, values, names)
+
+
+@jinja2.pass_context
+def begin_round(context: Context, _: object, own: LoopContext | None = None) -> None:
+    """Count a round of a loop whose rounds may be known."""
+    count_step(context)
+    rendering = _rendering.get()
+    if rendering is not None and rendering.loop is not None:
+        rendering.round(own)
+
+
+@jinja2.pass_context
+def read_item(context: Context, messages: Any, index: Any) -> dict[str, Any]:
+    """The message at an index, as `value`."""
+    rendering = _rendering.get()
+    if rendering is not None:
+        rendering.item(messages, index)
+    return {"value": context.environment.getitem(messages, index)}
 
 
 def check_size(value: Any) -> Any:
@@ -183,23 +214,34 @@ def tojson(
     return value.dumps(**form) if type(value) is RepeatedEntry else dumps(value, **form)
 
 
+@lru_cache(maxsize=4)
 def strftime(day: datetime.date) -> Callable[[str], str]:
     """`strftime_now` of templates, at midnight of `day`, so that prompts of a day agree."""
     midnight = datetime.datetime.combine(day, datetime.time.min)
     return midnight.strftime
 
 
-def render(template: jinja2.Template, variables: dict[str, Any], steps: int = MAX_STEPS) -> str:
-    """Render within the bounds; raises TemplateError for any failure."""
-    size, parts = 0, []
+def render(
+    template: jinja2.Template,
+    variables: dict[str, Any],
+    steps: int = MAX_STEPS,
+    memo: TurnMemo | None = None,
+) -> str:
+    """Render within the bounds; raises TemplateError for any failure.
+
+    `memo` is that of the conversation.
+    """
+    rendering = Rendering(steps, MAX_CHARS, template, memo)
+    parts = rendering.parts
     context = template.new_context(variables)
-    limit = _steps.set(_Steps(steps))
+    limit = _rendering.set(rendering)
     try:
         for part in template.root_render_func(context):
-            size += len(part)
-            if size > MAX_CHARS:
+            rendering.room -= len(part)
+            if rendering.room < 0:
                 raise TemplateError(f"the prompt is longer than {MAX_CHARS} characters")
             parts.append(part)
+        rendering.note()
     except TemplateError:
         raise
     except RecursionError as error:
@@ -208,6 +250,6 @@ def render(template: jinja2.Template, variables: dict[str, Any], steps: int = MA
     except Exception as error:
         raise TemplateError(f"the chat template failed: {error}") from error
     finally:
-        _steps.reset(limit)
+        _rendering.reset(limit)
         context.vars.clear()  # breaks the reference cycle of macros and context
     return "".join(parts)

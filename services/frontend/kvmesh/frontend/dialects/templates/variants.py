@@ -11,6 +11,7 @@ from jinja2 import meta
 from kvmesh.frontend.dialects.errors import TemplateError
 from kvmesh.frontend.dialects.templates import sandbox
 from kvmesh.frontend.dialects.templates.capabilities import TemplateCapabilities, probe
+from kvmesh.frontend.turn_memo import TurnMemo
 from kvmesh.runtime.lru import LruCache
 
 MAX_VARIANTS = 64
@@ -72,6 +73,7 @@ class TemplateVariants:
         today: datetime.date,
         variables: Mapping[str, Any],
         steps: int = sandbox.MAX_STEPS,
+        memo: TurnMemo | None = None,
     ) -> str:
         """The text of a conversation; `today` is the template's date. Raises TemplateError."""
         fixed = {
@@ -81,7 +83,7 @@ class TemplateVariants:
             "raise_exception": sandbox.raise_exception,
         }
         given = {**self._tokens, **_KEEP_THINKING, **variables, **fixed}
-        return sandbox.render(self._template, given, steps)
+        return sandbox.render(self._template, given, steps, memo)
 
     def _set(self, variables: Mapping[str, Any]) -> Switches:
         """The variables that may change what the template shows, in one order."""

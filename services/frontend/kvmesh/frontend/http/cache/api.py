@@ -74,7 +74,7 @@ class CacheApi:
         self._directory = directory
         self._sessions = LastPrompts(service.bus, settings.session_prompts_bytes)
         prompts = PromptResolver(registry, preprocessor, self._sessions, authenticator, tenants)
-        self._endpoints = EndpointFactory(settings, preprocessor.threads)
+        self._endpoints = EndpointFactory(settings, preprocessor.threads, preprocessor.turns)
         self._prefetch = PrefetchEndpoint(route_client, prompts, control, events)
         self._pins = PinEndpoints(prompts, control, PinStore(service.bus))
         self._clear_release = ClearReleaseEndpoints(registry, control, tenants)
