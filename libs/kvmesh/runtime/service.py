@@ -19,7 +19,14 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusError, BusUnavailable, ServerUnfit, cause
+from kvmesh.bus.connection.options import API
+from kvmesh.bus.errors import (
+    BusError,
+    BusUnavailable,
+    CredentialsUnusable,
+    ServerUnfit,
+    cause,
+)
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.streams.server_check import check_server
@@ -133,7 +140,7 @@ def run_service(
         return 2 if error.permanent else 1
     except BusUnavailable as error:
         log.error("%s", error)
-        return 1
+        return 2 if isinstance(error, CredentialsUnusable) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -233,6 +240,8 @@ def bus_options(nats: NatsSettings) -> BusOptions:
         tls_ca=nats.tls_ca,
         tls_cert=nats.tls_cert,
         tls_key=nats.tls_key,
+        tls_handshake_first=nats.tls_handshake_first,
+        api_prefix=nats.api_prefix or (f"$JS.{nats.domain}.API" if nats.domain else API),
         inbox_prefix=nats.inbox_prefix,
     )
 

@@ -4,16 +4,46 @@ Thin wrappers of nats-py's classes that raise only BusError.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
-from nats.js.api import KeyValueConfig, ObjectMeta, StreamInfo
+from nats.aio.client import Client
+from nats.js.api import KeyValueConfig, ObjectMeta, ObjectMetaOptions, PubAck, StreamInfo
 from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
+from nats.js.object_store import OBJ_DEFAULT_CHUNK_SIZE
 from nats.js.object_store import ObjectStore as NatsObjectStore
 
+from kvmesh.bus.connection.options import API
 from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
 
 __all__ = ["Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo"]
 Entry = KeyValue.Entry
+API_S = 10.0
+KEYS = "$KV."  # the first token of the subjects of keys
+
+
+class _Context(JetStreamContext):
+    """nats-py's object, which stores keys of a bucket in another domain through its API."""
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float | None = None,
+        stream: str | None = None,
+        headers: dict[str, Any] | None = None,
+        msg_ttl: float | None = None,
+    ) -> PubAck:
+        stored_at = stored_through(self._prefix, subject)
+        return await super().publish(stored_at, payload, timeout, stream, headers, msg_ttl)
+
+
+def stored_through(prefix: str, subject: str) -> str:
+    """The subject on which a message is stored under `subject` by the JetStream of `prefix`.
+
+    Leaf nodes keep the keys of buckets to their own domain; an API's prefix leads to another.
+    """
+    return f"{prefix}.{subject}" if prefix != API and subject.startswith(KEYS) else subject
 
 
 class Bucket:
@@ -32,24 +62,30 @@ class Bucket:
 class ObjectStore:
     """A bucket of large objects. `get`, `get_info` and `delete` raise NotFound."""
 
-    def __init__(self, store: NatsObjectStore) -> None:
+    def __init__(self, store: NatsObjectStore, client: Client) -> None:
         self._store = store
+        self._client = client
         self.get = raising_bus_errors(store.get)
         self.get_info = raising_bus_errors(store.get_info)
         self.delete = raising_bus_errors(store.delete)
 
     async def put(self, name: str, data: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Store an object in place of the one of that name; `headers` describe it."""
-        meta = ObjectMeta(name=name, headers=dict(headers)) if headers is not None else None
+        chunk = min(OBJ_DEFAULT_CHUNK_SIZE, self._client.max_payload // 2)
+        options = ObjectMetaOptions(max_chunk_size=chunk)
+        known = dict(headers) if headers is not None else None
+        meta = ObjectMeta(name=name, headers=known, options=options)
         with bus_errors():
             await self._store.put(name, data, meta)
 
 
 class JetStream:
-    """The operations of JetStream's API; `context` is nats-py's object."""
+    """The operations of the JetStream API under `prefix`; `context` is nats-py's object."""
 
-    def __init__(self, context: JetStreamContext) -> None:
-        self.context = context
+    def __init__(self, client: Client, prefix: str = API) -> None:
+        self.context = context = _Context(client, prefix=prefix, timeout=API_S)
+        self._client = client
+        self.prefix = prefix
         self.account_info = raising_bus_errors(context.account_info)
         self.stream_info = raising_bus_errors(context.stream_info)
         self.streams_info = raising_bus_errors(context.streams_info)
@@ -65,6 +101,10 @@ class JetStream:
         self.create_object_store = raising_bus_errors(context.create_object_store)
         self.delete_object_store = raising_bus_errors(context.delete_object_store)
 
+    def stored_through(self, subject: str) -> str:
+        """The subject on which a message is published that a stream stores under `subject`."""
+        return stored_through(self.prefix, subject)
+
     async def key_value(self, bucket: str) -> Bucket:
         """An existing bucket; raises NotFound."""
         with bus_errors():
@@ -78,4 +118,4 @@ class JetStream:
     async def object_store(self, bucket: str) -> ObjectStore:
         """An existing object store; raises NotFound."""
         with bus_errors():
-            return ObjectStore(await self.context.object_store(bucket))
+            return ObjectStore(await self.context.object_store(bucket), self._client)
