@@ -116,6 +116,11 @@ class NatsServer:
         self.kill()
         self.start()
 
+    def reload(self) -> None:
+        """Have the server read its changed configuration; returns before it has."""
+        (self.store / "nats.conf").write_text(self.config())
+        os.kill(self.pid, signal.SIGHUP)
+
     def back_up(self, copy: Path) -> None:
         """Copy the store while the server is stopped, then start it again."""
         self.kill()

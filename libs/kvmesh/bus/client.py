@@ -385,6 +385,7 @@ async def _connect(
 ) -> None:
     client = bus.client
     last_error = broken_by = ""
+    limit = 0
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
@@ -400,12 +401,15 @@ async def _connect(
             log.warning("nats: %s", text)
 
     async def on_reconnect() -> None:
-        nonlocal last_error, broken_by
+        nonlocal last_error, broken_by, limit
         last_error = broken_by = ""
         client.on_connected()
         bus.connected_at = asyncio.get_running_loop().time()
         bus.counts.reconnects += 1
         log.info("reconnected to %s", client.server)
+        if client.max_payload != limit:
+            limit = client.max_payload
+            log.warning("the largest message is now %s", client.payload_limit)
         for callback in bus.on_reconnect:
             callback()
 
@@ -439,4 +443,5 @@ async def _connect(
         tls_handshake_first=bus.options.tls_handshake_first,
     )
     client.on_connected()
+    limit = client.max_payload
     bus.connected_at = asyncio.get_running_loop().time()

@@ -76,6 +76,7 @@ class MessageTooLarge(BusError):
         super().__init__(f"a message of {size} bytes on {subject} exceeds {limit}")
         self.subject = subject
         self.size = size
+        self.limit = limit
 
 
 class MalformedReply(BusError):

@@ -58,6 +58,14 @@ class PermissionDenied(NatsError):
         self.subject = subject
 
 
+class PayloadTooLarge(MaxPayloadError):
+    """A message exceeds `limit`, which says whose limit that is."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__()
+        self.limit = limit
+
+
 class LoginRefused(NatsError):
     """The server refuses the login of this process, or the login has no usable credentials."""
 
@@ -199,7 +207,7 @@ class DirectClient(Client):
         """Fail the requests that the server has refused as too large."""
         for reply_to, size in self._sizes.items():
             if size > self._max_payload and not self._waiting[reply_to].done():
-                self._waiting[reply_to].set_exception(MaxPayloadError())
+                self._waiting[reply_to].set_exception(PayloadTooLarge(self.payload_limit))
 
     def _read_directly(self, reader: Any) -> None:
         """Parse messages ahead of the stream reader while nats-py's parser is between messages."""
@@ -277,7 +285,8 @@ class DirectClient(Client):
     ) -> None:
         if headers is not None or not self.try_publish(subject, payload, reply):
             if len(payload) + _header_bytes(headers) > self._max_payload:
-                raise MaxPayloadError  # nats-py does not count the headers, the server does
+                # nats-py does not count the headers, the server does
+                raise PayloadTooLarge(self.payload_limit)
             await super().publish(subject, payload, reply, headers)
 
     async def subscribe_direct(

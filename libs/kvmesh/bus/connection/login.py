@@ -76,7 +76,10 @@ class Login:
     def refusal(self) -> str:
         """The reason why a server refuses the login, as far as the credentials tell it."""
         if self._options.credentials and not self._options.nkey_seed:
-            jwt, _ = _read_credentials(self._options.credentials)
+            try:
+                jwt, _ = _read_credentials(self._options.credentials)
+            except CredentialsUnusable as error:
+                return f": {error}"
             if jwt.expires is not None and jwt.expires < datetime.now(UTC).timestamp():
                 at = datetime.fromtimestamp(jwt.expires, UTC).isoformat(timespec="seconds")
                 return f": its JWT expired at {at}"

@@ -6,10 +6,10 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError, NoRespondersError
+from nats.errors import NoRespondersError
 from nats.js import errors as js
 
-from kvmesh.bus.connection.direct_client import PermissionDenied
+from kvmesh.bus.connection.direct_client import PayloadTooLarge, PermissionDenied
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
@@ -59,8 +59,8 @@ def to_bus_error(error: NatsError | OSError, subject: str = "", size: int = 0) -
         return _jetstream_error(error)
     if isinstance(error, PermissionDenied):
         return NotPermitted(subject or error.subject)
-    if isinstance(error, MaxPayloadError):
-        return MessageTooLarge(subject, size)
+    if isinstance(error, PayloadTooLarge):
+        return MessageTooLarge(subject, size, error.limit)
     if isinstance(error, NoRespondersError):
         return NoResponder(subject)
     if isinstance(error, TimeoutError):
