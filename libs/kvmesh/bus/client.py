@@ -108,7 +108,7 @@ class Bus:
         self.client = client
         self.options = options
         self.subjects = Subjects(options.namespace)
-        self.js = JetStream(client, options.api_prefix)
+        self.js = JetStream(client, options.api_prefix, options.bucket_bytes)
         self.buckets: dict[str, Bucket] = {}
         self.connected_at = asyncio.get_running_loop().time()
         self.on_reconnect: list[Callable[[], None]] = []
@@ -169,6 +169,16 @@ class Bus:
     def max_payload(self) -> int:
         """The largest message that the server accepts, in bytes."""
         return self.client.max_payload
+
+    @property
+    def payload_limit(self) -> str:
+        """That size, and whose limit it is, as text."""
+        return self.client.payload_limit
+
+    @property
+    def payload_is_the_servers(self) -> bool:
+        """False if the account or the user may send less than the server accepts."""
+        return self.client.payload_is_the_servers
 
     @property
     def server(self) -> str:

@@ -29,7 +29,7 @@ from kvmesh.bus.errors import (
 )
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.bus.streams.server_check import check_server
+from kvmesh.bus.streams.server_check import check_server, old_version
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop
@@ -141,6 +141,9 @@ def run_service(
     except BusUnavailable as error:
         log.error("%s", error)
         return 2 if isinstance(error, CredentialsUnusable) else 1
+    except BusError as error:
+        log.error("%s stops: %s", role, cause(error))
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -213,6 +216,8 @@ async def _prepare(service: Service) -> None:
             failing = True
             await asyncio.sleep(backoff.delay())
         else:
+            if warning := old_version(service.bus):
+                log.warning("%s", warning)
             for difference in differences:
                 log.warning("%s; `kvmesh streams apply` changes it", difference)
             return
@@ -243,6 +248,7 @@ def bus_options(nats: NatsSettings) -> BusOptions:
         tls_handshake_first=nats.tls_handshake_first,
         api_prefix=nats.api_prefix or (f"$JS.{nats.domain}.API" if nats.domain else API),
         inbox_prefix=nats.inbox_prefix,
+        bucket_bytes=nats.bucket_bytes,
     )
 
 

@@ -153,6 +153,13 @@ class DirectClient(Client):
                 text = f"no TLS handshake ({error.reason}): unset nats.tls_handshake_first"
                 raise NatsError(f"{text} if the server greets before it") from error
             raise
+        except OSError as error:
+            # the server may have said why before it closed the connection
+            unread = bytes(getattr(getattr(self._transport, "_io_reader", None), "_buffer", b""))
+            if (at := unread.find(ERROR)) >= 0:
+                text = _error_text(unread[at:].partition(b"\r\n")[0])
+                raise LoginRefused(f"nats: {text}") from error
+            raise
         self._drop_oversized()
 
     def _drop_oversized(self) -> None:
@@ -177,10 +184,18 @@ class DirectClient(Client):
             self._pending, self._pending_data_size = kept, sum(map(len, kept))
 
     @property
+    def payload_is_the_servers(self) -> bool:
+        """False if the account or the user may send less than the server accepts."""
+        return self._max_payload >= self._server_payload
+
+    @property
+    def server_has_jetstream(self) -> bool:
+        return bool(self._server_info.get("jetstream"))
+
+    @property
     def payload_limit(self) -> str:
         """The largest permitted message, and whose limit that is, as text."""
-        less = self._max_payload < self._server_payload
-        owner = "account or user" if less else "server"
+        owner = "server" if self.payload_is_the_servers else "account or user"
         return f"max_payload of the NATS {owner}, {self._max_payload} bytes"
 
     def abandon(self) -> None:

@@ -7,23 +7,48 @@ from collections.abc import Mapping
 from typing import Any
 
 from nats.aio.client import Client
-from nats.js.api import KeyValueConfig, ObjectMeta, ObjectMetaOptions, PubAck, StreamInfo
+from nats.js.api import (
+    ConsumerInfo,
+    KeyValueConfig,
+    ObjectMeta,
+    ObjectMetaOptions,
+    PubAck,
+    StorageType,
+    StreamConfig,
+    StreamInfo,
+)
 from nats.js.client import JetStreamContext
+from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 from nats.js.object_store import OBJ_DEFAULT_CHUNK_SIZE
 from nats.js.object_store import ObjectStore as NatsObjectStore
 
+from kvmesh.bus.connection.api_errors import BYTES_REQUIRED
 from kvmesh.bus.connection.options import API
 from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
 
 __all__ = ["Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo"]
 Entry = KeyValue.Entry
 API_S = 10.0
+MEMORY_BYTES = 64 << 20  # the size of a bucket in memory, if the account demands one
 KEYS = "$KV."  # the first token of the subjects of keys
 
 
 class _Context(JetStreamContext):
-    """nats-py's object, which stores keys of a bucket in another domain through its API."""
+    """nats-py's object, with keys of buckets in other domains and accounts that demand sizes."""
+
+    bucket_bytes = 0
+
+    async def add_stream(self, config: StreamConfig | None = None, **params: Any) -> StreamInfo:
+        """Create a stream, with a size where the account demands one."""
+        try:
+            return await super().add_stream(config, **params)
+        except APIError as error:
+            if getattr(error, "err_code", None) != BYTES_REQUIRED or config is None:
+                raise
+        memory = config.storage is StorageType.MEMORY
+        most = min(self.bucket_bytes, MEMORY_BYTES) if memory else self.bucket_bytes
+        return await super().add_stream(config.evolve(max_bytes=most), **params)
 
     async def publish(
         self,
@@ -82,28 +107,48 @@ class ObjectStore:
 class JetStream:
     """The operations of the JetStream API under `prefix`; `context` is nats-py's object."""
 
-    def __init__(self, client: Client, prefix: str = API) -> None:
+    def __init__(self, client: Client, prefix: str, bucket_bytes: int) -> None:
         self.context = context = _Context(client, prefix=prefix, timeout=API_S)
         self._client = client
         self.prefix = prefix
+        context.bucket_bytes = bucket_bytes
         self.account_info = raising_bus_errors(context.account_info)
         self.stream_info = raising_bus_errors(context.stream_info)
-        self.streams_info = raising_bus_errors(context.streams_info)
         self.add_stream = raising_bus_errors(context.add_stream)
         self.update_stream = raising_bus_errors(context.update_stream)
         self.purge_stream = raising_bus_errors(context.purge_stream)
         self.publish = raising_bus_errors(context.publish)
         self.delete_msg = raising_bus_errors(context.delete_msg)
         self.get_msg = raising_bus_errors(context.get_msg)
-        self.consumers_info = raising_bus_errors(context.consumers_info)
         self.add_consumer = raising_bus_errors(context.add_consumer)
         self.delete_consumer = raising_bus_errors(context.delete_consumer)
         self.create_object_store = raising_bus_errors(context.create_object_store)
         self.delete_object_store = raising_bus_errors(context.delete_object_store)
 
+    @property
+    def is_own(self) -> bool:
+        """True for the JetStream of the server's own domain."""
+        return self.prefix == API
+
     def stored_through(self, subject: str) -> str:
         """The subject on which a message is published that a stream stores under `subject`."""
         return stored_through(self.prefix, subject)
+
+    async def streams_info(self) -> list[StreamInfo]:
+        """Every stream of the account; nats-py returns the first 256."""
+        found: list[StreamInfo] = []
+        with bus_errors():
+            while page := await self.context.streams_info(offset=len(found)):
+                found += page
+        return found
+
+    async def consumers_info(self, stream: str) -> list[ConsumerInfo]:
+        """Every consumer of a stream; nats-py returns the first 256."""
+        found: list[ConsumerInfo] = []
+        with bus_errors():
+            while page := await self.context.consumers_info(stream, offset=len(found)):
+                found += page
+        return found
 
     async def key_value(self, bucket: str) -> Bucket:
         """An existing bucket; raises NotFound."""

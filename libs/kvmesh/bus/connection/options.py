@@ -27,3 +27,4 @@ class BusOptions:
     tls_handshake_first: bool = False
     inbox_prefix: str = "_INBOX"
     api_prefix: str = API
+    bucket_bytes: int = 256 << 20  # of a bucket, where the account demands a size

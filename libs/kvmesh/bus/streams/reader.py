@@ -21,7 +21,8 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, RawMessage, Subscription
-from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.connection.api_errors import TOO_MANY_CONSUMERS
+from kvmesh.bus.errors import BusError, JetStreamError, NotFound, cause
 from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.bus.ticks import next_tick
 
@@ -123,6 +124,7 @@ class StreamReader:
         self._paused = False
         self._attaching = False  # until the stream is known to be the one read before
         self._stale = asyncio.Event()
+        self._failing = False
         self._task: asyncio.Task[None] | None = None
         self.last_seq = start.after or 0
         self._stored = start.stored  # storage time of the message `last_seq`
@@ -130,8 +132,18 @@ class StreamReader:
         self.caught_up = asyncio.Event()
 
     async def open(self) -> None:
-        """Create the consumer; raises BusError if the stream cannot be read."""
-        await self._attach()
+        """Create the consumer; raises BusError if the stream cannot be read.
+
+        Where the account permits no more consumers, the reader goes on trying.
+        """
+        try:
+            await self._attach()
+        except JetStreamError as error:
+            if error.err_code != TOO_MANY_CONSUMERS:
+                raise
+            log.warning("cannot read %s yet, retrying: %s", self.stream, cause(error))
+            self._failing = True
+            self._stale.set()
         self._bus.readers.add(self)
         self._task = asyncio.create_task(self._watch(), name=f"reader {self.stream}")
 
@@ -315,22 +327,21 @@ class StreamReader:
 
     async def _watch(self) -> None:
         """Attach again after a loss: at once if the consumer lived long, else after a delay."""
-        failing = False
         while True:
             if not await self._lost():
                 continue
-            if self._loop.time() - self._attached_at > SETTLED_S and not failing:
+            if self._loop.time() - self._attached_at > SETTLED_S and not self._failing:
                 self._backoff.reset()
             else:
                 await self._wait()
             self._bus.counts.reader_restarts[self.stream] += 1
             try:
                 await self._attach()
-                failing = False
+                self._failing = False
             except BusError as error:
-                if not failing:
+                if not self._failing:
                     log.warning("cannot read %s, retrying: %s", self.stream, cause(error))
-                failing = True
+                self._failing = True
                 self._stale.set()
 
     async def _wait(self) -> None:

@@ -55,6 +55,14 @@ class NatsSettings(Section, frozen=True, kw_only=True):
         ),
     ] = "_INBOX"
     replicas: Annotated[int, Meta(ge=1, le=5, description="copies of each stream")] = 1
+    bucket_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="largest size of each bucket, where the account requires one; 64 MiB of"
+            " those in memory",
+        ),
+    ] = 256 << 20
 
 
 class StreamSettings(Section, frozen=True, kw_only=True):
