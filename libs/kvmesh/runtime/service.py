@@ -19,7 +19,6 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.connection.options import API
 from kvmesh.bus.errors import (
     BusError,
     BusUnavailable,
@@ -30,6 +29,7 @@ from kvmesh.bus.errors import (
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 from kvmesh.bus.streams.server_check import check_server, old_version
+from kvmesh.bus.subjects import api_of
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop
@@ -246,7 +246,7 @@ def bus_options(nats: NatsSettings) -> BusOptions:
         tls_cert=nats.tls_cert,
         tls_key=nats.tls_key,
         tls_handshake_first=nats.tls_handshake_first,
-        api_prefix=nats.api_prefix or (f"$JS.{nats.domain}.API" if nats.domain else API),
+        api_prefix=nats.api_prefix or api_of(nats.domain),
         inbox_prefix=nats.inbox_prefix,
         bucket_bytes=nats.bucket_bytes,
     )

@@ -24,14 +24,13 @@ from nats.js.object_store import OBJ_DEFAULT_CHUNK_SIZE
 from nats.js.object_store import ObjectStore as NatsObjectStore
 
 from kvmesh.bus.connection.api_errors import BYTES_REQUIRED
-from kvmesh.bus.connection.options import API
 from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
+from kvmesh.bus.subjects import API, through
 
 __all__ = ["Bucket", "Entry", "JetStream", "ObjectStore", "StreamInfo"]
 Entry = KeyValue.Entry
 API_S = 10.0
 MEMORY_BYTES = 64 << 20  # the size of a bucket in memory, if the account demands one
-KEYS = "$KV."  # the first token of the subjects of keys
 
 
 class _Context(JetStreamContext):
@@ -59,16 +58,9 @@ class _Context(JetStreamContext):
         headers: dict[str, Any] | None = None,
         msg_ttl: float | None = None,
     ) -> PubAck:
-        stored_at = stored_through(self._prefix, subject)
-        return await super().publish(stored_at, payload, timeout, stream, headers, msg_ttl)
-
-
-def stored_through(prefix: str, subject: str) -> str:
-    """The subject on which a message is stored under `subject` by the JetStream of `prefix`.
-
-    Leaf nodes keep the keys of buckets to their own domain; an API's prefix leads to another.
-    """
-    return f"{prefix}.{subject}" if prefix != API and subject.startswith(KEYS) else subject
+        return await super().publish(
+            through(self._prefix, subject), payload, timeout, stream, headers, msg_ttl
+        )
 
 
 class Bucket:
@@ -132,7 +124,7 @@ class JetStream:
 
     def stored_through(self, subject: str) -> str:
         """The subject on which a message is published that a stream stores under `subject`."""
-        return stored_through(self.prefix, subject)
+        return through(self.prefix, subject)
 
     async def streams_info(self) -> list[StreamInfo]:
         """Every stream of the account; nats-py returns the first 256."""

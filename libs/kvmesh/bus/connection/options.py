@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-API = "$JS.API"  # of the server's own JetStream domain
+from kvmesh.bus.subjects import API
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kvmesh.bus.permissions import ANY, User, inbox_prefix
 from kvmesh.cli.credentials.authority import Authority, CertificatePair
 from kvmesh.cli.credentials.server import Principal, ServerFiles, server_config
 from kvmesh.cli.local import write_private
+from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
 
 AUTHORITY, NATS = "authority", "nats"
@@ -140,6 +141,9 @@ class Credentials:
             "KVMESH_NATS_NKEY_SEED_FILE": str(at / SEED),
             "KVMESH_NATS_INBOX_PREFIX": inbox_prefix(principal.user),
         }
+        for key in ("domain", "api_prefix"):
+            if value := getattr(self._settings.nats, key):
+                variables[f"KVMESH_NATS_{key}".upper()] = value
         if principal.name != ANY:
             variables[f"KVMESH_{principal.role}_NAME".upper()] = principal.name
         return "".join(f"{name}={shlex.quote(text)}\n" for name, text in variables.items())
@@ -158,6 +162,7 @@ class Credentials:
             store=plan.store or self.files_at(NATS) / "jetstream",
             folder=self.files_at(NATS),
             streams=self._settings.streams,
+            api=bus_options(self._settings.nats).api_prefix,
             monitor_port=plan.monitor_port,
         )
         _put(folder / CONFIG, server_config(server, keys).encode())

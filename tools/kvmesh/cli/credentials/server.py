@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh.bus.permissions import ANY, User, permissions
-from kvmesh.bus.subjects import Subjects, token
+from kvmesh.bus.subjects import API, Subjects, token
 from kvmesh.cli.supervisor.nats import MAX_PAYLOAD, jetstream
 from kvmesh.settings.schema import StreamSettings
 
@@ -40,12 +40,13 @@ class ServerFiles:
     store: Path
     folder: Path
     streams: StreamSettings
+    api: str = API  # the prefix of the JetStream API that holds the mesh
     monitor_port: int = 0
 
 
 def server_config(server: ServerFiles, keys: Iterable[tuple[Principal, str]]) -> str:
     """The whole configuration; `keys` has each user's public nkey."""
-    return "\n".join([*_head(server), *_accounts(server.namespace, keys), ""])
+    return "\n".join([*_head(server), *_accounts(server, keys), ""])
 
 
 def _head(server: ServerFiles) -> Iterator[str]:
@@ -63,20 +64,21 @@ def _head(server: ServerFiles) -> Iterator[str]:
     yield jetstream(server.store, server.streams).rstrip()
 
 
-def _accounts(namespace: str, keys: Iterable[tuple[Principal, str]]) -> Iterator[str]:
+def _accounts(server: ServerFiles, keys: Iterable[tuple[Principal, str]]) -> Iterator[str]:
     yield "accounts {"
-    yield f"{LEVEL}{json.dumps(token(namespace))} {{"
+    yield f"{LEVEL}{json.dumps(token(server.namespace))} {{"
     yield f"{LEVEL * 2}jetstream: enabled"
     yield f"{LEVEL * 2}users: ["
     for principal, public in keys:
-        yield from _user(principal, public, namespace)
+        yield from _user(principal, public, server)
     yield f"{LEVEL * 2}]"
     yield f"{LEVEL}}}"
     yield "}"
 
 
-def _user(principal: Principal, public: str, namespace: str) -> Iterator[str]:
-    allowed = permissions(Subjects(namespace), principal.role, principal.user, principal.name)
+def _user(principal: Principal, public: str, server: ServerFiles) -> Iterator[str]:
+    subjects, role, user = Subjects(server.namespace), principal.role, principal.user
+    allowed = permissions(subjects, role, user, principal.name, server.api)
     yield f"{LEVEL * 3}# {principal.user}"
     yield f"{LEVEL * 3}{{ nkey: {public}, permissions: {{"
     yield from _subjects("publish", allowed.publish)
