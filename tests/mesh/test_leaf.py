@@ -73,6 +73,7 @@ async def test_a_mesh_spans_hub_and_leaf(site: Site, tmp_path: Path) -> None:
         **{name: text for name, text in at_leaf(site, "open").items() if "PASSWORD" not in name},
     )
     assert "equal to the workers" in done.stdout, done.stdout + done.stderr
+    assert "JetStream domain hub" in done.stdout
     local = await Bus.connect(BusOptions(url=site.leaf.url, user="open", password="open"), "test")
     assert await local.js.streams_info() == []
     for each in (bus, local):

@@ -28,7 +28,7 @@ from kvmesh.bus.errors import (
 )
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.bus.streams.server_check import check_server, old_version
+from kvmesh.bus.streams.server_check import check_server, founds_mesh, old_version
 from kvmesh.bus.subjects import api_of
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
@@ -206,7 +206,8 @@ async def _prepare(service: Service) -> None:
     backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
     while not service.stopping.is_set():
         try:
-            await check_server(service.bus)
+            domain = await check_server(service.bus)
+            founds = await founds_mesh(service.bus, domain)
             differences = await ensure_streams(service.bus, service.limits)
         except ServerUnfit as error:
             raise StartError(str(error)) from error
@@ -218,6 +219,10 @@ async def _prepare(service: Service) -> None:
         else:
             if warning := old_version(service.bus):
                 log.warning("%s", warning)
+            if founds:
+                text = "no mesh %s in JetStream domain %s of this server: made a new one;"
+                text += " nats.domain names that of another"
+                log.warning(text, service.settings.nats.namespace, domain)
             for difference in differences:
                 log.warning("%s; `kvmesh streams apply` changes it", difference)
             return

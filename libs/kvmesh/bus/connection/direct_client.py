@@ -28,7 +28,7 @@ from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 from kvmesh.bus.connection.login import WEBSOCKET, Login
 from kvmesh.bus.connection.protocol_parser import MessageParser
-from kvmesh.bus.errors import CredentialsUnusable
+from kvmesh.bus.errors import CredentialsUnusable, cause
 from kvmesh.bus.subjects import ROOT
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
 LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
 SEPARATORS = frozenset(" \t\r\n")
 CONNECT, INFO, PONG, PING, ERROR = b"CONNECT ", b"INFO ", b"PONG", b"PING", b"-ERR"
+SILENT = (
+    "it accepts connections but sends nothing: if its tls block has handshake_first, set"
+    " nats.tls_handshake_first"
+)
 TOO_LARGE = "maximum payload violation"
 KEPT_OPEN = ("permissions violation", "stale connection")  # errors that nats-py handles well
 # Errors of the server that end the connection; more within ENDS_S seconds are no passing fault.
@@ -141,18 +145,13 @@ class DirectClient(Client):
     async def _process_connect_init(self) -> None:
         try:
             await super()._process_connect_init()
-        except TimeoutError:
+        except (TimeoutError, ssl.SSLError, NatsError) as error:
             if self._greeted:
                 raise
-            raise NatsError(
-                "it accepts connections but sends nothing: if its tls block has handshake_first,"
-                " set nats.tls_handshake_first"
-            ) from None
-        except ssl.SSLError as error:
-            if self.options["tls_handshake_first"] and not self._greeted:
-                text = f"no TLS handshake ({error.reason}): unset nats.tls_handshake_first"
-                raise NatsError(f"{text} if the server greets before it") from error
-            raise
+            if self.options["tls_handshake_first"]:
+                text = "no TLS handshake: unset nats.tls_handshake_first if it greets before"
+                raise NatsError(f"{text} ({cause(error)})") from error
+            raise NatsError(SILENT) from error
         except OSError as error:
             # the server may have said why before it closed the connection
             unread = bytes(getattr(getattr(self._transport, "_io_reader", None), "_buffer", b""))

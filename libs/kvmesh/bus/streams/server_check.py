@@ -17,7 +17,13 @@ from kvmesh.bus.connection.api_errors import (
     RESOURCES,
 )
 from kvmesh.bus.connection.translation import bus_errors
-from kvmesh.bus.errors import BusError, JetStreamError, JetStreamUnavailable, ServerUnfit
+from kvmesh.bus.errors import (
+    BusError,
+    JetStreamError,
+    JetStreamUnavailable,
+    NotFound,
+    ServerUnfit,
+)
 
 MIN_PAYLOAD = 1 << 20
 RECOMMENDED_PAYLOAD = "8MB"
@@ -58,15 +64,18 @@ MEMORY = _Storage("max_mem", "mem_storage", "max_memory_store")
 _account = msgspec.json.Decoder(_Account)
 
 
-async def check_server(bus: Bus) -> None:
-    """Raise ServerUnfit for unsuitable server settings, another BusError for other failures."""
+async def check_server(bus: Bus) -> str:
+    """The JetStream domain of the mesh, empty if it has no name.
+
+    Raises ServerUnfit for unsuitable server settings, another BusError for other failures.
+    """
     if bus.max_payload < MIN_PAYLOAD:
         raise ServerUnfit(
             f"NATS accepts too small messages ({bus.payload_limit}): set max_payload to"
             f" {RECOMMENDED_PAYLOAD}, or at least 1MB, in {_place_of_payload(bus)}"
         )
     try:
-        await bus.js.account_info()
+        return (await bus.js.account_info()).domain or ""
     except JetStreamError as error:
         absent = isinstance(error, JetStreamUnavailable) and error.code == 503
         if absent and error.err_code is None:  # no process listens on JetStream's subjects
@@ -75,6 +84,20 @@ async def check_server(bus: Bus) -> None:
             advice = ADVICE[NOT_FOR_ACCOUNT]
             raise ServerUnfit(f"the NATS account has no JetStream: {advice}") from error
         raise
+
+
+async def founds_mesh(bus: Bus, domain: str) -> bool:
+    """True if the server is in a JetStream `domain` that has no streams of the mesh yet.
+
+    Leaf nodes have domains, so the mesh may well be in another.
+    """
+    if not domain or not bus.js.is_own:
+        return False
+    try:
+        await bus.js.stream_info(bus.subjects.kv_stream)
+    except NotFound:
+        return True
+    return False
 
 
 def old_version(bus: Bus) -> str:
