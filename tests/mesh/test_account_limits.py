@@ -12,10 +12,10 @@ from nats.js.api import StorageType, StreamConfig
 from support import forks
 from support.jwts import Operator
 from support.nats import NatsServer
-from support.wait import PATIENCE_S, eventually
+from support.wait import PATIENCE_S
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusUnavailable, ServerUnfit
+from kvmesh.bus.errors import BusUnavailable, JetStreamError, ServerUnfit
 from kvmesh.bus.storage.buckets import expiring_bucket, keys_bucket, make_write_once_bucket
 from kvmesh.bus.streams.configuration import (
     StreamLimits,
@@ -140,25 +140,31 @@ async def test_every_stream_has_a_size_where_the_account_demands_one(server: Nat
         assert await ensure_streams(bus, SMALL) == []
 
 
-async def test_a_reader_waits_where_no_more_consumers_are_permitted(
+async def test_a_reader_of_a_service_waits_where_no_more_consumers_are_permitted(
     server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.settings = account("{ max_consumers: 1 }")
     server.start()
-    async with connected(user(server)) as bus:
-        await ensure_streams(bus, SMALL)
-        stream, subject = bus.subjects.kv_stream, bus.subjects.kv_all
-        await bus.store(bus.subjects.kv("m", "w"), b"x", PATIENCE_S)
-        read: list[bytes] = []
-        first = StreamReader(bus, stream, subject, lambda _: None, Start())
-        second = StreamReader(bus, stream, subject, lambda got: read.append(got.data), Start())
-        await first.open()
-        await second.open()
-        limit = "maximum consumers limit reached (10026): raise max_consumers in the account's"
-        assert f"cannot read {stream} yet, retrying: JetStream: {limit}" in caplog.text
-        await first.close()
-        await eventually(lambda: read == [b"x"])
-        await second.close()
+    bus = await Bus.connect(user(server), "service")
+    await ensure_streams(bus, SMALL)
+    stream, subject = bus.subjects.kv_stream, bus.subjects.kv_all
+    await bus.store(bus.subjects.kv("m", "w"), b"x", PATIENCE_S)
+    read: list[bytes] = []
+    first = StreamReader(bus, stream, subject, lambda _: None, Start())
+    second = StreamReader(bus, stream, subject, lambda got: read.append(got.data), Start())
+    await first.open()
+    await second.open()
+    limit = "maximum consumers limit reached (10026): raise max_consumers in the account's"
+    assert f"cannot read {stream} yet, retrying: JetStream: {limit}" in caplog.text
+    async with connected(user(server)) as command:
+        of_command = StreamReader(command, stream, subject, lambda _: None, Start())
+        with pytest.raises(JetStreamError, match="raise max_consumers in the account's"):
+            await of_command.open()
+    await first.close()
+    await second.until_caught_up(PATIENCE_S)
+    assert read == [b"x"]
+    await second.close()
+    await bus.close()
 
 
 @pytest.mark.parametrize(

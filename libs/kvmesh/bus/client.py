@@ -101,16 +101,20 @@ class Bus:
     `on_lost` runs. A broken connection loses pending replies: callers that wait for one send
     their requests again when `on_reconnect` runs. JetStream holds whatever needs replay.
 
+    Without `patient`, what a limit of the account forbids fails at once, as in a command.
+
     `client` is nats-py's client: other packages use the methods of this class.
     """
 
-    def __init__(self, client: DirectClient, options: BusOptions) -> None:
+    def __init__(self, client: DirectClient, options: BusOptions, patient: bool = True) -> None:
         self.client = client
         self.options = options
         self.subjects = Subjects(options.namespace)
         self.js = JetStream(client, options.api_prefix, options.bucket_bytes)
         self.buckets: dict[str, Bucket] = {}
         self.connected_at = asyncio.get_running_loop().time()
+        self.was_connected = False
+        self.patient = patient
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.closing = False
@@ -132,7 +136,7 @@ class Bus:
             login = Login(options)
             login.check()
             client = DirectClient(login)
-            bus = cls(client, options)
+            bus = cls(client, options, patient=not once)
             first = FirstConnection(options.url, len(login.servers) if once else None)
             attempt = asyncio.create_task(_connect_with_retries(bus, name, login, first))
         except ValueError as error:
@@ -402,7 +406,10 @@ async def _connect(
         text = cause(error)
         if first.failed(error) or client.fail_denied(text):
             return
+        text = text.removeprefix("nats: ")
         if isinstance(error, LoginRefused):
+            if not bus.was_connected:
+                return  # `first` reports it
             client.refused(error)
         if isinstance(error, BROKEN):
             broken_by = text
@@ -453,5 +460,6 @@ async def _connect(
         tls_handshake_first=bus.options.tls_handshake_first,
     )
     client.on_connected()
+    bus.was_connected = True
     limit = client.max_payload
     bus.connected_at = asyncio.get_running_loop().time()

@@ -92,9 +92,7 @@ class ObjectBucket:
         )
         await reader.open()
         try:
-            with bus_errors():
-                async with asyncio.timeout(LIST_S):
-                    await reader.caught_up.wait()
+            await reader.until_caught_up(LIST_S)
         finally:
             await reader.close()
         parts = await self._parts()

@@ -22,7 +22,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.connection.api_errors import TOO_MANY_CONSUMERS
-from kvmesh.bus.errors import BusError, JetStreamError, NotFound, cause
+from kvmesh.bus.errors import BusError, BusTimeout, JetStreamError, NotFound, cause
 from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.bus.ticks import next_tick
 
@@ -33,6 +33,7 @@ ATTEMPTS = 3  # to attach to a stream that is recreated meanwhile
 SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 DELETE_S = 1.0
+REFUSED_S = 60.0
 OFFLINE_S = 0.1
 MAX_CONSUMERS = 4
 BATCH_S = 0.002
@@ -130,19 +131,20 @@ class StreamReader:
         self._stored = start.stored  # storage time of the message `last_seq`
         self.pending = 0
         self.caught_up = asyncio.Event()
+        self.refusal: JetStreamError | None = None  # the account permits no more consumers
 
     async def open(self) -> None:
         """Create the consumer; raises BusError if the stream cannot be read.
 
-        Where the account permits no more consumers, the reader goes on trying.
+        Where the account permits no more consumers, the reader of a service goes on trying.
         """
         try:
             await self._attach()
         except JetStreamError as error:
-            if error.err_code != TOO_MANY_CONSUMERS:
+            if error.err_code != TOO_MANY_CONSUMERS or not self._bus.patient:
                 raise
             log.warning("cannot read %s yet, retrying: %s", self.stream, cause(error))
-            self._failing = True
+            self._failing, self.refusal = True, error
             self._stale.set()
         self._bus.readers.add(self)
         self._task = asyncio.create_task(self._watch(), name=f"reader {self.stream}")
@@ -161,6 +163,20 @@ class StreamReader:
         """Seconds without the messages or heartbeats that are due; 0 if none is overdue."""
         silence = self._loop.time() - self._last_message_at
         return silence if silence > SILENCE_S else 0.0
+
+    async def until_caught_up(self, timeout: float) -> None:
+        """Return once all that was in the stream is handled.
+
+        Raises BusTimeout after `timeout` seconds, REFUSED_S while the account permits no more
+        consumers; then its refusal.
+        """
+        try:
+            async with asyncio.timeout(REFUSED_S if self.refusal is not None else timeout):
+                await self.caught_up.wait()
+        except TimeoutError:
+            if self.refusal is not None:
+                raise self.refusal from None
+            raise BusTimeout(f"{self.stream} was not read within {timeout:g} s") from None
 
     async def close(self) -> None:
         self._bus.readers.discard(self)
@@ -337,7 +353,7 @@ class StreamReader:
             self._bus.counts.reader_restarts[self.stream] += 1
             try:
                 await self._attach()
-                self._failing = False
+                self._failing, self.refusal = False, None
             except BusError as error:
                 if not self._failing:
                     log.warning("cannot read %s, retrying: %s", self.stream, cause(error))
