@@ -1,21 +1,24 @@
-"""A mesh over a hub and a leaf node that has a JetStream domain of its own."""
+"""A mesh over two sites: a hub and a leaf node with a JetStream domain of its own, or a gateway."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest_asyncio
 from openai import AsyncOpenAI
-from support.leaf import Site
 from support.mesh import Mesh
-from support.wait import eventually
+from support.sites import Gateways, Site
+from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusError
+from kvmesh.bus.errors import BusError, NoResponder
+from kvmesh.bus.messages import MessageDecoder
 from kvmesh.bus.permissions import User, inbox_prefix, permissions
-from kvmesh.bus.streams.configuration import mesh_streams
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams, mesh_streams
+from kvmesh.bus.streams.reader import Start, StreamReader
 from kvmesh.bus.subjects import Subjects, api_of
 
 NAMESPACE = "far"
+SMALL = StreamLimits(kv_bytes=2 << 20, route_bytes=1 << 20, seq_bytes=1 << 20)
 PROMPT = "one two three four five six seven eight nine ten " * 20
 
 
@@ -79,3 +82,40 @@ async def test_a_mesh_spans_hub_and_leaf(site: Site, tmp_path: Path) -> None:
     for each in (bus, local):
         await each.close()
     mesh.stop()
+
+
+async def test_a_process_across_a_gateway_uses_the_streams_of_the_other_cluster(
+    tmp_path: Path,
+) -> None:
+    gateways = Gateways(tmp_path)
+    gateways.start()
+    near = await Bus.connect(BusOptions(url=gateways.near[0].url, replicas=3), "near")
+    far = await Bus.connect(BusOptions(url=gateways.far.url, replicas=3), "far")
+
+    async def ready() -> bool:
+        try:
+            return await ensure_streams(far, SMALL) == []
+        except BusError:
+            return False
+
+    await eventually(ready)
+    await near.store(near.subjects.kv("m", "w"), b"near", PATIENCE_S)
+    await far.store(far.subjects.kv("m", "w"), b"far", PATIENCE_S)
+    await far.serve("echo", MessageDecoder(bytes), lambda data, reply: reply(data))
+    await eventually(lambda: answers(near))
+    read: list[bytes] = []
+    stream, subject = far.subjects.kv_stream, far.subjects.kv_all
+    reader = StreamReader(far, stream, subject, lambda message: read.append(message.data), Start())
+    await reader.open()
+    await eventually(lambda: read == [b"near", b"far"])
+    await reader.close()
+    for bus in (near, far):
+        await bus.close()
+    gateways.stop()
+
+
+async def answers(bus: Bus) -> bool:
+    try:
+        return await bus.request("echo", b"x", MessageDecoder(bytes), PATIENCE_S) == b"x"
+    except NoResponder:
+        return False
