@@ -199,6 +199,23 @@ async def test_a_limit_that_changes_while_connected_fails_one_message(
         assert before > 65536
 
 
+async def test_a_raised_limit_is_learnt_from_a_message_that_exceeds_the_former(
+    server: NatsServer,
+) -> None:
+    server.settings = ACCOUNT.format("max_payload: 65536")
+    server.start()
+    async with connected(BusOptions(url=server.url, user="a", password="a")) as bus:
+        await bus.serve("echo", ECHO, lambda data, reply: reply(data))
+        server.settings = ACCOUNT.format("max_payload: 131072")
+        server.reload()
+        await eventually(lambda: "Reloaded: accounts" in (server.store / "nats.log").read_text())
+        with pytest.raises(MessageTooLarge):
+            await bus.request("echo", bytes(100_000), ECHO, PATIENCE_S)
+        await eventually(lambda: bus.max_payload == 131072)
+        assert await bus.request("echo", bytes(100_000), ECHO, PATIENCE_S)
+        assert bus.counts.reconnects == 0
+
+
 UNUSABLE = {
     "empty": "",
     "text": "not a credentials file\n",

@@ -43,6 +43,7 @@ from kvmesh.bus.subjects import Subjects
 log = logging.getLogger(__name__)
 # asyncio logs this for every TLS connection that ends, and no action would help
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has" not in str(record.msg))
+ASK_S = 10.0
 NOBODY = "503"  # the status of the server's reply if no process listens
 T = TypeVar("T")
 Reply = Callable[[object], None]
@@ -122,6 +123,9 @@ class Bus:
         self.readers: set[PendingReader] = set()
         self.kv_backlogs: set[KvBacklog] = set()
         self._posts = Outbox(client, self.counts)
+        self._asking: asyncio.Task[None] | None = None
+        self._asks_from = 0.0
+        client.on_too_large = self._ask_limit
 
     @classmethod
     async def connect(
@@ -206,6 +210,7 @@ class Bus:
         """
         data = encode(message)
         if reply and len(data) > self.client.max_payload:
+            self._ask_limit()
             raise MessageTooLarge(subject, len(data), self.client.payload_limit)
         self._posts.send(subject, data, reply)
 
@@ -350,6 +355,22 @@ class Bus:
         with bus_errors(subject):
             return Subscription(await self.client.subscribe(subject, queue=queue, cb=receive))
 
+    def _ask_limit(self) -> None:
+        """Learn the limit from a new login: the server tells no connection that it was raised."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._asks_from and not self.closing:
+            self._asks_from = now + ASK_S
+            self._asking = asyncio.create_task(self._log_in_for_limit(), name="limit")
+
+    async def _log_in_for_limit(self) -> None:
+        try:
+            other = await Bus.connect(self.options, "limit", ASK_S, once=True)
+        except BusUnavailable as error:
+            log.debug("the limit of messages stays as it is: %s", error)
+            return
+        self.client.raise_limit(other.client)
+        await other.close()
+
     async def flush(self) -> None:
         """Return once the server has received everything posted before."""
         with bus_errors():
@@ -359,6 +380,9 @@ class Bus:
     async def close(self) -> None:
         """Flush what was posted and disconnect."""
         self.closing = True
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
         if self.client.is_closed:
             return
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvmesh.bus.permissions import ANY, Permissions, User, inbox_prefix, permissions
-from kvmesh.bus.subjects import Subjects
+from kvmesh.bus.subjects import Subjects, api_of
 
 SUBJECTS = Subjects("ns")
 ELSEWHERE = {"expand", "parse", "owns", "everything", "namespace"}  # no names of their own
@@ -123,3 +123,16 @@ def test_a_named_worker_has_only_its_own_subjects(name: str) -> None:
         assert any(matches(p, SUBJECTS.load(instance)) for p in own.publish) == may
     assert any(matches(p, SUBJECTS.kv("m", name)) for p in own.publish)
     assert not any(matches(p, SUBJECTS.kv("m", f"{name}-0")) for p in own.publish)
+
+
+def test_a_mesh_in_another_domain_is_reached_through_its_api() -> None:
+    """Leaf nodes keep `$KV` and `$JS.API` to their own domain, and pass on the others."""
+    here = permissions(SUBJECTS, User.WORKER, "worker")
+    there = permissions(SUBJECTS, User.WORKER, "worker", api=api_of("hub"))
+    moved = {
+        subject.replace("$JS.API.", "$JS.hub.API.").replace("$KV.", "$JS.hub.API.$KV.")
+        for subject in here.publish
+    }
+    assert set(there.publish) == moved
+    assert there.subscribe == here.subscribe
+    assert any(subject.startswith("$O.") for subject in there.publish)

@@ -27,6 +27,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 from kvmesh.bus.connection.login import WEBSOCKET, Login
+from kvmesh.bus.connection.oversized import without_oversized
 from kvmesh.bus.connection.protocol_parser import MessageParser
 from kvmesh.bus.errors import CredentialsUnusable, cause
 from kvmesh.bus.subjects import ROOT
@@ -91,6 +92,7 @@ class DirectClient(Client):
         self._server_payload = 0  # the server's own limit; its accounts and users may have less
         self._sizes: dict[str, int] = {}  # of pending requests, by reply subject
         self.ended_by = ""  # the server's error that has ended the last connection
+        self.on_too_large: Callable[[], None] = lambda: None
         self._writer: asyncio.WriteTransport | None = None
         self._flush_planned = False
         self._own_loop = asyncio.get_running_loop()
@@ -163,24 +165,16 @@ class DirectClient(Client):
 
     def _drop_oversized(self) -> None:
         """Drop what waits to be sent and exceeds the limit of the new login, and log it."""
-        kept: list[bytes] = []
-        dropped, limit = 0, self._max_payload
-        for part in self._pending:
-            if dropped and part == b"\r\n" and kept and kept[-1] == b"":
-                kept.pop()
-            elif len(part) <= limit:
-                kept.append(part)
-            elif part.startswith((b"PUB ", b"HPUB ")) and part.endswith(b"\r\n"):
-                if int(part[: part.find(b"\r\n")].split()[-1]) > limit:
-                    dropped += 1
-                else:
-                    kept.append(part)
-            else:  # a payload that follows its own head
-                kept[-1] = b""
-                dropped += 1
+        kept, dropped = without_oversized(self._pending, self._max_payload)
         if dropped:
             log.warning("%d messages were dropped: they exceed %s", dropped, self.payload_limit)
             self._pending, self._pending_data_size = kept, sum(map(len, kept))
+
+    def raise_limit(self, other: "DirectClient") -> None:
+        """Take the limit of another connection of the same user, if that is higher."""
+        if other._max_payload > self._max_payload:
+            self._max_payload, self._server_payload = other._max_payload, other._server_payload
+            log.info("the largest message is now %s", self.payload_limit)
 
     @property
     def payload_is_the_servers(self) -> bool:
@@ -300,6 +294,7 @@ class DirectClient(Client):
         if headers is not None or not self.try_publish(subject, payload, reply):
             if len(payload) + _header_bytes(headers) > self._max_payload:
                 # nats-py does not count the headers, the server does
+                self.on_too_large()
                 raise PayloadTooLarge(self.payload_limit)
             await super().publish(subject, payload, reply, headers)
 
