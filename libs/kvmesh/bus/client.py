@@ -98,8 +98,9 @@ class Subscription:
 class Bus:
     """An open connection that reconnects until closed; it raises only BusError.
 
-    A server that rejects the credentials, or a message as too large, ends the connection for good:
-    `on_lost` runs. A broken connection loses pending replies: callers that wait for one send
+    A server that ends the connection, as when a user expires, gets another login with the present
+    credentials. One that goes on refusing it ends the connection for good: `on_lost` runs. A broken
+    connection loses pending replies: callers that wait for one send
     their requests again when `on_reconnect` runs. JetStream holds whatever needs replay.
 
     Without `patient`, what a limit of the account forbids fails at once, as in a command.

@@ -1,6 +1,6 @@
-"""Errors of JetStream's API that a limit or a setting causes: its name, and where it is raised.
+"""Errors that a limit or a setting causes: its name, and where it is raised.
 
-Error codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
+JetStream's codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 """
 
 STREAM_EXISTS = 10058  # with another configuration
@@ -29,6 +29,23 @@ ADVICE = {
     10122: f"raise disk_max_stream_bytes or mem_max_stream_bytes {_ACCOUNT} (so named in its JWT,"
     " too), or lower the *_bytes of [streams]",
 }
+
+
+# texts of the server's -ERR, in lower case
+TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
+LIMITS = {
+    "maximum connections exceeded": "max_connections of the server's configuration",
+    "maximum account active connections exceeded": "max_connections in the limits of the account"
+    " (`conn` in its JWT)",
+    TOO_MANY_SUBSCRIPTIONS: "max_subscriptions of the server's configuration or in the limits of"
+    " the account (`subs` in its JWT)",
+}
+
+
+def with_limit(text: str) -> str:
+    """The text of an -ERR, with the limit behind it where that is known."""
+    limit = LIMITS.get(text.lower())
+    return f"{text[0].lower()}{text[1:]}: raise {limit}" if limit is not None else text
 
 
 def explained(description: str, err_code: int | None) -> str:

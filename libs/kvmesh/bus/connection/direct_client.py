@@ -26,6 +26,7 @@ from nats.errors import MaxPayloadError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
+from kvmesh.bus.connection.api_errors import TOO_MANY_SUBSCRIPTIONS, with_limit
 from kvmesh.bus.connection.login import WEBSOCKET, Login
 from kvmesh.bus.connection.oversized import without_oversized
 from kvmesh.bus.connection.protocol_parser import MessageParser
@@ -389,6 +390,9 @@ class DirectClient(Client):
         text = _error_text(err_msg.encode())
         if text.startswith(KEPT_OPEN) or not self.is_connected:
             await super()._process_err(err_msg)
+            return
+        if text == TOO_MANY_SUBSCRIPTIONS:  # another login would meet the same
+            self.give_up(NatsError(with_limit(text)))
             return
         self.ended_by = text
         now = self._own_loop.time()

@@ -5,6 +5,7 @@ import logging
 
 from nats.errors import UnexpectedEOF
 
+from kvmesh.bus.connection.api_errors import LIMITS, with_limit
 from kvmesh.bus.connection.direct_client import LoginRefused
 from kvmesh.bus.connection.login import Login
 from kvmesh.bus.errors import URL_SETTING, cause
@@ -13,12 +14,6 @@ from kvmesh.settings.redaction import redacted
 log = logging.getLogger(__name__)
 BROKEN = (OSError, UnexpectedEOF)  # a server that stops, or has not restarted yet
 REFUSED = "authorization violation"
-# a refusal that may pass by itself
-FULL = {
-    "maximum connections exceeded": "max_connections of the server's configuration",
-    "maximum account active connections exceeded": "max_connections in the limits of the account"
-    " (`conn` in its JWT)",
-}
 WARN_S = 1.0
 CREDENTIALS = "set nats.user and nats.password, nats.token, nats.nkey_seed or nats.credentials"
 OTHER = f"map it with verify_and_map, or {CREDENTIALS}"
@@ -47,7 +42,7 @@ class FirstConnection:
         self._refusal = error if isinstance(error, LoginRefused) else None
         if self._left is not None:
             self._left -= 1
-        refused = self._refusal is not None and _text(self._refusal).lower() not in FULL
+        refused = self._refusal is not None and _text(self._refusal).lower() not in LIMITS
         decisive = refused or self._left == 0
         if decisive:
             self._ended.set_exception(error)
@@ -75,7 +70,8 @@ class FirstConnection:
 
     def _waits(self) -> str:
         if self._refusal is not None:
-            return f"NATS at {self._url} is not usable yet, retrying: {_explained(self._refusal)}"
+            refusal = with_limit(_text(self._refusal))
+            return f"NATS at {self._url} is not usable yet, retrying: {refusal}"
         reason = cause(self._last or TimeoutError())
         return f"no NATS server at {self._url} yet, retrying: {reason} ({URL_SETTING})"
 
@@ -84,7 +80,7 @@ class FirstConnection:
         if self._refusal is None:
             return self._last or error
         if REFUSED not in _text(self._refusal).lower():
-            return PermissionError(f"{_explained(self._refusal)}{login.refusal()}")
+            return PermissionError(f"{with_limit(_text(self._refusal))}{login.refusal()}")
         if login.setting:
             return PermissionError(f"it rejects {login.setting}{login.refusal()}")
         if login.has_certificate:
@@ -94,13 +90,6 @@ class FirstConnection:
 
 def _text(refusal: LoginRefused) -> str:
     return cause(refusal).removeprefix("nats: ")
-
-
-def _explained(refusal: LoginRefused) -> str:
-    text = _text(refusal)
-    if (limit := FULL.get(text.lower())) is not None:
-        return f"{text[0].lower()}{text[1:]}: raise {limit}"
-    return text
 
 
 async def _cancel(task: "asyncio.Task[None]") -> None:
