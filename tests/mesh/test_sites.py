@@ -1,8 +1,10 @@
 """A mesh over two sites: a hub and a leaf node with a JetStream domain of its own, or a gateway."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 from support.mesh import Mesh
@@ -10,11 +12,12 @@ from support.sites import Gateways, Site
 from support.wait import PATIENCE_S, eventually
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusError, NoResponder
+from kvmesh.bus.errors import BusError, NoResponder, ServerUnfit
 from kvmesh.bus.messages import MessageDecoder
 from kvmesh.bus.permissions import User, inbox_prefix, permissions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams, mesh_streams
 from kvmesh.bus.streams.reader import Start, StreamReader
+from kvmesh.bus.streams.server_check import check_server
 from kvmesh.bus.subjects import Subjects, api_of
 
 NAMESPACE = "far"
@@ -82,6 +85,35 @@ async def test_a_mesh_spans_hub_and_leaf(site: Site, tmp_path: Path) -> None:
     for each in (bus, local):
         await each.close()
     mesh.stop()
+
+
+async def test_a_leaf_without_jetstream_reaches_that_of_the_hub_by_its_domain(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, {})
+    site.leaf.jetstream = None
+    site.leaf.settings = site.leaf.settings.replace("jetstream: enabled, ", "")
+    site.start()
+    own = BusOptions(url=site.leaf.url, user="open", password="open")
+    bus = await Bus.connect(replace(own, api_prefix=api_of("hub")), "test")
+
+    async def ready() -> bool:
+        try:
+            return await check_server(bus) == "hub"
+        except BusError:
+            return False
+
+    await eventually(ready)
+    assert await ensure_streams(bus, SMALL) == []
+    keys = await bus.js.key_value(bus.subjects.plan_bucket)
+    await keys.put("key", b"value")
+    assert (await keys.get("key")).value == b"value"
+    other = await Bus.connect(own, "test")
+    with pytest.raises(ServerUnfit, match=r"at a leaf node set nats\.domain"):
+        await check_server(other)
+    for each in (bus, other):
+        await each.close()
+    site.stop()
 
 
 async def test_a_process_across_a_gateway_uses_the_streams_of_the_other_cluster(

@@ -119,7 +119,10 @@ def _absence(bus: Bus) -> str:
     if not bus.js.is_own:
         return f"no JetStream answers under {bus.js.prefix}: check nats.domain and nats.api_prefix"
     if not bus.client.server_has_jetstream:
-        return f"the NATS server runs without JetStream: add {JETSTREAM} to its configuration"
+        return (
+            f"the NATS server runs without JetStream: add {JETSTREAM} to its configuration, or at"
+            " a leaf node set nats.domain to the hub's"
+        )
     return (
         f"the NATS account has no JetStream: {ADVICE[NOT_FOR_ACCOUNT]}; limits above the server's"
         " own, which its log names, have the same effect"
