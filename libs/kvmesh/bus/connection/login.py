@@ -90,7 +90,7 @@ class Login:
         own = self._options
         found: dict[str, str] = {}
         if own.nkey_seed:
-            keys = _keys(_secret("nats.nkey_seed", own.nkey_seed), "nats.nkey_seed")
+            keys = _keys(_secret("nats.nkey_seed", own.nkey_seed).strip(), "nats.nkey_seed")
             if nonce:
                 found = {"nkey": keys.public_key.decode(), "sig": _signed(keys, nonce)}
         elif own.credentials:
