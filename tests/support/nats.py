@@ -130,6 +130,7 @@ class NatsServer:
 
         Meanwhile it rejects credentials.
         """
+        (self.store / "nats.conf").write_text(self.config())
         done = self.log().count(RELOADED)
         self.signal(signal.SIGHUP)
         deadline = time.monotonic() + PATIENCE_S

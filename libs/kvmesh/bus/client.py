@@ -8,9 +8,8 @@ subscription, one call after another.
 import asyncio
 import inspect
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -21,9 +20,11 @@ from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 
-from kvmesh.bus.connection.direct_client import DirectClient
+from kvmesh.bus.connection.direct_client import DirectClient, LoginRefused
 from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
 from kvmesh.bus.connection.jetstream import Bucket, JetStream
+from kvmesh.bus.connection.login import Login
+from kvmesh.bus.connection.options import BusOptions as BusOptions
 from kvmesh.bus.connection.outbox import Outbox
 from kvmesh.bus.connection.refusals import Refusals
 from kvmesh.bus.connection.tls import tls_context
@@ -45,6 +46,7 @@ from kvmesh.bus.subjects import Subjects
 log = logging.getLogger(__name__)
 # asyncio logs this for every TLS connection that ends, and no action would help
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has" not in str(record.msg))
+ASK_S = 10.0
 NOBODY = "503"  # the status of the server's reply if no process listens
 T = TypeVar("T")
 Reply = Callable[[object], None]
@@ -96,44 +98,28 @@ class Subscription:
             await self._subscription.drain()  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
-class BusOptions:
-    """Server addresses, credentials and TLS. `url` may list several servers, separated by commas.
-
-    With `tls_ca` or a certificate, every server must offer TLS.
-    """
-
-    url: str = field(default="nats://127.0.0.1:4222", repr=False)
-    namespace: str = "kvmesh"
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    token: str | None = field(default=None, repr=False)
-    credentials: str | None = None
-    replicas: int = 1
-    nkey_seed: str | None = field(default=None, repr=False)
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    inbox_prefix: str = "_INBOX"
-
-
 class Bus:
     """An open connection that reconnects until closed; it raises only BusError.
 
-    A server that rejects the credentials, or a message as too large, ends the connection for good:
-    `on_lost` runs. A broken connection loses pending replies: callers that wait for one send
+    A server that ends the connection, as when a user expires, gets another login with the present
+    credentials. One that goes on refusing it ends the connection for good: `on_lost` runs. A broken
+    connection loses pending replies: callers that wait for one send
     their requests again when `on_reconnect` runs. JetStream holds whatever needs replay.
+
+    Without `patient`, what a limit of the account forbids fails at once, as in a command.
 
     `client` is nats-py's client: other packages use the methods of this class.
     """
 
-    def __init__(self, client: DirectClient, options: BusOptions) -> None:
+    def __init__(self, client: DirectClient, options: BusOptions, patient: bool = True) -> None:
         self.client = client
         self.options = options
         self.subjects = Subjects(options.namespace)
-        self.js = JetStream(client.jetstream(timeout=10))
+        self.js = JetStream(client, options.api_prefix, options.bucket_bytes)
         self.buckets: dict[str, Bucket] = {}
         self.connected_at = asyncio.get_running_loop().time()
+        self.was_connected = False
+        self.patient = patient
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.closing = False
@@ -143,6 +129,9 @@ class Bus:
         self.faults = BusFaults()
         self.refusals = Refusals(client, self.faults, self.counts)
         self._posts = Outbox(client, self.counts)
+        self._asking: asyncio.Task[None] | None = None
+        self._asks_from = 0.0
+        client.on_too_large = self._ask_limit
 
     @classmethod
     async def connect(
@@ -153,20 +142,20 @@ class Bus:
         Rejected credentials end the attempt. Otherwise it lasts `timeout` seconds (None: until
         cancelled), or with `once` until every server has failed.
         """
-        client = DirectClient()
-        bus = cls(client, options)
-        servers = [url.strip() for url in options.url.split(",")]
-        first = FirstConnection(options.url, len(servers) if once else None)
         try:
-            security = _security(options)
-            attempt = asyncio.create_task(
-                _connect_with_retries(client, servers, bus, name, first, security)
-            )
+            login = Login(options)
+            login.check()
+            client = DirectClient(login)
+            bus = cls(client, options, patient=not once)
+            first = FirstConnection(options.url, len(login.servers) if once else None)
+            attempt = asyncio.create_task(_connect_with_retries(bus, name, login, first))
+        except ValueError as error:
+            raise BusUnavailable(options.url, error) from error
+        try:
             await first.result(attempt, timeout)
-        except _failures(options) as error:
+        except (TimeoutError, OSError, ValueError, NatsError) as error:
             client.abandon()
-            reason = first.reason(error, _credentials(options))
-            raise BusUnavailable(options.url, reason) from error
+            raise BusUnavailable(options.url, first.reason(error, login)) from error
         return bus
 
     @property
@@ -196,6 +185,16 @@ class Bus:
         return self.client.max_payload
 
     @property
+    def payload_limit(self) -> str:
+        """That size, and whose limit it is, as text."""
+        return self.client.payload_limit
+
+    @property
+    def payload_is_the_servers(self) -> bool:
+        """False if the account or the user may send less than the server accepts."""
+        return self.client.payload_is_the_servers
+
+    @property
     def server(self) -> str:
         """Host and port of the server of this connection, or of the last one."""
         return self.client.server
@@ -217,7 +216,8 @@ class Bus:
         """
         data = encode(message)
         if reply and len(data) > self.client.max_payload:
-            raise MessageTooLarge(subject, len(data))
+            self._ask_limit()
+            raise MessageTooLarge(subject, len(data), self.client.payload_limit)
         self._posts.send(subject, data, reply)
 
     async def store(
@@ -228,6 +228,7 @@ class Bus:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Publish encoded `data` into a stream; return once the server has stored it."""
+        subject = self.js.stored_through(subject)
         extra = dict(headers) if headers is not None else None
         with bus_errors(subject, len(data)):
             ack = await self.client.request(subject, data, timeout=timeout, headers=extra)
@@ -360,6 +361,22 @@ class Bus:
         with bus_errors(subject):
             return Subscription(await self.client.subscribe(subject, queue=queue, cb=receive))
 
+    def _ask_limit(self) -> None:
+        """Learn the limit from a new login: the server tells no connection that it was raised."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._asks_from and not self.closing:
+            self._asks_from = now + ASK_S
+            self._asking = asyncio.create_task(self._log_in_for_limit(), name="limit")
+
+    async def _log_in_for_limit(self) -> None:
+        try:
+            other = await Bus.connect(self.options, "limit", ASK_S, once=True)
+        except BusUnavailable as error:
+            log.debug("the limit of messages stays as it is: %s", error)
+            return
+        self.client.raise_limit(other.client)
+        await other.close()
+
     async def flush(self) -> None:
         """Return once the server has received everything posted before."""
         with bus_errors():
@@ -370,6 +387,9 @@ class Bus:
         """Flush what was posted and disconnect."""
         self.closing = True
         await self.refusals.close()
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
         if self.client.is_closed:
             return
         try:
@@ -393,55 +413,12 @@ def returning(function: Callable[[T], object]) -> Callable[[T, Reply], None]:
     return handler
 
 
-def _credentials(options: BusOptions) -> str:
-    """The name of the setting that authenticates this process; empty if there is none."""
-    settings = {
-        "nats.nkey_seed": options.nkey_seed,
-        "nats.credentials": options.credentials,
-        "nats.token": options.token,
-        "nats.user and nats.password": options.user,
-        "the user in nats.url": "@" in options.url,
-    }
-    return next((name for name, value in settings.items() if value), "")
-
-
-def _failures(options: BusOptions) -> tuple[type[Exception], ...]:
-    """The errors of an attempt to connect."""
-    failures = (TimeoutError, OSError, ValueError, NatsError)
-    if not options.nkey_seed and not options.credentials:
-        return failures
-    from nkeys import NkeysError  # with libraries that take a megabyte
-
-    return (*failures, NkeysError)
-
-
-def _security(options: BusOptions) -> dict[str, Any]:
-    """The client's arguments for authentication and TLS.
-
-    Raises OSError or ValueError for unusable files.
-    """
-    return {
-        "user": options.user,
-        "password": options.password,
-        "token": options.token,
-        "user_credentials": options.credentials,
-        "nkeys_seed_str": options.nkey_seed,
-        "inbox_prefix": options.inbox_prefix,
-        "tls": tls_context(options.tls_ca, options.tls_cert, options.tls_key),
-    }
-
-
-async def _connect_with_retries(
-    client: DirectClient,
-    servers: list[str],
-    bus: Bus,
-    name: str,
-    first: FirstConnection,
-    security: dict[str, Any],
-) -> None:
+async def _connect_with_retries(bus: Bus, name: str, login: Login, first: FirstConnection) -> None:
+    own = bus.options
+    tls = tls_context(own.tls_ca, own.tls_cert, own.tls_key)
     while True:
         try:
-            await _connect(client, servers, bus, name, first, security)
+            await _connect(bus, name, login, first, tls)
         except (OSError, nats.errors.NoServersError):
             await asyncio.sleep(0.2)
         else:
@@ -449,14 +426,11 @@ async def _connect_with_retries(
 
 
 async def _connect(
-    client: DirectClient,
-    servers: list[str],
-    bus: Bus,
-    name: str,
-    first: FirstConnection,
-    security: dict[str, Any],
+    bus: Bus, name: str, login: Login, first: FirstConnection, tls: ssl.SSLContext | None
 ) -> None:
+    client = bus.client
     last_error = broken_by = ""
+    limit = 0
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
@@ -467,6 +441,11 @@ async def _connect(
             failed = refused.publish and client.fail_denied(refused.subject)
             if bus.refusals.note(refused) or failed:
                 return
+        text = text.removeprefix("nats: ")
+        if isinstance(error, LoginRefused):
+            if not bus.was_connected:
+                return  # `first` reports it
+            client.refused(error)
         if isinstance(error, BROKEN):
             broken_by = text
         elif last_error != text:
@@ -474,31 +453,34 @@ async def _connect(
             log.warning("nats: %s", text)
 
     async def on_reconnect() -> None:
-        nonlocal last_error, broken_by
+        nonlocal last_error, broken_by, limit
         last_error = broken_by = ""
         client.on_connected()
         bus.connected_at = asyncio.get_running_loop().time()
         bus.counts.reconnects += 1
         bus.refusals.try_soon()
         log.info("reconnected to %s", client.server)
+        if client.max_payload != limit:
+            limit = client.max_payload
+            log.warning("the largest message is now %s", client.payload_limit)
         for callback in bus.on_reconnect:
             callback()
 
     async def on_disconnect() -> None:
         client.on_disconnected()
         if not client.is_closed:
-            log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no reply")
+            reason = client.ended_by or broken_by or "no reply"
+            log.warning("lost the connection to NATS, reconnecting: %s", reason)
 
     async def on_closed() -> None:
         if not bus.closing:
-            log.error(
-                "NATS closed the connection permanently: %s", client.last_error or "no reason"
-            )
+            reason = client.last_error or "no reason"
+            log.error("NATS closed the connection permanently: %s%s", reason, login.refusal())
             for callback in bus.on_lost:
                 callback()
 
     await client.connect(
-        servers,
+        login.servers,
         name=name,
         error_cb=on_error,
         closed_cb=on_closed,
@@ -509,7 +491,11 @@ async def _connect(
         connect_timeout=2,
         ping_interval=10,
         pending_size=64 * 1024 * 1024,
-        **security,
+        inbox_prefix=bus.options.inbox_prefix,
+        tls=tls,
+        tls_handshake_first=bus.options.tls_handshake_first,
     )
     client.on_connected()
+    bus.was_connected = True
+    limit = client.max_payload
     bus.connected_at = asyncio.get_running_loop().time()

@@ -24,6 +24,14 @@ class BusUnavailable(BusError):
         super().__init__(f"cannot use NATS at {self.url}: {cause(reason)}")
 
 
+class CredentialsUnusable(BusUnavailable):
+    """A file of credentials or of TLS is unusable; the message names the setting and the file."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("", PermissionError())
+        self.args = (reason,)
+
+
 class ServerUnfit(BusError):
     """The NATS server's configuration does not suit a mesh; the message names the setting."""
 
@@ -63,12 +71,13 @@ class NotPermitted(BusError):
 
 
 class MessageTooLarge(BusError):
-    """A message of `size` bytes exceeds the server's `max_payload`."""
+    """A message of `size` bytes exceeds `max_payload`; `limit` says whose and how much it is."""
 
-    def __init__(self, subject: str, size: int) -> None:
-        super().__init__(f"a message of {size} bytes on {subject} exceeds the server's limit")
+    def __init__(self, subject: str, size: int, limit: str = "the server's max_payload") -> None:
+        super().__init__(f"a message of {size} bytes on {subject} exceeds {limit}")
         self.subject = subject
         self.size = size
+        self.limit = limit
 
 
 class MalformedReply(BusError):

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvmesh.bus.messages import Role
-from kvmesh.bus.subjects import Subjects, token
+from kvmesh.bus.subjects import API, Subjects, through, token
 
 ANY = "%"  # wildcard token of a subject; no name may contain it
-API = "$JS.API"
 
 
 class User(StrEnum):
@@ -44,13 +43,19 @@ def inbox_prefix(user: str) -> str:
     return f"_INBOX.{token(user)}"
 
 
-def permissions(subjects: Subjects, role: User, user: str, name: str = ANY) -> Permissions:
-    """The permissions of a user in a role; its processes are called `name` unless that is ANY."""
+def permissions(
+    subjects: Subjects, role: User, user: str, name: str = ANY, api: str = API
+) -> Permissions:
+    """The permissions of a user in a role; its processes are called `name` unless that is ANY.
+
+    `api` is the prefix of the JetStream API that holds the mesh.
+    """
     publish, subscribe = _TABLE[role](subjects, name)
     stream_infos = (f"{API}.STREAM.INFO.{stream}" for stream in _startup_streams(subjects))
     replies = () if role in _NO_SERVERS else _INBOXES
+    published = (*publish, *stream_infos, *replies, *_LIBRARY)
     return Permissions(
-        tuple(sorted({_pattern(s) for s in (*publish, *stream_infos, *replies, *_LIBRARY)})),
+        tuple(sorted({through(api, _pattern(subject)) for subject in published})),
         tuple(sorted({*map(_pattern, subscribe), f"{inbox_prefix(user)}.>"})),
     )
 

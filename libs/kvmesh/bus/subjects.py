@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 ROOT = "kvm"  # the first token of every subject
+API = "$JS.API"  # of the server's own JetStream domain
+KEYS = "$KV."  # the first token of the subjects of buckets' keys
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 # kinds of subjects that end with an instance
 INSTANCE_KINDS = frozenset(
@@ -45,6 +47,21 @@ def name_of(instance: str) -> str:
 def manifest_object(digest: str) -> str:
     """The name, in the model bucket, of the manifest of a copy of weights."""
     return f"weights-{digest}"
+
+
+def api_of(domain: str) -> str:
+    """The prefix of the JetStream API of a domain; empty: the server's own."""
+    return f"$JS.{domain}.API" if domain else API
+
+
+def through(api: str, subject: str) -> str:
+    """`subject` as a process uses it that reaches JetStream under the prefix `api`.
+
+    Leaf nodes keep the keys of buckets to their own domain; the API's prefix leads to another.
+    """
+    if api != API and subject.startswith(KEYS):
+        return f"{api}.{subject}"
+    return f"{api}{subject.removeprefix(API)}" if subject.startswith(f"{API}.") else subject
 
 
 def _unescape(run: str) -> str:

@@ -19,11 +19,19 @@ from prometheus_client import REGISTRY
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusError, BusUnavailable, NotPermitted, ServerUnfit, cause
+from kvmesh.bus.errors import (
+    BusError,
+    BusUnavailable,
+    CredentialsUnusable,
+    NotPermitted,
+    ServerUnfit,
+    cause,
+)
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.permissions import User, permissions
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
-from kvmesh.bus.streams.server_check import check_server
+from kvmesh.bus.streams.server_check import check_server, founds_mesh, old_version
+from kvmesh.bus.subjects import api_of
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop
@@ -135,6 +143,9 @@ def run_service(
         return 2 if error.permanent else 1
     except (BusUnavailable, NotPermitted) as error:
         log.error("%s", error)
+        return 2 if isinstance(error, CredentialsUnusable) else 1
+    except BusError as error:
+        log.error("%s stops: %s", role, cause(error))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -146,7 +157,9 @@ async def _run(
     entered = monotonic()
     async with _running(meanwhile, settings):
         bus = await Bus.connect(bus_options(settings.nats), name, timeout=None)
-    bus.refusals.need(permissions(bus.subjects, User(role), role, name).publish)
+    bus.refusals.need(
+        permissions(bus.subjects, User(role), role, name, bus.options.api_prefix).publish
+    )
     service = Service(bus, settings, name, entered)
     figures = BusCollector(bus)
     REGISTRY.register(figures)
@@ -199,7 +212,8 @@ async def _prepare(service: Service) -> None:
     backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
     while not service.stopping.is_set():
         try:
-            await check_server(service.bus)
+            domain = await check_server(service.bus)
+            founds = await founds_mesh(service.bus, domain)
             differences = await ensure_streams(service.bus, service.limits)
         except ServerUnfit as error:
             raise StartError(str(error)) from error
@@ -209,6 +223,12 @@ async def _prepare(service: Service) -> None:
             failing = True
             await asyncio.sleep(backoff.delay())
         else:
+            if warning := old_version(service.bus):
+                log.warning("%s", warning)
+            if founds:
+                text = "no mesh %s in JetStream domain %s of this server: made a new one;"
+                text += " nats.domain names that of another"
+                log.warning(text, service.settings.nats.namespace, domain)
             for difference in differences:
                 log.warning("%s; `kvmesh streams apply` changes it", difference)
             return
@@ -236,7 +256,10 @@ def bus_options(nats: NatsSettings) -> BusOptions:
         tls_ca=nats.tls_ca,
         tls_cert=nats.tls_cert,
         tls_key=nats.tls_key,
+        tls_handshake_first=nats.tls_handshake_first,
+        api_prefix=nats.api_prefix or api_of(nats.domain),
         inbox_prefix=nats.inbox_prefix,
+        bucket_bytes=nats.bucket_bytes,
     )
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from kvmesh.settings.redaction import HIDDEN, redacted
 from kvmesh.settings.schema import Section, Settings
+from kvmesh.settings.secret_file import FileSecret, SecretUnreadable, read_secret
 
 log = logging.getLogger(__name__)
 PREFIX = "KVMESH_"
@@ -189,21 +190,22 @@ def _secret(path: object, where: str) -> str:
     if not isinstance(path, str):
         raise SettingsError(where, f"expected a path, got `{type(path).__name__}`")
     try:
-        text = Path(path).read_text().strip()
-    except OSError as error:
-        raise SettingsError(where, f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError:
-        raise SettingsError(where, f"{path} is not text") from None
-    if not text:
-        raise SettingsError(where, f"{path} is empty")
-    return text
+        return read_secret(Path(path))
+    except SecretUnreadable as error:
+        raise SettingsError(where, str(error)) from error
 
 
 def to_env(settings: Settings) -> dict[str, str]:
-    """Return the environment with which a process loads the same settings, without defaults."""
+    """Return the environment with which a process loads the same settings, without defaults.
+
+    A secret from a file stays in that file.
+    """
     env: dict[str, str] = {}
     for option in options():
         value = getattr(getattr(settings, option.section), option.key)
+        if isinstance(value, FileSecret):
+            env[option.file_env] = str(value.path)
+            continue
         if value == option.default or value is None:
             continue
         env[option.env] = ",".join(str(v) for v in value) if isinstance(value, list) else str(value)

@@ -14,7 +14,7 @@ from kvmesh.bus.permissions import (
     permissions,
     sample_of,
 )
-from kvmesh.bus.subjects import Subjects
+from kvmesh.bus.subjects import Subjects, api_of
 
 SUBJECTS = Subjects("ns")
 ELSEWHERE = {"expand", "parse", "owns", "everything", "namespace"}  # no names of their own
@@ -155,3 +155,16 @@ def test_readers_may_answer_flow_control_in_both_layouts() -> None:
         patterns = granted(role).publish
         for subject in (f"$JS.FC.{stream}.c.x1", f"$JS.FC._.hash.{stream}.c.x1"):
             assert any(matches(pattern, subject) for pattern in patterns), (role, subject)
+
+
+def test_a_mesh_in_another_domain_is_reached_through_its_api() -> None:
+    """Leaf nodes keep `$KV` and `$JS.API` to their own domain, and pass on the others."""
+    here = permissions(SUBJECTS, User.WORKER, "worker")
+    there = permissions(SUBJECTS, User.WORKER, "worker", api=api_of("hub"))
+    moved = {
+        subject.replace("$JS.API.", "$JS.hub.API.").replace("$KV.", "$JS.hub.API.$KV.")
+        for subject in here.publish
+    }
+    assert set(there.publish) == moved
+    assert there.subscribe == here.subscribe
+    assert any(subject.startswith("$O.") for subject in there.publish)

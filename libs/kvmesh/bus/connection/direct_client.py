@@ -8,9 +8,12 @@ the connection is not plainly connected, nats-py's own path runs.
 """
 
 import asyncio
+import json
 import logging
 import math
 import secrets
+import ssl
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +21,17 @@ from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
+from nats.errors import MaxPayloadError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 from kvmesh.bus.connection.ack_subject import PREFIX, in_older_layout
+from kvmesh.bus.connection.api_errors import TOO_MANY_SUBSCRIPTIONS, with_limit
+from kvmesh.bus.connection.login import WEBSOCKET, Login
+from kvmesh.bus.connection.oversized import without_oversized
 from kvmesh.bus.connection.protocol_parser import MessageParser
 from kvmesh.bus.connection.violations import PROBE_REPLY
+from kvmesh.bus.errors import CredentialsUnusable, cause
 from kvmesh.bus.subjects import ROOT
 
 log = logging.getLogger(__name__)
@@ -36,6 +43,17 @@ CONSUMER_REPLY = PREFIX.encode()
 LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
 LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
 SEPARATORS = frozenset(" \t\r\n")
+CONNECT, INFO, PONG, PING, ERROR = b"CONNECT ", b"INFO ", b"PONG", b"PING", b"-ERR"
+SILENT = (
+    "it accepts connections but sends nothing: if its tls block has handshake_first, set"
+    " nats.tls_handshake_first"
+)
+TOO_LARGE = "maximum payload violation"
+KEPT_OPEN = ("permissions violation", "stale connection")  # errors that nats-py handles well
+# Errors of the server that end the connection; more within ENDS_S seconds are no passing fault.
+MAX_ENDS, ENDS_S = 5, 30.0
+REFUSED_S = 60.0  # a server may refuse the login for this long: credentials are renewed late
+REFUSED_WAIT_S = 2.0
 
 
 class PermissionDenied(NatsError):
@@ -48,11 +66,36 @@ class PermissionDenied(NatsError):
         self.listens = listens
 
 
-class DirectClient(Client):
-    """A `Client` whose owner calls `on_connected` and `on_disconnected`."""
+class PayloadTooLarge(MaxPayloadError):
+    """A message exceeds `limit`, which says whose limit that is."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: str) -> None:
         super().__init__()
+        self.limit = limit
+
+
+class LoginRefused(NatsError):
+    """The server refuses the login of this process, or the login has no usable credentials."""
+
+
+class DirectClient(Client):
+    """A `Client` whose owner calls `on_connected` and `on_disconnected`.
+
+    An error of the server that ends the connection, such as an expired user, is followed by a login
+    with the present credentials. `max_payload` is the one of the account or user from then on.
+    """
+
+    def __init__(self, login: Login) -> None:
+        super().__init__()
+        self._login = login
+        self._greeted = False
+        self._ends: deque[float] = deque(maxlen=MAX_ENDS)  # times of errors that ended connections
+        self._refused_since: float | None = None
+        self._refusals = 0
+        self._server_payload = 0  # the server's own limit; its accounts and users may have less
+        self._sizes: dict[str, int] = {}  # of pending requests, by reply subject
+        self.ended_by = ""  # the server's error that has ended the last connection
+        self.on_too_large: Callable[[], None] = lambda: None
         self._writer: asyncio.WriteTransport | None = None
         self._flush_planned = False
         self._own_loop = asyncio.get_running_loop()
@@ -67,7 +110,90 @@ class DirectClient(Client):
 
     async def _connect_to_server(self, s: Srv) -> None:
         self.abandon()
+        vars(self._transport or self).pop("readline", None)
+        self._greeted = False
+        await asyncio.sleep(min(0.1 * self._refusals, REFUSED_WAIT_S))
         await super()._connect_to_server(s)
+
+    def _connect_command(self) -> bytes:
+        """CONNECT with the present credentials; its reply is read by `_read_login`.
+
+        The account's limits come after the first PONG: a second PING shows when they have arrived.
+        """
+        assert self._current_server is not None
+        assert self._transport is not None
+        nonce = self._server_info.get("nonce") or ""
+        try:
+            fields = self._login.fields(nonce, self._current_server.uri.netloc)
+        except CredentialsUnusable as error:
+            raise LoginRefused(str(error)) from error
+        options = json.loads(super()._connect_command().removeprefix(CONNECT))
+        self._transport.readline = self._read_login  # type: ignore[method-assign]
+        return CONNECT + json.dumps(options | fields).encode() + b"\r\nPING\r\n"
+
+    async def _read_login(self) -> bytes:
+        """The line that ends the login: the second PONG."""
+        transport, pongs = self._transport, 0
+        assert transport is not None
+        del vars(transport)["readline"]
+        while frame := await transport.readline():
+            for line in frame.splitlines(keepends=True):  # a websocket frame has several
+                if line.startswith(INFO):
+                    await self._process_info(json.loads(line.removeprefix(INFO)))
+                elif line.startswith(PING):
+                    transport.write(b"PONG\r\n")
+                elif line.startswith(ERROR):
+                    raise LoginRefused(f"nats: {_error_text(line)}")
+                elif line.startswith(PONG) and (pongs := pongs + 1) == 2:
+                    return line
+        raise NatsError("the server ended the connection during the login")
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except (TimeoutError, ssl.SSLError, NatsError) as error:
+            if self._greeted:
+                raise
+            if self.options["tls_handshake_first"]:
+                text = "no TLS handshake: unset nats.tls_handshake_first if it greets before"
+                raise NatsError(f"{text} ({cause(error)})") from error
+            raise NatsError(SILENT) from error
+        except OSError as error:
+            # the server may have said why before it closed the connection
+            unread = bytes(getattr(getattr(self._transport, "_io_reader", None), "_buffer", b""))
+            if (at := unread.find(ERROR)) >= 0:
+                text = _error_text(unread[at:].partition(b"\r\n")[0])
+                raise LoginRefused(f"nats: {text}") from error
+            raise
+        self._drop_oversized()
+
+    def _drop_oversized(self) -> None:
+        """Drop what waits to be sent and exceeds the limit of the new login, and log it."""
+        kept, dropped = without_oversized(self._pending, self._max_payload)
+        if dropped:
+            log.warning("%d messages were dropped: they exceed %s", dropped, self.payload_limit)
+            self._pending, self._pending_data_size = kept, sum(map(len, kept))
+
+    def raise_limit(self, other: "DirectClient") -> None:
+        """Take the limit of another connection of the same user, if that is higher."""
+        if other._max_payload > self._max_payload:
+            self._max_payload, self._server_payload = other._max_payload, other._server_payload
+            log.info("the largest message is now %s", self.payload_limit)
+
+    @property
+    def payload_is_the_servers(self) -> bool:
+        """False if the account or the user may send less than the server accepts."""
+        return self._max_payload >= self._server_payload
+
+    @property
+    def server_has_jetstream(self) -> bool:
+        return bool(self._server_info.get("jetstream"))
+
+    @property
+    def payload_limit(self) -> str:
+        """The largest permitted message, and whose limit that is, as text."""
+        owner = "server" if self.payload_is_the_servers else "account or user"
+        return f"max_payload of the NATS {owner}, {self._max_payload} bytes"
 
     def abandon(self) -> None:
         """Close the connection of a failed attempt; nats-py would leave it open."""
@@ -79,11 +205,21 @@ class DirectClient(Client):
 
     def on_connected(self) -> None:
         """Start the direct path: the connection is up and the server knows its subscriptions."""
+        self._refused_since, self._refusals = None, 0
+        if self.ended_by == TOO_LARGE:
+            self._fail_oversized()
+        self.ended_by = ""
         stream = getattr(self._transport, "_io_writer", None)
         self._writer = getattr(stream, "transport", None)
         reader = getattr(self._transport, "_io_reader", None)
         if isinstance(getattr(reader, "_buffer", None), bytearray):
             self._read_directly(reader)
+
+    def _fail_oversized(self) -> None:
+        """Fail the requests that the server has refused as too large."""
+        for reply_to, size in self._sizes.items():
+            if size > self._max_payload and not self._waiting[reply_to].done():
+                self._waiting[reply_to].set_exception(PayloadTooLarge(self.payload_limit))
 
     def _read_directly(self, reader: Any) -> None:
         """Parse messages ahead of the stream reader while nats-py's parser is between messages."""
@@ -160,6 +296,10 @@ class DirectClient(Client):
         headers: dict[str, Any] | None = None,
     ) -> None:
         if headers is not None or not self.try_publish(subject, payload, reply):
+            if len(payload) + _header_bytes(headers) > self._max_payload:
+                # nats-py does not count the headers, the server does
+                self.on_too_large()
+                raise PayloadTooLarge(self.payload_limit)
             await super().publish(subject, payload, reply, headers)
 
     async def subscribe_direct(
@@ -196,13 +336,14 @@ class DirectClient(Client):
         future: asyncio.Future[Msg] = loop.create_future()
         self._waiting[reply_to] = future
         self._requested[reply_to] = subject
+        self._sizes[reply_to] = len(payload)
         timer = loop.call_later(timeout, _expire, future, loop.time() + timeout)
         try:
             await self.publish(subject, payload, reply_to, headers)
             return await future
         finally:
             timer.cancel()
-            del self._waiting[reply_to], self._requested[reply_to]
+            del self._waiting[reply_to], self._requested[reply_to], self._sizes[reply_to]
 
     @property
     def own_inbox(self) -> str:
@@ -283,12 +424,61 @@ class DirectClient(Client):
         return f"{url.hostname}:{url.port}" if url else "no server"
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Refuse a server without TLS where TLS was configured."""
+        """Refuse a server whose TLS is not as configured; follow limits that change later."""
         assert self._current_server is not None
-        wanted = "tls" in self.options or self._current_server.uri.scheme == "tls"
-        if initial_connection and wanted and not info.get("tls_required"):
-            raise NatsError("the server does not offer TLS, which nats.url or nats.tls_ca demands")
+        own = self._current_server.uri
+        if initial_connection:
+            self._greeted = True
+            wanted = "tls" in self.options or own.scheme in ("tls", "wss")
+            if wanted and not info.get("tls_required"):
+                raise NatsError(
+                    "the server does not offer TLS, which nats.url or nats.tls_ca demands"
+                )
+            if info.get("tls_verify") and not self._login.has_certificate:
+                raise LoginRefused(
+                    "the server requires a certificate: set nats.tls_cert and nats.tls_key"
+                )
+            self._server_payload = info.get("max_payload", self._max_payload)
+        else:
+            self._max_payload = info.get("max_payload", self._max_payload)
         await super()._process_info(info, initial_connection)
+        if own.scheme in WEBSOCKET:  # nats-py takes the others for servers without websockets
+            for server in self._server_pool:
+                if server.discovered:
+                    server.uri = server.uri._replace(scheme=own.scheme)
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Log in again after an error that ends the connection; nats-py would close it for good."""
+        text = _error_text(err_msg.encode())
+        if text.startswith(KEPT_OPEN) or not self.is_connected:
+            await super()._process_err(err_msg)
+            return
+        if text == TOO_MANY_SUBSCRIPTIONS:  # another login would meet the same
+            self.give_up(NatsError(with_limit(text)))
+            return
+        self.ended_by = text
+        now = self._own_loop.time()
+        self._ends.append(now)
+        if len(self._ends) == MAX_ENDS and now - self._ends[0] < ENDS_S:
+            self.give_up(NatsError(f"{text}, {MAX_ENDS} times within {ENDS_S:g} s"))
+            return
+        await self._process_op_err(NatsError(f"nats: {text}"))
+
+    def refused(self, error: LoginRefused) -> None:
+        """A server has refused a login after the first one; give up after REFUSED_S seconds."""
+        now = self._own_loop.time()
+        self._refusals += 1
+        if self._refused_since is None:
+            self._refused_since = now
+        elif now - self._refused_since > REFUSED_S:
+            self.give_up(error)
+
+    def give_up(self, error: NatsError) -> None:
+        """Close the connection for good; `last_error` is the reason."""
+        self._err = error
+        task = asyncio.ensure_future(self._close(Client.CLOSED, True))
+        self._error_tasks.add(task)
+        task.add_done_callback(self._error_tasks.discard)
 
     def _on_reply(self, msg: Msg) -> None:
         future = self._waiting.get(msg.subject)
@@ -352,6 +542,19 @@ class DirectClient(Client):
         self._handlers.pop(sid, None)
         self._strays_logged.discard(sid)
         super()._remove_sub(sid, max_msgs)
+
+
+def _error_text(line: bytes) -> str:
+    """The text of an -ERR line, without its quotes."""
+    return line.decode(errors="replace").strip().removeprefix("-ERR").strip(" '")
+
+
+def _header_bytes(headers: dict[str, Any] | None) -> int:
+    """The size of headers on the wire."""
+    if not headers:
+        return 0
+    pairs = (f"{name}: {value}\r\n" for name, value in headers.items())
+    return len(b"NATS/1.0\r\n\r\n") + sum(len(pair.encode()) for pair in pairs)
 
 
 def _unguessable() -> str:

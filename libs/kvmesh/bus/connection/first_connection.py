@@ -5,6 +5,9 @@ import logging
 
 from nats.errors import UnexpectedEOF
 
+from kvmesh.bus.connection.api_errors import LIMITS, with_limit
+from kvmesh.bus.connection.direct_client import LoginRefused
+from kvmesh.bus.connection.login import Login
 from kvmesh.bus.errors import URL_SETTING, cause
 from kvmesh.settings.redaction import redacted
 
@@ -13,6 +16,7 @@ BROKEN = (OSError, UnexpectedEOF)  # a server that stops, or has not restarted y
 REFUSED = "authorization violation"
 WARN_S = 1.0
 CREDENTIALS = "set nats.user and nats.password, nats.token, nats.nkey_seed or nats.credentials"
+OTHER = f"map it with verify_and_map, or {CREDENTIALS}"
 CANCEL_S = 0.2
 FIRST = asyncio.FIRST_COMPLETED
 
@@ -25,7 +29,7 @@ class FirstConnection:
         self._left = attempts
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._last: Exception | None = None
-        self._refused = False
+        self._refusal: LoginRefused | None = None
         self._over = False
 
     def failed(self, error: Exception) -> bool:
@@ -35,10 +39,11 @@ class FirstConnection:
         if self._ended.done():
             return True
         self._last = error
-        self._refused = REFUSED in str(error).lower()
+        self._refusal = error if isinstance(error, LoginRefused) else None
         if self._left is not None:
             self._left -= 1
-        decisive = self._refused or self._left == 0
+        refused = self._refusal is not None and _text(self._refusal).lower() not in LIMITS
+        decisive = refused or self._left == 0
         if decisive:
             self._ended.set_exception(error)
         return decisive
@@ -51,9 +56,7 @@ class FirstConnection:
                 patience = WARN_S if timeout is None else None
                 done, _ = await asyncio.wait(either, timeout=patience, return_when=FIRST)
                 if not done:
-                    reason = cause(self._last or TimeoutError())
-                    text = "no NATS server at %s yet, retrying: %s (%s)"
-                    log.warning(text, self._url, reason, URL_SETTING)
+                    log.warning("%s", self._waits())
                     done, _ = await asyncio.wait(either, return_when=FIRST)
                     await done.pop()
                     log.info("reached NATS at %s", self._url)
@@ -65,13 +68,28 @@ class FirstConnection:
                 self._ended.exception()  # otherwise asyncio reports it as never retrieved
             await _cancel(attempt)
 
-    def reason(self, error: Exception, credentials: str) -> Exception:
-        """The reason of the failure; `credentials` names the settings that a server may reject."""
-        if not self._refused:
+    def _waits(self) -> str:
+        if self._refusal is not None:
+            refusal = with_limit(_text(self._refusal))
+            return f"NATS at {self._url} is not usable yet, retrying: {refusal}"
+        reason = cause(self._last or TimeoutError())
+        return f"no NATS server at {self._url} yet, retrying: {reason} ({URL_SETTING})"
+
+    def reason(self, error: Exception, login: Login) -> Exception:
+        """The reason of the failure; `login` names the settings that a server may reject."""
+        if self._refusal is None:
             return self._last or error
-        if not credentials:
-            return PermissionError(f"it requires credentials: {CREDENTIALS}")
-        return PermissionError(f"it rejects {credentials}")
+        if REFUSED not in _text(self._refusal).lower():
+            return PermissionError(f"{with_limit(_text(self._refusal))}{login.refusal()}")
+        if login.setting:
+            return PermissionError(f"it rejects {login.setting}{login.refusal()}")
+        if login.has_certificate:
+            return PermissionError(f"it maps the certificate of nats.tls_cert to no user; {OTHER}")
+        return PermissionError(f"it requires credentials: {CREDENTIALS}")
+
+
+def _text(refusal: LoginRefused) -> str:
+    return cause(refusal).removeprefix("nats: ")
 
 
 async def _cancel(task: "asyncio.Task[None]") -> None:

@@ -8,7 +8,8 @@ first, and refuses each permitted one for its reply.
 from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.connection.refusals import Refusals
 from kvmesh.bus.connection.violations import Violation
-from kvmesh.bus.permissions import API, Permissions, sample_of
+from kvmesh.bus.permissions import Permissions, sample_of
+from kvmesh.bus.subjects import API
 
 HARMLESS = f"{API}.INFO"  # shows first that this server refuses the reply
 

@@ -6,10 +6,16 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError, NoRespondersError
+from nats.errors import NoRespondersError
 from nats.js import errors as js
 
-from kvmesh.bus.connection.direct_client import PermissionDenied
+from kvmesh.bus.connection.api_errors import (
+    NOT_STORED,
+    STREAM_EXISTS,
+    WRONG_LAST_SEQUENCE,
+    explained,
+)
+from kvmesh.bus.connection.direct_client import PayloadTooLarge, PermissionDenied
 from kvmesh.bus.errors import (
     BusError,
     BusTimeout,
@@ -26,10 +32,8 @@ from kvmesh.bus.errors import (
     cause,
 )
 
-STREAM_EXISTS = 10058  # JetStream API error "stream name already in use" (other configuration)
-WRONG_LAST_SEQUENCE = 10071
 RECEIVE = "receive replies (set nats.inbox_prefix to one that it permits) on"
-NOT_STORED = 10077
+ABSENT = "no JetStream answers: the server or the account has none"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -62,8 +66,8 @@ def to_bus_error(error: NatsError | OSError, subject: str = "", size: int = 0) -
         if error.listens:
             return NotPermitted(error.subject, RECEIVE)
         return NotPermitted(subject or error.subject)
-    if isinstance(error, MaxPayloadError):
-        return MessageTooLarge(subject, size)
+    if isinstance(error, PayloadTooLarge):
+        return MessageTooLarge(subject, size, error.limit)
     if isinstance(error, NoRespondersError):
         return NoResponder(subject)
     if isinstance(error, TimeoutError):
@@ -80,16 +84,18 @@ def to_bus_error(error: NatsError | OSError, subject: str = "", size: int = 0) -
 def _jetstream_error(error: js.APIError) -> JetStreamError:
     # some of nats-py's errors leave out the attributes of their base class
     code, err_code = getattr(error, "code", None), getattr(error, "err_code", None)
-    if err_code == NOT_STORED and "maximum bytes" in cause(error):
-        return StorageFull(cause(error), code, err_code)
+    description = getattr(error, "description", None)
+    text = explained(description, err_code) if description else cause(error)
+    if err_code == NOT_STORED and "maximum bytes" in text:
+        return StorageFull(text, code, err_code)
     if isinstance(error, js.ServerError):
-        return JetStreamUnavailable(cause(error), 500, err_code)
+        return JetStreamUnavailable(text, 500, err_code)
     if isinstance(error, js.ServiceUnavailableError):
-        return JetStreamUnavailable(cause(error), 503, err_code)
+        return JetStreamUnavailable(text if code else ABSENT, 503, err_code)
     if isinstance(error, js.NotFoundError):
-        return NotFound(cause(error), 404, err_code)
+        return NotFound(text, 404, err_code)
     if isinstance(error, js.KeyWrongLastSequenceError):
-        return Conflict(cause(error), 400, WRONG_LAST_SEQUENCE)
+        return Conflict(text, 400, WRONG_LAST_SEQUENCE)
     if err_code in (STREAM_EXISTS, WRONG_LAST_SEQUENCE):
-        return Conflict(cause(error), code, err_code)
-    return JetStreamError(cause(error), code, err_code)
+        return Conflict(text, code, err_code)
+    return JetStreamError(text, code, err_code)

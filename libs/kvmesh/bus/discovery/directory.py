@@ -7,7 +7,6 @@ from collections.abc import Callable
 import msgspec
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.discovery.leases import STATE, LeaseDuration
 from kvmesh.bus.errors import BusError
 from kvmesh.bus.log_once import LogOnce
@@ -74,9 +73,7 @@ class Directory:
         """Watch; return once every card that exists now is known."""
         await self._duration.refresh()
         await self._reader.open()
-        with bus_errors():
-            async with asyncio.timeout(OPEN_S):
-                await self._reader.caught_up.wait()
+        await self._reader.until_caught_up(OPEN_S)
         self._task = asyncio.create_task(self._expire(), name="directory")
 
     async def close(self) -> None:

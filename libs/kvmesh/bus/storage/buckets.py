@@ -1,6 +1,5 @@
 """Key-value buckets: reading a whole bucket, and creating the buckets of the frontends."""
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -9,7 +8,6 @@ from nats.js.kv import KeyValue
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
-from kvmesh.bus.connection.translation import bus_errors
 from kvmesh.bus.errors import Conflict
 from kvmesh.bus.streams.configuration import write_once
 from kvmesh.bus.streams.reader import Start, StreamMessage, StreamReader
@@ -70,9 +68,7 @@ async def _read(
     reader = StreamReader(bus, f"KV_{bucket}", f"{prefix}{keys}", receive, start)
     await reader.open()
     try:
-        with bus_errors():
-            async with asyncio.timeout(TIMEOUT_S):
-                await reader.caught_up.wait()
+        await reader.until_caught_up(TIMEOUT_S)
     finally:
         await reader.close()
 

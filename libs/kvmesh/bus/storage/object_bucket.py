@@ -92,9 +92,7 @@ class ObjectBucket:
         )
         await reader.open()
         try:
-            with bus_errors():
-                async with asyncio.timeout(LIST_S):
-                    await reader.caught_up.wait()
+            await reader.until_caught_up(LIST_S)
         finally:
             await reader.close()
         parts = await self._parts()
@@ -114,16 +112,17 @@ class ObjectBucket:
         read is wrong. Raises Conflict if another process was first, or StorageFull.
         """
         nuid, digest, parts = secrets.token_hex(11), sha256(), 0
+        part_bytes = min(PART_BYTES, self._bus.max_payload // 2)
         ends = time.monotonic() + PUT_S
         subject = f"$O.{self._bucket}.C.{nuid}"
 
         def part(offset: int) -> bytes:
-            data = read(offset, min(PART_BYTES, size - offset))
+            data = read(offset, min(part_bytes, size - offset))
             digest.update(data)
             return data
 
         try:
-            for offset in range(0, size, PART_BYTES):
+            for offset in range(0, size, part_bytes):
                 data = await asyncio.to_thread(part, offset)
                 await self._bus.store(subject, data, API_S)
                 parts += 1
@@ -139,7 +138,7 @@ class ObjectBucket:
                 chunks=parts,
                 mtime=datetime.now(UTC).isoformat(),
                 digest=f"SHA-256={encoded}",
-                options={"max_chunk_size": PART_BYTES},
+                options={"max_chunk_size": part_bytes},
             )
             stored = await self._describe(description, replaces.version if replaces else 0)
         except BaseException:
@@ -229,7 +228,7 @@ class ObjectBucket:
         found: dict[str, int] = {}
         while True:
             query = json.dumps({"subjects_filter": f"{prefix}>", "offset": len(found)})
-            call = f"$JS.API.STREAM.INFO.{self._stream}"
+            call = f"{self._bus.js.prefix}.STREAM.INFO.{self._stream}"
             with bus_errors(call):
                 reply = await self._bus.client.request(call, query.encode(), timeout=API_S)
             try:

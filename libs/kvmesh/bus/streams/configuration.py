@@ -21,6 +21,7 @@ from nats.js.api import (
 )
 
 from kvmesh.bus.client import Bus
+from kvmesh.bus.connection.api_errors import TOO_MANY_CONSUMERS
 from kvmesh.bus.errors import BusError, Conflict, JetStreamError, NotFound, NotPermitted
 from kvmesh.bus.streams.server_check import explained_refusal
 
@@ -31,7 +32,6 @@ UNUSED_WINDOW_S = 1.0
 # Every process of a mesh watches the instances; nats-server 2.15 permits only 1,000 consumers of a
 # stream that states no number.
 MAX_WATCHERS = 100_000
-TOO_MANY_CONSUMERS = 10026  # JetStream's error code
 
 
 class StreamMissing(BusError):
@@ -114,7 +114,7 @@ async def apply(bus: Bus, changes: list[Difference]) -> None:
         new = {change.limit: change.wanted for change in changes if change.stream == name}
         if config.duplicate_window > (age := new.get("max_age", 0)) > 0:
             new["duplicate_window"] = age  # it may not be longer
-        with explained_refusal(name, new.get("max_bytes", 0)):
+        async with explained_refusal(bus, name, new.get("max_bytes", 0)):
             await bus.js.update_stream(config.evolve(**new))
 
 
@@ -131,7 +131,7 @@ async def _ensure(bus: Bus, wanted: _StreamSpec) -> StreamConfig:
         pass
     size, _ = wanted.limits.get("max_bytes", (0, ""))
     try:
-        with explained_refusal(wanted.name, size):
+        async with explained_refusal(bus, wanted.name, size):
             await wanted.create()
     except NotPermitted:
         raise StreamMissing(

@@ -23,7 +23,15 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamInfo
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.connection.ack_subject import delivery_fields
-from kvmesh.bus.errors import BusError, NotFound, NotPermitted, cause
+from kvmesh.bus.connection.api_errors import TOO_MANY_CONSUMERS
+from kvmesh.bus.errors import (
+    BusError,
+    BusTimeout,
+    JetStreamError,
+    NotFound,
+    NotPermitted,
+    cause,
+)
 from kvmesh.bus.faults import STALLED
 from kvmesh.bus.streams.identity import is_rewound
 from kvmesh.bus.ticks import next_tick
@@ -36,6 +44,7 @@ SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
 STALLED_S = 5.0  # of heartbeats, while messages wait that the consumer does not deliver
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 DELETE_S = 1.0
+REFUSED_S = 60.0
 OFFLINE_S = 0.1
 MAX_CONSUMERS = 4
 BATCH_S = 0.002
@@ -129,22 +138,31 @@ class StreamReader:
         self._reported = False
         self._attaching = False  # until the stream is known to be the one read before
         self._stale = asyncio.Event()
+        self._failing = False
         self._task: asyncio.Task[None] | None = None
         self.last_seq = start.after or 0
         self._stored = start.stored  # storage time of the message `last_seq`
         self.pending = 0
         self.caught_up = asyncio.Event()
+        self.refusal: JetStreamError | None = None  # the account permits no more consumers
 
     async def open(self) -> None:
         """Create the consumer; raises BusError if the stream cannot be read.
 
-        A server that refuses this process what it needs is asked again, as after a loss.
+        A server that refuses this process what it needs, or an account that permits no more
+        consumers while this is a service, is asked again, as after a loss.
         """
         try:
             await self._attach()
         except NotPermitted as error:
             if not self._bus.refusals.is_needed(error.subject):
                 raise
+            self._stale.set()
+        except JetStreamError as error:
+            if error.err_code != TOO_MANY_CONSUMERS or not self._bus.patient:
+                raise
+            log.warning("cannot read %s yet, retrying: %s", self.stream, cause(error))
+            self._failing, self.refusal = True, error
             self._stale.set()
         self._bus.readers.add(self)
         self._task = asyncio.create_task(self._watch(), name=f"reader {self.stream}")
@@ -163,6 +181,20 @@ class StreamReader:
         """Seconds without the messages or heartbeats that are due; 0 if none is overdue."""
         silence = self._loop.time() - self._last_message_at
         return silence if silence > SILENCE_S else 0.0
+
+    async def until_caught_up(self, timeout: float) -> None:
+        """Return once all that was in the stream is handled.
+
+        Raises BusTimeout after `timeout` seconds, REFUSED_S while the account permits no more
+        consumers; then its refusal.
+        """
+        try:
+            async with asyncio.timeout(REFUSED_S if self.refusal is not None else timeout):
+                await self.caught_up.wait()
+        except TimeoutError:
+            if self.refusal is not None:
+                raise self.refusal from None
+            raise BusTimeout(f"{self.stream} was not read within {timeout:g} s") from None
 
     async def close(self) -> None:
         self._bus.readers.discard(self)
@@ -355,22 +387,21 @@ class StreamReader:
 
     async def _watch(self) -> None:
         """Attach again after a loss: at once if the consumer lived long, else after a delay."""
-        failing = False
         while True:
             if not await self._lost():
                 continue
-            if self._loop.time() - self._attached_at > SETTLED_S and not failing:
+            if self._loop.time() - self._attached_at > SETTLED_S and not self._failing:
                 self._backoff.reset()
             else:
                 await self._wait()
             self._bus.counts.reader_restarts[self.stream] += 1
             try:
                 await self._attach()
-                failing = False
+                self._failing, self.refusal = False, None
             except BusError as error:
-                if not failing:
+                if not self._failing:
                     log.warning("cannot read %s, retrying: %s", self.stream, cause(error))
-                failing = True
+                self._failing = True
                 self._stale.set()
 
     async def _wait(self) -> None:

@@ -1,65 +1,166 @@
-"""Checks a NATS server's configuration when a process starts.
+"""Checks a NATS server's configuration when a process starts, and explains its refusals."""
 
-Error codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
-"""
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import msgspec
+from msgspec import Struct
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import JetStreamError, JetStreamUnavailable, ServerUnfit
+from kvmesh.bus.connection.api_errors import (
+    ACCOUNT_FULL,
+    ADVICE,
+    FILES_FULL,
+    MEMORY_FULL,
+    NOT_FOR_ACCOUNT,
+    RESOURCES,
+)
+from kvmesh.bus.connection.translation import bus_errors
+from kvmesh.bus.errors import (
+    BusError,
+    JetStreamError,
+    JetStreamUnavailable,
+    NotFound,
+    ServerUnfit,
+)
 
 MIN_PAYLOAD = 1 << 20
 RECOMMENDED_PAYLOAD = "8MB"
+OLDEST = (2, 12)  # the oldest server that is tested
 JETSTREAM = "jetstream { store_dir: … }"
-NOT_FOR_ACCOUNT = 10039
-FILES_FULL, MEMORY_FULL, RESOURCES = 10047, 10028, 10023
-NO_CLUSTER = 10074
+INFO_S = 10.0
 
 
-async def check_server(bus: Bus) -> None:
-    """Raise ServerUnfit for unsuitable server settings, another BusError for other failures."""
-    size = bus.max_payload
-    if size < MIN_PAYLOAD:
+class _Limits(Struct):
+    max_memory: int = -1
+    max_storage: int = -1
+
+
+class _Use(Struct):
+    """The use of an account's storage, or of one of its tiers, in bytes."""
+
+    memory: int = 0
+    storage: int = 0
+    reserved_memory: int = 0
+    reserved_storage: int = 0
+    limits: _Limits = msgspec.field(default_factory=_Limits)
+
+
+class _Account(_Use):
+    tiers: dict[str, _Use] = {}
+
+
+class _Storage(NamedTuple):
+    """The names of the limits of one kind of storage."""
+
+    account: str
+    jwt: str
+    server: str
+
+
+FILES = _Storage("max_file", "disk_storage", "max_file_store")
+MEMORY = _Storage("max_mem", "mem_storage", "max_memory_store")
+_account = msgspec.json.Decoder(_Account)
+
+
+async def check_server(bus: Bus) -> str:
+    """The JetStream domain of the mesh, empty if it has no name.
+
+    Raises ServerUnfit for unsuitable server settings, another BusError for other failures.
+    """
+    if bus.max_payload < MIN_PAYLOAD:
         raise ServerUnfit(
-            f"the NATS server accepts messages of at most {size} bytes: set max_payload in its"
-            f" configuration to {RECOMMENDED_PAYLOAD}, or at least 1MB"
+            f"NATS accepts too small messages ({bus.payload_limit}): set max_payload to"
+            f" {RECOMMENDED_PAYLOAD}, or at least 1MB, in {_place_of_payload(bus)}"
         )
     try:
-        await bus.js.account_info()
+        return (await bus.js.account_info()).domain or ""
     except JetStreamError as error:
         absent = isinstance(error, JetStreamUnavailable) and error.code == 503
         if absent and error.err_code is None:  # no process listens on JetStream's subjects
-            raise ServerUnfit(
-                f"the NATS server runs without JetStream: add {JETSTREAM} to its configuration"
-            ) from error
+            raise ServerUnfit(_absence(bus)) from error
         if error.err_code == NOT_FOR_ACCOUNT:
-            raise ServerUnfit(
-                "the NATS account has no JetStream: add `jetstream: enabled` to it in the"
-                " server's configuration"
-            ) from error
+            advice = ADVICE[NOT_FOR_ACCOUNT]
+            raise ServerUnfit(f"the NATS account has no JetStream: {advice}") from error
         raise
 
 
-@contextmanager
-def explained_refusal(stream: str, size: float) -> Iterator[None]:
-    """Turn a refusal of a stream of `size` bytes into a ServerUnfit that names the setting."""
+async def founds_mesh(bus: Bus, domain: str) -> bool:
+    """True if the server is in a JetStream `domain` that has no streams of the mesh yet.
+
+    Leaf nodes have domains, so the mesh may well be in another.
+    """
+    if not domain or not bus.js.is_own:
+        return False
+    try:
+        await bus.js.stream_info(bus.subjects.kv_stream)
+    except NotFound:
+        return True
+    return False
+
+
+def old_version(bus: Bus) -> str:
+    """A warning about a server that is older than those tested; empty for others."""
+    version = bus.server_version
+    if tuple(map(int, version.split(".")[:2])) >= OLDEST:
+        return ""
+    oldest = ".".join(map(str, OLDEST))
+    return f"nats-server {version} is older than {oldest}, the oldest that kvmesh is tested with"
+
+
+def _place_of_payload(bus: Bus) -> str:
+    if bus.payload_is_the_servers:
+        return "the server's configuration"
+    return "the limits of the account (`payload` in its JWT or the user's)"
+
+
+def _absence(bus: Bus) -> str:
+    if not bus.js.is_own:
+        return f"no JetStream answers under {bus.js.prefix}: check nats.domain and nats.api_prefix"
+    if not bus.client.server_has_jetstream:
+        return (
+            f"the NATS server runs without JetStream: add {JETSTREAM} to its configuration, or at"
+            " a leaf node set nats.domain to the hub's"
+        )
+    return (
+        f"the NATS account has no JetStream: {ADVICE[NOT_FOR_ACCOUNT]}; limits above the server's"
+        " own, which its log names, have the same effect"
+    )
+
+
+@asynccontextmanager
+async def explained_refusal(bus: Bus, stream: str, size: float) -> AsyncIterator[None]:
+    """Turn a refusal of a stream of `size` bytes into a ServerUnfit that names the limit."""
     try:
         yield
     except JetStreamError as error:
-        reason = _reason(error.err_code, size)
-        if reason is None:
+        needed = f"needs {size / (1 << 20):.0f} MiB; " if size > 0 else ""
+        if error.err_code in (ACCOUNT_FULL, RESOURCES, MEMORY_FULL, FILES_FULL):
+            storage = MEMORY if error.err_code == MEMORY_FULL else FILES
+            lower = ", or lower the *_bytes of [streams]" if size > 0 else ""
+            reason = f"{needed}raise {await _limit_of(bus, storage, size)}{lower}"
+        elif error.err_code in ADVICE:
+            reason = f"{needed}{error}"
+        else:
             raise
-        raise ServerUnfit(f"the NATS server cannot store {stream}: {reason}") from error
+        raise ServerUnfit(f"NATS cannot store {stream}: {reason}") from error
 
 
-def _reason(code: int | None, size: float) -> str | None:
-    needed = f"needs {size / (1 << 20):.0f} MiB"
-    lower = "or lower the *_bytes of [streams]"
-    if code == MEMORY_FULL:
-        return f"{needed}; raise max_memory_store in its configuration, {lower}"
-    if code in (FILES_FULL, RESOURCES):
-        return f"{needed}; raise max_file_store in its configuration, {lower}"
-    if code == NO_CLUSTER:
-        return "its cluster has fewer servers than nats.replicas"
-    return None
+async def _limit_of(bus: Bus, storage: _Storage, size: float) -> str:
+    """The limit that leaves no room for `size` bytes: the account's, or the server's."""
+    server = f"{storage.server} in the server's configuration"
+    try:
+        with bus_errors():
+            reply = await bus.client.request(f"{bus.js.prefix}.INFO", b"", timeout=INFO_S)
+        account = _account.decode(reply.data)
+    except (BusError, msgspec.MsgspecError):
+        return server
+    use = account.tiers.get(f"R{bus.options.replicas}", account)
+    if storage is MEMORY:
+        limit, used = use.limits.max_memory, max(use.memory, use.reserved_memory)
+    else:
+        limit, used = use.limits.max_storage, max(use.storage, use.reserved_storage)
+    if limit < 0 or used + size <= limit:
+        return server
+    return f"{storage.account} in the account's jetstream limits (`{storage.jwt}` in its JWT)"

@@ -30,6 +30,23 @@ class NatsSettings(Section, frozen=True, kw_only=True):
         Path | None, Meta(description="PEM file of this process's certificate, for mutual TLS")
     ] = None
     tls_key: Annotated[Path | None, Meta(description="PEM file of that certificate's key")] = None
+    tls_handshake_first: Annotated[
+        bool, Meta(description="begin with the TLS handshake, as servers with handshake_first do")
+    ] = False
+    domain: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^\s.*>]*$",
+            description="JetStream domain that holds the mesh, if it is not the server's own",
+        ),
+    ] = ""
+    api_prefix: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^\s*>]*$",
+            description="prefix of the JetStream API in place of that of nats.domain",
+        ),
+    ] = ""
     inbox_prefix: Annotated[
         str,
         Meta(
@@ -38,6 +55,14 @@ class NatsSettings(Section, frozen=True, kw_only=True):
         ),
     ] = "_INBOX"
     replicas: Annotated[int, Meta(ge=1, le=5, description="copies of each stream")] = 1
+    bucket_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="largest size of each bucket, where the account requires one; 64 MiB of"
+            " those in memory",
+        ),
+    ] = 256 << 20
 
 
 class StreamSettings(Section, frozen=True, kw_only=True):

@@ -1,11 +1,11 @@
 """Errors of nats-py and of the connection become errors of the bus."""
 
 import pytest
-from nats.errors import ConnectionClosedError, MaxPayloadError, NoRespondersError
+from nats.errors import ConnectionClosedError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import errors as js
 
-from kvmesh.bus.connection.direct_client import PermissionDenied
+from kvmesh.bus.connection.direct_client import PayloadTooLarge, PermissionDenied
 from kvmesh.bus.connection.translation import bus_errors, raising_bus_errors
 from kvmesh.bus.errors import (
     BusError,
@@ -23,7 +23,7 @@ from kvmesh.bus.errors import (
 
 EXPECTED = [
     (PermissionDenied("a"), NotPermitted),
-    (MaxPayloadError(), MessageTooLarge),
+    (PayloadTooLarge("max_payload"), MessageTooLarge),
     (NoRespondersError(), NoResponder),
     (NatsTimeoutError(), BusTimeout),
     (TimeoutError(), BusTimeout),

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     from kvmesh.bus.client import Bus
     from kvmesh.bus.errors import NotPermitted, ServerUnfit
-    from kvmesh.bus.streams.server_check import check_server
+    from kvmesh.bus.streams.server_check import check_server, old_version
     from kvmesh.cli.bus_session import run_on_bus
     from kvmesh.cli.status.findings import Finding, of_checks, of_report
     from kvmesh.cli.status.index_checks import check_ranks
@@ -41,12 +41,13 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def server(bus: Bus) -> Finding:
         try:
-            await check_server(bus)
+            domain = await check_server(bus)
         except ServerUnfit as error:
             return Finding("fault", "nats", str(error))
         except NotPermitted:
             return Finding("note", "nats", "not checked: this user may not")
-        return Finding("ok", "nats", f"{bus.server_version} at {bus.server}")
+        place = f", JetStream domain {domain}" if domain else ""
+        return Finding("ok", "nats", f"{bus.server_version} at {bus.server}{place}")
 
     async def index(bus: Bus, report: "MeshReport") -> list[Finding]:
         try:
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
 
     async def main(bus: Bus) -> int:
         findings = [await server(bus)]
+        if warning := old_version(bus):
+            findings.append(Finding("note", "nats", warning))
         if arguments.role is not None:
             findings += await check_permissions(bus, User(arguments.role), settings)
         else:

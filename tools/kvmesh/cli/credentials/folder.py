@@ -37,6 +37,7 @@ from kvmesh.cli.credentials.tokens import (
 )
 from kvmesh.cli.local import write_private
 from kvmesh.cli.supervisor.nats import storage_bytes
+from kvmesh.runtime.service import bus_options
 from kvmesh.settings.schema import Settings
 
 AUTHORITY, NATS = "authority", "nats"
@@ -81,6 +82,7 @@ class Credentials:
         self._settings = settings
         self._plan = plan
         self._now = datetime.now(UTC)
+        self._api = bus_options(settings.nats).api_prefix
 
     def write(self, force: bool) -> list[Principal]:
         """Write missing files; return all users. Raises CredentialsError, AuthorityError, OSError.
@@ -94,7 +96,7 @@ class Credentials:
         if self._plan.tokens:
             users = [*self._tokens(keys)]
         else:
-            users = [*nkey_users(self._settings.nats.namespace, keys)]
+            users = [*nkey_users(self._settings.nats.namespace, self._api, keys)]
         for server in self._plan.servers:
             self._server(authority, server, users)
         return principals
@@ -172,7 +174,7 @@ class Credentials:
         scopes = []
         for principal, public in keys:
             key = self._key(self._scope(principal.user), nkeys.PREFIX_BYTE_ACCOUNT)
-            scope = Scope(principal.user, key, principal.permissions(namespace))
+            scope = Scope(principal.user, key, principal.permissions(namespace, self._api))
             scopes.append(scope)
             token = user_token(scope, public, account, now, self._plan.token_days)
             own = self._path / principal.user
@@ -225,6 +227,9 @@ class Credentials:
             **self._identity(at),
             "KVMESH_NATS_INBOX_PREFIX": inbox_prefix(principal.user),
         }
+        for key in ("domain", "api_prefix"):
+            if value := getattr(self._settings.nats, key):
+                variables[f"KVMESH_NATS_{key}".upper()] = value
         if principal.name != ANY:
             variables[f"KVMESH_{principal.role}_NAME".upper()] = principal.name
         if len(self._plan.servers) > 1:

@@ -32,8 +32,8 @@ class Principal:
         role, _, name = user.partition(".")
         return cls(User(role), name or ANY)
 
-    def permissions(self, namespace: str) -> Permissions:
-        return permissions(Subjects(namespace), self.role, self.user, self.name)
+    def permissions(self, namespace: str, api: str) -> Permissions:
+        return permissions(Subjects(namespace), self.role, self.user, self.name, api)
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,17 @@ def server_config(server: ServerFiles, users: Iterable[str]) -> str:
     return "\n".join([*_head(server), *_cluster(server), *users, ""])
 
 
-def nkey_users(namespace: str, keys: Iterable[tuple[Principal, str]]) -> Iterator[str]:
-    """The account and its users, each with its public nkey."""
+def nkey_users(namespace: str, api: str, keys: Iterable[tuple[Principal, str]]) -> Iterator[str]:
+    """The account and its users, each with its public nkey.
+
+    `api` is the prefix of the JetStream API that holds the mesh.
+    """
     yield "accounts {"
     yield f"{LEVEL}{json.dumps(token(namespace))} {{"
     yield f"{LEVEL * 2}jetstream: enabled"
     yield f"{LEVEL * 2}users: ["
     for principal, public in keys:
-        allowed = principal.permissions(namespace)
+        allowed = principal.permissions(namespace, api)
         yield f"{LEVEL * 3}# {principal.user}"
         yield f"{LEVEL * 3}{{ nkey: {public}, permissions: {{"
         yield from _subjects("publish", allowed.publish)

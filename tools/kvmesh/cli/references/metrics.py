@@ -63,7 +63,7 @@ def sources() -> dict[str, MetricSource]:
         LoadCollector(labels, list),
         RetentionCollector(labels, list),
         TierCollector(labels, lambda: TierCounts(loaded=[])),
-        EventCollector(labels, lambda: []),
+        EventCollector(labels, list),
         HandoffCollector(labels, lambda: HandoffCounts(ended={})),
         SourceCollector(labels, list),
         WeightsCollector(labels, WeightsCounts, int),

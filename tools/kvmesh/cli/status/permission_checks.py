@@ -14,7 +14,7 @@ from kvmesh.settings import Settings
 async def check_permissions(bus: Bus, role: User, settings: Settings) -> list[Finding]:
     """A fault for each subject of the role that the server refuses; raises BusError."""
     name = {User.WORKER: settings.worker.name, User.KVBM: settings.kvbm.name}.get(role) or ANY
-    table = permissions(bus.subjects, role, role, name)
+    table = permissions(bus.subjects, role, role, name, bus.options.api_prefix)
     inbox = f"{bus.options.inbox_prefix}.>"  # that of the credentials, whatever their user's name
     others = (pattern for pattern in table.subscribe if not pattern.startswith("_INBOX."))
     wanted = Permissions(table.publish, (*others, inbox))

@@ -158,7 +158,7 @@ class AnswerStore:
             if len(packed) > self._bus.max_payload:
                 continue
             if now < self._confirmed_at + CONFIRM_S:
-                self._bus.post(subject, msgspec.Raw(packed))
+                self._bus.post(self._bus.js.stored_through(subject), msgspec.Raw(packed))
             elif len(self._tasks) < MAX_WRITES:
                 self._tasks.start(self._write(subject, packed))
 

@@ -126,7 +126,7 @@ class Dispatcher:
         try:
             await self._try_workers(task)
         except MessageTooLarge as error:
-            reason = f"The request is larger than the mesh carries ({error.size} bytes)."
+            reason = f"The request has {error.size} bytes and exceeds {error.limit}."
             raise ApiError("too_large", reason) from error
 
     async def _try_workers(self, task: SequenceTask) -> None:

@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
-from kvmesh.bus.errors import BusError, NotFound, cause
+from kvmesh.bus.errors import BusError, MessageTooLarge, NotFound, cause
 from kvmesh.bus.messages import MessageDecoder
 from kvmesh.bus.storage.buckets import expiring_bucket, read_bucket, read_headers
-from kvmesh.frontend.errors import Unavailable
+from kvmesh.frontend.errors import ApiError, Unavailable
 
 TTL_S = 86400.0
 MAX_BYTES = 256 << 20
@@ -113,6 +113,9 @@ class PinStore:
                 if self._bucket is None:
                     self._bucket = await expiring_bucket(self._bus, self._name, TTL_S, MAX_BYTES)
                 yield self._bucket
+        except MessageTooLarge as error:
+            reason = f"The pin has {error.size} bytes and exceeds {error.limit}."
+            raise ApiError("too_large", reason) from error
         except (BusError, TimeoutError) as error:
             raise Unavailable(f"Cannot access pins: {cause(error)}") from error
 

@@ -111,7 +111,8 @@ class PrefetchEndpoint:
         try:
             reply = await self._route_client.request(model, compose, ROUTE_S)
         except MessageTooLarge as error:
-            raise ApiError("too_large", "The prompt exceeds the mesh's message size.") from error
+            reason = f"The prompt has {error.size} bytes and exceeds {error.limit}."
+            raise ApiError("too_large", reason) from error
         finally:
             # no sequence runs under this id: remove its predicted load from the router
             self._events.event(model, SeqFree(attempts[-1]))

@@ -25,6 +25,7 @@ from kvmesh.frontend.errors import ApiError, InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
 PART_BYTES = 512 << 10
+MAX_PARTS = 255  # the first part's first byte is their number
 MAX_TURNS = 1000
 READS = 8  # of one request at a time
 MAX_TURN = 16 << 20
@@ -155,7 +156,10 @@ class ResponseStore:
         size, packed = _packed(turn) if small else await asyncio.to_thread(_packed, turn)
         if size > MAX_TURN or len(packed) > self._quota.max_bytes:
             return self._not_stored(turn, "it is too large")
-        parts = [packed[at : at + PART_BYTES] for at in range(0, len(packed), PART_BYTES)]
+        most = min(PART_BYTES, self._bus.max_payload // 2)
+        parts = [packed[at : at + most] for at in range(0, len(packed), most)]
+        if len(parts) > MAX_PARTS:
+            return self._not_stored(turn, f"it has more than {MAX_PARTS} parts of {most} bytes")
         entry = _entry(turn.id, turn.tenant)
         try:
             async with asyncio.timeout(TIMEOUT_S):

@@ -1,6 +1,7 @@
 """Clients of the node's kvbm in a process of vLLM, with an event loop in a thread of their own."""
 
 import asyncio
+import dataclasses
 import os
 import threading
 from array import array
@@ -20,6 +21,7 @@ from kvmesh.bus.messages import KvLayout
 from kvmesh.bus.streams.configuration import StreamLimits
 from kvmesh.hashing import HASH_BYTES, block_hashes
 from kvmesh.settings.schema import TracingSettings
+from kvmesh.settings.secret_file import FileSecret, read_secret
 from kvmesh.worker.adapters.arena_tensors import ArenaTensors
 from kvmesh.worker.adapters.request_origin import RequestOrigin
 from kvmesh.worker.engines.vllm.kvbm.shared_tracing import shared_tracing
@@ -50,16 +52,28 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     tracing: TracingSettings | None = None
 
 
+class _Exported(Struct):
+    """Bus options, and the files of those that are secrets from files, which may change."""
+
+    options: BusOptions
+    files: dict[str, Path]
+
+
 def export_bus_options(options: BusOptions) -> None:
     """Export bus options to the connectors in this process and its child processes."""
-    # str and Path convert the files of TLS, the only fields that JSON has no type for
-    os.environ[BUS_OPTIONS_VARIABLE] = msgspec.json.encode(options, enc_hook=str).decode()
+    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    files = {name: v.path for name, v in fields.items() if isinstance(v, FileSecret)}
+    # str and Path convert files, the only fields that JSON has no type for
+    text = msgspec.json.encode(_Exported(options, files), enc_hook=str).decode()
+    os.environ[BUS_OPTIONS_VARIABLE] = text
 
 
 def inherited_bus_options() -> BusOptions:
     """The options given to `export_bus_options`, from the environment."""
     text = os.environ[BUS_OPTIONS_VARIABLE]
-    return msgspec.json.decode(text, type=BusOptions, dec_hook=lambda _, path: Path(path))
+    found = msgspec.json.decode(text, type=_Exported, dec_hook=lambda _, path: Path(path))
+    secrets: dict[str, Any] = {name: read_secret(path) for name, path in found.files.items()}
+    return dataclasses.replace(found.options, **secrets)
 
 
 class KvbmBridge:

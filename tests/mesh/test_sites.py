@@ -1,0 +1,153 @@
+"""A mesh over two sites: a hub and a leaf node with a JetStream domain of its own, or a gateway."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from support.mesh import Mesh
+from support.sites import Gateways, Site
+from support.wait import PATIENCE_S, eventually
+
+from kvmesh.bus.client import Bus, BusOptions
+from kvmesh.bus.errors import BusError, NoResponder, ServerUnfit
+from kvmesh.bus.messages import MessageDecoder
+from kvmesh.bus.permissions import User, inbox_prefix, permissions
+from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams, mesh_streams
+from kvmesh.bus.streams.reader import Start, StreamReader
+from kvmesh.bus.streams.server_check import check_server
+from kvmesh.bus.subjects import Subjects, api_of
+
+NAMESPACE = "far"
+SMALL = StreamLimits(kv_bytes=2 << 20, route_bytes=1 << 20, seq_bytes=1 << 20)
+PROMPT = "one two three four five six seven eight nine ten " * 20
+
+
+@pytest_asyncio.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    subjects, hub = Subjects(NAMESPACE), api_of("hub")
+    site = Site(
+        tmp_path, {user: permissions(subjects, user, user, api=hub) for user in USERS_AT_LEAF}
+    )
+    site.start()
+    yield site
+    site.stop()
+
+
+USERS_AT_LEAF = (User.WORKER, User.ROUTER)
+
+
+def at_leaf(site: Site, user: str) -> dict[str, str]:
+    return {
+        "KVMESH_NATS_URL": site.leaf.url,
+        "KVMESH_NATS_DOMAIN": "hub",
+        "KVMESH_NATS_USER": user,
+        "KVMESH_NATS_PASSWORD": user,
+        "KVMESH_NATS_INBOX_PREFIX": inbox_prefix(user),
+    }
+
+
+async def test_a_mesh_spans_hub_and_leaf(site: Site, tmp_path: Path) -> None:
+    mesh = Mesh(site.hub.url, tmp_path, {"KVMESH_MOCK_SPEEDUP": "20"}, NAMESPACE)
+    mesh.start("indexer", "indexer-0")
+    mesh.start("frontend", "frontend-0")
+    hub = BusOptions(url=site.leaf.url, user="open", password="open", api_prefix=api_of("hub"))
+    bus = await Bus.connect(hub, "test")
+
+    async def reachable() -> bool:
+        try:
+            return len(await mesh_streams(bus)) == 0  # of another namespace
+        except BusError:
+            return False
+
+    await eventually(reachable, what="the leaf is connected")
+    for role in USERS_AT_LEAF:
+        mesh.start(role, f"{role}-0", **at_leaf(site, role))
+    await mesh.ready()
+    async with AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client:
+        for _ in range(2):
+            answer = await client.completions.create(
+                model="kvmesh-demo", prompt=PROMPT, max_tokens=8
+            )
+            assert answer.usage
+            assert answer.usage.completion_tokens == 8
+    done = await mesh.command(
+        "doctor",
+        KVMESH_NATS_PASSWORD="open",
+        **{name: text for name, text in at_leaf(site, "open").items() if "PASSWORD" not in name},
+    )
+    assert "equal to the workers" in done.stdout, done.stdout + done.stderr
+    assert "JetStream domain hub" in done.stdout
+    local = await Bus.connect(BusOptions(url=site.leaf.url, user="open", password="open"), "test")
+    assert await local.js.streams_info() == []
+    for each in (bus, local):
+        await each.close()
+    mesh.stop()
+
+
+async def test_a_leaf_without_jetstream_reaches_that_of_the_hub_by_its_domain(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, {})
+    site.leaf.jetstream = None
+    site.leaf.settings = site.leaf.settings.replace("jetstream: enabled, ", "")
+    site.start()
+    own = BusOptions(url=site.leaf.url, user="open", password="open")
+    bus = await Bus.connect(replace(own, api_prefix=api_of("hub")), "test")
+
+    async def ready() -> bool:
+        try:
+            return await check_server(bus) == "hub"
+        except BusError:
+            return False
+
+    await eventually(ready)
+    assert await ensure_streams(bus, SMALL) == []
+    keys = await bus.js.key_value(bus.subjects.plan_bucket)
+    await keys.put("key", b"value")
+    assert (await keys.get("key")).value == b"value"
+    other = await Bus.connect(own, "test")
+    with pytest.raises(ServerUnfit, match=r"at a leaf node set nats\.domain"):
+        await check_server(other)
+    for each in (bus, other):
+        await each.close()
+    site.stop()
+
+
+async def test_a_process_across_a_gateway_uses_the_streams_of_the_other_cluster(
+    tmp_path: Path,
+) -> None:
+    gateways = Gateways(tmp_path)
+    gateways.start()
+    near = await Bus.connect(BusOptions(url=gateways.near[0].url, replicas=3), "near")
+    far = await Bus.connect(BusOptions(url=gateways.far.url, replicas=3), "far")
+
+    async def ready() -> bool:
+        try:
+            return await ensure_streams(far, SMALL) == []
+        except BusError:
+            return False
+
+    await eventually(ready)
+    await near.store(near.subjects.kv("m", "w"), b"near", PATIENCE_S)
+    await far.store(far.subjects.kv("m", "w"), b"far", PATIENCE_S)
+    await far.serve("echo", MessageDecoder(bytes), lambda data, reply: reply(data))
+    await eventually(lambda: answers(near))
+    read: list[bytes] = []
+    stream, subject = far.subjects.kv_stream, far.subjects.kv_all
+    reader = StreamReader(far, stream, subject, lambda message: read.append(message.data), Start())
+    await reader.open()
+    await eventually(lambda: read == [b"near", b"far"])
+    await reader.close()
+    for bus in (near, far):
+        await bus.close()
+    gateways.stop()
+
+
+async def answers(bus: Bus) -> bool:
+    try:
+        return await bus.request("echo", b"x", MessageDecoder(bytes), PATIENCE_S) == b"x"
+    except NoResponder:
+        return False
