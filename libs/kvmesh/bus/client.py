@@ -6,6 +6,7 @@ subscription, one call after another.
 """
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,12 +19,15 @@ import nats
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 
+from kvmesh.bus.absence import ASK_S, Absence
 from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
 from kvmesh.bus.connection.jetstream import Bucket, JetStream
+from kvmesh.bus.connection.lame_duck import LameDuck
 from kvmesh.bus.connection.outbox import Outbox
 from kvmesh.bus.connection.tls import tls_context
 from kvmesh.bus.connection.translation import bus_errors, to_bus_error
@@ -240,15 +244,17 @@ class Bus:
         message: object,
         decoder: MessageDecoder[T],
         timeout: float,
+        at_once: bool = False,
     ) -> T:
         """Send a request and return its one reply.
 
-        Raises NoResponder, RequestTimeout after `timeout` seconds, MessageTooLarge, NotPermitted,
-        MalformedReply or NotConnected.
+        Raises RequestTimeout after `timeout` seconds, MessageTooLarge, NotPermitted, MalformedReply
+        or NotConnected; NoResponder once no process has listened for so long that it is gone
+        (`Absence`), or `at_once`, for a caller that can ask another process.
         """
         data = encode(message)
         try:
-            reply = await self.client.request(subject, data, timeout=timeout)
+            reply = await self._asked(subject, data, timeout, at_once)
         except NatsTimeoutError:
             raise RequestTimeout(subject, timeout) from None
         except (NatsError, OSError) as error:
@@ -257,6 +263,23 @@ class Bus:
             return decoder.decode(reply.data)
         except msgspec.MsgspecError as error:
             raise MalformedReply(subject, error) from error
+
+    async def _asked(self, subject: str, data: bytes, timeout: float, at_once: bool) -> Msg:
+        """The reply; a request that no process has received is sent again while one may return."""
+        try:
+            return await self.client.request(subject, data, timeout=timeout)
+        except NoRespondersError:
+            if at_once:
+                raise
+        loop, absence = asyncio.get_running_loop(), Absence()
+        ends = loop.time() + timeout
+        while not absence.refused(loop.time(), self.connected_at):
+            if (left := ends - loop.time()) <= ASK_S:
+                raise NatsTimeoutError
+            await asyncio.sleep(ASK_S)
+            with contextlib.suppress(NoRespondersError):
+                return await self.client.request(subject, data, timeout=left - ASK_S)
+        raise NoRespondersError
 
     async def subscribe(
         self,
@@ -370,11 +393,11 @@ class Bus:
             async with asyncio.timeout(2):
                 await self._posts.drained()
                 await self.client.flush()
-        except (TimeoutError, NatsError) as error:
+        except (TimeoutError, NatsError, OSError, RuntimeError) as error:
             log.warning("closing without a flush: %s", cause(error))
         try:
             await self.client.close()
-        except OSError as error:  # the server has ended the connection meanwhile
+        except (OSError, RuntimeError) as error:  # uvloop raises both once the server has gone
             log.warning("the connection to NATS ended before it was closed: %s", error)
 
 
@@ -451,6 +474,7 @@ async def _connect(
     security: dict[str, Any],
 ) -> None:
     last_error = broken_by = ""
+    lame_duck = LameDuck(client)
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, broken_by
@@ -475,7 +499,9 @@ async def _connect(
 
     async def on_disconnect() -> None:
         client.on_disconnected()
-        if not client.is_closed:
+        leaving = lame_duck.leaving
+        lame_duck.stop()
+        if not (client.is_closed or leaving):
             log.warning("lost the connection to NATS, reconnecting: %s", broken_by or "no reply")
 
     async def on_closed() -> None:
@@ -493,8 +519,8 @@ async def _connect(
         closed_cb=on_closed,
         reconnected_cb=on_reconnect,
         disconnected_cb=on_disconnect,
+        lame_duck_mode_cb=lame_duck.notice,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # nats-py sleeps for this many seconds
         connect_timeout=2,
         ping_interval=10,
         pending_size=64 * 1024 * 1024,

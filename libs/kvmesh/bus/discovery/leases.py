@@ -21,6 +21,7 @@ from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
 log = logging.getLogger(__name__)
+RETRY_S = 0.5  # after a renewal that failed
 
 
 class LeaseDuration:
@@ -78,6 +79,8 @@ class Lease:
         self._renewing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+        self._reconnected = asyncio.Event()
+        self._in_vain_since: float | None = None
         self.card = card
 
     @property
@@ -92,6 +95,7 @@ class Lease:
         await self._duration.refresh()
         await self._renew()
         await self._start_anew()
+        self._bus.on_reconnect.append(self._reconnected.set)
         self._task = asyncio.create_task(self._renew_until_closed(), name="lease")
 
     async def _start_anew(self) -> None:
@@ -120,6 +124,7 @@ class Lease:
         self._closed = True
         if self._task is None:
             return
+        self._bus.on_reconnect.remove(self._reconnected.set)
         self._task.cancel()
         await asyncio.wait([self._task])
         try:
@@ -149,6 +154,7 @@ class Lease:
                 if (
                     not await _exists(bucket, key)
                     and self._bucket_created == self._duration.bucket_created
+                    and not self._was_unrenewable(begun)
                 ):
                     log.warning("the lease had ended: other processes considered this one dead")
                     ended = True
@@ -158,20 +164,51 @@ class Lease:
             self._renewed_at = begun
             return ended
 
+    def _was_unrenewable(self, now: float) -> bool:
+        """True if the lease could only end: JetStream took no renewal of this connected process.
+
+        A cluster without quorum stores nothing, and then all leases end together: directories keep
+        the cards for a while (`Directory`). Not so with `rejoins`: a leader must not resume.
+        """
+        since = self._in_vain_since
+        return (
+            not self._rejoins
+            and since is not None
+            and since >= self._bus.connected_at
+            and since - self._renewed_at < self._duration.seconds
+        )
+
     async def _renew_until_closed(self) -> None:
-        failing = False
+        loop, failing = asyncio.get_running_loop(), False
         while True:
-            await asyncio.sleep(self._duration.seconds / 3)
+            slept_at = loop.time()
+            await self._due(RETRY_S if failing else self._duration.seconds / 3)
             try:
-                async with asyncio.timeout(self._duration.seconds):
+                async with asyncio.timeout(self._duration.seconds / 2):
                     await self._duration.refresh()
                     await self._renew()
-                failing = False
+                failing, self._in_vain_since = False, None
             except (BusError, TimeoutError) as error:
                 if not failing:
                     log.warning("cannot renew the lease, retrying: %s", cause(error))
                 failing = True
+                self._note_failure(loop.time(), slept_at)
                 await self._restore_buckets()
+
+    async def _due(self, wait_s: float) -> None:
+        """Return after `wait_s` seconds, or at once when this process has reconnected."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._reconnected.wait()
+        self._reconnected.clear()
+
+    def _note_failure(self, now: float, slept_at: float) -> None:
+        """A renewal has failed; after a time in which this process did not run, the first one."""
+        since, ran = self._in_vain_since, now - slept_at < self._duration.seconds
+        if not self._bus.connected or not ran:
+            self._in_vain_since = None
+        elif since is None or since < self._bus.connected_at:
+            self._in_vain_since = now
 
     async def _restore_buckets(self) -> None:
         """Recreate the bucket: it is in the server's memory, which a restart loses."""

@@ -171,8 +171,10 @@ class Dispatcher:
             if retry_until is None:
                 retry_until = now + self._restart_wait
             # the router may have noticed before this frontend that the last worker is lost
-            idling = reply.code == "no_workers" and self._waker.may_idle(task.model)
-            _raise_refusal(reply, task, idling or now < retry_until)
+            # or its only workers may be changing servers
+            returns = self._waker.may_idle(task.model) or bool(self._workers.silent)
+            may_retry = now < retry_until or (reply.code == "no_workers" and returns)
+            _raise_refusal(reply, task, may_retry)
             await asyncio.sleep(RETRY_S)
 
     async def _wait_for_worker(self, task: SequenceTask) -> None:
@@ -262,7 +264,7 @@ class Dispatcher:
             self._blame(stream, stream, "vanished")
         elif offered.status in ("away", "unloaded"):
             await asyncio.sleep(RETRY_S)
-        elif offered.status != "frozen":
+        elif offered.status != "frozen" and instance not in self._workers.silent:
             state.exclude.append(instance)
         return False
 
