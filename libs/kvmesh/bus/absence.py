@@ -5,7 +5,7 @@ death: in a cluster, a process whose server stops listens again some millisecond
 one, and so does a process that its server has disconnected.
 """
 
-ASK_S = 0.05  # between two requests to a subject on which no process listens
+ASK_FIRST_S, ASK_S = 0.005, 0.05  # between two requests to a subject on which no process listens
 GONE_S = 1.0  # without a listener: a process reconnects much sooner
 REJOIN_S = 2.0  # after this process has connected, while others may be reconnecting, too
 
@@ -26,6 +26,11 @@ class Absence:
         if self._since is None:
             self._since = now
         return now - self._since >= GONE_S and now - connected_at >= REJOIN_S
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until the next request: few at first, as a process returns soon or not at all."""
+        since = now if self._since is None else self._since
+        return min(max((now - since) / 4, ASK_FIRST_S), ASK_S)
 
     def replied(self) -> None:
         """A process listens."""

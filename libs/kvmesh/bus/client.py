@@ -23,7 +23,7 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 
-from kvmesh.bus.absence import ASK_S, Absence
+from kvmesh.bus.absence import Absence
 from kvmesh.bus.connection.direct_client import DirectClient
 from kvmesh.bus.connection.first_connection import BROKEN, FirstConnection
 from kvmesh.bus.connection.jetstream import Bucket, JetStream
@@ -274,11 +274,11 @@ class Bus:
         loop, absence = asyncio.get_running_loop(), Absence()
         ends = loop.time() + timeout
         while not absence.refused(loop.time(), self.connected_at):
-            if (left := ends - loop.time()) <= ASK_S:
+            await asyncio.sleep(absence.wait_s(loop.time()))
+            if (left := ends - loop.time()) <= 0:
                 raise NatsTimeoutError
-            await asyncio.sleep(ASK_S)
             with contextlib.suppress(NoRespondersError):
-                return await self.client.request(subject, data, timeout=left - ASK_S)
+                return await self.client.request(subject, data, timeout=left)
         raise NoRespondersError
 
     async def subscribe(

@@ -35,7 +35,7 @@ MAX_STARTS = 4096
 KEPT = f"{ROOT}."  # inboxes are used once
 CONSUMER_REPLY = b"$JS.ACK."  # prefix of the reply subject of a consumer's deliveries
 REACH_S = 2.0  # for another server to accept a connection
-MIN_WAIT_S, MAX_WAIT_S = 0.01, 0.1  # between two attempts: a twentieth of the outage so far
+MIN_WAIT_S, MAX_WAIT_S = 0.02, 0.1  # between two attempts: a hundredth of the outage so far
 LATE_S = 0.1  # a timer is this late only if the process was stopped or stalled
 LARGE = 32 << 10  # payloads from this size on are not copied into a joined buffer
 SEPARATORS = frozenset(" \t\r\n")
@@ -70,7 +70,7 @@ class DirectClient(Client):
     async def _connect_to_server(self, s: Srv) -> None:
         self.abandon()
         outage_s = self._own_loop.time() - self._lost_at
-        self.options["reconnect_time_wait"] = min(max(outage_s / 20, MIN_WAIT_S), MAX_WAIT_S)
+        self.options["reconnect_time_wait"] = min(max(outage_s / 100, MIN_WAIT_S), MAX_WAIT_S)
         await super()._connect_to_server(s)
 
     def abandon(self) -> None:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvmesh.bus.absence import ASK_S, REJOIN_S, Absence
+from kvmesh.bus.absence import REJOIN_S, Absence
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
@@ -43,7 +43,7 @@ async def offered(bus: Bus, digest: str) -> bool:
                     message = WeightQuery(digest, secrets.token_hex(8), 1.0, 0.0, "")
                     bus.post(bus.subjects.weights(digest), message, reply=inbox)
                     await replied.wait()
-                    await asyncio.sleep(0 if found else ASK_S)
+                    await asyncio.sleep(0 if found else absence.wait_s(loop.time()))
     finally:
         await subscription.unsubscribe()
     return found

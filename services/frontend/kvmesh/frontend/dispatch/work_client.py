@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from kvmesh.bus.absence import ASK_S, Absence
+from kvmesh.bus.absence import Absence
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.leases import delete_lease
@@ -145,7 +145,7 @@ class WorkClient:
                     if absence.refused(self._loop.time(), self._bus.connected_at):
                         await self._bury(instance)
                         return
-                    wait_s = ASK_S
+                    wait_s = absence.wait_s(self._loop.time())
                 except BusError:
                     absence.replied()
                     if not logged:
