@@ -21,7 +21,8 @@ from support.traffic import Traffic, distinct_prompts
 from support.wait import eventually
 
 from kvmesh.bus.client import Bus
-from kvmesh.bus.streams.configuration import StreamLimits
+from kvmesh.bus.errors import BusError
+from kvmesh.bus.streams.configuration import StreamLimits, mesh_streams
 
 STREAMS, SHORT = 4, 4  # clients of each frontend: long answers, and answers of a few tokens
 STREAM_TOKENS, SHORT_TOKENS = 100, 4
@@ -43,11 +44,14 @@ class Stage:
 
     async def settled(self) -> None:
         """Wait until every server has every replica, so that the next one may stop."""
-        for stream in (self.bus.subjects.kv_stream, f"KV_{self.bus.subjects.instances_bucket}"):
-            await eventually(
-                lambda stream=stream: is_settled(self.cluster, self.bus, stream),
-                what=f"all replicas of {stream} are current",
-            )
+        await eventually(self._is_settled, what="all replicas are current")
+
+    async def _is_settled(self) -> bool:
+        try:
+            names = [info.config.name or "" for info in await mesh_streams(self.bus)]
+        except BusError as error:
+            raise AssertionError(f"not yet: {error!r}") from error
+        return all([await is_settled(self.cluster, self.bus, name) for name in names])
 
     async def progress(self) -> None:
         for each in self.traffic:
@@ -100,6 +104,7 @@ async def staged(stack: AsyncExitStack, folder: Path, binary: Path, frontends: i
         mesh.start("frontend", f"frontend-{number}", KVMESH_FRONTEND_PORT=str(port))
         urls.append(f"http://127.0.0.1:{port}")
     await mesh.ready()
+    await eventually(lambda: mesh.live_workers() == 2)
     bus = await Bus.connect(mesh.options, "test")
     stack.push_async_callback(bus.close)
     stage = Stage(cluster, mesh, bus, urls)

@@ -390,15 +390,15 @@ class Bus:
         if self.client.is_closed:
             return
         try:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(2 if self.connected else 0):
                 await self._posts.drained()
                 await self.client.flush()
-        except (TimeoutError, NatsError, OSError, RuntimeError) as error:
-            log.warning("closing without a flush: %s", cause(error))
-        try:
             await self.client.close()
-        except (OSError, RuntimeError) as error:  # uvloop raises both once the server has gone
-            log.warning("the connection to NATS ended before it was closed: %s", error)
+        except (TimeoutError, NatsError, OSError, RuntimeError) as error:
+            # without a server, uvloop raises RuntimeError where asyncio raises OSError
+            reason = cause(error) if self.connected else "NATS is away"
+            log.warning("closing without a flush: %s", reason)
+            await self.client.give_up()
 
 
 def returning(function: Callable[[T], object]) -> Callable[[T, Reply], None]:

@@ -81,6 +81,12 @@ class DirectClient(Client):
             if bare is not None:  # under TLS, closing waits for the server's reply
                 bare.transport.abort()
 
+    async def give_up(self) -> None:
+        """Close without sending what is pending."""
+        self._pending, self._pending_data_size = [], 0
+        with contextlib.suppress(NatsError, OSError, RuntimeError):
+            await self.close()
+
     def on_connected(self) -> None:
         """Start the direct path: the connection is up and the server knows its subscriptions."""
         stream = getattr(self._transport, "_io_writer", None)

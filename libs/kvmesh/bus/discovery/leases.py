@@ -16,7 +16,7 @@ import msgspec
 
 from kvmesh.bus.client import Bus
 from kvmesh.bus.connection.jetstream import Bucket
-from kvmesh.bus.errors import BusError, Conflict, NotFound, cause
+from kvmesh.bus.errors import BusError, Conflict, JetStreamUnavailable, NotFound, cause
 from kvmesh.bus.messages import Instance, encode
 from kvmesh.bus.streams.configuration import StreamLimits, ensure_streams
 
@@ -127,6 +127,9 @@ class Lease:
         self._bus.on_reconnect.remove(self._reconnected.set)
         self._task.cancel()
         await asyncio.wait([self._task])
+        if not self._bus.connected:
+            log.warning("cannot delete the lease without NATS; it will expire")
+            return
         try:
             async with asyncio.timeout(2):
                 await delete_lease(self._bus, self.card)
@@ -154,7 +157,7 @@ class Lease:
                 if (
                     not await _exists(bucket, key)
                     and self._bucket_created == self._duration.bucket_created
-                    and not self._was_unrenewable(begun)
+                    and not self._was_unrenewable()
                 ):
                     log.warning("the lease had ended: other processes considered this one dead")
                     ended = True
@@ -164,7 +167,7 @@ class Lease:
             self._renewed_at = begun
             return ended
 
-    def _was_unrenewable(self, now: float) -> bool:
+    def _was_unrenewable(self) -> bool:
         """True if the lease could only end: JetStream took no renewal of this connected process.
 
         A cluster without quorum stores nothing, and then all leases end together: directories keep
@@ -174,7 +177,6 @@ class Lease:
         return (
             not self._rejoins
             and since is not None
-            and since >= self._bus.connected_at
             and since - self._renewed_at < self._duration.seconds
         )
 
@@ -184,7 +186,7 @@ class Lease:
             slept_at = loop.time()
             await self._due(RETRY_S if failing else self._duration.seconds / 3)
             try:
-                async with asyncio.timeout(self._duration.seconds / 2):
+                async with asyncio.timeout(self._duration.seconds / 4):
                     await self._duration.refresh()
                     await self._renew()
                 failing, self._in_vain_since = False, None
@@ -193,7 +195,8 @@ class Lease:
                     log.warning("cannot renew the lease, retrying: %s", cause(error))
                 failing = True
                 self._note_failure(loop.time(), slept_at)
-                await self._restore_buckets()
+                if isinstance(error, NotFound | JetStreamUnavailable):
+                    await self._restore_buckets()
 
     async def _due(self, wait_s: float) -> None:
         """Return after `wait_s` seconds, or at once when this process has reconnected."""
@@ -207,7 +210,7 @@ class Lease:
         since, ran = self._in_vain_since, now - slept_at < self._duration.seconds
         if not self._bus.connected or not ran:
             self._in_vain_since = None
-        elif since is None or since < self._bus.connected_at:
+        elif since is None:
             self._in_vain_since = now
 
     async def _restore_buckets(self) -> None:
@@ -215,9 +218,10 @@ class Lease:
         if not self._bus.connected:
             return
         try:
-            await ensure_streams(self._bus, self._limits)
-        except BusError as error:
-            log.debug("streams not restored yet: %s", error)
+            async with asyncio.timeout(self._duration.seconds / 4):
+                await ensure_streams(self._bus, self._limits)
+        except (BusError, TimeoutError) as error:
+            log.debug("streams not restored yet: %s", cause(error))
 
 
 async def delete_lease(bus: Bus, card: Instance) -> None:

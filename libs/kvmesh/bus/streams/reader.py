@@ -31,6 +31,9 @@ SILENCE_S = 3 * HEARTBEAT_S
 ATTEMPTS = 3  # to attach to a stream that is recreated meanwhile
 SETTLED_S = 10.0  # a consumer that lives this long ends a series of attempts
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
+# A cluster does not reply about a stream whose leader it elects: ask again, but leave a slow server
+# more and more time to create a consumer.
+FIRST_PATIENCE_S, MAX_PATIENCE_S = 2.5, 40.0
 DELETE_S = 1.0
 OFFLINE_S = 0.1
 MAX_CONSUMERS = 4
@@ -315,7 +318,7 @@ class StreamReader:
 
     async def _watch(self) -> None:
         """Attach again after a loss: at once if the consumer lived long, else after a delay."""
-        failing = False
+        failing, patience_s = False, FIRST_PATIENCE_S
         while True:
             if not await self._lost():
                 continue
@@ -325,9 +328,11 @@ class StreamReader:
                 await self._wait()
             self._bus.counts.reader_restarts[self.stream] += 1
             try:
-                await self._attach()
-                failing = False
-            except BusError as error:
+                async with asyncio.timeout(patience_s):
+                    await self._attach()
+                failing, patience_s = False, FIRST_PATIENCE_S
+            except (BusError, TimeoutError) as error:
+                patience_s = min(2 * patience_s, MAX_PATIENCE_S)
                 if not failing:
                     log.warning("cannot read %s, retrying: %s", self.stream, cause(error))
                 failing = True

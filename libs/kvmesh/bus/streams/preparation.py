@@ -1,0 +1,48 @@
+"""Waits for JetStream at the start of a process, and makes what the mesh stores."""
+
+import asyncio
+import logging
+
+from kvmesh.bus.backoff import Backoff
+from kvmesh.bus.client import Bus
+from kvmesh.bus.errors import BusError, JetStreamError, ServerUnfit, cause
+from kvmesh.bus.streams.configuration import Difference, StreamLimits, ensure_streams
+from kvmesh.bus.streams.server_check import check_server
+
+log = logging.getLogger(__name__)
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
+NO_META_LEADER, NO_LEADER, NO_PEERS, OFFLINE = 10008, 10009, 10005, 10118
+ELECTING = (NO_META_LEADER, NO_LEADER, OFFLINE)
+
+
+async def prepare_streams(bus: Bus, limits: StreamLimits) -> list[Difference]:
+    """Return once the streams exist, with their differences from `limits`.
+
+    Retries until cancelled while the server or the cluster is not ready. Raises ServerUnfit.
+    """
+    backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
+    while True:
+        try:
+            await check_server(bus)
+            found = await ensure_streams(bus, limits)
+        except ServerUnfit:
+            raise
+        except BusError as error:
+            if not failing:
+                log.warning("JetStream is not ready yet, retrying: %s", why_not_ready(error))
+            failing = True
+            await asyncio.sleep(backoff.delay())
+        else:
+            if failing:
+                log.info("JetStream is ready")
+            return found
+
+
+def why_not_ready(error: BusError) -> str:
+    """The reason of a failure that passes, in words where JetStream has a bare code."""
+    code = error.err_code if isinstance(error, JetStreamError) else None
+    if code in ELECTING:
+        return "the cluster of NATS servers has no leader yet; it elects one once most of them run"
+    if code == NO_PEERS:
+        return f"fewer NATS servers run than nats.replicas, or they lack space ({cause(error)})"
+    return cause(error)
