@@ -7,15 +7,20 @@ one, and so does a process that its server has disconnected.
 
 ASK_FIRST_S, ASK_S = 0.005, 0.05  # between two requests to a subject on which no process listens
 GONE_S = 1.0  # without a listener: a process reconnects much sooner
+ALONE_GONE_S = 0.5  # with one server, which has no reason to disconnect one process in a roll
 REJOIN_S = 2.0  # after this process has connected, while others may be reconnecting, too
 
 
 class Absence:
-    """The refusals of one subject since a process was last known to listen there."""
+    """The refusals of one subject since a process was last known to listen there.
 
-    __slots__ = ("_since",)
+    `clustered`: there are servers to change to.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_gone_s", "_since")
+
+    def __init__(self, clustered: bool) -> None:
+        self._gone_s = GONE_S if clustered else ALONE_GONE_S
         self._since: float | None = None
 
     def refused(self, now: float, connected_at: float) -> bool:
@@ -25,7 +30,7 @@ class Absence:
         """
         if self._since is None:
             self._since = now
-        return now - self._since >= GONE_S and now - connected_at >= REJOIN_S
+        return now - self._since >= self._gone_s and now - connected_at >= REJOIN_S
 
     def wait_s(self, now: float) -> float:
         """Seconds until the next request: few at first, as a process returns soon or not at all."""

@@ -204,6 +204,10 @@ class Bus:
         version = self.client.connected_server_version
         return f"{version.major}.{version.minor}.{version.patch}"
 
+    def absence(self) -> Absence:
+        """A record of refusals, for a caller that sends a message again by itself."""
+        return Absence(self.client.is_clustered)
+
     def new_inbox(self) -> str:
         """An unguessable subject for replies."""
         return self.client.new_inbox()
@@ -271,7 +275,7 @@ class Bus:
         except NoRespondersError:
             if at_once:
                 raise
-        loop, absence = asyncio.get_running_loop(), Absence()
+        loop, absence = asyncio.get_running_loop(), self.absence()
         ends = loop.time() + timeout
         while not absence.refused(loop.time(), self.connected_at):
             await asyncio.sleep(absence.wait_s(loop.time()))

@@ -235,6 +235,11 @@ class DirectClient(Client):
         return f"{url.hostname}:{url.port}" if url else "no server"
 
     @property
+    def is_clustered(self) -> bool:
+        """True if the server of this connection is one of a cluster."""
+        return bool(self._server_info.get("cluster"))
+
+    @property
     def awaits_replies(self) -> bool:
         """True while a reply is pending."""
         return bool(self._waiting)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvmesh.bus.absence import REJOIN_S, Absence
+from kvmesh.bus.absence import REJOIN_S
 from kvmesh.bus.client import Bus, RawMessage, Subscription
 from kvmesh.bus.log_once import LogOnce
 from kvmesh.bus.messages import MessageDecoder, WeightOffer, WeightQuery
@@ -24,7 +24,7 @@ async def offered(bus: Bus, digest: str) -> bool:
 
     If no process listens, the question is repeated: all that have chunks may be changing servers.
     """
-    loop, absence, logged = asyncio.get_running_loop(), Absence(), LogOnce()
+    loop, absence, logged = asyncio.get_running_loop(), bus.absence(), LogOnce()
     replied, found = asyncio.Event(), False
 
     def receive(message: RawMessage) -> None:

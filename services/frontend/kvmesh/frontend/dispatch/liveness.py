@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _replies = MessageDecoder(ControlReply)
 TICK_S = 0.25
 PAUSE_S = 1.0  # a tick that comes this late means that this process was stopped or stalled
-PING_AFTER_S = 0.5
+PING_AFTER_S, PING_EVERY_S = 0.5, 1.0
 RESEND_AFTER_S = 2.0
 MAX_RESEND_S = 15.0
 GAP_S = 0.05
@@ -182,7 +182,7 @@ class LivenessMonitor:
 
     def _probe(self, state: ProbeState, silence: float, now: float) -> None:
         instance = state.stream.instance
-        if now - self._pinged.get(instance, 0.0) > PING_AFTER_S:
+        if now - self._pinged.get(instance, 0.0) > PING_EVERY_S:
             self._pinged[instance] = now
             self._start(self._ping(instance))
         wait = min(RESEND_AFTER_S * 2**state.probes, MAX_RESEND_S)

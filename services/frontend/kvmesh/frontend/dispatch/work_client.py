@@ -6,7 +6,6 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from kvmesh.bus.absence import Absence
 from kvmesh.bus.client import Bus
 from kvmesh.bus.discovery.directory import Directory
 from kvmesh.bus.discovery.leases import delete_lease
@@ -135,7 +134,7 @@ class WorkClient:
             self._probes[instance] = probe
 
     async def _probe(self, instance: str) -> None:
-        absence, logged = Absence(), False
+        absence, logged = self._bus.absence(), False
         try:
             while self._is_listed(instance):
                 wait_s = PROBE_S
