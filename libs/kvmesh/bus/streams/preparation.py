@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, JetStreamError, ServerUnfit, cause
+from kvmesh.bus.errors import BusError, JetStreamError, JetStreamUnavailable, ServerUnfit, cause
 from kvmesh.bus.streams.configuration import Difference, StreamLimits, ensure_streams
-from kvmesh.bus.streams.server_check import check_server
+from kvmesh.bus.streams.server_check import JETSTREAM, check_server
 
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
@@ -15,10 +16,13 @@ NO_META_LEADER, NO_LEADER, NO_PEERS, OFFLINE = 10008, 10009, 10005, 10118
 ELECTING = (NO_META_LEADER, NO_LEADER, OFFLINE)
 
 
-async def prepare_streams(bus: Bus, limits: StreamLimits) -> list[Difference]:
+async def prepare_streams(
+    bus: Bus, limits: StreamLimits, waits: Callable[[], None] = lambda: None
+) -> list[Difference]:
     """Return once the streams exist, with their differences from `limits`.
 
-    Retries until cancelled while the server or the cluster is not ready. Raises ServerUnfit.
+    Retries until cancelled while the server or the cluster is not ready, and calls `waits` before
+    the first time. Raises ServerUnfit.
     """
     backoff, failing = Backoff(FIRST_DELAY_S, MAX_DELAY_S), False
     while True:
@@ -29,6 +33,7 @@ async def prepare_streams(bus: Bus, limits: StreamLimits) -> list[Difference]:
             raise
         except BusError as error:
             if not failing:
+                waits()
                 log.warning("JetStream is not ready yet, retrying: %s", why_not_ready(error))
             failing = True
             await asyncio.sleep(backoff.delay())
@@ -43,6 +48,8 @@ def why_not_ready(error: BusError) -> str:
     code = error.err_code if isinstance(error, JetStreamError) else None
     if code in ELECTING:
         return "the cluster of NATS servers has no leader yet; it elects one once most of them run"
+    if code is None and isinstance(error, JetStreamUnavailable):
+        return f"no NATS server offers JetStream now, which needs {JETSTREAM}"
     if code == NO_PEERS:
         return f"fewer NATS servers run than nats.replicas, or they lack space ({cause(error)})"
     return cause(error)

@@ -66,9 +66,8 @@ class MeshView:
 
         Waits while a cluster elects its leaders.
         """
-        self.waits_for = "JetStream"
         try:
-            await prepare_streams(self.bus, self._limits)
+            await prepare_streams(self.bus, self._limits, self._wait_for_streams)
             while not await self._opened():
                 await asyncio.sleep(RETRY_S)
         except BusError as error:
@@ -77,11 +76,15 @@ class MeshView:
         loads = self.bus.subjects.load_all
         await self.bus.subscribe(loads, MessageDecoder(Load), self._on_load)
 
+    def _wait_for_streams(self) -> None:
+        self.waits_for = "JetStream"
+
     async def _opened(self) -> bool:
         """Open the directory; False if the streams have lost their leader meanwhile."""
         try:
             await self._directory.open()
         except (BusTimeout, JetStreamUnavailable) as error:
+            self._wait_for_streams()
             log.warning("cannot read the leases yet, retrying: %s", why_not_ready(error))
             await self._directory.close()
             return False
