@@ -18,10 +18,10 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from kvmesh.bus.client import Bus, BusOptions
-from kvmesh.bus.errors import BusUnavailable, ServerUnfit
+from kvmesh.bus.errors import BusTimeout, BusUnavailable, JetStreamUnavailable, ServerUnfit
 from kvmesh.bus.metrics import BusCollector
 from kvmesh.bus.streams.configuration import StreamLimits
-from kvmesh.bus.streams.preparation import prepare_streams
+from kvmesh.bus.streams.preparation import prepare_streams, why_not_ready
 from kvmesh.runtime import logs, memory
 from kvmesh.runtime.warnings import Warnings
 from kvmesh.runtime.watchdog import watch_loop
@@ -131,6 +131,9 @@ def run_service(
         return 2 if error.permanent else 1
     except BusUnavailable as error:
         log.error("%s", error)
+        return 1
+    except (BusTimeout, JetStreamUnavailable) as error:  # a supervisor's restart heals it
+        log.error("JetStream does not serve this process: %s", why_not_ready(error))
         return 1
     except KeyboardInterrupt:
         return 130

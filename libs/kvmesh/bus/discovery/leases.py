@@ -122,11 +122,12 @@ class Lease:
     async def close(self) -> None:
         """Delete the card, so that watchers see the process leave now, not after the TTL."""
         self._closed = True
-        if self._task is None:
+        task, self._task = self._task, None
+        if task is None:
             return
         self._bus.on_reconnect.remove(self._reconnected.set)
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        task.cancel()
+        await asyncio.wait([task])
         if not self._bus.connected:
             log.warning("cannot delete the lease without NATS; it will expire")
             return

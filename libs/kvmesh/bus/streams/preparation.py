@@ -2,17 +2,27 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from kvmesh.bus.backoff import Backoff
 from kvmesh.bus.client import Bus
-from kvmesh.bus.errors import BusError, JetStreamError, JetStreamUnavailable, ServerUnfit, cause
+from kvmesh.bus.errors import (
+    BusError,
+    BusTimeout,
+    JetStreamError,
+    JetStreamUnavailable,
+    ServerUnfit,
+    cause,
+)
 from kvmesh.bus.streams.configuration import Difference, StreamLimits, ensure_streams
 from kvmesh.bus.streams.server_check import JETSTREAM, check_server
 
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
+PATIENCE_S = 30.0
 NO_META_LEADER, NO_LEADER, NO_PEERS, OFFLINE = 10008, 10009, 10005, 10118
+T = TypeVar("T")
 ELECTING = (NO_META_LEADER, NO_LEADER, OFFLINE)
 
 
@@ -41,6 +51,23 @@ async def prepare_streams(
             if failing:
                 log.info("JetStream is ready")
             return found
+
+
+async def patiently(work: Callable[[], Awaitable[T]], patience_s: float = PATIENCE_S) -> T:
+    """The result of `work`, done again while JetStream elects a leader or does not reply.
+
+    `work` can be repeated. Raises its last error once `patience_s` seconds have passed.
+    """
+    loop, backoff = asyncio.get_running_loop(), Backoff(FIRST_DELAY_S, MAX_DELAY_S)
+    ends = loop.time() + patience_s
+    while True:
+        try:
+            return await work()
+        except (BusTimeout, JetStreamUnavailable) as error:
+            if loop.time() > ends:
+                raise
+            log.warning("JetStream does not reply, retrying: %s", why_not_ready(error))
+        await asyncio.sleep(backoff.delay())
 
 
 def why_not_ready(error: BusError) -> str:
