@@ -330,7 +330,8 @@ class WorkerNode:
         worker = self._settings.worker
         if reason := role_problem(info, worker.serves):
             raise EngineConfigError(reason)
-        files = files or await patiently(partial(publish_model, self._bus, self._folder))
+        if not files:
+            files = await patiently(partial(publish_model, self._bus, self._folder))
         model = replace(model_card(worker, self._folder, info, files), weights=self._weights)
         sleeps = not sleep_problem(self._engine, worker.engine)
         return instance_card(worker, info, model, self.instance, self._name, sleeps)
